@@ -88,7 +88,9 @@ class Figures:
         return {**asdict(self), "ratios": ratios, "verdict": self.verdict, "goal": GOAL}
 
 
-def run(gigabytes: float, ranks: int, cut: str, lane: str, rounds: int, folder: Path) -> Figures:
+def run(
+    gigabytes: float, ranks: int, cut: str, lane: str, rounds: int, folder: Path, warm_up: int = _WARM_UP
+) -> Figures:
     """Measure one cut by one lane.
 
     Args:
@@ -98,6 +100,7 @@ def run(gigabytes: float, ranks: int, cut: str, lane: str, rounds: int, folder: 
         lane: ``auto`` or ``grpc``.
         rounds: how many count.
         folder: an empty folder for the stores.
+        warm_up: rounds before these, which do not.
 
     Raises:
         ClientError: a client failed.
@@ -133,11 +136,11 @@ def run(gigabytes: float, ranks: int, cut: str, lane: str, rounds: int, folder: 
         groups = {"one": group("one", 1, 0), "two": group("two", NODES, 0)}
         if CUTS[cut] == "half away":
             groups["half away"] = group("half", 1, ranks // 2)
-        for number in range(_WARM_UP + rounds):
+        for number in range(warm_up + rounds):
             order = list(groups) if number % 2 else list(groups)[::-1]
             for name in order:
                 cpu, pushed = groups[name].push(number + 1)
-                if number >= _WARM_UP:
+                if number >= warm_up:
                     _note(figures, name, pushed, cpu)
     return figures
 

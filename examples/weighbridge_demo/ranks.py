@@ -116,6 +116,7 @@ def _gloo(size: int, rank: int, store_path: str) -> Iterator[None]:
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store_path}", rank=rank, world_size=size)
+    dist.barrier()  # or one that leaves early breaks connections that others are still making
     yield
     dist.destroy_process_group()
 

@@ -155,7 +155,12 @@ class Weighbridge:
         self.key = ticket_key(self.catalog.store)
         asks_clients = config.tls is not None and config.tls.client_ca is not None
         self.access = access = Access(
-            config.policy, self.key, certificates=asks_clients, lane=config.local_socket != "off"
+            config.policy,
+            self.key,
+            certificates=asks_clients,
+            lane=config.local_socket != "off",
+            look_seconds=config.policy_look,
+            standing_seconds=config.standing_look,
         )
         home = Home(_address(config.advertise, port), uuid.uuid4().hex)
         news = threading.Event()
@@ -170,7 +175,7 @@ class Weighbridge:
         self._links = links = Links(home, _proofs(config.tls, access))
         self.directory = Directory(self._store, home, lambda other: links.exchange(other, ()))
         successors = KnownReplicas(self.directory, self._links)
-        stored = StoredBytes(self._guarded, heads, access.stored_limits)
+        stored = StoredBytes(self._guarded, heads, access.stored_limits, rest=config.count_rest)
         self.quotas = Quotas(IdentityQuotas(), stored, access.limited)
         allocator = ImageAllocator(self.images)
         facilities = Facilities(home, _limits(config), allocator, self.mappings, successors)
@@ -261,7 +266,9 @@ def _limits(config: ServiceConfig) -> Limits:
     """What pushes go by."""
     return Limits(
         receive_timeout=config.receive_timeout,
+        opening_wait=config.opening_wait,
         image_wait=config.image_wait,
+        unmap_wait=config.unmap_wait,
         lease=config.open_lease,
         spreading=bool(config.advertise),
         sha256=config.sha256,

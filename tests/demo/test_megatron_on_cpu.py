@@ -10,18 +10,24 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from tests.support.forked import PRELOAD
+from tests.support.forked import PRELOAD, run_jobs
 from tests.support.megatron_ranks import RankError, run_ranks
 from tests.support.reference import load_with_mbridge, tiny_config, tiny_model
 from weighbridge_demo.megatron_cpu import Parallel, build_model, forward_logits, train_step
+from weighbridge_demo.ranks import Job, gloo_job
 
 MODELS = [("llama", False), ("llama_bias", False), ("qwen2", True), ("qwen3", False), ("qwen3", True)]
 TOLERANCE = 1e-4
@@ -175,6 +181,34 @@ def _beginning(rank: int) -> tuple[set[str], int]:
 def test_a_rank_has_imported_what_it_needs_and_no_thread_was_lost_in_the_fork() -> None:
     # whoever has asked first for the server of this process has asked for all that tests need
     assert run_ranks(Parallel(), _beginning) == [(set(), 1)]
+
+
+@contextmanager
+def _last_joins_late(joined: Path, rank: int, store_path: str) -> Iterator[None]:
+    """Join a gloo job of two ranks, the second of which says in a file that it has, a while after the first."""
+    join = dist.init_process_group
+
+    def slowly(*args: Any, **settings: Any) -> None:
+        join(*args, **settings)
+        if rank == 1:
+            time.sleep(0.5)
+            joined.touch()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "init_process_group", slowly)
+        with gloo_job(2, _exists).membership(rank, store_path):
+            yield
+
+
+def _exists(rank: int, path: Path) -> bool:
+    del rank
+    return path.exists()
+
+
+def test_no_rank_begins_and_so_none_leaves_before_all_have_joined(tmp_path: Path) -> None:
+    joined = tmp_path / "joined"
+    job = Job(2, partial(_last_joins_late, joined), _exists, (joined,))
+    assert run_jobs([job], timeout=120) == [[True, True]]
 
 
 def _same(rank: int, values: list[Tensor]) -> list[Tensor]:

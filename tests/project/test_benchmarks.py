@@ -111,10 +111,9 @@ def test_bytes_that_are_reported_are_those_of_the_model_and_of_the_version(
 
 @pytest.mark.usefixtures("forked")
 def test_a_push_to_two_nodes_moves_each_byte_once_and_most_of_them_by_shared_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(nodes, "_WARM_UP", 0)
-    figures = nodes.run(SIZE, 2, "stages", "auto", 1, tmp_path)
+    figures = nodes.run(SIZE, 2, "stages", "auto", 1, tmp_path, warm_up=0)
     moved = sum(figures.nbytes["two"].values())
     assert moved == figures.model_bytes
     assert figures.nbytes["two"]["local"] > 0.8 * moved

@@ -14,7 +14,7 @@ from typing import Any
 from tests.support.raw_clients import TinyModel
 from weighbridge import TrainerClient
 from weighbridge_service.access.certificates import Certificates
-from weighbridge_service.api.grpc.server import GrpcListener, GrpcServer
+from weighbridge_service.api.grpc.server import DEFAULT_LIMITS, CallLimits, GrpcListener, GrpcServer
 from weighbridge_service.api.http.metrics import Metrics
 from weighbridge_service.api.lane.server import OFF, LaneServer
 from weighbridge_service.health import Health
@@ -31,7 +31,14 @@ class RunningService:
     port of their own.
     """
 
-    def __init__(self, store: Path | str, *, lane_clients: int = 1024, **settings: Any) -> None:
+    def __init__(
+        self,
+        store: Path | str,
+        *,
+        lane_clients: int = 1024,
+        limits: CallLimits = DEFAULT_LIMITS,
+        **settings: Any,
+    ) -> None:
         defaults: dict[str, Any] = {
             "memory_budget": 1 << 30,
             "drain_seconds": 5.0,
@@ -50,7 +57,7 @@ class RunningService:
         self.lane = LaneServer(self.service, config.local_socket, lane_clients)
         self.health = Health.of(self.service)
         self.metrics = Metrics(self.service, self.lane, listener.calls)
-        self.grpc = GrpcServer(listener, self.service, self.lane)
+        self.grpc = GrpcServer(listener, self.service, self.lane, limits)
         self.grpc.start()
         self.address = f"127.0.0.1:{self.grpc.port}"
 
@@ -129,9 +136,9 @@ def family_service(store: Path) -> Iterator[FamilyService]:
 
 
 @contextmanager
-def lane_service(folder: Path, model: str, source: TinyModel) -> Iterator[RunningService]:
+def lane_service(folder: Path, model: str, source: TinyModel, **settings: Any) -> Iterator[RunningService]:
     """A service with a local lane, where a model is registered."""
     with running_service(
-        folder / "store", {model: source.files}, local_socket=str(folder / "lane.sock")
+        folder / "store", {model: source.files}, local_socket=str(folder / "lane.sock"), **settings
     ) as running:
         yield running

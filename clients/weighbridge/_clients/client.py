@@ -387,7 +387,7 @@ class Client:
             NotFound: no such model or version.
             DataLoss: the service gives another version's manifest.
         """
-        return self._connection.run(signature_calls.check_signed(model, version, required))[1]
+        return self._connection.run(signature_calls.check_signed(model, version, required))
 
     def verify_signed(
         self, model: str, version: str | int | None = None, *, required: Sequence[Trusted]

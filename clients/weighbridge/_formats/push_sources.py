@@ -7,7 +7,7 @@ import copy
 import itertools
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from weighbridge._core import dtypes
 from weighbridge._core.byte_copies import ByteCopy
+from weighbridge._core.dtypes import DType
 from weighbridge._core.layouts import Layout, Placement
 from weighbridge._formats.push_counts import encodings_of
 from weighbridge._formats.shifts import NO_SHIFTS, Shifts, shifted
@@ -221,17 +222,8 @@ class TensorSource(ShardSource):
     @property
     def casts(self) -> tuple[int, int]:
         """See `ShardSource.casts`."""
-        specs = self._layout.tensors
-        there = zip(self._layout.placements, self._tensors, strict=True)
-        found = {placement.shard.tensor: tensor for placement, tensor in there}
-        cast = {
-            name: tensor.dtype
-            for name, tensor in found.items()
-            if written_as(specs[name], tensor) != tensor.dtype
-        }
-        exact = [
-            name for name, dtype in cast.items() if dtypes.from_torch(dtype).widens_to(specs[name].dtype)
-        ]
+        cast = dict(_cast_shards(self._layout, self._tensors))
+        exact = [name for name, dtype in cast.items() if dtype.widens_to(self._layout.tensors[name].dtype)]
         return len(cast), len(exact)
 
     def release(self) -> None:
@@ -245,13 +237,15 @@ def cast_dtypes(layout: Layout, tensors: Sequence[torch.Tensor]) -> list[str]:
         layout: the stream.
         tensors: those of its shards, in the same order.
     """
-    there = zip(layout.placements, tensors, strict=True)
-    cast = {
-        tensor.dtype
-        for placement, tensor in there
-        if written_as(layout.tensors[placement.shard.tensor], tensor) != tensor.dtype
-    }
-    return sorted(dtypes.from_torch(dtype).name for dtype in cast)
+    return sorted({dtype.name for _, dtype in _cast_shards(layout, tensors)})
+
+
+def _cast_shards(layout: Layout, tensors: Sequence[torch.Tensor]) -> Iterator[tuple[str, DType]]:
+    """The tensors of a stream that are cast to the dtypes of its layout: for each shard the name, and the dtype that it has."""
+    for placement, tensor in zip(layout.placements, tensors, strict=True):
+        name = placement.shard.tensor
+        if written_as(layout.tensors[name], tensor) != tensor.dtype:
+            yield name, dtypes.from_torch(tensor.dtype)
 
 
 class CastingSource(TensorSource):

@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     import torch
 
 _HELD_BYTES = 256 << 20
-"""Casts that are held at a time, unless one alone is larger."""
 
 
 def write_cast(
     shards: Iterable[tuple[torch.Tensor, torch.dtype, Sequence[ByteCopy[int]]]],
     memories: Sequence[MappedMemory],
     encodings: Sequence[Encoding | None] = (),
+    held_bytes: int = _HELD_BYTES,
 ) -> WrittenCounts:
     """Cast shards into memory: those in host memory on their way, others where they are, before they are copied.
 
@@ -41,6 +41,7 @@ def write_cast(
         shards: tensors on any device; the dtype that they are cast to; and where the bytes of the cast go.
         memories: mapped for writing.
         encodings: of the casts; those without one, or all if none is given, are not counted.
+        held_bytes: most bytes of casts that are held at a time, unless one alone is larger.
 
     Returns:
         Counts of the casts' elements.
@@ -68,7 +69,7 @@ def write_cast(
             )
             continue
         nbytes = shard.numel() * dtype.itemsize
-        if held + nbytes > _HELD_BYTES:
+        if held + nbytes > held_bytes:
             write()
             made, of_shard, held = [], [], 0
         made.append((shard.detach().contiguous().to(dtype), copies))

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     import torch
 
 _AT_ONCE = 16 << 20
-"""Patterns that are counted at one time."""
 _FLOATS = {
     0x7C00: "float16",
     0x7F80: "bfloat16",
@@ -49,9 +48,14 @@ class Screen:
 
 
 class TensorCounts:
-    """Counts of the elements that copies take out of tensors. What is added must stay as it is until the counts were taken."""
+    """Counts of the elements that copies take out of tensors. What is added must stay as it is until the counts were taken.
 
-    def __init__(self) -> None:
+    Args:
+        at_once: patterns that are counted at one time.
+    """
+
+    def __init__(self, at_once: int = _AT_ONCE) -> None:
+        self._at_once = at_once
         self._added: dict[_Screened, torch.Tensor] = {}
 
     def add(
@@ -71,7 +75,7 @@ class TensorCounts:
     def take(self) -> dict[int, int]:
         """Wait for the counts; those above 0, by index."""
         added, self._added = self._added, {}
-        found = ((each.index, each.count(added[each])) for each in _not_cleared(added))
+        found = ((each.index, each.count(added[each], self._at_once)) for each in _not_cleared(added))
         return {index: count for index, count in found if count}
 
 
@@ -84,10 +88,12 @@ class _Screened:
     encoding: Encoding
     extremes: torch.Tensor
 
-    def count(self, flat: torch.Tensor) -> int:
-        """Count one element of the tensor after another."""
+    def count(self, flat: torch.Tensor, at_once: int) -> int:
+        """Count one element of the tensor after another, so many at one time."""
         bits = _bits(flat)
-        return sum(_count(_patterns(bits, copy, self.encoding), self.encoding) for copy in self.copies)
+        return sum(
+            _count(_patterns(bits, copy, self.encoding), self.encoding, at_once) for copy in self.copies
+        )
 
 
 def _screened(
@@ -140,19 +146,21 @@ def _patterns(flat: torch.Tensor, copy: ByteCopy[int], encoding: Encoding) -> to
     return flat.view(integers)[copy.stream_offset // size :].as_strided(extent, strides)
 
 
-def _count(patterns: torch.Tensor, encoding: Encoding) -> int:
-    if patterns.numel() > _AT_ONCE:
+def _count(patterns: torch.Tensor, encoding: Encoding, at_once: int) -> int:
+    if patterns.numel() > at_once:
         if len(patterns) == 1:
-            return _count(patterns[0], encoding)
-        step = _rows_at_once(patterns, encoding)
-        return sum(_count(patterns[at : at + step], encoding) for at in range(0, len(patterns), step))
+            return _count(patterns[0], encoding, at_once)
+        step = _rows_at_once(patterns, encoding, at_once)
+        return sum(
+            _count(patterns[at : at + step], encoding, at_once) for at in range(0, len(patterns), step)
+        )
     nonfinite = (patterns & encoding.mask) == encoding.mask
     if encoding.width > 1:
         nonfinite = nonfinite.view(*nonfinite.shape[:-1], -1, encoding.width).any(-1)
     return int(nonfinite.sum())
 
 
-def _rows_at_once(patterns: torch.Tensor, encoding: Encoding) -> int:
+def _rows_at_once(patterns: torch.Tensor, encoding: Encoding, at_once: int) -> int:
     """How many indexes of the first axis are counted at one time, whole elements."""
-    rows = max(_AT_ONCE // (patterns.numel() // len(patterns)), 1)
+    rows = max(at_once // (patterns.numel() // len(patterns)), 1)
     return max(rows // encoding.width * encoding.width, encoding.width) if patterns.ndim == 1 else rows

@@ -23,8 +23,6 @@ from weighbridge_service.access.policy import Policy
 log = logging.getLogger(__name__)
 
 _BEARER = "bearer "
-_LOOK_SECONDS = 1.0
-"""Between two looks at whether the policy's file has changed."""
 _MOST_PROVED = 4096
 _REPLICA_SECONDS = 600
 _MOST_TICKETS = 8192
@@ -57,9 +55,14 @@ class Access:
         certificates: whether clients are asked for certificates. Without a policy only those may who have shown one.
         lane: whether there is a local lane.
         clock: seconds since 1970.
+        look_seconds: between two looks at whether the policy's file has changed.
+        standing_seconds: between two questions whether a long call may go on.
 
     Raises:
         InvalidArgument: the policy cannot be read, or is wrong.
+
+    Attributes:
+        standing_seconds: as given.
     """
 
     def __init__(
@@ -70,12 +73,16 @@ class Access:
         certificates: bool = False,
         lane: bool = True,
         clock: Callable[[], float] = time.time,
+        look_seconds: float = 1.0,
+        standing_seconds: float = 5.0,
     ) -> None:
+        self.standing_seconds = standing_seconds
         self._path = policy
         self._replica_key = replica_key
         self._certificates = certificates
         self._lane = lane
         self._clock = clock
+        self._look_seconds = look_seconds
         self._lock = threading.Lock()
         self._changed = 0
         self._looked = time.monotonic()
@@ -216,7 +223,7 @@ class Access:
 
     def _read_if_changed(self) -> None:
         now = time.monotonic()
-        if self._path is None or now - self._looked < _LOOK_SECONDS:
+        if self._path is None or now - self._looked < self._look_seconds:
             return
         with self._lock:
             self._looked = now

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from weighbridge.errors import VersionFailed
 from weighbridge_storage.documents.names import ModelName
 
-TOLD_SECONDS = 10.0
-"""How long ranks are told that come later: those of one step come within seconds, and a job that is started again takes longer."""
+_TOLD_SECONDS = 10.0
 _KEPT = 1000
 
 
@@ -27,9 +26,15 @@ class _Refusal:
 
 
 class Refusals:
-    """What ranks were refused lately, by model and request. Thread-safe."""
+    """What ranks were refused lately, by model and request. Thread-safe.
 
-    def __init__(self) -> None:
+    Args:
+        told_seconds: how long ranks are told that come later: those of one step come within seconds, and a job that is started again takes
+            longer.
+    """
+
+    def __init__(self, told_seconds: float = _TOLD_SECONDS) -> None:
+        self._told_seconds = told_seconds
         self._lock = threading.Lock()
         self._of: dict[tuple[ModelName, str], _Refusal] = {}
 
@@ -53,7 +58,7 @@ class Refusals:
                 del self._of[key]
             if len(self._of) >= _KEPT:
                 del self._of[next(iter(self._of))]
-            self._of[name, request_id] = _Refusal(error, known, now + TOLD_SECONDS)
+            self._of[name, request_id] = _Refusal(error, known, now + self._told_seconds)
 
     def told(self, name: ModelName, request_id: str, client_id: str) -> bool:
         """A process knows; whether there was anything to be told."""

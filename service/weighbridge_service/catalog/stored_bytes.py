@@ -30,8 +30,8 @@ _COUNTED_SECONDS = 3600.0
 _KNOWN_NODES = 100_000
 _READS_AT_ONCE = 16
 _REST = 10.0
-"""How many times as long as a count took none is made again: who is refused may ask again at once."""
-_LEAST_REST_SECONDS = 1.0
+_LEAST_COUNT_SECONDS = 0.1
+"""A count that took less rests as if it had taken so long."""
 
 
 class StoredBytes:
@@ -41,15 +41,24 @@ class StoredBytes:
         store: where ledgers lie.
         heads: the heads of all models.
         limits: bytes that namespaces may hold, by their names, as they are now.
+        rest: how many times as long as a count took none is made again: who is refused may ask again at once.
 
     Attributes:
         limits: as given.
     """
 
-    def __init__(self, store: ObjectStore, heads: HeadStore, limits: Callable[[], Mapping[str, int]]) -> None:
+    def __init__(
+        self,
+        store: ObjectStore,
+        heads: HeadStore,
+        limits: Callable[[], Mapping[str, int]],
+        *,
+        rest: float = _REST,
+    ) -> None:
         self._ledgers = LedgerStore(store)
         self._heads = heads
         self.limits = limits
+        self._rest = rest
         self._below: Cache[int] = Cache(_KNOWN_NODES)
         self._lock = threading.Lock()
         self._rests: dict[str, float] = {}
@@ -129,7 +138,7 @@ class StoredBytes:
             now_ms = unix_ms()
             after = self._ledgers.update(namespace, lambda ledger: ledger.counted(before, amounts, now_ms))
             took = time.monotonic() - begun
-            self._rests[namespace] = begun + took + max(took * _REST, _LEAST_REST_SECONDS)
+            self._rests[namespace] = begun + took + max(took, _LEAST_COUNT_SECONDS) * self._rest
             return self._saw(namespace, after)
 
     def _amount_of(self, before: Ledger, name: ModelName) -> Amount | None:

@@ -21,10 +21,10 @@ from weighbridge_service.converting.conversions import (
     plan_conversion,
     state_of,
 )
-from weighbridge_service.converting.units import Range, Units
+from weighbridge_service.converting.units import UNIT_BYTES, Range, Units
 from weighbridge_service.converting.worker import Job
 from weighbridge_service.converting.workers import run_units
-from weighbridge_service.converting.working_folder import WorkingFolder
+from weighbridge_service.converting.working_folder import LOCK_SECONDS, WorkingFolder
 
 DEFAULT_MEMORY = 2 << 30
 _MOST_WORKERS = 4
@@ -72,6 +72,8 @@ def convert_folder(
     workers: int | None = None,
     memory_budget: int = DEFAULT_MEMORY,
     restart: bool = False,
+    unit_bytes: int = UNIT_BYTES,
+    lock_seconds: float = LOCK_SECONDS,
     on_progress: Callable[[int, int], None] = lambda _done, _total: None,
     on_resume: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> ConvertReport:
@@ -87,6 +89,8 @@ def convert_folder(
         workers: processes that copy; by default one for each CPU, up to four.
         memory_budget: most memory of all processes together, in bytes, pages of files not counted.
         restart: throw away what an interrupted conversion of something else has left.
+        unit_bytes: about how much is done before it is written down that it is done; the same for a run that goes on.
+        lock_seconds: how long to wait for another process that converts to the same target.
         on_progress: is called with bytes of tensors that are converted, and how many there are.
         on_resume: is called once with the same numbers, if an earlier run is gone on with.
 
@@ -112,8 +116,8 @@ def convert_folder(
     kind_of_folder(source)
     conversion = plan_conversion(source, options or ConvertOptions())
     count, gather_bytes = _share(memory_budget, wanted)
-    units = Units(conversion, gather_bytes)
-    folder = WorkingFolder(target)
+    units = Units(conversion, gather_bytes, unit_bytes)
+    folder = WorkingFolder(target, lock_seconds)
     try:
         if _is_occupied(target):
             # by the run before, which was stopped when nothing was left to do, or by another process meanwhile

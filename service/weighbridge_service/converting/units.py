@@ -15,7 +15,6 @@ from weighbridge_service.converting.worker import Gather, Same, Unit
 from weighbridge_service.plan.transfers import Transfer
 
 UNIT_BYTES = 256 << 20
-"""About how much is done before it is written down that it is done."""
 _LONG = 64 << 10
 """From this length on bytes are copied from file to file; shorter runs are picked together in memory."""
 
@@ -47,6 +46,7 @@ class Units:
     Args:
         conversion: the conversion.
         gather_bytes: most that is picked together at once.
+        unit_bytes: about how much is done before it is written down that it is done. Units of another size are other units.
 
     Attributes:
         gather_bytes: most that is picked together at once.
@@ -54,8 +54,9 @@ class Units:
         source: paths of the source's files, as units number them.
     """
 
-    def __init__(self, conversion: Conversion, gather_bytes: int) -> None:
+    def __init__(self, conversion: Conversion, gather_bytes: int, unit_bytes: int = UNIT_BYTES) -> None:
         self.gather_bytes = gather_bytes
+        self._unit_bytes = unit_bytes
         self._conversion = conversion
         self._transfer = Transfer(conversion.plan, scatter=False)
         self._twins = conversion.twins
@@ -86,9 +87,9 @@ class Units:
             for placement in placements:
                 position, end = placement.offset, placement.offset + placement.nbytes
                 while position < end:
-                    step = min(end - position, UNIT_BYTES - filled)
+                    step = min(end - position, self._unit_bytes - filled)
                     position, filled = position + step, filled + step
-                    if filled == UNIT_BYTES:
+                    if filled == self._unit_bytes:
                         yield Range(number, file, start, position, filled)
                         number, start, filled = number + 1, position, 0
             if filled:

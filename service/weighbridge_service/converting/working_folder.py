@@ -24,7 +24,7 @@ from weighbridge_service.converting.conversions import Conversion
 SUFFIX = ".converting"
 _COMPLETE = "complete"
 _NUMBER = re.compile(r"[0-9]{1,12}")
-_LOCK_SECONDS = 10.0
+LOCK_SECONDS = 10.0
 
 
 @contextmanager
@@ -55,13 +55,14 @@ class WorkingFolder:
 
     Args:
         target: what is to be made in the end.
+        lock_seconds: how long another process may hold it: workers of a run that was killed end with the unit they are at.
 
     Raises:
         AlreadyExists: another process converts to the same target.
         FailedPrecondition: a symbolic link is in the place of the folder.
     """
 
-    def __init__(self, target: Path) -> None:
+    def __init__(self, target: Path, lock_seconds: float = LOCK_SECONDS) -> None:
         self.target = target
         self.path = target.with_name(target.name + SUFFIX)
         self.files = self.path / "files"
@@ -72,8 +73,7 @@ class WorkingFolder:
                 raise FailedPrecondition(
                     f"{path} is a symbolic link, and what it points to is not to be changed"
                 )
-        # workers of a run that was killed end with the unit they are at
-        deadline = time.monotonic() + _LOCK_SECONDS
+        deadline = time.monotonic() + lock_seconds
         while (lock := self._try_lock()) is None:
             if time.monotonic() > deadline:
                 raise AlreadyExists(

@@ -13,7 +13,7 @@ from weighbridge_service.push.machine import effects as do
 log = logging.getLogger(__name__)
 
 _PLANS = 2
-_IMAGES = 8
+IMAGES = 8
 """Images that are made at one time: that takes seconds where memory is fresh."""
 _DIGESTS = 2
 _UPLOADS = 2
@@ -111,7 +111,7 @@ class EffectPools:
 
     def __init__(self) -> None:
         self._plans = DaemonPool(_PLANS, "push-plan")
-        self._images = DaemonPool(_IMAGES, "push-image")
+        self._images = DaemonPool(IMAGES, "push-image")
         self._digests = DaemonPool(_DIGESTS, "push-digest")
         self._uploads = DaemonPool(_UPLOADS, "push-upload")
         self._reads = DaemonPool(_READS, "push-read")

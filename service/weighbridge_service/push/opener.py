@@ -57,8 +57,6 @@ _MAX_RANKS = 65_536
 _MAX_TEXT = 256
 _OPENINGS = 64
 """Locks for opening versions; models share them by their names."""
-_OPENING_SECONDS = 10.0
-"""How long a call waits for its turn to open a version."""
 _NOTHING_SAID = Said()
 
 
@@ -223,7 +221,7 @@ class Opener:
     def opening(self, name: ModelName) -> Iterator[None]:
         """Only one version of a model is opened at one time. Raises Unavailable if that takes long."""
         lock = self._openings[hash(name) % _OPENINGS]
-        if not lock.acquire(timeout=_OPENING_SECONDS):
+        if not lock.acquire(timeout=self._limits.opening_wait):
             # all ranks of a push come at once, and with each one that waits on, a thread is missing elsewhere
             raise Unavailable(
                 f"a version of {name} is being opened, and the object store does not answer",

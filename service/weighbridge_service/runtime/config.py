@@ -46,7 +46,9 @@ class ServiceConfig:
         store_patience: seconds that a control call waits for the store, and of silence after which such calls fail at once
             (`weighbridge_storage.stores.guarded`).
         peer_patience: seconds without a word from another replica after which it counts as gone.
+        opening_wait: seconds that a call waits for its turn to open a version.
         image_wait: seconds that a push waits for its turn and for room while all room for images is taken.
+        unmap_wait: seconds that processes may take to unmap memory that they were asked to, with a rank waiting; they do it in milliseconds.
         max_receiving: versions of all models together that may be received at one time.
         drain_seconds: how long shutting down waits for pushes and publications that are under way.
         collect_every: seconds between two collections of what need not be kept, on average; 0 for none.
@@ -54,6 +56,9 @@ class ServiceConfig:
         http_hosts: names by which the HTTP face may be asked, besides addresses, this machine's own name, and names that no public DNS server
             answers for; ``*`` for any.
         policy: file that says who may do what (`weighbridge_service.access.policy`); None if whoever reaches the service may do everything.
+        policy_look: seconds between two looks at whether that file has changed.
+        standing_look: seconds between two questions whether what let a long call in counts still.
+        count_rest: how many times as long as it took to count what a namespace holds it is not counted again.
         audit: file to which is appended who did what (`weighbridge_service.access.audit`); None for none.
         tls: certificate of both faces; None to answer without TLS.
         insecure: whether to answer without TLS at addresses that other machines reach.
@@ -84,13 +89,18 @@ class ServiceConfig:
     open_lease: float = 120.0
     store_patience: float = DEFAULT_PATIENCE
     peer_patience: float = 60.0
+    opening_wait: float = 10.0
     image_wait: float = 60.0
+    unmap_wait: float = 5.0
     max_receiving: int = 64
     drain_seconds: float = 30.0
     collect_every: float = 600.0
     grace_seconds: float = 900.0
     http_hosts: tuple[str, ...] = ()
     policy: Path | None = None
+    policy_look: float = 1.0
+    standing_look: float = 5.0
+    count_rest: float = 10.0
     audit: Path | None = None
     tls: TlsFiles | None = None
     insecure: bool = False

@@ -63,8 +63,11 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> list[TinyModel]:
 
 
 @pytest.fixture
-def service(tmp_path: Path, sources: list[TinyModel]) -> Iterator[RunningService]:
-    with lane_service(tmp_path, MODEL, sources[0]) as running:
+def service(
+    tmp_path: Path, sources: list[TinyModel], request: pytest.FixtureRequest
+) -> Iterator[RunningService]:
+    """A service with a model and a lane; with the settings that a test names as its parameter."""
+    with lane_service(tmp_path, MODEL, sources[0], **getattr(request, "param", {})) as running:
         yield running
 
 
@@ -437,10 +440,10 @@ def test_a_writer_that_is_killed_leaves_nothing_and_its_step_can_be_pushed_again
         engine.pull(MODEL, number)
 
 
+@pytest.mark.parametrize("service", [{"unmap_wait": 0.3}], indirect=True, ids=[""])
 def test_who_keeps_memory_open_for_writing_makes_his_version_fail_and_no_other(
-    service: RunningService, trainer: TrainerClient, sources: list[TinyModel], monkeypatch: pytest.MonkeyPatch
+    service: RunningService, trainer: TrainerClient, sources: list[TinyModel]
 ) -> None:
-    monkeypatch.setattr("weighbridge_service.push.machine.ends._UNMAP_SECONDS", 0.3)
     trainer.push_folder(MODEL, sources[1].folder).wait(timeout=20)
     layout = rows_layout(sources[0].arrays, 0, 1)
     raw = RawClient(service.address)

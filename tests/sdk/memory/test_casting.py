@@ -145,10 +145,7 @@ def test_a_column_is_cast_as_rows_are(memory: MappedMemory) -> None:
 @needs_gpu
 @pytest.mark.gpu
 @pytest.mark.parametrize("held", [1, 4096, 1 << 28])
-def test_tensors_on_a_gpu_are_cast_there(
-    memory: MappedMemory, monkeypatch: pytest.MonkeyPatch, held: int
-) -> None:
-    monkeypatch.setattr(casting, "_HELD_BYTES", held)
+def test_tensors_on_a_gpu_are_cast_there(memory: MappedMemory, held: int) -> None:
     shards, copies = [], []
     for number, (source, target) in enumerate(PAIRS):
         shards.append(numbers(source).cuda())
@@ -156,6 +153,7 @@ def test_tensors_on_a_gpu_are_cast_there(
     write_cast(
         [(shard, target, [copy]) for shard, copy, (_, target) in zip(shards, copies, PAIRS, strict=True)],
         [memory],
+        held_bytes=held,
     )
     for shard, copy, (_, target) in zip(shards, copies, PAIRS, strict=True):
         assert np.array_equal(found(memory, copy), raw(shard.to(target).cpu()))
@@ -165,7 +163,6 @@ def test_casts_that_are_not_made_on_the_way_are_held_up_to_a_limit(
     memory: MappedMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batches: list[int] = []
-    monkeypatch.setattr(casting, "_HELD_BYTES", 3 * ROWS * COLUMNS * 2)
 
     def written(made: list[Any], memories: object, encodings: object) -> list[int]:
         batches.append(len(made))
@@ -173,5 +170,5 @@ def test_casts_that_are_not_made_on_the_way_are_held_up_to_a_limit(
 
     monkeypatch.setattr(casting, "write_tensors", written)
     transposed = numbers(torch.float32).t()
-    write_cast([(transposed, torch.bfloat16, [])] * 7, [memory])
+    write_cast([(transposed, torch.bfloat16, [])] * 7, [memory], held_bytes=3 * ROWS * COLUMNS * 2)
     assert batches == [3, 3, 1]

@@ -14,7 +14,7 @@ import torch
 from weighbridge._core.byte_copies import ByteCopy
 from weighbridge._core.dtypes import DTYPES, DType, parse
 from weighbridge._core.nonfinite import Encoding, count_nonfinite, encoding_of
-from weighbridge._memory import native_copies, tensor_counts
+from weighbridge._memory import native_copies
 from weighbridge._memory.casting import write_cast
 from weighbridge._memory.copying import write_tensors
 from weighbridge._memory.mappings import MappedMemory, Use
@@ -217,8 +217,7 @@ def test_a_copy_that_cuts_elements_and_an_encoding_that_cannot_be_are_refused() 
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_large_tensors_are_counted_a_part_at_a_time(monkeypatch: pytest.MonkeyPatch, dtype: DType) -> None:
-    monkeypatch.setattr(tensor_counts, "_AT_ONCE", 100)
+def test_large_tensors_are_counted_a_part_at_a_time(dtype: DType) -> None:
     shard = random_bits(dtype, 3 * 1000, 4, 0.1)
     flat = torch.from_numpy(shard).view(dtype.torch)
     width = 1000 * dtype.itemsize
@@ -230,7 +229,7 @@ def test_large_tensors_are_counted_a_part_at_a_time(monkeypatch: pytest.MonkeyPa
     ]
     for copy in boxes:
         plain = np.ndarray(copy.extent, np.uint8, shard, copy.stream_offset, copy.stream_strides)
-        counts = TensorCounts()
+        counts = TensorCounts(at_once=100)
         counts.add(1, flat, [copy], encoding_of(dtype))
         counts.add(2, flat, [copy], None)
         counts.add(5, flat[:0], [], encoding_of(dtype))

@@ -31,11 +31,8 @@ from weighbridge import (
     Unavailable,
 )
 from weighbridge._cli import main
-from weighbridge_service.access import access as access_module
 from weighbridge_service.access.audit import Audit
 from weighbridge_service.access.scopes import Verb
-from weighbridge_service.api.grpc import call as call_module
-from weighbridge_service.api.grpc import methods as methods_module
 
 MODEL = "acme/smol"
 TRAINER, ENGINE, RELEASES, STRANGER = (
@@ -264,10 +261,8 @@ def test_a_full_disk_loses_no_line_and_lets_nothing_be_done(tmp_path: Path) -> N
 
 
 def test_a_stream_ends_with_its_token_and_goes_on_with_the_next_one(
-    tmp_path: Path, source: TinyModel, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, source: TinyModel
 ) -> None:
-    for module in (call_module, methods_module):
-        monkeypatch.setattr(module, "STANDING_SECONDS", 0.2)
     issuer = TokenIssuer(tmp_path / "issuer")
     policy = policy_file(
         tmp_path,
@@ -278,7 +273,7 @@ def test_a_stream_ends_with_its_token_and_goes_on_with_the_next_one(
     shown = tmp_path / "token"
     shown.write_text(issuer.token("engine", seconds=-27))  # 30 s are allowed for
     with (
-        running_service(tmp_path / "store", policy=policy) as running,
+        running_service(tmp_path / "store", policy=policy, policy_look=0.0, standing_look=0.2) as running,
         TrainerClient(running.address, credentials=Credentials(token="trainers")) as trainer,
         EngineClient(running.address, credentials=Credentials(token_file=str(shown))) as engine,
     ):
@@ -302,7 +297,6 @@ def test_a_stream_ends_with_its_token_and_goes_on_with_the_next_one(
         trainer.push_folder(MODEL, source.folder, step=2).wait(timeout=60)
         assert heard.get(timeout=20) == 2
         policy.write_text(identity("trainer", ["push", "tag"], token="trainers"))
-        monkeypatch.setattr(access_module, "_LOOK_SECONDS", 0.0)
         assert isinstance(heard.get(timeout=20), Unauthenticated), "its identity was taken away"
         thread.join(20)
 

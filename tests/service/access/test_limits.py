@@ -9,7 +9,6 @@ import pytest
 
 from tests.support.identities import identity, policy_file
 from weighbridge.errors import InvalidArgument
-from weighbridge_service.access import access as access_module
 from weighbridge_service.access import tokens
 from weighbridge_service.access.access import Access
 from weighbridge_service.access.identities import Evidence
@@ -84,12 +83,9 @@ def test_limits_that_are_wrong_are_refused_by_their_names(text: str, said: str) 
     assert refused.value.fix
 
 
-def test_new_limits_count_at_once_and_wrong_ones_leave_those_before_in_force(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(access_module, "_LOOK_SECONDS", 0.0)
+def test_new_limits_count_at_once_and_wrong_ones_leave_those_before_in_force(tmp_path: Path) -> None:
     policy = policy_file(tmp_path, limited("trainer", streams=8))
-    access, shown = Access(policy), Evidence(authorization="Bearer token-of-trainer")
+    access, shown = Access(policy, look_seconds=0.0), Evidence(authorization="Bearer token-of-trainer")
     assert policy.read_text().count(tokens.digest("token-of-trainer")) == 1
     before = access.identify(shown)
     assert (before.limits.streams, access.stored_limits()) == (8, {})

@@ -31,7 +31,6 @@ from weighbridge import (
 from weighbridge._cli import commands
 from weighbridge._transport import rpc
 from weighbridge.v1 import model_service_pb2
-from weighbridge_service.access import access as access_module
 from weighbridge_service.api.http.app import create_app
 from weighbridge_service.exports.jobs import Exports
 from weighbridge_storage.head.head import REMEMBERED_REQUESTS
@@ -94,8 +93,8 @@ def fleet(tmp_path: Path, source: TinyModel) -> Iterator[Fleet]:
     )
     audit = tmp_path / "audit.jsonl"
     with (
-        running_service(tmp_path / "store", policy=policy, audit=audit) as one,
-        running_service(tmp_path / "store", policy=policy) as two,
+        running_service(tmp_path / "store", policy=policy, policy_look=0.0, audit=audit) as one,
+        running_service(tmp_path / "store", policy=policy, policy_look=0.0) as two,
     ):
         with TrainerClient(one.address, credentials=Credentials(token=token("root"))) as trainer:
             trainer.register_model(MODEL, source.folder)
@@ -187,10 +186,7 @@ def test_only_a_scope_that_names_the_ref_approves(fleet: Fleet, name: str) -> No
     assert fleet.refs()["prod"] == 1
 
 
-def test_an_approval_counts_no_longer_than_its_giver_may_approve(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(access_module, "_LOOK_SECONDS", 0.0)
+def test_an_approval_counts_no_longer_than_its_giver_may_approve(fleet: Fleet) -> None:
     fleet.http("boss", "PUT", "/prod/protection", {"approvals": 2})
     request = asked(fleet)
     assert approve(fleet, "bob", request).missing == 1

@@ -37,14 +37,11 @@ from weighbridge import (
 )
 from weighbridge._cli import commands
 from weighbridge._core import striping
-from weighbridge_service.access import access as access_module
 from weighbridge_service.access.identities import Evidence, Identity
 from weighbridge_service.access.peer import Peer
-from weighbridge_service.admission import identity_quotas
 from weighbridge_service.admission.byte_budget import Direction
-from weighbridge_service.api.http import callers, hub_routes
 from weighbridge_service.api.http.app import create_app
-from weighbridge_service.catalog import stored_bytes as stored_module
+from weighbridge_service.api.http.hub_routes import HubSizes
 from weighbridge_service.exports.jobs import Exports
 from weighbridge_service.fsck.repair import check_store
 from weighbridge_service.runtime.clock import unix_ms
@@ -121,11 +118,10 @@ def refusals(folder: Path, identity_: str) -> list[str]:
 
 
 def test_a_namespace_holds_no_more_than_it_may_and_deleting_makes_room(
-    tmp_path: Path, source: TinyModel, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, source: TinyModel
 ) -> None:
-    monkeypatch.setattr(stored_module, "_LEAST_REST_SECONDS", 0.0)
-    monkeypatch.setattr(stored_module, "_REST", 0.0)
-    with service(tmp_path, stored=2 * size_of(source) + 1000, grace_seconds=1.0) as running:
+    stored = 2 * size_of(source) + 1000
+    with service(tmp_path, stored=stored, count_rest=0.0, grace_seconds=1.0) as running:
         register(running, source, MODEL, OTHER)
         assert [push(running.address, source, 1), push(running.address, source, 2, model=OTHER)] == [1, 1]
         for model in (MODEL, OTHER):
@@ -151,12 +147,8 @@ def test_a_namespace_holds_no_more_than_it_may_and_deleting_makes_room(
         assert push(running.address, source, 4) == 3
 
 
-def test_a_version_that_is_given_up_makes_room(
-    tmp_path: Path, source: TinyModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(stored_module, "_LEAST_REST_SECONDS", 0.0)
-    monkeypatch.setattr(stored_module, "_REST", 0.0)
-    with service(tmp_path, stored=size_of(source) + 1000) as running:
+def test_a_version_that_is_given_up_makes_room(tmp_path: Path, source: TinyModel) -> None:
+    with service(tmp_path, stored=size_of(source) + 1000, count_rest=0.0) as running:
         register(running, source, MODEL)
         opener = running.service.intake.opener
         opened = opener.open_version(MODEL, step=1, run="r", ranks=2, request_id="q", client_id="c")
@@ -437,9 +429,8 @@ def test_a_stream_that_is_slowed_keeps_nothing_that_others_need(tmp_path: Path, 
 
 
 def test_calls_of_who_is_refused_streams_without_end_are_put_off_and_those_of_others_are_not(
-    tmp_path: Path, source: TinyModel, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, source: TinyModel
 ) -> None:
-    monkeypatch.setattr(identity_quotas, "_REFUSALS_AT_ONCE", 1.0)
     with service(tmp_path, 'streams = 1, bytes_per_second = "1MB"', bulk_port="auto") as running:
         quotas = running.service.quotas.identities
         quotas.clock = clock = Clock()
@@ -453,6 +444,9 @@ def test_calls_of_who_is_refused_streams_without_end_are_put_off_and_those_of_ot
 
             with slow_stream(running):
                 a = next(each for each in running.service.access.limited() if each.name == "a")
+                for _ in range(99):
+                    with pytest.raises(ResourceExhausted), quotas.streaming(a):
+                        pass
                 refused()
                 assert quotas.put_off(a) == 0.0
                 refused()
@@ -508,16 +502,9 @@ def test_a_client_with_more_connections_than_streams_pushes_and_pulls_all_the_sa
         eventually(lambda: running.service.quotas.identities.use_of(a).streams == 0)
 
 
-def test_limits_that_change_count_for_what_is_under_way(
-    tmp_path: Path, source: TinyModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from weighbridge_service.api.grpc import call as call_module
-    from weighbridge_service.api.grpc import methods as methods_module
-
-    for module in (call_module, methods_module):
-        monkeypatch.setattr(module, "STANDING_SECONDS", 0.2)
-    monkeypatch.setattr(access_module, "_LOOK_SECONDS", 0.0)
-    with service(tmp_path, 'streams = 1, bytes_per_second = "1MB"') as running:
+def test_limits_that_change_count_for_what_is_under_way(tmp_path: Path, source: TinyModel) -> None:
+    looks = {"policy_look": 0.0, "standing_look": 0.2}
+    with service(tmp_path, 'streams = 1, bytes_per_second = "1MB"', **looks) as running:
         quotas = running.service.quotas.identities
         quotas.clock = Clock()
         register(running, source, MODEL)
@@ -589,14 +576,12 @@ def test_a_download_that_is_slowed_waits_for_its_pace_and_holds_up_nothing(
 
 
 def test_a_download_that_is_slowed_ends_when_its_caller_may_not_go_on(
-    tmp_path: Path, source: TinyModel, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, source: TinyModel
 ) -> None:
-    monkeypatch.setattr(callers, "STANDING_SECONDS", 0.0)
-    monkeypatch.setattr(access_module, "_LOOK_SECONDS", 0.0)
-    monkeypatch.setattr(hub_routes, "_SEND_BYTES", 4096)
+    looks = {"policy_look": 0.0, "standing_look": 0.0}
     with (
-        service(tmp_path, 'streams = 1, bytes_per_second = "1MB"') as running,
-        https(running) as url,
+        service(tmp_path, 'streams = 1, bytes_per_second = "1MB"', **looks) as running,
+        https(running, HubSizes(send=4096)) as url,
         ThreadPoolExecutor(1) as pool,
     ):
         quotas = running.service.quotas.identities

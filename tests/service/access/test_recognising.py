@@ -18,7 +18,6 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 from tests.support.identities import AUDIENCE, ISSUER, TokenIssuer, identity, policy_file
 from tests.support.waiting import eventually
 from weighbridge.errors import InvalidArgument, Unavailable
-from weighbridge_service.access import access as module
 from weighbridge_service.access import issuers
 from weighbridge_service.access.access import Access
 from weighbridge_service.access.identities import Evidence, Identity
@@ -175,7 +174,6 @@ def test_keys_are_not_fetched_from_where_a_redirect_leads_without_tls(tmp_path: 
 def test_a_policy_that_is_read_again_waits_for_no_server_of_keys(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_LOOK_SECONDS", 0.0)
     asked, go_on = threading.Event(), threading.Event()
 
     def slow(url: str) -> bytes:
@@ -185,7 +183,7 @@ def test_a_policy_that_is_read_again_waits_for_no_server_of_keys(
 
     monkeypatch.setattr(issuers, "_fetched", slow)
     path = policy_file(tmp_path, identity("old", ["pull"], token="one"))
-    access = Access(path, KEY)
+    access = Access(path, KEY, look_seconds=0.0)
     issuer = TokenIssuer(tmp_path / "issuer")
     remote = issuer.table.replace(str(issuer.keys), "https://keys.test/jwks")
     path.write_text(remote + identity("new", ["pull"], token="two"))
@@ -212,12 +210,9 @@ def test_a_web_token_that_was_believed_is_not_after_its_end(access: Access, issu
     eventually(lambda: not access.identify(evidence).name)
 
 
-def test_a_policy_is_read_again_when_it_changes_and_stays_when_it_is_wrong(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "_LOOK_SECONDS", 0.0)
+def test_a_policy_is_read_again_when_it_changes_and_stays_when_it_is_wrong(tmp_path: Path) -> None:
     path = policy_file(tmp_path, identity("old", ["pull"], token="one"))
-    access = Access(path, KEY)
+    access = Access(path, KEY, look_seconds=0.0)
 
     def write(text: str, at: int) -> None:
         path.write_text(text)

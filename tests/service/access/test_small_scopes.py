@@ -24,17 +24,19 @@ from weighbridge import Client, Credentials, NotFound, TrainerClient
 from weighbridge._core.checks import Check, CheckStatus
 from weighbridge._transport import rpc
 from weighbridge.v1 import model_service_pb2
-from weighbridge_service.access import access as access_module
 from weighbridge_service.access.audit import Audit
 from weighbridge_service.access.scopes import Verb
-from weighbridge_service.api.http import callers, hub_reading, hub_routes
+from weighbridge_service.api.http import hub_reading
 from weighbridge_service.api.http.app import create_app
+from weighbridge_service.api.http.hub_routes import HubSizes
 from weighbridge_service.exports.jobs import Exports
 from weighbridge_service.server import HttpServer
 
 MINE, SECRET, HIDDEN = "mine/smol", "mine/smollm", "s/mine"
 SCOPES = {"root": ["admin"], "small": [f"pull:{MINE}"], "exporter": [f"manage:{MINE}"]}
 MODELS = (MINE, SECRET, HIDDEN)
+READ_BYTES = 4096
+"""That a download reads at a time."""
 
 
 @dataclass
@@ -84,14 +86,16 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
 @pytest.fixture
 def doors(tmp_path: Path, source: TinyModel) -> Iterator[Doors]:
     policy = write_policy(tmp_path, SCOPES)
-    with running_service(tmp_path / "store", policy=policy, audit=tmp_path / "audit.jsonl") as running:
+    settings: dict[str, Any] = {"audit": tmp_path / "audit.jsonl", "policy_look": 0.0, "standing_look": 0.0}
+    with running_service(tmp_path / "store", policy=policy, **settings) as running:
         with TrainerClient(running.address, credentials=Credentials(token="token-of-root")) as trainer:
             for model in MODELS:
                 trainer.register_model(model, source.folder)
                 trainer.push_folder(model, source.folder, step=1).wait(timeout=60)
         exports = Exports(running.service)
         server = HttpServer("127.0.0.1:0", 64)
-        server.start(create_app(running.service, exports, running.metrics, running.health))
+        sizes = HubSizes(read=READ_BYTES)
+        server.start(create_app(running.service, exports, running.metrics, running.health, hub=sizes))
         yield Doors(running, server.address, policy)
         server.stop()
         exports.close()
@@ -99,7 +103,6 @@ def doors(tmp_path: Path, source: TinyModel) -> Iterator[Doors]:
 
 def test_a_name_that_nobody_has_is_not_answered_with_one_that_the_caller_may_not_know(doors: Doors) -> None:
     write_policy(doors.policy.parent, {**SCOPES, "small": [f"pull:{MINE}", "look:mine/smoll"]})
-    access_module.Access._read(doors.running.service.access, doors.policy)
     small = Credentials(token="token-of-small")
     with Client(doors.running.address, credentials=small) as client, pytest.raises(NotFound) as told:
         client.model("mine/smoll")
@@ -233,16 +236,7 @@ def test_the_audit_log_is_not_for_everybody(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "audit.jsonl").read_text())["identity"] == "i"
 
 
-@pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What may go on is asked all the time."""
-    monkeypatch.setattr(callers, "STANDING_SECONDS", 0.0)
-    monkeypatch.setattr(access_module, "_LOOK_SECONDS", 0.0)
-
-
-@pytest.mark.usefixtures("impatient")
 def test_a_download_ends_when_its_caller_may_not_go_on(doors: Doors, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub_routes, "_READ_BYTES", 4096)
     read, begun, go_on = hub_reading.Hub.read, threading.Event(), threading.Event()
 
     def slowly(hub: Any, version: Any, path: str, start: int, length: int) -> bytes:
@@ -262,11 +256,10 @@ def test_a_download_ends_when_its_caller_may_not_go_on(doors: Doors, monkeypatch
     go_on.set()
     with pytest.raises(http.client.IncompleteRead) as broken:
         answer.read()
-    assert len(broken.value.partial) == 4096
+    assert len(broken.value.partial) == READ_BYTES
     connection.close()
 
 
-@pytest.mark.usefixtures("impatient")
 def test_events_end_when_their_caller_may_not_go_on(doors: Doors, monkeypatch: pytest.MonkeyPatch) -> None:
     with held_at(monkeypatch, 0.1) as go_on:
         _, started = doors.ask("POST", "/v1/exports", "exporter", {"model": MINE, "version": "1"})
@@ -283,7 +276,6 @@ def test_events_end_when_their_caller_may_not_go_on(doors: Doors, monkeypatch: p
     assert doors.ask("GET", f"/v1/exports/{job}", "exporter")[0] == 401
 
 
-@pytest.mark.usefixtures("impatient")
 def test_events_end_when_their_caller_may_not_go_on_although_nothing_happens(
     doors: Doors, monkeypatch: pytest.MonkeyPatch
 ) -> None:

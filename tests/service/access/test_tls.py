@@ -22,6 +22,7 @@ from weighbridge import AsyncEngineClient, Credentials, EngineClient, TrainerCli
 from weighbridge.errors import InvalidArgument, Unauthenticated, Unavailable, WeighbridgeError
 from weighbridge_service.access.certificates import Certificates
 from weighbridge_service.api.http.app import create_app
+from weighbridge_service.api.http.hub_routes import DEFAULT_SIZES, HubSizes
 from weighbridge_service.exports.jobs import Exports
 from weighbridge_service.runtime.config import ServiceConfig
 from weighbridge_service.server import HttpServer, run
@@ -40,12 +41,12 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
 
 
 @contextlib.contextmanager
-def https(running: RunningService) -> Iterator[str]:
+def https(running: RunningService, hub: HubSizes = DEFAULT_SIZES) -> Iterator[str]:
     """The HTTP face of a service, over TLS; its URL."""
     tls = running.service.config.tls
     server = HttpServer("127.0.0.1:0", 64, certificates=Certificates(tls) if tls is not None else None)
     exports = Exports(running.service)
-    server.start(create_app(running.service, exports, running.metrics, running.health))
+    server.start(create_app(running.service, exports, running.metrics, running.health, hub=hub))
     try:
         yield server.url
     finally:

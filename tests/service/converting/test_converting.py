@@ -10,6 +10,7 @@ import contextlib
 import errno
 import fcntl
 import filecmp
+import functools
 import io
 import json
 import multiprocessing
@@ -70,7 +71,7 @@ from weighbridge.errors import (
     WeighbridgeError,
 )
 from weighbridge_demo.megatron_cpu import Parallel
-from weighbridge_service.converting import convert, units, worker, workers, working_folder
+from weighbridge_service.converting import convert, worker, workers, working_folder
 from weighbridge_service.converting.checkpoint_keys import KeyForm, LayerSpec
 from weighbridge_service.converting.conversions import ConvertOptions
 from weighbridge_service.converting.convert import convert_folder
@@ -81,6 +82,7 @@ from weighbridge_service.models.bridges import bridge_for
 
 KILLS = int(os.environ.get("WEIGHBRIDGE_CONVERT_KILLS", "3"))
 """How often a conversion is killed in each direction."""
+SMALL_UNITS = 100_000
 
 FAMILIES: list[tuple[str, bool, dict[str, Any]]] = [
     ("llama", False, {}),
@@ -213,12 +215,11 @@ def test_constants_are_added_to_elements_that_units_cut_into(
     norm = model.model.layers[0].linear_attn.norm.weight
     norm.data.copy_(torch.randn(11) * 3)
     model.save_pretrained(tmp_path / "hf")
-    monkeypatch.setattr(units, "UNIT_BYTES", 33)
     monkeypatch.setattr(convert, "_share", lambda budget, wanted: (2, 7))
-    convert_folder(tmp_path / "hf", tmp_path / "checkpoint", ConvertOptions(vocab_multiple=1))
+    convert_folder(tmp_path / "hf", tmp_path / "checkpoint", ConvertOptions(vocab_multiple=1), unit_bytes=33)
     found = assemble(tmp_path / "checkpoint", read_torch_dist(tmp_path / "checkpoint").layout)
     assert torch.equal(found["decoder.layers.0.self_attention.out_norm.weight"], norm.data - 1)
-    convert_folder(tmp_path / "checkpoint", tmp_path / "back")
+    convert_folder(tmp_path / "checkpoint", tmp_path / "back", unit_bytes=33)
     expected = loaded(tmp_path / "hf")
     expected["model.layers.0.linear_attn.norm.weight"] = norm.data - 1 + 1
     same(loaded(tmp_path / "back"), expected)
@@ -704,10 +705,8 @@ def test_a_worker_that_fails_is_reported_and_the_next_run_goes_on(
     assert not (tmp_path / "new.converting").exists()
 
 
-def test_an_interrupted_conversion_goes_on_only_if_nothing_has_changed(
-    tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(units, "UNIT_BYTES", 100_000)
+def test_an_interrupted_conversion_goes_on_only_if_nothing_has_changed(tmp_path: Path, llama: Path) -> None:
+    begin = functools.partial(convert_folder, unit_bytes=SMALL_UNITS)
     source, target = tmp_path / "hf", tmp_path / "new"
     shutil.copytree(llama, source)
     seen: list[tuple[int, int]] = []
@@ -720,30 +719,29 @@ def test_an_interrupted_conversion_goes_on_only_if_nothing_has_changed(
         return on_progress
 
     with pytest.raises(KeyboardInterrupt):
-        convert_folder(source, target, on_progress=interrupt_at(0.5), workers=1)
+        begin(source, target, on_progress=interrupt_at(0.5), workers=1)
     with pytest.raises(FailedPrecondition, match="other options") as caught:
-        convert_folder(source, target, ConvertOptions(keys="per-layer"))
+        begin(source, target, ConvertOptions(keys="per-layer"))
     assert "--restart" in caught.value.fix
     os.utime(source / "model.safetensors", ns=(1, 1))
     with pytest.raises(FailedPrecondition, match="changed"):
-        convert_folder(source, target)
+        begin(source, target)
     assert not target.exists()
     with pytest.raises(KeyboardInterrupt):
-        convert_folder(source, target, on_progress=interrupt_at(0.5), workers=1, restart=True)
+        begin(source, target, on_progress=interrupt_at(0.5), workers=1, restart=True)
     with (tmp_path / "new.converting/journal").open("a") as journal:
         journal.write("1")  # a line that was cut short
 
-    report = convert_folder(source, target, on_resume=lambda done, total: seen.append((done, total)))
+    report = begin(source, target, on_resume=lambda done, total: seen.append((done, total)))
 
     assert seen
     assert 0 < seen[0][0] == report.resumed_bytes < seen[0][1]
     convert_folder(target, tmp_path / "back")
     same(loaded(tmp_path / "back"), loaded(source))
     # Another process holds the lock.
-    held = working_folder.WorkingFolder(tmp_path / "held")
-    monkeypatch.setattr(working_folder, "_LOCK_SECONDS", 0.1)
+    held = WorkingFolder(tmp_path / "held")
     with pytest.raises(AlreadyExists, match="another process"):
-        convert_folder(source, tmp_path / "held")
+        convert_folder(source, tmp_path / "held", lock_seconds=0.1)
     held.close()
 
 
@@ -767,17 +765,14 @@ def half_done(tmp_path_factory: pytest.TempPathFactory, llama: Path) -> HalfDone
             raise KeyboardInterrupt
 
     folder = tmp_path_factory.mktemp("half-done")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(units, "UNIT_BYTES", SMALL_UNITS)
-        convert_folder(llama, folder / "whole")
-        with pytest.raises(KeyboardInterrupt):
-            convert_folder(llama, folder / "half", on_progress=stop, workers=1)
+    convert_folder(llama, folder / "whole", unit_bytes=SMALL_UNITS)
+    with pytest.raises(KeyboardInterrupt):
+        convert_folder(llama, folder / "half", unit_bytes=SMALL_UNITS, on_progress=stop, workers=1)
     left = folder / "half.converting"
     assert len((left / "journal").read_text().splitlines()) > 2
     return HalfDone(folder / "whole", left)
 
 
-SMALL_UNITS = 100_000
 DEATHS: dict[str, tuple[Any, str, str]] = {
     # what the next run finds: where the restarting one died, and on which side of it
     "everything": (Path, "unlink", "before"),
@@ -806,7 +801,7 @@ def test_a_restart_that_dies_at_once_leaves_nothing_that_passes_for_done(
     death: str,
     options: ConvertOptions,
 ) -> None:
-    monkeypatch.setattr(units, "UNIT_BYTES", SMALL_UNITS)
+    begin = functools.partial(convert_folder, unit_bytes=SMALL_UNITS)
     target = half_done.leave(tmp_path / "new")
     owner, name, side = DEATHS[death]
     really = getattr(owner, name)
@@ -819,19 +814,19 @@ def test_a_restart_that_dies_at_once_leaves_nothing_that_passes_for_done(
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, die)
         with pytest.raises(KeyboardInterrupt):
-            convert_folder(llama, target, options, restart=True)
+            begin(llama, target, options, restart=True)
     assert not target.exists()
 
     refusal = None
     try:
-        convert_folder(llama, target)
+        begin(llama, target)
     except FailedPrecondition as error:
         refusal = error
     if refusal is not None:  # what was begun anew is another conversion
         assert options != ConvertOptions()
         assert "--restart" in refusal.fix
         assert not target.exists()
-        convert_folder(llama, target, restart=True)
+        begin(llama, target, restart=True)
     _identical(target, half_done.whole)
 
 
@@ -851,12 +846,11 @@ def _damage(folder: Path, what: str) -> None:
 
 @pytest.mark.parametrize("what", ["journal", "further file", "missing file", "longer file"])
 def test_a_working_folder_that_somebody_has_been_at_leads_to_the_same_bytes(
-    tmp_path: Path, llama: Path, half_done: HalfDone, monkeypatch: pytest.MonkeyPatch, what: str
+    tmp_path: Path, llama: Path, half_done: HalfDone, what: str
 ) -> None:
-    monkeypatch.setattr(units, "UNIT_BYTES", SMALL_UNITS)
     target = half_done.leave(tmp_path / "new")
     _damage(tmp_path / "new.converting", what)
-    convert_folder(llama, target)
+    convert_folder(llama, target, unit_bytes=SMALL_UNITS)
     _identical(target, half_done.whole)
 
 
@@ -900,7 +894,7 @@ def test_a_conversion_by_other_rules_does_not_go_on_with_what_was_begun(
     tmp_path: Path, llama: Path, half_done: HalfDone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A newer release may put the same tensors together in another way."""
-    monkeypatch.setattr(units, "UNIT_BYTES", SMALL_UNITS)
+    begin = functools.partial(convert_folder, unit_bytes=SMALL_UNITS)
     target = half_done.leave(tmp_path / "new")
     really = Llama.rules
 
@@ -917,12 +911,12 @@ def test_a_conversion_by_other_rules_does_not_go_on_with_what_was_begun(
         bridges._cached_bridge.cache_clear()
         try:
             with pytest.raises(FailedPrecondition, match="left of a conversion of another") as caught:
-                convert_folder(llama, target)
+                begin(llama, target)
         finally:
             bridges._cached_bridge.cache_clear()
     assert "--restart" in caught.value.fix
     # or that would prove nothing
-    assert convert_folder(llama, target).resumed_bytes
+    assert begin(llama, target).resumed_bytes
     _identical(target, half_done.whole)
 
 
@@ -1016,11 +1010,10 @@ def test_a_source_that_changes_meanwhile_is_noticed(tmp_path: Path, llama: Path)
 def _convert(begun: Connection, source: Path, target: Path) -> None:
     """Convert in a process group of its own, and say when that begins: the bridge is there by then."""
     os.setsid()
-    units.UNIT_BYTES = 2 << 20
     of_checkpoint = source / "hf/config.json"
     bridge_for((of_checkpoint if of_checkpoint.exists() else source / "config.json").read_bytes())
     begun.send(None)
-    convert_folder(source, target)
+    convert_folder(source, target, unit_bytes=2 << 20)
 
 
 def converted(source: Path, target: Path, kill_after: float | None = None) -> tuple[int, float]:
@@ -1093,8 +1086,8 @@ def test_killed_at_random_moments_it_gives_the_same_bytes(tmp_path: Path, larger
 def test_the_command_says_how_it_goes_on(tmp_path: Path, larger: Path) -> None:
     target = tmp_path / "checkpoint"
     code = (
-        "import sys, weighbridge_service.converting.units as units; units.UNIT_BYTES = 1 << 20; "
-        "from weighbridge._cli import main; sys.exit(main())"
+        "import functools, sys; from weighbridge._cli import main; from weighbridge_service.converting import convert; "
+        "convert.convert_folder = functools.partial(convert.convert_folder, unit_bytes=1 << 20); sys.exit(main())"
     )
     line = ["convert", str(larger), str(target), "--workers", "1"]
     log = tmp_path / "log"

@@ -17,7 +17,7 @@ from tests.support.waiting import eventually
 from weighbridge import TrainerClient
 from weighbridge._core.resources import VersionState
 from weighbridge.errors import InvalidArgument, LayoutError, VersionFailed
-from weighbridge_service.admission import refusals
+from weighbridge_service.admission.refusals import Refusals
 
 MODEL = "acme/tiny"
 PATIENCE = 60.0
@@ -95,7 +95,7 @@ def test_a_job_that_is_started_again_is_told_of_the_refusal_for_seconds_and_none
     source: TinyModel,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(refusals, "TOLD_SECONDS", 2.0)
+    monkeypatch.setattr(service.service.intake.opener, "refusals", Refusals(told_seconds=2.0))
     with pytest.raises(LayoutError):
         push(ranks, 1, {"model.norm.weight": torch.ones(3)}, 5)
     began = time.monotonic()

@@ -25,8 +25,8 @@ from weighbridge.v1 import resources_pb2
 from weighbridge_service.models.registered_model import RegisteredModel
 from weighbridge_service.plan.declarations import Home
 from weighbridge_service.plan.push_plan import PreparedPush
-from weighbridge_service.push import effect_pools, effect_runner, opener
-from weighbridge_service.push.effect_pools import DaemonPool, EffectPools
+from weighbridge_service.push import effect_pools, effect_runner
+from weighbridge_service.push.effect_pools import IMAGES, DaemonPool, EffectPools
 from weighbridge_service.push.ended import EndedPush
 from weighbridge_service.push.handover import HandedVersion
 from weighbridge_service.push.image_allocator import VersionRequest
@@ -298,13 +298,12 @@ def test_a_store_that_is_away_is_said_once_and_again_when_it_is_back(
 def test_a_version_that_was_aborted_while_it_waited_gets_no_image(
     tmp_path: Path, tiny: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(effect_pools, "_IMAGES", 1)
-    busy, done, taken = threading.Event(), threading.Event(), list[int]()
+    busy, done, taken = threading.Semaphore(0), threading.Event(), list[int]()
     take = VersionRequest.take
 
     def slow(self: VersionRequest) -> Image:
         taken.append(self._owner.number)
-        busy.set()
+        busy.release()
         done.wait(30)
         return take(self)
 
@@ -313,22 +312,24 @@ def test_a_version_that_was_aborted_while_it_waited_gets_no_image(
     with running_service(tmp_path / "store") as running, RawClient(running.address) as client:
         with TrainerClient(running.address) as trainer:
             trainer.register_model(MODEL, tiny.folder)
-        first, second = client.open(MODEL, request_id="a"), client.open(MODEL, request_id="b")
-        with ThreadPoolExecutor(2) as pool:
-            declared = pool.submit(client.declare, MODEL, first, layout)
-            assert busy.wait(60)
+        # as many as are made at a time
+        before = [client.open(MODEL, request_id=str(i)) for i in range(IMAGES)]
+        second = client.open(MODEL, request_id="b")
+        with ThreadPoolExecutor(IMAGES + 1) as pool:
+            declared = [pool.submit(client.declare, MODEL, number, layout) for number in before]
+            assert all(busy.acquire(timeout=60) for _ in before)
             refused = pool.submit(client.declare, MODEL, second, layout)
             waiting = running.service.registry
             eventually(lambda: do.AcquireImage() in waiting.get(NAME, second).state.running)  # type: ignore[union-attr]
             running.service.intake.abort_version(MODEL, second, "changed my mind", 10.0).result()
             done.set()
-            assert declared.result(60)
+            assert all(each.result(60) for each in declared)
             with pytest.raises(VersionFailed, match="changed my mind"):
                 refused.result(60)
         third = client.open(MODEL, request_id="c")
         client.declare(MODEL, third, layout)
-        assert taken == [first, third]
-        assert running.service.images.usage().made == 2
+        assert set(taken) == {*before, third}
+        assert running.service.images.usage().made == IMAGES + 1
 
 
 def test_a_timer_calls_at_the_earliest_time_that_was_asked_for_and_holds_nothing_for_the_others() -> None:
@@ -431,10 +432,10 @@ def test_an_effect_that_cannot_be_begun_is_tried_again(
     assert (found.state.value, found.error) == ("durable", "")
 
 
+@with_settings(opening_wait=0.2)
 def test_calls_that_open_versions_do_not_pile_up_behind_a_store_that_hangs(
     running: RunningService, client: RawClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(opener, "_OPENING_SECONDS", 0.2)
     hanging, update = threading.Event(), HeadStore.update
 
     def slow(self: HeadStore, *args: Any, **more: Any) -> Any:

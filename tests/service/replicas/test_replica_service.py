@@ -36,6 +36,7 @@ from weighbridge_service.admission.tickets import Tickets
 from weighbridge_service.api.grpc.bulk_streams import BulkStreams
 from weighbridge_service.api.grpc.methods import Methods
 from weighbridge_service.api.grpc.replica_handlers import ReplicaHandlers
+from weighbridge_service.api.grpc.requests import RequestLimits
 from weighbridge_service.api.grpc.server import GrpcListener
 from weighbridge_service.api.grpc.weight_handlers import BulkHandlers
 from weighbridge_service.api.grpc.workers import Workers
@@ -101,6 +102,7 @@ class Replica:
             Access(),
             Audit(None),
             lambda _: 0.0,
+            RequestLimits(),
         )
         handlers = ReplicaHandlers(self.home, self, self, streams, self.met.append, self)
         contract = {

@@ -98,26 +98,31 @@ def add_signature(model: str, version: str | int | None, content: bytes) -> Step
 
 def check_signed(
     model: str, version: str | int | None, required: Sequence[Trusted]
-) -> Steps[tuple[ManifestText, tuple[Signed, ...]]]:
-    """Compare a version's signatures with what is required; its manifest, and the signatures that count."""
+) -> Steps[tuple[Signed, ...]]:
+    """Compare a version's signatures with what is required; the signatures that count."""
+    _, _, signed = yield from _compared(model, version, required)
+    return signed
+
+
+def _compared(
+    model: str, version: str | int | None, required: Sequence[Trusted]
+) -> Steps[tuple[ManifestText, tuple[Signature, ...], tuple[Signed, ...]]]:
+    """A version's manifest, its signatures, and those of them that count."""
     meant = Reference.of(model, version, REF_LATEST)
     number, signatures = yield from get_signatures(meant.model, meant.version)
     if required and not signatures:  # asked again and again; manifests may be large
         raise checking.unsigned(f"{meant.model}@{number}", required[0], ())
     manifest = yield from get_manifest(meant.model, number)
     signed: tuple[Signed, ...] = yield Work(partial(checking.check_signed, manifest, signatures, required))
-    return manifest, signed
+    return manifest, signatures, signed
 
 
 def verify_signed(
     model: str, version: str | int | None, required: Sequence[Trusted]
 ) -> Steps[tuple[Verification, tuple[Signed, ...]]]:
     """As `check_signed`, and have the service compare all files with the manifest, and their SHA-256 with what was signed."""
-    meant = Reference.of(model, version, REF_LATEST)
-    number, signatures = yield from get_signatures(meant.model, meant.version)
-    manifest = yield from get_manifest(meant.model, number)
-    signed: tuple[Signed, ...] = yield Work(partial(checking.check_signed, manifest, signatures, required))
-    verified = yield from verify(manifest.model, number, sha256=True)
+    manifest, signatures, signed = yield from _compared(model, version, required)
+    verified = yield from verify(manifest.model, manifest.number, sha256=True)
     contents = {each.id: each.content for each in signatures}
     statements = [(each.by, Bundle.read(contents[each.id]).statement) for each in signed]
     problems = [

@@ -37,7 +37,6 @@ from weighbridge_service.api.grpc.methods import (
     encoded,
     known_error,
 )
-from weighbridge_service.api.grpc.requests import SILENT_SECONDS
 from weighbridge_service.api.grpc.workers import Workers
 
 _REFUSING_THREADS = 2
@@ -96,6 +95,7 @@ class BulkListener:
         access: Access,
         audit: Audit,
         check_put_off: Callable[[Identity], None],
+        silent_seconds: float,
     ) -> None:
         """Begin to answer those methods of the contract that carry weights.
 
@@ -107,8 +107,10 @@ class BulkListener:
             access: knows who calls.
             audit: where it is written down how each call ends.
             check_put_off: raises if a call of an identity is refused before anything of it is looked at.
+            silent_seconds: how long the first message of a call may take.
         """
         self._check_put_off = check_put_off
+        self._silent_seconds = silent_seconds
         self._waits = waits
         self._access = access
         self._audit = audit
@@ -164,7 +166,7 @@ class BulkListener:
         return behave
 
     def _waited_for(self, requests: Iterator[bytes], call: Call) -> Iterator[bytes]:
-        seconds = SILENT_SECONDS
+        seconds = self._silent_seconds
         while True:
             with self._waits.waiting(call.cancel, seconds):
                 message = next(requests, None)

@@ -17,8 +17,6 @@ from weighbridge_service.access.peer import Peer
 
 T = TypeVar("T")
 
-STANDING_SECONDS = 5.0
-"""Between two questions whether a long call may go on."""
 _MARGIN = 0.25
 """Seconds by which a wait ends before the caller's deadline, so that the answer says what was missing."""
 
@@ -78,7 +76,7 @@ class Call:
         It is no refusal: whoever calls again with a new token goes on where the call has ended.
         """
         now = time.monotonic()
-        if self.evidence is None or now - self._stood < STANDING_SECONDS:
+        if self.evidence is None or now - self._stood < self._access.standing_seconds:
             return
         self._stood = now
         if self._identity() != self.peer.identity:

@@ -33,9 +33,9 @@ from weighbridge_service.admission.message_waits import MessageWaits
 from weighbridge_service.admission.quotas import HostQuota
 from weighbridge_service.admission.rates import Rates
 from weighbridge_service.api.grpc.asking import VERBS, check_allowed, record
-from weighbridge_service.api.grpc.call import STANDING_SECONDS, Call
+from weighbridge_service.api.grpc.call import Call
 from weighbridge_service.api.grpc.errors import to_status
-from weighbridge_service.api.grpc.requests import Requests
+from weighbridge_service.api.grpc.requests import RequestLimits, Requests
 from weighbridge_service.api.grpc.workers import Workers
 
 log = logging.getLogger(__name__)
@@ -117,6 +117,7 @@ class Methods:
         access: knows who calls.
         audit: where it is written down how each call ends.
         put_off: seconds for which a call of an identity waits before anything of it is looked at.
+        limits: what requests may take on their way in.
     """
 
     def __init__(
@@ -131,6 +132,7 @@ class Methods:
         access: Access,
         audit: Audit,
         put_off: Callable[[Identity], float],
+        limits: RequestLimits,
     ) -> None:
         self._loop = loop
         self._put_off = put_off
@@ -142,7 +144,7 @@ class Methods:
         self._streams = streams
         self._count = count
         self._waits = waits
-        self._requests = Requests(waits)
+        self._requests = Requests(waits, limits)
         self._calls = HostQuota("calls", _MOST_CALLS)
         self._rates = Rates(_CALLS_A_SECOND, _CALLS_AT_ONCE)
 
@@ -239,12 +241,12 @@ class Methods:
             except Unavailable as error:
                 evict(error.anew())
             else:
-                timer = self._loop.call_later(STANDING_SECONDS, look)
+                timer = self._loop.call_later(self._access.standing_seconds, look)
 
         def end() -> None:
             timer.cancel()
 
-        timer = self._loop.call_later(STANDING_SECONDS, look)
+        timer = self._loop.call_later(self._access.standing_seconds, look)
         return end
 
     def _answer_with(self, method: MethodDescriptor, handler: Callable[..., Any]) -> Callable[..., Any]:

@@ -27,7 +27,6 @@ _WAIT_SECONDS = 60.0
 _MANIFEST_BYTES = 1 << 20
 """Of a manifest, in one answer."""
 _MOST_REFS = 1024
-_MOST_WATCHES = 16_384
 
 
 def _page(size: int) -> int:
@@ -58,7 +57,7 @@ def _files(messages: Iterable[resources_pb2.ModelFile]) -> dict[str, bytes]:
 class ModelHandlers:
     """`ModelService`."""
 
-    def __init__(self, service: Weighbridge, methods: Methods, watches: Watches) -> None:
+    def __init__(self, service: Weighbridge, methods: Methods, watches: Watches, most_watches: int) -> None:
         self._catalog = service.catalog
         self._collecting = service.collecting
         self._gates = service.gates
@@ -68,7 +67,7 @@ class ModelHandlers:
         self._signatures = service.signatures
         self._methods = methods
         self._watches = watches
-        self._watching = HostQuota("watches", _MOST_WATCHES)
+        self._watching = HostQuota("watches", most_watches)
 
     def RegisterModel(self, request: pb.RegisterModelRequest, call: Call) -> pb.RegisterModelResponse:
         files = _files(request.files)

@@ -22,9 +22,6 @@ from weighbridge_service.admission.message_waits import MessageWaits
 from weighbridge_service.admission.quotas import RETRY_SECONDS, HostQuota
 from weighbridge_service.admission.turns import Turns
 
-SILENT_SECONDS = 10.0
-"""How long a message may take that is due."""
-
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
@@ -43,7 +40,7 @@ class RequestLimits:
     longest: int = MAX_REQUEST_BYTES
     pending_bytes: int = 256 << 20
     small_bytes: int = 64 << 10
-    silent_seconds: float = SILENT_SECONDS
+    silent_seconds: float = 10.0
     hurry_seconds: float = 0.25
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
@@ -36,6 +37,7 @@ from weighbridge_service.api.grpc.health_handlers import (
 from weighbridge_service.api.grpc.methods import Methods
 from weighbridge_service.api.grpc.model_handlers import ModelHandlers
 from weighbridge_service.api.grpc.replica_handlers import ReplicaHandlers
+from weighbridge_service.api.grpc.requests import RequestLimits
 from weighbridge_service.api.grpc.watches import Watches
 from weighbridge_service.api.grpc.weight_handlers import BulkHandlers, LocalLaneHandlers, WeightHandlers
 from weighbridge_service.api.grpc.workers import Workers
@@ -48,8 +50,6 @@ _PLANNING_THREADS = 4
 """Each keeps the interpreter from the loop while it computes: with 8, calls waited twice as long behind a thousand pulls that began at once."""
 _REPLICA_THREADS = 32
 _LAST_PORT = 65535
-_LINE = 4096
-"""Calls that wait for a thread."""
 
 _LIMIT = "grpc.max_receive_message_length"
 _MESSAGE_BYTES = 2 << 20
@@ -70,6 +70,24 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
 
 
 AUTO, OFF = "auto", "off"
+
+
+@dataclass(frozen=True, slots=True)
+class CallLimits:
+    """How much calls may take.
+
+    Attributes:
+        line: calls that wait for a thread, of each kind of threads.
+        watches: that go on at one time.
+        requests: what they may take on their way in.
+    """
+
+    line: int = 4096
+    watches: int = 16_384
+    requests: RequestLimits = field(default_factory=RequestLimits)
+
+
+DEFAULT_LIMITS = CallLimits()
 
 
 def bulk_ports(wanted: str, port: int) -> tuple[int, ...]:
@@ -188,19 +206,27 @@ class GrpcServer:
         listener: where it answers.
         service: what it is the face of.
         lane: what processes of this machine are told of.
+        limits: how much calls may take.
     """
 
-    def __init__(self, listener: GrpcListener, service: Weighbridge, lane: LaneServer) -> None:
+    def __init__(
+        self,
+        listener: GrpcListener,
+        service: Weighbridge,
+        lane: LaneServer,
+        limits: CallLimits = DEFAULT_LIMITS,
+    ) -> None:
+        self._limits = limits
         self._listener = listener
         self.port = listener.port
         loop = listener.loop.loop
         most = service.config.most_streams
         self._workers = (
-            Workers("grpc-quick", _QUICK_THREADS, _LINE),
-            Workers("grpc-long", _LONG_THREADS, _LINE),
-            Workers("grpc-replica", _REPLICA_THREADS, _LINE),
-            Workers("grpc-stream", 2 * most, _LINE),
-            Workers("grpc-plan", _PLANNING_THREADS, _LINE),
+            Workers("grpc-quick", _QUICK_THREADS, limits.line),
+            Workers("grpc-long", _LONG_THREADS, limits.line),
+            Workers("grpc-replica", _REPLICA_THREADS, limits.line),
+            Workers("grpc-stream", 2 * most, limits.line),
+            Workers("grpc-plan", _PLANNING_THREADS, limits.line),
         )
         quick, long, replicas, streams, planners = self._workers
         budget = service.byte_budget
@@ -217,6 +243,7 @@ class GrpcServer:
             service.access,
             service.audit,
             self._quotas.put_off,
+            limits.requests,
         )
         self._streams = streams
         self._stack = ExitStack()
@@ -229,7 +256,7 @@ class GrpcServer:
         bulk_port = listener.bulk.port if listener.bulk else 0
         found: list[tuple[Any, str, object]] = [
             (bulk_service_pb2, "BulkService", BulkHandlers(self._tickets, bulk_port)),
-            (model_service_pb2, "ModelService", ModelHandlers(service, methods, watches)),
+            (model_service_pb2, "ModelService", ModelHandlers(service, methods, watches, limits.watches)),
             (checkpoint_service_pb2, "CheckpointService", CheckpointHandlers(service, methods, bulk)),
             (weight_service_pb2, "WeightService", WeightHandlers(service, bulk)),
             (local_lane_pb2, "LocalLaneService", LocalLaneHandlers(lane, service.access)),
@@ -267,6 +294,7 @@ class GrpcServer:
                 self._access,
                 self._audit,
                 self._quotas.check_put_off,
+                self._limits.requests.silent_seconds,
             )
 
     def refuse(self) -> None:

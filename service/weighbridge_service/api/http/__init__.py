@@ -8,6 +8,7 @@ May import: `api.lane`, `service`, and folders below.
 - `reports`: bodies of what `operations` answers.
 - `refs`: routes of refs, with their bodies.
 - `problems`: RFC 9457 problem documents.
+- `bodies`: limits of requests' bodies.
 - `operations`: probes, checks, memory, usage, metrics.
 - `metrics`: what Prometheus is told.
 - `ranges`: ranges of a file (RFC 9110).

@@ -25,15 +25,16 @@ from weighbridge._signing.bundle import MEDIA_TYPE as SIGNATURE_TYPE
 from weighbridge._signing.bundle import Bundle
 from weighbridge.errors import InvalidArgument, WeighbridgeError
 from weighbridge_service.access.scopes import Verb
+from weighbridge_service.api.http.bodies import BodyLimit
 from weighbridge_service.api.http.callers import Recorder, Standing, ask, peer_of
 from weighbridge_service.api.http.guard import Guard, HostNames
 from weighbridge_service.api.http.hub_documents import HubNotFound
 from weighbridge_service.api.http.hub_reading import Hub
-from weighbridge_service.api.http.hub_routes import hub_router, on_hub_error
+from weighbridge_service.api.http.hub_routes import DEFAULT_SIZES, HubSizes, hub_router, on_hub_error
 from weighbridge_service.api.http.metrics import Metrics
 from weighbridge_service.api.http.operations import operations_router
 from weighbridge_service.api.http.parameters import JobId, Name, Namespace, Number, SignatureId, VersionOrRef
-from weighbridge_service.api.http.problems import BodyLimit, Problem, on_error
+from weighbridge_service.api.http.problems import Problem, on_error
 from weighbridge_service.api.http.ranges import RangeNotSatisfiable
 from weighbridge_service.api.http.refs import refs_router
 from weighbridge_service.api.http.resources import (
@@ -368,7 +369,9 @@ def _operation_id(route: APIRoute) -> str:
     return route.name
 
 
-def create_app(service: Weighbridge, exports: Exports, metrics: Metrics, health: Health) -> FastAPI:
+def create_app(
+    service: Weighbridge, exports: Exports, metrics: Metrics, health: Health, *, hub: HubSizes = DEFAULT_SIZES
+) -> FastAPI:
     """The HTTP face of a service.
 
     Args:
@@ -376,6 +379,7 @@ def create_app(service: Weighbridge, exports: Exports, metrics: Metrics, health:
         exports: its export jobs.
         metrics: what ``/metrics`` shows.
         health: what ``/readyz`` says.
+        hub: how much the routes of Hugging Face's clients handle at a time.
     """
     problem: dict[str, Any] = {
         "description": "A problem document: what is wrong, and what to do about it.",
@@ -415,6 +419,7 @@ def create_app(service: Weighbridge, exports: Exports, metrics: Metrics, health:
             Hub(service.catalog, service.store_readers),
             service.quotas.identities,
             redirect=service.config.redirect_downloads,
+            sizes=hub,
         )
     )
     return app

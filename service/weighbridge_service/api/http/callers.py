@@ -16,8 +16,6 @@ from weighbridge_service.access.scopes import Verb
 
 CERTIFICATE = "weighbridge-certificate"
 """Key of the names in a connection's certificate, in the state of its requests."""
-STANDING_SECONDS = 5.0
-"""Between two questions whether a long response may go on."""
 _HEADER = "authorization"
 _ASKED = "weighbridge-asked"
 """Key of what a request has asked for, in its scope."""
@@ -51,6 +49,7 @@ class Standing:
 
     def __init__(self, request: Request) -> None:
         self._request = request
+        self._seconds = request.app.state.access.standing_seconds
         self._identity = _identity(request)
         self._stood = time.monotonic()
 
@@ -58,7 +57,7 @@ class Standing:
     def ended(self) -> bool:
         """Whether its token has expired, or the policy has changed. Its client asks again, from where it was."""
         now = time.monotonic()
-        if self._identity is EVERYBODY or now - self._stood < STANDING_SECONDS:
+        if self._identity is EVERYBODY or now - self._stood < self._seconds:
             return False
         self._stood = now
         return _identity(self._request) != self._identity

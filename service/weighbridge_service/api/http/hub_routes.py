@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
 from urllib.parse import parse_qs, quote, urlencode, urlsplit
@@ -29,24 +30,42 @@ from weighbridge_service.api.http.ranges import RangeNotSatisfiable, byte_range
 from weighbridge_service.api.http.threads import in_threads
 
 _API = "/api/models/"
-_TREE_PAGE = 1000
+_LARGEST_PAGE = 1000
 _MOST_PATHS = 10_000
-_READ_BYTES = 4 << 20
-"""Read from the store at a time. A file on its way holds two such pieces: one being sent, and the next one being read."""
-_SEND_BYTES = 1 << 20
 _THREADS = 40
 """Requests that may wait for the store at one time."""
-_REDIRECT_BYTES = 8 << 20
-"""From this size on, a way round the service is worth one more request."""
 
 
-def hub_router(hub: Hub, quotas: IdentityQuotas, *, redirect: bool) -> APIRouter:
+@dataclass(frozen=True, slots=True)
+class HubSizes:
+    """How much of something these routes handle at a time.
+
+    Attributes:
+        tree_page: files of a page, unless its client names a number.
+        read: bytes that are read from the store. A file on its way holds two such pieces: one being sent, and the next one being read.
+        send: bytes that are sent between two questions whether the caller may go on.
+        redirect: bytes of a file from which on a way round the service is worth one more request.
+    """
+
+    tree_page: int = _LARGEST_PAGE
+    read: int = 4 << 20
+    send: int = 1 << 20
+    redirect: int = 8 << 20
+
+
+DEFAULT_SIZES = HubSizes()
+
+
+def hub_router(
+    hub: Hub, quotas: IdentityQuotas, *, redirect: bool, sizes: HubSizes = DEFAULT_SIZES
+) -> APIRouter:
     """The routes over durable versions. They are not in the OpenAPI document: the protocol is not ours.
 
     Args:
         hub: the versions.
         quotas: of identities, in downloads and in bytes a second.
         redirect: whether large files are fetched from the store itself, where it can sign URLs.
+        sizes: how much is handled at a time.
     """
     router = APIRouter(include_in_schema=False)
     threaded = in_threads(CapacityLimiter(_THREADS))
@@ -66,12 +85,12 @@ def hub_router(hub: Hub, quotas: IdentityQuotas, *, redirect: bool) -> APIRouter
         asked: Annotated[Asked, Depends(_asked_of_api)],
         cursor: str = "",
         expand: bool = False,
-        limit: Annotated[int | None, Query(ge=1, le=_TREE_PAGE)] = None,
+        limit: Annotated[int | None, Query(ge=1, le=_LARGEST_PAGE)] = None,
     ) -> Response:
         """The files of a version, page by page."""
         version = hub.version(asked.model, asked.revision)
         page, behind = documents.tree_page(
-            version, asked.path.strip("/"), cursor, limit or _TREE_PAGE, expand=expand
+            version, asked.path.strip("/"), cursor, limit or sizes.tree_page, expand=expand
         )
         answer = _json(page, version)
         if behind is not None:
@@ -117,7 +136,7 @@ def hub_router(hub: Hub, quotas: IdentityQuotas, *, redirect: bool) -> APIRouter
         wanted = byte_range(
             request.headers.get("range") if condition in (None, headers["ETag"]) else None, size
         )
-        if redirect and size >= _REDIRECT_BYTES and condition is None:
+        if redirect and size >= sizes.redirect and condition is None:
             elsewhere = _elsewhere(request, hub.url(version, asked.path))
             if elsewhere is not None:
                 return RedirectResponse(elsewhere, 302, _redirect_headers(headers))
@@ -126,7 +145,7 @@ def hub_router(hub: Hub, quotas: IdentityQuotas, *, redirect: bool) -> APIRouter
             headers["Content-Range"] = f"bytes {wanted.start}-{wanted.end - 1}/{size}"
 
         def read(start: int) -> bytes:
-            return hub.read(version, asked.path, start, min(_READ_BYTES, wanted.end - start))
+            return hub.read(version, asked.path, start, min(sizes.read, wanted.end - start))
 
         with ExitStack() as stack:
             streaming = stack.enter_context(quotas.streaming(peer_of(request).identity))
@@ -134,7 +153,13 @@ def hub_router(hub: Hub, quotas: IdentityQuotas, *, redirect: bool) -> APIRouter
             # a file that cannot be read is a problem document, not a stream that breaks
             first = read(wanted.start)
             pieces = _stream(
-                threaded(read), first, wanted.start, wanted.end, streaming.delay, Standing(request)
+                threaded(read),
+                first,
+                wanted.start,
+                wanted.end,
+                sizes.send,
+                streaming.delay,
+                Standing(request),
             )
             return _Download(pieces, 206 if wanted.partial else 200, headers, stack.pop_all())
 
@@ -251,6 +276,7 @@ async def _stream(
     piece: bytes,
     start: int,
     end: int,
+    part_bytes: int,
     delay: Callable[[int], float],
     standing: Standing,
 ) -> AsyncIterator[memoryview]:
@@ -264,10 +290,10 @@ async def _stream(
         ahead = asyncio.ensure_future(read(start)) if start < end else None
         try:
             view = memoryview(piece)
-            for offset in range(0, len(view), _SEND_BYTES):
+            for offset in range(0, len(view), part_bytes):
                 if standing.ended:  # asked before each part: one that is slowed may take seconds
                     return
-                part = view[offset : offset + _SEND_BYTES]
+                part = view[offset : offset + part_bytes]
                 for seconds in iter(partial(delay, len(part)), 0.0):
                     await asyncio.sleep(seconds)
                 yield part

@@ -29,7 +29,6 @@ _BACKLOG = 128
 _MOST_CLIENTS = 1024
 _PENDING_BYTES = 128 << 20
 _REFUSALS_A_SECOND, _REFUSALS_AT_ONCE = 10.0, 100.0
-"""Of one user's processes: each refusal is a line of the audit log. Ranks of a job that may not borrow ask once each."""
 _TELL_SECONDS = 10.0
 """Between two lines in the log that clients were sent away."""
 _HELLO_SECONDS = 10.0
@@ -49,6 +48,8 @@ class LaneServer:
         most: clients at one time.
         hello_seconds: how long a client that has connected may take to say who it is.
         stop_seconds: how long `stop` waits for clients that are being served.
+        refusals_a_second: of one user's processes, each of which is a line of the audit log; further ones wait.
+        refusals_at_once: the same, after a pause: ranks of a job that may not borrow ask once each.
 
     Raises:
         InvalidArgument: the path is too long, something else than a socket is there, or a user cannot be trusted.
@@ -69,6 +70,8 @@ class LaneServer:
         *,
         hello_seconds: float = _HELLO_SECONDS,
         stop_seconds: float = _STOP_SECONDS,
+        refusals_a_second: float = _REFUSALS_A_SECOND,
+        refusals_at_once: float = _REFUSALS_AT_ONCE,
     ) -> None:
         self._service = service
         self._hello_seconds = hello_seconds
@@ -82,7 +85,7 @@ class LaneServer:
         self._socket: socket.socket | None = None
         self._stopping = False
         self._places = HostQuota("places on the local lane", min(most, _MOST_CLIENTS))
-        self._refusals = Rates(_REFUSALS_A_SECOND, _REFUSALS_AT_ONCE)
+        self._refusals = Rates(refusals_a_second, refusals_at_once)
         self._sent_away, self._told = 0, -_TELL_SECONDS
         self._writers = Writers.of(service.config.lane_trust_uids)
         self._pending = HostQuota("bytes of incomplete messages on the local lane", _PENDING_BYTES)

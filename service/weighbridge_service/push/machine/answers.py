@@ -123,12 +123,12 @@ def check_absent(state: PushState, rank: int) -> None:
 
 
 def check_owned(state: PushState, claim: str) -> None:
-    """Raise AlreadyExists if a version that another replica hands over under this claim is known here, and is not held."""
+    """Raise AlreadyExists if a version that another replica hands over under this claim is known here, and is not owned."""
     agreed = state.agreed
-    held = state.phase in VISIBLE or state.phase is Phase.PUBLISHED
+    owned = state.phase in VISIBLE or state.phase is Phase.PUBLISHED
     if agreed is not None and not agreed.alone:  # the others may be ready before this one
-        held = held or state.phase in (Phase.FILLING, Phase.SEALED)
-    if agreed is None or agreed.claim != claim or not held:
+        owned = owned or state.phase in (Phase.FILLING, Phase.SEALED)
+    if agreed is None or agreed.claim != claim or not owned:
         raise AlreadyExists(f"{version_of(state)} is there already, and is not what is handed over")
 
 

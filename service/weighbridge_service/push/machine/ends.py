@@ -31,8 +31,6 @@ LONGEST_PAUSE = 30.0
 _PAUSES = Pauses(FIRST_PAUSE, LONGEST_PAUSE)
 _IMAGE_PAUSE = 0.1
 """Seconds between two questions for an image."""
-_UNMAP_SECONDS = 5.0
-"""How long processes that were asked to unmap memory may take for it, with a rank waiting: they do it in milliseconds."""
 _UNMAP_PAUSE = 0.002
 
 Transition = tuple[PushState, tuple[Effect, ...]]
@@ -215,7 +213,7 @@ def still_mapped(state: PushState, now: Moment) -> Transition:
     if state.memory_mapped_at is None:
         return state, ()
     asked_at = max(state.memory_mapped_at, state.sealing_at)
-    if now.seconds - asked_at < _UNMAP_SECONDS:
+    if now.seconds - asked_at < state.limits.unmap_wait:
         return state.paused(do.ProbeMemory(), now.seconds + _UNMAP_PAUSE), ()
     if state.seal_asked - state.sealed:
         error = VersionFailed(

@@ -20,14 +20,18 @@ class Limits:
 
     Attributes:
         receive_timeout: seconds without a word from any rank after which it is given up.
+        opening_wait: seconds that a call waits for its turn to open a version.
         image_wait: seconds that it waits for an image.
+        unmap_wait: seconds that processes that were asked to unmap memory may take for it, with a rank waiting: they do it in milliseconds.
         lease: seconds that it stays open in head.json unless that is renewed.
         spreading: whether ranks may push to other replicas, too.
         sha256: whether digests of its files are made by SHA-256 as well.
     """
 
     receive_timeout: float = 300.0
+    opening_wait: float = 10.0
     image_wait: float = 60.0
+    unmap_wait: float = 5.0
     lease: float = 120.0
     spreading: bool = False
     sha256: bool = False

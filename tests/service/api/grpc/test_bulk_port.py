@@ -24,8 +24,9 @@ from weighbridge.v1 import bulk_service_pb2 as pb
 from weighbridge.v1 import bulk_service_pb2_grpc, weight_service_pb2
 from weighbridge_service.access.scopes import Verb
 from weighbridge_service.admission.tickets import VALID_SECONDS, Tickets, ticket_key
-from weighbridge_service.api.grpc import asking, bulk_server, server
-from weighbridge_service.api.grpc.server import bulk_ports
+from weighbridge_service.api.grpc import asking
+from weighbridge_service.api.grpc.requests import RequestLimits
+from weighbridge_service.api.grpc.server import CallLimits, GrpcListener, bulk_ports
 from weighbridge_storage.stores.local import LocalStore
 
 MODEL = "tests/bulk"
@@ -104,9 +105,8 @@ def test_whoever_takes_it_for_the_service_s_port_is_told_that_one(service: Runni
 
 
 def test_calls_that_would_wait_behind_too_many_are_refused_and_the_port_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr("weighbridge_service.api.grpc.server._LINE", 2)
     done = threading.Event()
 
     def silent() -> Iterator[bytes]:
@@ -114,7 +114,7 @@ def test_calls_that_would_wait_behind_too_many_are_refused_and_the_port_goes_on(
         yield b""
 
     with (
-        running_service(tmp_path, bulk_port="0", most_streams=1) as running,
+        running_service(tmp_path, bulk_port="0", most_streams=1, limits=CallLimits(line=2)) as running,
         rpc.open_channel(entry(running).address) as channel,
     ):
         metadata = entry(running).metadata
@@ -162,7 +162,7 @@ def test_a_port_for_weights_that_another_process_has_is_named_with_what_to_do() 
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(Unavailable, match=f"cannot listen at {address}, its port for weights") as refused:
-            server.GrpcListener("127.0.0.1:0", 16, address.rpartition(":")[2])
+            GrpcListener("127.0.0.1:0", 16, address.rpartition(":")[2])
     assert "--bulk-port" in refused.value.fix
 
 
@@ -240,11 +240,9 @@ def pulled(channel: grpc.Channel, metadata: bulk_entry.Metadata, seconds: float)
     return sum(map(len, call(request, metadata=metadata, timeout=seconds)))
 
 
-def test_callers_that_say_nothing_lose_their_threads(
-    tmp_path: Path, model: TinyModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(bulk_server, "SILENT_SECONDS", 1.0)
-    with running_service(tmp_path, bulk_port="0", most_streams=2) as service:
+def test_callers_that_say_nothing_lose_their_threads(tmp_path: Path, model: TinyModel) -> None:
+    limits = CallLimits(requests=RequestLimits(silent_seconds=1.0))
+    with running_service(tmp_path, bulk_port="0", most_streams=2, limits=limits) as service:
         publish(service, model)
         over = threading.Event()
         channel, metadata = ways(service)
@@ -256,11 +254,8 @@ def test_callers_that_say_nothing_lose_their_threads(
             over.set()
 
 
-def test_a_port_with_no_thread_left_refuses_calls_and_goes_on(
-    tmp_path: Path, model: TinyModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(server, "_LINE", 3)
-    with running_service(tmp_path, bulk_port="0", most_streams=2) as service:
+def test_a_port_with_no_thread_left_refuses_calls_and_goes_on(tmp_path: Path, model: TinyModel) -> None:
+    with running_service(tmp_path, bulk_port="0", most_streams=2, limits=CallLimits(line=3)) as service:
         publish(service, model)
         over = threading.Event()
         channel, metadata = ways(service)

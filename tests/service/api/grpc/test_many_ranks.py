@@ -27,7 +27,7 @@ from weighbridge._core.resources import VersionState
 from weighbridge._core.tensor_spaces import TensorSpace
 from weighbridge._formats.push_sources import StagingPool, StreamSource
 from weighbridge.errors import ResourceExhausted
-from weighbridge_service.api.grpc import model_handlers
+from weighbridge_service.api.grpc.server import CallLimits
 from weighbridge_service.models.bridges import bridge_for
 from weighbridge_service.models.model_tensors import ModelTensors
 
@@ -67,14 +67,11 @@ def test_more_ranks_than_threads_can_push_one_version(tmp_path: Path, workers: i
                 assert torch.equal(tensor, state[name]), name
 
 
-def test_the_watches_of_one_host_leave_some_to_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(model_handlers, "_MOST_WATCHES", 8)
+def test_the_watches_of_one_host_leave_some_to_others(tmp_path: Path) -> None:
     model = tiny_model(tiny_config("llama", tied=False), seed=3)
     model.save_pretrained(tmp_path / "hf")
     with (
-        running_service(tmp_path / "store") as running,
+        running_service(tmp_path / "store", limits=CallLimits(watches=8)) as running,
         EngineClient(running.address, retry_seconds=1.0) as engine,
     ):
         TrainerClient(running.address).register_model(MODEL, tmp_path / "hf")

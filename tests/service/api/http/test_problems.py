@@ -15,7 +15,7 @@ from starlette.testclient import TestClient
 from tests.service.api.http.web import MODEL, MODEL_URL, Web, is_problem
 from tests.support.services import running_service
 from weighbridge_service.api.http.app import create_app
-from weighbridge_service.api.http.problems import MAX_BODY_BYTES
+from weighbridge_service.api.http.bodies import MAX_BODY_BYTES
 from weighbridge_service.exports.jobs import Exports
 
 

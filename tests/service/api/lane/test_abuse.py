@@ -35,7 +35,6 @@ from weighbridge._lane.connection import LaneConnection
 from weighbridge._memory.mappings import MappedMemory, Use
 from weighbridge.errors import FailedPrecondition, InvalidArgument, PermissionDenied, WeighbridgeError
 from weighbridge.v1 import local_lane_pb2 as pb
-from weighbridge_service.api.lane import server as lane_server
 from weighbridge_service.api.lane.server import LaneServer
 from weighbridge_storage.memory.regions import PAGE, Region
 
@@ -243,27 +242,23 @@ def test_descriptors_that_clients_send_are_not_taken(service: RunningService) ->
         assert pb.LaneResponse.FromString(received[0]).HasField("hello")
 
 
-def test_refusals_on_the_lane_come_no_faster_than_they_may_be_written_down(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(lane_server, "_REFUSALS_AT_ONCE", 3.0)
-    monkeypatch.setattr(lane_server, "_REFUSALS_A_SECOND", 5.0)
+def test_refusals_on_the_lane_come_no_faster_than_they_may_be_written_down(tmp_path: Path) -> None:
     policy = policy_file(tmp_path, identity("me", ["pull:else/*"], users=[os.getuid()]))
     audit = tmp_path / "audit.jsonl"
-    with (
-        running_service(
-            tmp_path / "store", local_socket=str(tmp_path / "s"), policy=policy, audit=audit
-        ) as service,
-        RawLane(service.lane.path) as lane,
-    ):
-        lane.ask(pb.LaneRequest(hello=pb.LaneHello(client_id="me")))
-        started = time.monotonic()
-        for _ in range(8):
-            assert lane.ask(begin_read()).error.reason == PermissionDenied.reason
-        assert time.monotonic() - started > 0.9, "five of them have to wait, 0.2 s each"
-        assert len(audit.read_text().splitlines()) == 8
-        lane.send(begin_read())
-        started = time.monotonic()
+    with running_service(tmp_path / "store", policy=policy, audit=audit) as service:
+        slow = LaneServer(
+            service.service, str(tmp_path / "s"), 1024, refusals_a_second=5.0, refusals_at_once=3.0
+        )
+        with RawLane(slow.path) as lane:
+            lane.ask(pb.LaneRequest(hello=pb.LaneHello(client_id="me")))
+            started = time.monotonic()
+            for _ in range(8):
+                assert lane.ask(begin_read()).error.reason == PermissionDenied.reason
+            assert time.monotonic() - started > 0.9, "five of them have to wait, 0.2 s each"
+            assert len(audit.read_text().splitlines()) == 8
+            lane.send(begin_read())
+            started = time.monotonic()
+        slow.stop()
     assert time.monotonic() - started < 30, "nor does a service that stops wait for them"
 
 

@@ -6,13 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.service.api.http.hub.endpoint import MODEL, Endpoint, Recorder
+from tests.service.api.http.hub.endpoint import MODEL, Endpoint, endpoint_of
 from tests.support.reference import tiny_config, tiny_model
 from tests.support.services import running_service
 from weighbridge import TrainerClient
-from weighbridge_service.api.http.app import create_app
-from weighbridge_service.exports.jobs import Exports
-from weighbridge_service.server import HttpServer
+from weighbridge_service.api.http.hub_routes import HubSizes
 
 
 @pytest.fixture(scope="package")
@@ -27,12 +25,12 @@ def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
                     trainer.register_model(MODEL, folder)
                 trainer.push_folder(MODEL, folder, step=seed).wait(timeout=60)
             trainer.set_ref(MODEL, "prod", 1)
-        exports = Exports(running.service)
-        recorder = Recorder(create_app(running.service, exports, running.metrics, running.health))
-        server = HttpServer("127.0.0.1:0", 1024)
-        server.start(recorder)
-        found = Endpoint(running, f"http://{server.address}", recorder)
+        with endpoint_of(running) as found:
+            yield found
+
+
+@pytest.fixture(scope="package")
+def small_pieces(endpoint: Endpoint) -> Iterator[Endpoint]:
+    """The same service, with files and lists in many pieces."""
+    with endpoint_of(endpoint.running, HubSizes(tree_page=2, read=50_000, send=9_999)) as found:
         yield found
-        found.http.close()
-        server.stop()
-        exports.close()

@@ -8,6 +8,8 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,10 @@ import httpx2 as httpx
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tests.support.services import RunningService
+from weighbridge_service.api.http.app import create_app
+from weighbridge_service.api.http.hub_routes import DEFAULT_SIZES, HubSizes
+from weighbridge_service.exports.jobs import Exports
+from weighbridge_service.server import HttpServer
 
 CLIENT_PYTHON = os.environ.get("WEIGHBRIDGE_HUB_PYTHON", sys.executable)
 """Runs the clients: `make test-hub` names environments with other versions of them."""
@@ -99,6 +105,22 @@ class Endpoint:
         """Run Python code in a process of its own; what it calls ``say`` with last."""
         script = f"import json, sys\ndef say(value): print(json.dumps(value))\nMODEL = {MODEL!r}\n{code}"
         return json.loads(self.run(home, [CLIENT_PYTHON, "-c", script, *arguments]).splitlines()[-1])
+
+
+@contextmanager
+def endpoint_of(running: RunningService, sizes: HubSizes = DEFAULT_SIZES) -> Iterator[Endpoint]:
+    """The Hub endpoint of a service, at a port of its own."""
+    exports = Exports(running.service)
+    recorder = Recorder(create_app(running.service, exports, running.metrics, running.health, hub=sizes))
+    server = HttpServer("127.0.0.1:0", 1024)
+    server.start(recorder)
+    found = Endpoint(running, f"http://{server.address}", recorder)
+    try:
+        yield found
+    finally:
+        found.http.close()
+        server.stop()
+        exports.close()
 
 
 def files_of(folder: Path) -> list[Path]:

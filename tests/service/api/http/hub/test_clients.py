@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 
 from tests.service.api.http.hub.endpoint import CLIENT_PYTHON, MODEL, WEIGHTS, Endpoint, files_of, is_copy
 from weighbridge.errors import Unavailable
-from weighbridge_service.api.http import hub_routes
 
 pytestmark = pytest.mark.xdist_group("hub")
 
@@ -157,9 +156,9 @@ say({
 
 
 def test_a_download_that_breaks_goes_on_where_it_stopped(
-    endpoint: Endpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small_pieces: Endpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = endpoint.running.service.catalog.store
+    store = small_pieces.running.service.catalog.store
     read_range = store.read_range
     broken: list[int] = []
 
@@ -170,7 +169,6 @@ def test_a_download_that_breaks_goes_on_where_it_stopped(
         return read_range(key, start, length)
 
     monkeypatch.setattr(store, "read_range", breaks_once)
-    monkeypatch.setattr(hub_routes, "_READ_BYTES", 50_000)
     code = f"""
 from huggingface_hub import constants, hf_hub_download
 constants.DOWNLOAD_CHUNK_SIZE = 10_000
@@ -183,9 +181,9 @@ for _ in range(3):
         errors.append(repr(error))
 say(found)
 """
-    found = endpoint.python(tmp_path, code)
-    assert filecmp.cmp(found, endpoint.folder(1) / WEIGHTS, shallow=False)
-    first, *others = endpoint.recorder.files()
+    found = small_pieces.python(tmp_path, code)
+    assert filecmp.cmp(found, small_pieces.folder(1) / WEIGHTS, shallow=False)
+    first, *others = small_pieces.recorder.files()
     assert (first.status, first.range) == (200, "")
     [resumed] = others
     assert resumed.status == 206
@@ -194,18 +192,15 @@ say(found)
     assert 100_000 <= int(match[1]) <= broken[0]
 
 
-def test_long_lists_come_in_pages(
-    endpoint: Endpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hub_routes, "_TREE_PAGE", 2)
+def test_long_lists_come_in_pages(small_pieces: Endpoint, tmp_path: Path) -> None:
     code = (
         "from huggingface_hub import HfApi\n"
         "found = HfApi().list_repo_tree(MODEL, revision='1', recursive=True)\n"
         "say([[file.path, file.size] for file in found])"
     )
-    files = files_of(endpoint.folder(1))
-    assert endpoint.python(tmp_path, code) == [[path.name, path.stat().st_size] for path in files]
-    assert len(endpoint.recorder.seen) == (len(files) + 1) // 2 > 1
+    files = files_of(small_pieces.folder(1))
+    assert small_pieces.python(tmp_path, code) == [[path.name, path.stat().st_size] for path in files]
+    assert len(small_pieces.recorder.seen) == (len(files) + 1) // 2 > 1
 
 
 def test_refs_infos_and_who_i_am(endpoint: Endpoint, tmp_path: Path) -> None:

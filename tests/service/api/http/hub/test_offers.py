@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from starlette.testclient import TestClient
 
-from tests.service.api.http.hub.endpoint import MODEL, WEIGHTS, Endpoint
+from tests.service.api.http.hub.endpoint import MODEL, WEIGHTS, Endpoint, endpoint_of
 from tests.support.reference import tiny_config, tiny_model
 from tests.support.s3_server import S3Server
 from tests.support.services import running_service
@@ -20,9 +19,7 @@ from tests.support.waiting import eventually
 from weighbridge import TrainerClient
 from weighbridge._core.resources import VersionState
 from weighbridge.errors import DeadlineExceeded, Unavailable
-from weighbridge_service.api.http import hub_routes
-from weighbridge_service.api.http.app import create_app
-from weighbridge_service.exports.jobs import Exports
+from weighbridge_service.api.http.hub_routes import HubSizes
 from weighbridge_service.push import publisher
 
 pytestmark = pytest.mark.xdist_group("hub")
@@ -88,23 +85,19 @@ def test_a_tag_called_main_is_what_clients_get_unasked(endpoint: Endpoint) -> No
     assert endpoint.http.get(f"/api/models/{MODEL}").json()["sha"] == endpoint.sha("2")
 
 
-def test_versions_on_s3_are_offered_too(
-    seaweed: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hub_routes, "_READ_BYTES", 100_000)
+def test_versions_on_s3_are_offered_too(seaweed: S3Server, tmp_path: Path) -> None:
     folder = tmp_path / "hf"
     tiny_model(tiny_config("llama", tied=False), 4).save_pretrained(folder)
     with running_service(seaweed.location(), scratch=tmp_path / "scratch") as running:
         with TrainerClient(running.address) as trainer:
             trainer.register_model(MODEL, folder)
             trainer.push_folder(MODEL, folder, step=1).wait(timeout=60)
-        exports = Exports(running.service)
-        http = TestClient(create_app(running.service, exports, running.metrics, running.health))
-        url = f"/{MODEL}/resolve/main/{WEIGHTS}"
-        (tmp_path / WEIGHTS).write_bytes(whole := http.get(url).content)
-        assert http.get(url, headers={"range": "bytes=99999-250001"}).content == whole[99_999:250_002]
-        assert http.get(f"/{MODEL}/resolve/1/config.json").content == (folder / "config.json").read_bytes()
-        exports.close()
+        with endpoint_of(running, HubSizes(read=100_000)) as endpoint:
+            http, url = endpoint.http, f"/{MODEL}/resolve/main/{WEIGHTS}"
+            (tmp_path / WEIGHTS).write_bytes(whole := http.get(url).content)
+            assert http.get(url, headers={"range": "bytes=99999-250001"}).content == whole[99_999:250_002]
+            config = (folder / "config.json").read_bytes()
+            assert http.get(f"/{MODEL}/resolve/1/config.json").content == config
     expected = load_file(folder / WEIGHTS)
     found = load_file(tmp_path / WEIGHTS)
     assert found.keys() == expected.keys()

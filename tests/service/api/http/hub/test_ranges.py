@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from tests.service.api.http.hub.endpoint import MODEL, WEIGHTS, Endpoint, files_of
-from weighbridge_service.api.http import hub_routes
+from weighbridge_service.api.http.bodies import MAX_BODY_BYTES
 from weighbridge_service.api.http.hub_reading import Hub
-from weighbridge_service.api.http.problems import MAX_BODY_BYTES
 
 pytestmark = pytest.mark.xdist_group("hub")
 
@@ -75,13 +74,11 @@ def test_head_and_get_agree(endpoint: Endpoint) -> None:
     ids=lambda value: str(value)[:20],
 )
 def test_a_range_is_what_slicing_gives(
-    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch, asked: str, start: int, end: int | None
+    small_pieces: Endpoint, asked: str, start: int, end: int | None
 ) -> None:
-    monkeypatch.setattr(hub_routes, "_READ_BYTES", 70_000)
-    monkeypatch.setattr(hub_routes, "_SEND_BYTES", 9_999)
-    weights = (endpoint.folder(2) / WEIGHTS).read_bytes()
+    weights = (small_pieces.folder(2) / WEIGHTS).read_bytes()
     expected = weights[start:end]
-    answer = endpoint.http.get(f"/{MODEL}/resolve/2/{WEIGHTS}", headers={"range": asked})
+    answer = small_pieces.http.get(f"/{MODEL}/resolve/2/{WEIGHTS}", headers={"range": asked})
     assert answer.status_code == 206
     assert answer.content == expected
     first = start % len(weights)
@@ -117,8 +114,8 @@ def test_a_range_of_another_content_gives_the_whole_file(endpoint: Endpoint) -> 
         assert answer.status_code == status
 
 
-def test_files_are_read_in_pieces(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = endpoint.running.service.catalog.store
+def test_files_are_read_in_pieces(small_pieces: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = small_pieces.running.service.catalog.store
     read_range, lengths = store.read_range, []
 
     def counted(key: str, start: int, length: int) -> bytes:
@@ -130,13 +127,12 @@ def test_files_are_read_in_pieces(endpoint: Endpoint, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(store, "read_range", counted)
     monkeypatch.setattr(store, "map", never)
-    monkeypatch.setattr(hub_routes, "_READ_BYTES", 60_000)
-    weights = (endpoint.folder(1) / WEIGHTS).read_bytes()
-    assert endpoint.http.get(f"/{MODEL}/resolve/1/{WEIGHTS}").content == weights
-    assert max(lengths) == 60_000
+    weights = (small_pieces.folder(1) / WEIGHTS).read_bytes()
+    assert small_pieces.http.get(f"/{MODEL}/resolve/1/{WEIGHTS}").content == weights
+    assert max(lengths) == 50_000
     assert sum(lengths) == len(weights)
     lengths.clear()
-    part = endpoint.http.get(f"/{MODEL}/resolve/1/{WEIGHTS}", headers={"range": "bytes=7-9"})
+    part = small_pieces.http.get(f"/{MODEL}/resolve/1/{WEIGHTS}", headers={"range": "bytes=7-9"})
     assert part.content == weights[7:10]
     assert lengths == [3]
 

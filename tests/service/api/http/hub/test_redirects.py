@@ -10,19 +10,15 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
-from starlette.testclient import TestClient
 
-from tests.service.api.http.hub.endpoint import CLIENT_PYTHON, MODEL, WEIGHTS, Endpoint, Recorder, is_copy
+from tests.service.api.http.hub.endpoint import CLIENT_PYTHON, MODEL, WEIGHTS, Endpoint, endpoint_of, is_copy
 from tests.support import fault_proxy as fault_proxy_module
 from tests.support.reference import tiny_config, tiny_model
 from tests.support.s3_server import SECRET_KEY, S3Server
 from tests.support.services import running_service
 from tests.support.waiting import eventually
 from weighbridge import TrainerClient
-from weighbridge_service.api.http import hub_routes
-from weighbridge_service.api.http.app import create_app
-from weighbridge_service.exports.jobs import Exports
-from weighbridge_service.server import HttpServer
+from weighbridge_service.api.http.hub_routes import HubSizes
 
 pytestmark = pytest.mark.xdist_group("hub")
 
@@ -46,7 +42,6 @@ class Elsewhere:
 
 @pytest.fixture
 def elsewhere(seaweed: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Elsewhere]:
-    monkeypatch.setattr(hub_routes, "_REDIRECT_BYTES", 100_000)
     asked: list[dict[str, str]] = []
     forward = fault_proxy_module._Handler._forward
 
@@ -68,17 +63,10 @@ def elsewhere(seaweed: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             store = running.service.catalog.store
             for key in store.list(f"models/{MODEL}/versions/"):
                 (stored / Path(key).name).write_bytes(store.get(key)[0])
-            exports = Exports(running.service)
-            recorder = Recorder(create_app(running.service, exports, running.metrics, running.health))
-            server = HttpServer("127.0.0.1:0", 1024)
-            server.start(recorder)
-            endpoint = Endpoint(running, f"http://{server.address}", recorder)
-            assert asked == []
-            yield Elsewhere(endpoint, stored, proxy.endpoint, asked)
-            assert running.service.store_readers.count == 0
-            endpoint.http.close()
-            server.stop()
-            exports.close()
+            with endpoint_of(running, HubSizes(redirect=100_000)) as endpoint:
+                assert asked == []
+                yield Elsewhere(endpoint, stored, proxy.endpoint, asked)
+                assert running.service.store_readers.count == 0
 
 
 @pytest.fixture
@@ -184,27 +172,21 @@ def test_what_cannot_be_had_elsewhere_comes_from_the_service(
     assert elsewhere.asked == []
 
 
-def test_a_folder_has_no_urls_to_redirect_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub_routes, "_REDIRECT_BYTES", 1)
+def test_a_folder_has_no_urls_to_redirect_to(tmp_path: Path) -> None:
     folder = tmp_path / "hf"
     tiny_model(tiny_config("llama", tied=False), 4).save_pretrained(folder)
     with running_service(tmp_path / "store", redirect_downloads=True) as running:
         with TrainerClient(running.address) as trainer:
             trainer.register_model(MODEL, folder)
             trainer.push_folder(MODEL, folder, step=1).wait(timeout=60)
-        exports = Exports(running.service)
-        http = TestClient(
-            create_app(running.service, exports, running.metrics, running.health), follow_redirects=False
-        )
-        assert http.get(f"/{MODEL}/resolve/main/{WEIGHTS}").status_code == 200
-        exports.close()
+        with endpoint_of(running, HubSizes(redirect=1)) as endpoint:
+            assert endpoint.http.get(f"/{MODEL}/resolve/main/{WEIGHTS}").status_code == 200
 
 
 def test_a_download_is_a_reading_until_it_ends_or_its_client_goes_away(
-    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+    small_pieces: Endpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hub_routes, "_READ_BYTES", 50_000)
-    service = endpoint.running.service
+    service = small_pieces.running.service
     read_range, counts = service.catalog.store.read_range, []
 
     def counted(key: str, start: int, length: int) -> bytes:
@@ -213,9 +195,9 @@ def test_a_download_is_a_reading_until_it_ends_or_its_client_goes_away(
 
     monkeypatch.setattr(service.catalog.store, "read_range", counted)
     url = f"/{MODEL}/resolve/1/{WEIGHTS}"
-    assert endpoint.http.get(url).status_code == 200
+    assert small_pieces.http.get(url).status_code == 200
     assert len(counts) > 3
     assert set(counts) == {1}
-    with endpoint.http.stream("GET", url) as answer:
+    with small_pieces.http.stream("GET", url) as answer:
         next(answer.iter_raw(10))
     eventually(lambda: service.store_readers.count == 0)
