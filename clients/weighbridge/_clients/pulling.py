@@ -89,7 +89,7 @@ class PullRun:
 
         def allocate(index: int) -> torch.Tensor:
             shard = placements[index].shard
-            return torch.empty(shard.box.extent, dtype=specs[shard.tensor].dtype.torch)
+            return torch.empty(shard.box.extent, dtype=specs[shard.tensor].dtype.torch, device="cpu")
 
         if self._loan is None:
             return self._streamed(allocate)

@@ -201,7 +201,7 @@ def rank_values(
             f"{version.model}@{version.number} has no {name}, the values of rank {rank}",
             fix="restore another version; push training states by push or push_state_dict with optimizer= or state=",
         )
-    blob = torch.empty(spec.shape, dtype=torch.uint8)
+    blob = torch.empty(spec.shape, dtype=torch.uint8, device="cpu")
     layout = Layout.stream([spec], [Shard(name, Box.whole(spec.shape))])
     restoring.hugging_face_shards(connection, version.model, layout, [blob], version.number)
     return read_blob(blob, f"{name} of {version.model}@{version.number}")

@@ -45,7 +45,7 @@ class HostSlices:
             self._offsets.append(end)
             end += -(-placement.nbytes // _ALIGNMENT) * _ALIGNMENT
         if buffer is None or len(buffer) < end or buffer.is_pinned() < pin:
-            buffer = torch.empty(end, dtype=torch.uint8, pin_memory=pin)
+            buffer = torch.empty(end, dtype=torch.uint8, device="cpu", pin_memory=pin)
         self.buffer = buffer
 
     def tensor(self, index: int) -> torch.Tensor:

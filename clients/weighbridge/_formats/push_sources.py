@@ -329,8 +329,8 @@ class StagingPool:
         if pinned:  # GPUs copy to it three times as fast as to other memory
             import torch
 
-            made: Bytes = torch.empty(max(nbytes, 1), dtype=torch.uint8, pin_memory=True).numpy()
-            return made
+            made = torch.empty(max(nbytes, 1), dtype=torch.uint8, device="cpu", pin_memory=True)
+            return np.asarray(made)
         return np.empty(max(nbytes, 1), np.uint8)
 
     def give(self, buffer: Bytes) -> None:

@@ -241,7 +241,7 @@ class ReadLoan:
                 offset=copies[0].file_offset,
             )
             return flat.view(shard.box.extent)
-        made = torch.empty(shard.box.extent, dtype=dtype)
+        made = torch.empty(shard.box.extent, dtype=dtype, device="cpu")
         self.fill(index, made)
         return made
 

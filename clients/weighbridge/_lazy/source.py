@@ -81,7 +81,7 @@ class Source:
     def _fetched(self, lazy: LazyTensor) -> torch.Tensor:
         box, _ = lazy.part.located()
         if not box.volume:
-            return torch.empty(lazy.shape, dtype=lazy.dtype)
+            return torch.empty(lazy.shape, dtype=lazy.dtype, device="cpu")
         asked = Boxes([(lazy.spec.name, box.offset, box.extent)])
         pull = self._client.pull(self.version.model, self.version.number, asked)
         [(_, dense)] = pull

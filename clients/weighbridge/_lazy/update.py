@@ -154,7 +154,8 @@ class Update:
             if index in straight:
                 return straight[index]
             shard = self._pull.layout.placements[index].shard
-            return torch.empty(shard.box.extent, dtype=recording.specs[shard.tensor].dtype.torch)
+            dtype = recording.specs[shard.tensor].dtype.torch
+            return torch.empty(shard.box.extent, dtype=dtype, device="cpu")
 
         def go_on() -> None:
             """Take all steps, in order, up to one whose box is not here."""

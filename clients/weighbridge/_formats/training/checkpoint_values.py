@@ -206,7 +206,7 @@ def _tensor(content: bytes) -> torch.Tensor:
     return (
         torch.frombuffer(bytearray(content), dtype=torch.uint8)
         if content
-        else torch.empty(0, dtype=torch.uint8)
+        else torch.empty(0, dtype=torch.uint8, device="cpu")
     )
 
 

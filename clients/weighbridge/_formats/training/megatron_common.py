@@ -81,7 +81,7 @@ def _optimizer_state(groups: Sequence[Mapping[str, Any]], scaler: Any) -> dict[s
             **scaled,
             "param_state_sharding_type": _FULLY_RESHARDABLE,
         }
-    state = {"common_step": torch.tensor(steps[0], dtype=torch.float32)} if steps else {}
+    state = {"common_step": torch.tensor(steps[0], dtype=torch.float32, device="cpu")} if steps else {}
     inner = {"state": state, "param_groups": [dict(group["values"]) for group in groups]}
     return inner if kind == "FP32Optimizer" else {_OPTIMIZER: inner, **scaled}
 

@@ -80,10 +80,10 @@ def _traced(factory: Any) -> Iterator[tuple[Any, StridedView]]:
         found = shard.data
         start = int(found.reshape(-1)[0])
         strides = []
-        expected = torch.tensor(start)
+        expected = torch.tensor(start, device="cpu")
         for axis, size in enumerate(found.shape):
             stride = int(found.select(axis, min(1, size - 1)).reshape(-1)[0]) - start
-            along = (torch.arange(size) * stride).view(
+            along = (torch.arange(size, device="cpu") * stride).view(
                 [-1 if each == axis else 1 for each in range(found.dim())]
             )
             expected = expected + along
