@@ -18,7 +18,7 @@ from weighbridge._clients.training import TrainingPushes, training_state
 from weighbridge._clients.transport import ConnectionOptions
 from weighbridge._core import dtypes
 from weighbridge._core.layouts import Layout, TensorSpec
-from weighbridge._core.references import training_of
+from weighbridge._core.references import is_training, training_of
 from weighbridge._core.resources import Model
 from weighbridge._core.tensor_spaces import TensorSpace
 from weighbridge._formats import hf_folder, safetensors_files
@@ -325,9 +325,21 @@ class TrainerClient(RestoringClient):
             raise
 
     def _opening(
-        self, model: str, step: int, run: str | None, ranks: int, request_id: str | None
+        self,
+        model: str,
+        step: int,
+        run: str | None,
+        ranks: int,
+        request_id: str | None,
+        *,
+        part: bool = False,
     ) -> pb.OpenVersionRequest:
         run, client_id = self.run if run is None else run, self._connection.client_id
+        if is_training(model) and not part:
+            raise InvalidArgument(
+                f"{model} takes training states alone, which are pushed beside weights",
+                fix=f"push to {model.partition(':')[0]}, with optimizer= or state=",
+            )
         return opening_of(model, step=step, run=run, ranks=ranks, client_id=client_id, request_id=request_id)
 
     def _push_of(
@@ -512,7 +524,7 @@ class TrainerClient(RestoringClient):
             hold_seal: leave it to `PushHandle.seal` to say that this rank has pushed everything: until then no version becomes visible.
             cast_from: safetensors' names of the dtypes that the source casts from; the version's manifest has them.
         """
-        opening = self._opening(model, step, run, world_size, request_id)
+        opening = self._opening(model, step, run, world_size, request_id, part=True)
         opening.cast_from.extend(cast_from)
         with self._pusher.telling(opening, rank):
             say(opening, options)

@@ -43,10 +43,10 @@ from weighbridge_service.models.registered_model import RegisteredModel
 from weighbridge_service.models.registration import (
     files_key,
     is_listed,
+    is_part_of,
     is_registered,
     load_model,
     model_for_registration,
-    part_registration,
     registered,
     summary_from_head,
     with_part,
@@ -166,14 +166,18 @@ class Catalog:
         self.snapshots.forget_deleted(model_name, head)
         return summary_from_head(model_name, head, self.refs_of(model_name, head))
 
-    def register_part(self, name: ModelName) -> None:
-        """Register a part of a model, unless it is. Raises NotFound if there is no such model."""
-        self.head(name.model)
-        if self._registered(name) is not None:
-            return
-        there = self.heads.read_any(name)
-        part = part_registration(name, there[0] if there else Head())
-        self.heads.update(name, lambda head: (with_part(head, part), None), create=True)
+    def register_part(self, name: ModelName) -> Head:
+        """Register a part of a model, unless it is; gives the model's head.
+
+        Raises:
+            NotFound: there is no such model.
+            FailedPrecondition: versions of the part of a model of this name that was deleted are still being received.
+        """
+        of = self.head(name.model)
+        if self._registered(name) is None:
+            now_ms = unix_ms()
+            self.heads.update(name, lambda head: (with_part(name, head, of, now_ms), None), create=True)
+        return of
 
     def get_model(self, name: str, shown: Callable[[str], bool] = lambda _name: True) -> Model:
         """One model. Raises NotFound, which says what was perhaps meant of the models that are ``shown``."""
@@ -257,6 +261,9 @@ class Catalog:
     def _registered(self, name: ModelName) -> History | None:
         """What the store says of a model; None if it was never registered to the end, or deleted."""
         found = self.heads.history(name)
+        if name.part and found is not None:
+            of = self.heads.history(name.model)
+            found = found if of is not None and is_part_of(found.head, of.head) else None
         self.snapshots.forget_deleted(name, None if found is None else found.head)
         return found
 

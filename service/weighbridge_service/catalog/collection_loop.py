@@ -11,8 +11,9 @@ from dataclasses import replace
 from weighbridge._core.collection import Collection
 from weighbridge._core.resources import DeletedModel, Retention, Version
 from weighbridge._core.text.counts import counted
-from weighbridge.errors import NotFound, WeighbridgeError
+from weighbridge.errors import FailedPrecondition, NotFound, WeighbridgeError
 from weighbridge_service.catalog.catalog import Catalog
+from weighbridge_service.models.registration import is_part_of
 from weighbridge_storage.documents.names import ModelName
 from weighbridge_storage.head.collecting import collect
 from weighbridge_storage.head.head import Head
@@ -59,7 +60,10 @@ class Collecting:
 
     def set_retention(self, name: str, retention: Retention) -> Retention:
         """Say which versions of a model are kept; the next collection goes by that. Raises NotFound."""
-        self._catalog.heads.update(ModelName.parse(name), lambda head: (set_retention(head, retention), None))
+        model = ModelName.parse(name)
+        if model.part:
+            self._catalog.register_part(model)
+        self._catalog.heads.update(model, lambda head: (set_retention(head, retention), None))
         return retention
 
     def delete_version(self, name: str, number: int) -> Version:
@@ -97,7 +101,10 @@ class Collecting:
             delete_model(part.head, clock())  # refuses what would be refused when the model is gone
         deleted = self._delete_model(model, request_id)
         if part is not None:
-            self._delete_model(model.training, request_id)
+            try:
+                self._delete_model(model.training, request_id)
+            except FailedPrecondition as error:  # a push of one has begun meanwhile; nobody sees it any more
+                log.warning("%s will be deleted later: %s", model.training, error)
         return deleted
 
     def _delete_model(self, model: ModelName, request_id: str) -> DeletedModel:
@@ -106,7 +113,8 @@ class Collecting:
         done = None if there is None else there[0].deletion
         if request_id and done is not None and done.request_id == request_id:
             return DeletedModel(str(model), done.versions)
-        count = len(self._catalog.history(model).versions())
+        known = self._catalog.heads.history(model) or self._catalog.history(model)
+        count = len(known.versions())
 
         def change(history: History) -> tuple[Head, tuple[History, Head]]:
             after = delete_model(history.head, clock(), request_id=request_id, versions=count)
@@ -154,13 +162,19 @@ class Collecting:
             if self._catalog.stopping.is_set():
                 return
             try:
-                if model.part and self._catalog.heads.history(model.model) is None:
-                    self._delete_model(model, "")  # of a model that was deleted
+                if model.part and self._is_left(model):
+                    self._delete_model(model, "")
                 self.collect(str(model))
             except NotFound:  # it was never registered to the end
                 continue
             except WeighbridgeError as error:
                 self._failed(str(model), error)
+
+    def _is_left(self, part: ModelName) -> bool:
+        """Whether a part is left of a model that was deleted. One whose model has lost its head is not: that can be made again."""
+        heads = self._catalog.heads
+        found, of = heads.history(part), heads.read_any(part.model)
+        return found is not None and of is not None and not is_part_of(found.head, of[0])
 
     def _run(self) -> None:
         # at other times than the other replicas, and not at once: a service that starts has better things to do

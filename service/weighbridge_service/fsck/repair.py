@@ -24,7 +24,6 @@ from weighbridge_service.models.registration import (
     files_identity,
     files_key,
     model_for_registration,
-    part_registration,
     registration_of,
     with_part,
 )
@@ -234,7 +233,8 @@ class _Repair:
         if head is not None and not self._survey.unregistered:
             return head
         if self._model.part:
-            return with_part(head or Head(), part_registration(self._model, head or Head()))
+            of = self._heads.read_any(self._model.model)
+            return with_part(self._model, head or Head(), of[0] if of else Head(), self._now_ms)
         registered = self._registered()
         return replace(head or Head(), files_id=registered.files_id, registration=registration_of(registered))
 

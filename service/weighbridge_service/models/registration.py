@@ -19,9 +19,11 @@ from weighbridge_service.models.model_tensors import ModelTensors, tensors_found
 from weighbridge_service.models.registered_model import IDENTITY_FORMAT, RegisteredModel, model_type_of
 from weighbridge_storage.documents.names import ModelName, check_file_name, files_id_of, first_version_of
 from weighbridge_storage.head.head import Head
-from weighbridge_storage.head.head_changes import register
+from weighbridge_storage.head.head_changes import delete_model, register
 from weighbridge_storage.stores.objects import ObjectStore
 
+_SINCE = "since_ms"
+"""In the registration of a part: when the last model of its name was deleted before, 0 if none was. It tells the parts of both apart."""
 _NO_CONFIG, _NO_DTYPE = b"{}", dtypes.parse("uint8")
 """Of parts of models, which have no registered files: what stands for the config, and for the dtype of most tensors."""
 
@@ -128,18 +130,40 @@ def part_registration(name: ModelName, there: Head) -> RegisteredModel:
 
     Args:
         name: of the part.
-        there: its head; an empty one if it was never written.
+        there: its head.
     """
     files_id = files_id_of(there.first_version, files_identity({}))
     return RegisteredModel(name, _NO_CONFIG, ModelTensors(_NO_DTYPE), files_id, (), ListedTensors(()))
 
 
-def with_part(head: Head, model: RegisteredModel) -> Head:
-    """The head of a part with its registration. Raises Conflict if the part was deleted since that was prepared."""
-    if first_version_of(model.files_id) != head.first_version:
-        raise Conflict(f"{model.name} was deleted meanwhile", fix="push again")
+def with_part(name: ModelName, head: Head, of: Head, now_ms: int) -> Head:
+    """The head of a part with its registration; that of a model before, of which the part is left, is deleted.
+
+    Args:
+        name: of the part.
+        head: of the part.
+        of: the head of its model.
+        now_ms: milliseconds since 1970 UTC.
+
+    Raises:
+        FailedPrecondition: versions of the part of the model before are being received.
+    """
+    if head.files_id and not is_part_of(head, of):
+        head = delete_model(head, now_ms)
+    if head.files_id:
+        return head
+    model = part_registration(name, head)
     kept = {"model_type": "", **model.kept.to_json(), "tensor_count": 0, "tensor_bytes": 0, "files": []}
-    return register(head, model.files_id, kept)
+    return register(head, model.files_id, {**kept, _SINCE: _since_ms(of)})
+
+
+def is_part_of(head: Head, of: Head) -> bool:
+    """Whether a part is that of the model with this head, and not of one of the same name that was deleted."""
+    return bool(of.files_id) and head.registration.get(_SINCE) == _since_ms(of)
+
+
+def _since_ms(of: Head) -> int:
+    return 0 if of.deletion is None else of.deletion.deleted_ms
 
 
 def registration_of(model: RegisteredModel) -> dict[str, Any]:

@@ -142,9 +142,13 @@ class Opener:
         find = partial(self._opened_before, model_name, asked_for, request_id, client_id, said)
         if (there := find()) is not None:
             return there
-        if model_name.part:
-            self._catalog.register_part(model_name)
-        nbytes = self._quotas.room_for(model := self._catalog.model(model_name))
+        if model_name.part and at_least >= self._catalog.register_part(model_name).next_version:
+            raise InvalidArgument(
+                f"{at_least} is no number of a version of {model_name.model}",
+                fix="push weights first: a training state has the number of those that it is pushed with",
+            )
+        model = self._catalog.model(model_name)
+        nbytes = self._quotas.room_for(model, partial(self._newest_bytes, model_name))
         with self.opening(model_name):
             if (there := find()) is not None:
                 return there
@@ -180,6 +184,10 @@ class Opener:
             session = self._begin(model_name, entry, head, client_id)
         log.info("opened %s for run %s with %s", session.snapshot.version, run, counted(ranks, "rank"))
         return session.snapshot.version
+
+    def _newest_bytes(self, name: ModelName) -> int:
+        """Bytes of the newest version of a model; 0 if there is none."""
+        return next((entry.nbytes for entry in self._catalog.history(name).newest(1)), 0)
 
     def _is_open(self, name: ModelName, request_id: str, given_up: Container[int]) -> bool:
         """Whether this request has opened a version, at whatever replica, that was not given up here since."""

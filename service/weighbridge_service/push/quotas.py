@@ -40,12 +40,17 @@ class Quotas:
         self.stored = stored
         self._limited = limited
 
-    def room_for(self, model: RegisteredModel) -> int:
-        """Bytes that a version of a model takes of what its namespace may hold; 0 if there is no limit, or nobody can know yet."""
-        if model.by_version:
+    def room_for(self, model: RegisteredModel, newest: Callable[[], int]) -> int:
+        """Bytes that a version of a model takes of what its namespace may hold; 0 if there is no limit, or nobody can know yet.
+
+        Args:
+            model: the model.
+            newest: bytes of its newest version. Where each version has tensors of its own, the next one counts as many until it is durable.
+        """
+        if not self.stored.is_limited(model.name):
             return 0
         # the layout of the files takes seconds the first time, for some models
-        return sum(model.files.file_sizes.values()) if self.stored.is_limited(model.name) else 0
+        return newest() if model.by_version else sum(model.files.file_sizes.values())
 
     @contextmanager
     def opening(

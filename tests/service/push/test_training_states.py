@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from click.testing import CliRunner
 
 from tests.support.raw_clients import Arrays, RawClient, assert_equal, cut, stream_of
@@ -168,14 +169,17 @@ def test_a_hole_in_a_tensor_fails_the_version_by_its_name_and_the_next_one_works
 
 
 def test_states_have_the_numbers_of_the_weights_they_are_pushed_with(client: RawClient) -> None:
-    first = push(client, state(1, step=1), 1, step=1, at_least=17)
-    assert first == 17
-    assert push(client, state(1, step=2), 1, step=2, at_least=18) == 18
-    assert push(client, state(1, step=3), 1, step=3, at_least=18) == 19
+    weights = [client.open(MODEL, step=step) for step in range(5)]
+    first = push(client, state(1, step=1), 1, step=1, at_least=weights[3])
+    assert first == weights[3]
+    assert push(client, state(1, step=2), 1, step=2, at_least=weights[4]) == weights[4]
+    assert push(client, state(1, step=3), 1, step=3, at_least=weights[4]) == weights[4] + 1
     with pytest.raises(errors.InvalidArgument):
         client.open(MODEL, at_least=5)
-    with pytest.raises(errors.InvalidArgument):
-        client.open(TRAINING, at_least=1 << 60)
+    for beyond in (weights[4] + 1, 10**12 - 1, 1 << 60):
+        with pytest.raises(errors.InvalidArgument, match=r"is no .*number"):
+            client.open(TRAINING, at_least=beyond)
+    assert push(client, state(1, step=4), 1, step=4) == weights[4] + 2
 
 
 def test_a_state_needs_a_model_and_no_model_is_registered_as_one(
@@ -230,6 +234,48 @@ def test_states_of_a_model_whose_deletion_was_cut_off_are_deleted_by_a_collectio
     service.service.collecting.collect_all()
     heads = HeadStore(service.service.catalog.store)
     assert heads.history(ModelName.parse(TRAINING)) is None
+
+
+def test_a_model_that_is_registered_anew_has_no_states_of_the_one_before(
+    client: RawClient, trainer: TrainerClient, service: RunningService
+) -> None:
+    number = push(client, state(1, step=1), 1)
+    trainer.wait_for(TRAINING, number, VersionState.DURABLE, timeout=20)
+    service.service.collecting._delete_model(ModelName.parse(MODEL), "")
+    register(service.address)
+    for version in ("latest", number):
+        with pytest.raises(errors.NotFound, match="has no training state"):
+            trainer.version(TRAINING, version)
+    arrays = state(1, step=2)
+    newer = push(client, arrays, 1, step=2)
+    assert newer > number
+    assert [version.number for version in trainer.versions(TRAINING)] in ([newer], [])
+    with EngineClient(service.address) as engine:
+        assert_equal(engine, TRAINING, newer, arrays)
+
+
+def test_states_outlive_a_head_of_their_model_that_is_lost(
+    client: RawClient, trainer: TrainerClient, service: RunningService
+) -> None:
+    number = push(client, state(1, step=1), 1)
+    trainer.wait_for(TRAINING, number, VersionState.DURABLE, timeout=20)
+    store, key = service.service.catalog.store, ModelName.parse(MODEL).head_key
+    head, _ = store.get(key)
+    store.delete(key)
+    service.service.collecting.collect_all()
+    store.put(key, head, mode="overwrite")
+    assert trainer.version(TRAINING, number).state is VersionState.DURABLE
+
+
+def test_what_is_kept_can_be_said_before_there_is_a_state(client: RawClient, trainer: TrainerClient) -> None:
+    trainer.set_retention(TRAINING, Retention(keep_last=2))
+    push(client, state(1, step=1), 1)
+    assert trainer.retention(TRAINING) == Retention(keep_last=2)
+
+
+def test_a_trainer_pushes_no_weights_as_a_state(trainer: TrainerClient) -> None:
+    with pytest.raises(errors.InvalidArgument, match="beside weights"):
+        trainer.push_state_dict(TRAINING, {"fc.weight": torch.zeros(12, 5)}, step=1)
 
 
 def test_what_needs_fixed_tensors_is_refused(client: RawClient, trainer: TrainerClient) -> None:
