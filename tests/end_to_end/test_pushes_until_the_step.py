@@ -5,6 +5,7 @@ Copies made in this process when it pushed are the independent answer.
 
 from __future__ import annotations
 
+import signal
 import threading
 from collections.abc import Iterator
 from copy import deepcopy
@@ -43,6 +44,10 @@ class Trainer:
 
     def held(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         return deepcopy((self.module.state_dict(), self.optimizer.state_dict()))
+
+
+def interrupted(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 def assert_alike(found: tuple[dict[str, Tensor], dict[str, Any]], expected: tuple[Any, Any]) -> None:
@@ -139,6 +144,44 @@ def test_a_step_waits_for_copies_and_no_step_after_it() -> None:
     thread.join(STEP_SECONDS)
     assert not thread.is_alive()
     trainer.train()  # nothing is left to be waited for
+
+
+def test_a_wait_that_is_interrupted_is_made_by_the_next_step() -> None:
+    trainer, gate, copying = Trainer(), StepGate(), Copying(())
+    trainer.backward()
+    before = trainer.held()[0]
+    gate.hold([trainer.optimizer], copying)
+    previous = signal.signal(signal.SIGALRM, interrupted)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(KeyboardInterrupt):
+            trainer.optimizer.step()
+    finally:
+        signal.signal(signal.SIGALRM, previous)
+    thread = threading.Thread(target=trainer.optimizer.step)
+    thread.start()
+    thread.join(0.2)
+    assert thread.is_alive()
+    assert all(same_bits(trainer.module.state_dict()[name], before[name]) for name in before)
+    copying.ended.set()
+    thread.join(STEP_SECONDS)
+    assert not thread.is_alive()
+
+
+def test_steps_of_several_threads_all_wait() -> None:
+    trainers, gate, copying = [Trainer(), Trainer(1)], StepGate(), Copying(())
+    for each in trainers:
+        each.backward()
+    gate.hold([each.optimizer for each in trainers], copying)
+    threads = [threading.Thread(target=each.optimizer.step) for each in trainers]
+    for each_thread in threads:
+        each_thread.start()
+        each_thread.join(0.2)
+    assert all(each.is_alive() for each in threads)
+    copying.ended.set()
+    for each_thread in threads:
+        each_thread.join(STEP_SECONDS)
+    assert not any(each.is_alive() for each in threads)
 
 
 def test_copies_that_fail_keep_no_step() -> None:

@@ -88,9 +88,12 @@ class StepGate:
 
     def _wait(self, *_: object) -> None:
         with self._lock:
-            waited_for, self._waited_for = self._waited_for, []
+            waited_for = self._waited_for
         for each in waited_for:
             each.wait()
+        # only now: a wait that is interrupted is made again by the next step, and others that step meanwhile wait, too
+        with self._lock:
+            self._waited_for = [each for each in self._waited_for if not each.is_set()]
 
 
 class Deferral:
