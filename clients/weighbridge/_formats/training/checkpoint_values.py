@@ -116,7 +116,8 @@ def _read(checkpoint: Any, name: str) -> CheckpointValues:
     for key, path in paths.items():
         if not is_path(path):
             raise DataLoss(f"the path of {key} of {where} is a {type(path).__name__}, and no tuple of keys")
-    kind, common = found.get("format"), found.get("common")
+    kind: Any = found.get("format")
+    common = found.get("common")
     if kind not in get_args(CheckpointFormat):
         raise DataLoss(f"{where} has format {kind!r}, and not one of {', '.join(get_args(CheckpointFormat))}")
     return CheckpointValues(
