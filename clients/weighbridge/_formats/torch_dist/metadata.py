@@ -152,11 +152,12 @@ def _read_paths(paths: Any, entries: Mapping[str, Any]) -> dict[str, KeyPath]:
     if type(paths) is not dict:
         return {}
     return {
-        name: path for name, path in paths.items() if type(name) is str and name in entries and _is_path(path)
+        name: path for name, path in paths.items() if type(name) is str and name in entries and is_path(path)
     }
 
 
-def _is_path(path: Any) -> bool:
+def is_path(path: Any) -> bool:
+    """Whether what was read is a `KeyPath`."""
     # a pickle may refer to one tuple again and again
     return (
         type(path) is tuple and 0 < len(path) <= _MAX_PATH and all(type(each) in (str, int) for each in path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,8 +31,9 @@ def appearing(folder: Path, *, replace: bool = False) -> Iterator[Path]:
     folder = folder.resolve()
     if not replace:
         check_free(folder)
-    unfinished = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
-    former = folder.with_name(f".{folder.name}.{os.getpid()}.former")
+    # another call may make the same folder meanwhile, also one of this process, or of a container with the same pid
+    own = f".{folder.name}.{uuid.uuid4().hex}"
+    unfinished, former = folder.with_name(f"{own}.partial"), folder.with_name(f"{own}.former")
     try:
         unfinished.mkdir(parents=True)
         yield unfinished

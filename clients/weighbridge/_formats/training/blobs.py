@@ -53,10 +53,22 @@ def decode(blob: torch.Tensor, name: str) -> dict[str, Any]:
     Raises:
         DataLoss: it is none.
     """
-    found = load(blob.numpy(), name)
-    if not isinstance(found, dict):
-        raise DataLoss(f"{name} holds a {type(found).__name__}, and no values by name")
-    return found
+    return by_name(load(blob.numpy(), name), name)
+
+
+def by_name(value: Any, name: str) -> dict[str, Any]:
+    """Loaded values, which are to be a dict by texts.
+
+    Args:
+        value: what was loaded; None for what is missing.
+        name: of it, for errors.
+
+    Raises:
+        DataLoss: it is none.
+    """
+    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+        raise DataLoss(f"{name} holds a {type(value).__name__}, and no values by name")
+    return value
 
 
 def load(content: Any, name: str, allowed: Sequence[Any] = ()) -> Any:

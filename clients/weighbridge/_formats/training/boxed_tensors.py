@@ -24,16 +24,23 @@ class BoxedTensors:
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
         self.problems: list[str] = []
+        self._taken: dict[str, torch.Tensor] = {}
         self._specs: list[TensorSpec] = []
         self._shards: list[Shard] = []
 
     def take(self, name: str, value: torch.Tensor) -> TensorSpec | None:
-        """Take one tensor; gives what it is, or None if it cannot be kept."""
+        """Take one tensor; gives what it is, or None if it cannot be kept. A second one of that name cannot, unless it is the same."""
         try:
             spec = _spec(name, value)
             held = local_shards(value)
         except InvalidArgument as error:
             self.problems.append(f"{name}: {error.message}")
+            return None
+        known = self._taken.setdefault(name, value)
+        if known is not value:
+            if place(known) == place(value):
+                return spec
+            self.problems.append(taken_twice(name))
             return None
         self._specs.append(spec)
         self._shards += [Shard(name, box) for box, _ in held]
@@ -60,3 +67,24 @@ def _spec(name: str, value: torch.Tensor) -> TensorSpec:
     if type(local) is not torch.Tensor or local.layout != torch.strided:
         raise InvalidArgument(f"it is a {type(local).__name__} ({local.layout}), and no dense tensor")
     return TensorSpec(name, dtypes.from_torch(value.dtype), tuple(value.shape))
+
+
+def taken_twice(name: str) -> str:
+    """What is wrong with a name that two tensors have."""
+    return f"{name}: two tensors have this name, or names that differ by wrappers alone; rename one of them"
+
+
+def place(value: torch.Tensor) -> tuple[object, ...]:
+    """Where a tensor's elements lie: the same for two names of one tensor. By the storage, for what is empty has no address."""
+    import torch
+
+    local = local_tensor(value)
+    if local.layout != torch.strided:
+        return (id(value),)
+    return (
+        local.untyped_storage()._cdata,
+        local.storage_offset(),
+        local.stride(),
+        value.dtype,
+        tuple(value.shape),
+    )

@@ -10,9 +10,9 @@ import contextlib
 import io
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from weighbridge._formats.torch_dist.metadata import KeyPath
+from weighbridge._formats.torch_dist.metadata import KeyPath, is_path
 from weighbridge._formats.training import blobs, megatron_common, torch_entries
 from weighbridge._formats.training.megatron_training import as_data
 from weighbridge._formats.training.training_state import RankValues
@@ -57,11 +57,11 @@ class CheckpointValues:
 
         Raises:
             InvalidArgument: values have names that mean something else in a checkpoint.
-            DataLoss: they are of no trainer that is known.
+            DataLoss: they are of no trainer that is known, or what was kept of a checkpoint is none.
         """
         first, names = ranks[0], list(tensors)
         if _CHECKPOINT in first.trainer:
-            found = _read(first.trainer[_CHECKPOINT])
+            found = _read(first.trainer[_CHECKPOINT], "the training state")
             if found.common is None and _COMMON_ENTRY in found.objects:  # also for what looks for the file
                 found = replace(found, common=_saved(_common_of(found, "the training state")))
             return found
@@ -104,10 +104,25 @@ def _of_torch(ranks: Sequence[RankValues], tensors: Sequence[str]) -> Checkpoint
     )
 
 
-def _read(checkpoint: Mapping[str, Any]) -> CheckpointValues:
-    objects = {name: _bytes(content) for name, content in checkpoint["objects"].items()}
-    common = None if checkpoint["common"] is None else _bytes(checkpoint["common"])
-    return CheckpointValues(checkpoint["format"], objects, checkpoint["paths"], common)
+def _read(checkpoint: Any, name: str) -> CheckpointValues:
+    """What `CheckpointValues.kept` has kept in the training state of this name. Raises DataLoss if it is none."""
+    where = f"{_CHECKPOINT} of {name}"
+    found = blobs.by_name(checkpoint, where)
+    objects = {
+        key: _bytes(content, f"{key} of {where}")
+        for key, content in blobs.by_name(found.get("objects"), f"objects of {where}").items()
+    }
+    paths = blobs.by_name(found.get("paths"), f"paths of {where}")
+    for key, path in paths.items():
+        if not is_path(path):
+            raise DataLoss(f"the path of {key} of {where} is a {type(path).__name__}, and no tuple of keys")
+    kind: Any = found.get("format")
+    common = found.get("common")
+    if kind not in get_args(CheckpointFormat):
+        raise DataLoss(f"{where} has format {kind!r}, and not one of {', '.join(get_args(CheckpointFormat))}")
+    return CheckpointValues(
+        kind, objects, paths, None if common is None else _bytes(common, f"common of {where}")
+    )
 
 
 def opened(values: RankValues, name: str) -> RankValues:
@@ -122,7 +137,7 @@ def opened(values: RankValues, name: str) -> RankValues:
     """
     if _CHECKPOINT not in values.trainer:
         return values
-    found = _read(values.trainer[_CHECKPOINT])
+    found = _read(values.trainer[_CHECKPOINT], name)
     if found.format == "torch_dist":
         common = _common_of(found, name)
         optimizer = megatron_common.optimizer_values(common, name)
@@ -210,5 +225,9 @@ def _tensor(content: bytes) -> torch.Tensor:
     )
 
 
-def _bytes(content: torch.Tensor) -> bytes:
+def _bytes(content: Any, name: str) -> bytes:
+    import torch
+
+    if not isinstance(content, torch.Tensor) or content.dtype != torch.uint8:
+        raise DataLoss(f"{name} is a {type(content).__name__}, and no tensor of bytes")
     return content.numpy().tobytes()

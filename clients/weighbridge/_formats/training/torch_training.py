@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 from weighbridge._core.tensor_spaces import TensorSpace
 from weighbridge._core.text.counts import counted
 from weighbridge._formats import zero3
-from weighbridge._formats.dtensors import local_tensor
 from weighbridge._formats.torch_state import NAMED, WRAPPERS, check_not_copied
-from weighbridge._formats.training.boxed_tensors import BoxedTensors
+from weighbridge._formats.training.boxed_tensors import BoxedTensors, place, taken_twice
 from weighbridge._formats.training.torch_optimizers import NamedOptimizers, fit_optimizers
 from weighbridge._formats.training.training_state import Filling, Fit, StoredState, TrainingTensors
 from weighbridge.errors import InvalidArgument, LayoutError
@@ -47,7 +46,7 @@ def training_tensors(module: object, optimizers: object | None) -> TrainingTenso
     for name, value in _entries(root):
         if not _is_tensor(name, value):
             others[name] = value
-        elif (kept := first.setdefault(_place(value), name)) == name:
+        elif (kept := first.setdefault(place(value), name)) == name:
             boxed.take(_MODEL + name, value)
         else:
             tied[name] = kept
@@ -91,19 +90,20 @@ def _fit(
     kept = stored.values.get("model", {})
     for name, value in _entries(module):
         if _is_tensor(name, value):
-            own[_MODEL + name] = value
+            if place(own.setdefault(_MODEL + name, value)) != place(value):
+                problems.append(taken_twice(_MODEL + name))
         elif name in kept:
             others[name] = kept[name]
         elif strict:
             problems.append(f"{_MODEL}{name} is missing from the version")
-    filled = {_place(value) for name, value in own.items() if name in tensors}
+    filled = {place(value) for name, value in own.items() if name in tensors}
     for name, value in own.items():
         spec = tensors.get(name)
         if spec is not None:
             found = boxed.take(name, value)
             if found not in (spec, None):
                 problems.append(f"{found} of the module is {spec.dtype}{list(spec.shape)} in the version")
-        elif strict and _place(value) not in filled:
+        elif strict and place(value) not in filled:
             problems.append(f"{name} is missing from the version")
     check_not_copied(module, boxed.layout, boxed.tensors)
     if strict:
@@ -167,10 +167,17 @@ def _root(given: object) -> torch.nn.Module:
 
 
 def _wrapped(module: torch.nn.Module) -> torch.nn.Module | None:
+    """What DDP or torch.compile has wrapped; by the type, for any module may have a child of that name."""
     import torch
 
-    name = "module" if isinstance(module, torch.nn.parallel.DistributedDataParallel) else "_orig_mod"
-    inner = getattr(module, name, None)
+    # of a compiled module; it is there only if something was compiled
+    compiled = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", ())
+    if isinstance(module, torch.nn.parallel.DistributedDataParallel):
+        inner = module.module
+    elif isinstance(module, compiled):
+        inner = module._orig_mod
+    else:
+        return None
     return inner if isinstance(inner, torch.nn.Module) else None
 
 
@@ -192,19 +199,3 @@ def _is_tensor(name: str, value: Any) -> bool:
     import torch
 
     return isinstance(value, torch.Tensor) and name.rpartition(".")[2] != "_extra_state"
-
-
-def _place(value: torch.Tensor) -> tuple[object, ...]:
-    """Where a tensor's elements lie: the same for two names of one tensor. By the storage, for what is empty has no address."""
-    import torch
-
-    local = local_tensor(value)
-    if local.layout != torch.strided:
-        return (id(value),)
-    return (
-        local.untyped_storage()._cdata,
-        local.storage_offset(),
-        local.stride(),
-        value.dtype,
-        tuple(value.shape),
-    )

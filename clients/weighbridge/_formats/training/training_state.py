@@ -158,4 +158,7 @@ def read_blob(blob: torch.Tensor, name: str) -> RankValues:
             f"{name} has format {found.get('format')!r}, and this client reads {_FORMAT}",
             fix="update the client to the version that has pushed it",
         )
-    return RankValues(found["trainer"], found["state"], found["rank_state"])
+    trainer, state, rank_state = (
+        blobs.by_name(found.get(part), f"{part} of {name}") for part in ("trainer", "state", "rank_state")
+    )
+    return RankValues(trainer, state, rank_state)

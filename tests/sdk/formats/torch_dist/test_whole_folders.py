@@ -67,6 +67,20 @@ def test_what_came_meanwhile_is_not_replaced(tmp_path: Path) -> None:
     assert names(folder) == {"others"}
 
 
+def test_two_calls_that_make_one_folder_do_not_touch_what_the_other_writes(tmp_path: Path) -> None:
+    folder = tmp_path / "new"
+    with appearing(folder, replace=True) as outer:
+        (outer / "file").write_text("outer")
+        with appearing(folder, replace=True) as inner:
+            assert inner != outer
+            assert not any(inner.iterdir())
+            (inner / "file").write_text("inner")
+        assert (folder / "file").read_text() == "inner"
+        assert (outer / "file").read_text() == "outer"
+    assert (folder / "file").read_text() == "outer"
+    assert names(tmp_path) == {"new"}
+
+
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(FailedPrecondition, match="cannot be written"), appearing(tmp_path / "file" / "new"):

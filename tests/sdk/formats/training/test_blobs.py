@@ -120,6 +120,23 @@ def test_a_ranks_blob_is_a_tensor_of_its_own_behind_its_shards() -> None:
     assert read_blob(state.tensors[-1], "blob") == RankValues({"lr": 0.1}, {"epoch": 3}, {"seed": 7})
 
 
+@pytest.mark.parametrize(
+    ("parts", "told"),
+    [
+        ({}, "trainer of rank_state.00000 holds a NoneType"),
+        ({"trainer": 3, "state": [], "rank_state": None}, "trainer of rank_state.00000 holds a int"),
+        ({"trainer": {}, "state": [], "rank_state": {}}, "state of rank_state.00000 holds a list"),
+        ({"trainer": {}, "state": {}, "rank_state": {0: 1}}, "rank_state of rank_state.00000 holds a dict"),
+    ],
+)
+def test_a_blob_without_values_by_name_is_refused_by_the_part_that_has_none(
+    parts: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(DataLoss) as error:
+        read_blob(blobs.encode({"format": 1, **parts}), "rank_state.00000")
+    assert error.value.message == f"{told}, and no values by name"
+
+
 def test_a_blob_of_a_later_format_is_refused() -> None:
     with pytest.raises(DataLoss, match="format 2"):
         read_blob(blobs.encode({"format": 2}), "rank_state.00000")

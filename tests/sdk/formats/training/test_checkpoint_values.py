@@ -142,6 +142,29 @@ def test_a_name_that_means_the_module_is_refused_for_torch() -> None:
         CheckpointValues.of([values], ["model.w"], 0)
 
 
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"objects": None}, "objects of checkpoint of .* holds a NoneType"),
+        ({"objects": {"a": 3}}, "a of checkpoint of .* is a int, and no tensor of bytes"),
+        ({"objects": {"a": torch.ones(2)}}, "a of checkpoint of .* is a Tensor, and no tensor of bytes"),
+        ({"paths": []}, "paths of checkpoint of .* holds a list"),
+        ({"paths": {"a": "scheduler"}}, "the path of a of checkpoint of .* is a str"),
+        ({"common": "text"}, "common of checkpoint of .* is a str"),
+        ({"format": "zip"}, "has format 'zip', and not one of torch_dist, dcp"),
+        ({"format": []}, r"has format \[\]"),
+    ],
+)
+def test_what_was_not_kept_of_a_checkpoint_is_refused(changed: dict[str, Any], told: str) -> None:
+    kept = CheckpointValues("dcp", {}, {}, None).kept().trainer["checkpoint"]
+    for refused, message in ((3, "checkpoint of .* holds a int"), ({**kept, **changed}, told)):
+        values = RankValues({"checkpoint": refused})
+        with pytest.raises(DataLoss, match=message):
+            opened(values, "tests/tiny:training@1")
+        with pytest.raises(DataLoss, match=message):
+            CheckpointValues.of([values], [], 0)
+
+
 def test_values_of_an_unknown_trainer_are_refused() -> None:
     with pytest.raises(DataLoss, match="trainer"):
         CheckpointValues.of([RankValues({"weights": {}})], ["w"], 0)

@@ -212,6 +212,48 @@ def test_wrappers_and_compilation_do_not_change_names() -> None:
     assert pushed(module, optimizer).specs == expected
 
 
+def test_two_tensors_that_have_one_name_without_their_wrappers_are_refused() -> None:
+    def made() -> nn.Module:
+        module = nn.Module()
+        module.inner = nn.Linear(3, 3)
+        module.inner._orig_mod = nn.Linear(3, 3)
+        return module
+
+    with pytest.raises(LayoutError, match="for 2 tensors") as error:
+        training_tensors(made(), None)
+    assert [line.partition(":")[0] for line in error.value.details] == [
+        "model.inner.weight",
+        "model.inner.bias",
+    ]
+    whole = pushed(nn.ModuleDict({"inner": nn.Linear(3, 3)}), None)
+    with pytest.raises(LayoutError) as error:
+        whole.fill(torch_fit(made(), None))
+    assert "model.inner.weight: two tensors have this name" in "\n".join(error.value.details)
+
+
+def test_one_tensor_that_has_one_name_twice_without_its_wrappers_is_kept_once() -> None:
+    module = nn.ModuleDict({"inner": nn.Linear(3, 3)})
+    expected = pushed(module, None)
+    module["inner"]._orig_mod = nn.Linear(3, 3)
+    module["inner"]._orig_mod.weight = module["inner"].weight
+    module["inner"]._orig_mod.bias = module["inner"].bias
+    found = pushed(module, None)
+    assert without_blobs(found.specs) == without_blobs(expected.specs)
+    for name in without_blobs(expected.specs):
+        assert same_bits(found.tensors[name], expected.tensors[name])
+    other = nn.ModuleDict({"inner": nn.Linear(3, 3)})
+    found.fill(torch_fit(other, None))
+    assert same_bits(other["inner"].weight, module["inner"].weight)
+
+
+def test_a_child_that_has_the_name_of_a_compiled_module_is_no_wrapper() -> None:
+    """Unwrapped, the module would be pushed without its head."""
+    module = nn.ModuleDict({"_orig_mod": nn.Linear(3, 3), "head": nn.Linear(3, 2)})
+    assert without_blobs(pushed(module, None).specs).keys() == {
+        f"model.{name}" for name in ("weight", "bias", "head.weight", "head.bias")
+    }
+
+
 def test_an_optimizer_of_another_module_is_refused_when_it_is_pushed_and_when_it_is_filled() -> None:
     module, other = Net(1), Net(2)
     for refused in (training_tensors, torch_fit):
