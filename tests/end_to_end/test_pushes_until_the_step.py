@@ -9,6 +9,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from tests.support.services import RunningService, running_service
 from tests.support.training_states import same_bits
 from weighbridge import EngineClient, TrainerClient, errors
 from weighbridge._clients.copying_behind import Copying, StepGate
+from weighbridge._clients.pushing import _PUSHES_AT_ONCE
 from weighbridge._formats.training.steady import steady_until_step
 
 MODEL = "tests/steps"
@@ -182,6 +184,30 @@ def test_steps_of_several_threads_all_wait() -> None:
     for each_thread in threads:
         each_thread.join(STEP_SECONDS)
     assert not any(each.is_alive() for each in threads)
+
+
+def test_a_push_that_is_interrupted_while_others_are_on_their_way_keeps_no_step(
+    client: TrainerClient,
+) -> None:
+    trainer = Trainer()
+    push = partial(client.push_state_dict, MODEL, trainer.module, until=trainer.optimizer)
+    slots = client._pusher._slots
+    for _ in range(_PUSHES_AT_ONCE):
+        slots.acquire()
+    previous = signal.signal(signal.SIGALRM, interrupted)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 1.0)
+        with pytest.raises(KeyboardInterrupt):
+            push(step=1)
+    finally:
+        signal.signal(signal.SIGALRM, previous)
+    thread = threading.Thread(target=trainer.train, daemon=True)
+    thread.start()
+    thread.join(STEP_SECONDS)
+    assert not thread.is_alive()
+    assert not slots.acquire(blocking=False), "a slot was given back that the push did not have"
+    slots.release(_PUSHES_AT_ONCE)
+    push(step=2).wait("ready", timeout=60)
 
 
 def test_copies_that_fail_keep_no_step() -> None:

@@ -113,10 +113,10 @@ class Pusher:
         """
         started = time.monotonic()
         connection, model = self._connection, opening.model
-        self._slots.acquire()
-        number, all_declared = 0, False
+        has_slot, number, all_declared = False, 0, False
         taken: _Taken | None = None
         try:
+            has_slot = self._slots.acquire()
             opened, at = self._open(opening)
             number = opened.number
             check_heard(opening, opened)
@@ -138,9 +138,10 @@ class Pusher:
             # not a daemon: a trainer that ends after its last push must not lose it
             threading.Thread(target=rest, name=f"push-{model}@{number}").start()
         except BaseException as error:
-            self._slots.release()
             if copying is not None:
                 copying.ended.set()
+            if has_slot:
+                self._slots.release()
             if taken is not None:
                 taken.delivery.release()
             # Without this rank the version cannot be completed: do not let the others wait for it. But a rank that

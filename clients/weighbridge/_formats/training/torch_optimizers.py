@@ -106,7 +106,23 @@ class NamedOptimizers:
         ]
         return {"state": numbers, "param_groups": groups}
 
-    def _states(self) -> Iterator[tuple[str, torch.Tensor, Mapping[str, Any]]]:
+    def problems(self) -> list[str]:
+        """One line for each thing of their state that would not come back as it is, or on this number of ranks alone."""
+        found = []
+        for name, _, state in self._states():
+            found += [
+                f"{_STATE}{name}[{key!r}]: a key of an optimizer's state is to be a text without dots"
+                for key in state
+                if not isinstance(key, str) or "." in key
+            ]
+            found += [
+                f"{_STATE}{'.'.join((name, *path))}: it is a {type(value).__name__} with tensors in it"
+                for path, value in _leaves(state)
+                if _has_tensors(value) and isinstance(value, list | tuple | dict)
+            ]
+        return found
+
+    def _states(self) -> Iterator[tuple[str, torch.Tensor, Mapping[Any, Any]]]:
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 for parameter in group[_PARAMS]:
@@ -242,6 +258,14 @@ def _leaves(state: Mapping[Any, Any], above: Path = ()) -> Iterator[tuple[Path, 
             yield from _leaves(value, (*above, str(key)))
         else:
             yield (*above, str(key)), value
+
+
+def _has_tensors(value: Any) -> bool:
+    import torch
+
+    if isinstance(value, dict | list | tuple):
+        return any(map(_has_tensors, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, torch.Tensor)
 
 
 def _nested(leaves: Mapping[Path, Any]) -> dict[str, Any]:

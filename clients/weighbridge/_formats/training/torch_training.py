@@ -53,12 +53,13 @@ def training_tensors(module: object, optimizers: object | None) -> TrainingTenso
     values: dict[str, Any] = {"model": others, "tied": tied}
     if optimizers is not None:
         named = NamedOptimizers.of(optimizers, _parameter_names(root))
+        boxed.problems += [_OPTIMIZER + each for each in named.problems()]
         for name, value in named.tensors():
             boxed.take(_OPTIMIZER + name, value)
         values["optimizer"] = named.values()
     if boxed.problems:
         raise LayoutError(
-            f"the training state cannot be kept, for {counted(len(boxed.problems), 'tensor')}",
+            f"the training state cannot be kept, for {counted(len(boxed.problems), 'entry', 'entries')}",
             details=boxed.problems[:NAMED],
         )
     return TrainingTensors(boxed.layout, tuple(boxed.tensors), values, _SPACE)

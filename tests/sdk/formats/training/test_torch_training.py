@@ -219,7 +219,7 @@ def test_two_tensors_that_have_one_name_without_their_wrappers_are_refused() -> 
         module.inner._orig_mod = nn.Linear(3, 3)
         return module
 
-    with pytest.raises(LayoutError, match="for 2 tensors") as error:
+    with pytest.raises(LayoutError, match="for 2 entries") as error:
         training_tensors(made(), None)
     assert [line.partition(":")[0] for line in error.value.details] == [
         "model.inner.weight",
@@ -397,7 +397,7 @@ def test_tensors_without_data_or_of_no_kept_dtype_are_named() -> None:
     module.register_buffer("empty", torch.zeros(3, device="meta"))
     optimizer = OPTIMIZERS["sgd"](module)
     optimizer.state[module.scale]["packed"] = torch.ones(3).as_subclass(Packed)
-    with pytest.raises(LayoutError, match="for 4 tensors") as error:
+    with pytest.raises(LayoutError, match="for 4 entries") as error:
         training_tensors(module, optimizer)
     assert [line.partition(":")[0] for line in error.value.details] == [
         "model.sparse",
@@ -405,6 +405,27 @@ def test_tensors_without_data_or_of_no_kept_dtype_are_named() -> None:
         "model.empty",
         "optimizer.state.scale.packed",
     ]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "named"),
+    [
+        (0, 1, "scale[0]"),
+        ("a.b", torch.ones(2), "scale['a.b']"),
+        ("history", [torch.ones(2)], "scale.history"),
+        ("pair", (1, {"x": torch.ones(2)}), "scale.pair"),
+        ("by number", {0: torch.ones(2)}, "scale.by number"),
+    ],
+)
+def test_what_would_not_come_back_of_an_optimizers_state_is_refused_by_name(
+    key: object, value: object, named: str
+) -> None:
+    module = Net(1)
+    optimizer = OPTIMIZERS["sgd"](module)
+    optimizer.state[module.scale][key] = value
+    with pytest.raises(LayoutError, match="cannot be kept, for 1 entry") as error:
+        training_tensors(module, optimizer)
+    assert [line.partition(":")[0] for line in error.value.details] == [f"optimizer.state.{named}"]
 
 
 def test_extra_state_of_modules_comes_back() -> None:
