@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, Unpack
 from weighbridge._clients import restoring
 from weighbridge._clients.calls import push_calls
 from weighbridge._clients.client import Client
-from weighbridge._clients.training import is_training, restore_training
+from weighbridge._clients.training import restore_training
 from weighbridge._clients.training_files import WrittenCheckpoint, write_checkpoint
 from weighbridge._clients.transport import ConnectionOptions
 from weighbridge._core.layouts import Layout, TensorSpec
 from weighbridge._core.megatron_rank import MegatronRank
-from weighbridge._core.references import Reference
+from weighbridge._core.references import Reference, is_training
 from weighbridge._core.resources import REF_LATEST, Version
 from weighbridge._core.text.counts import counted
 from weighbridge._formats.memory_forms import TensorForms

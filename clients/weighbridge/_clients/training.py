@@ -14,7 +14,7 @@ from weighbridge._clients.push_handle import PushHandle
 from weighbridge._clients.pushing import Pusher
 from weighbridge._core.boxes import Box
 from weighbridge._core.layouts import Layout, Shard, TensorSpec
-from weighbridge._core.references import TRAINING, Reference, training_of
+from weighbridge._core.references import Reference, training_of
 from weighbridge._core.resources import REF_LATEST, Version
 from weighbridge._core.slices import FullTensors
 from weighbridge._core.text.counts import counted
@@ -114,11 +114,6 @@ class TrainingPushes:
     def close(self) -> None:
         """Wait until what was pushed has arrived or failed."""
         self._pusher.close()
-
-
-def is_training(model: str) -> bool:
-    """Whether a reference names a model's training states."""
-    return model.partition("@")[0].endswith(f":{TRAINING}")
 
 
 def restore_training(

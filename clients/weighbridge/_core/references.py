@@ -17,8 +17,8 @@ def training_of(model: str) -> str:
 
 
 def is_training(model: str) -> bool:
-    """Whether a name is that of a model's training states."""
-    return model.endswith(f":{TRAINING}")
+    """Whether a name, or a reference such as ``acme/smol:training@17``, is that of a model's training states."""
+    return model.partition("@")[0].endswith(f":{TRAINING}")
 
 
 @dataclass(frozen=True, slots=True)

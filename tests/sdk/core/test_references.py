@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from weighbridge._core import dtypes
-from weighbridge._core.references import Reference
+from weighbridge._core.references import Reference, is_training
 from weighbridge._core.text.shortening import shortened
 from weighbridge._core.text.suggestions import did_you_mean, model_meant
 from weighbridge.errors import InvalidArgument
@@ -26,6 +26,13 @@ def test_model_and_version_are_named_apart_or_in_one(
     named: tuple[str, str | int | None], meant: tuple[str, str]
 ) -> None:
     assert Reference.of(*named, default="latest") == Reference(*meant)
+
+
+def test_training_states_are_known_by_the_name_of_their_part_and_by_no_ref() -> None:
+    for name in ("acme/smol:training", "acme/smol:training@17", "acme/smol:training@latest"):
+        assert is_training(name)
+    for name in ("acme/smol", "acme/training", "acme/smol@17", "acme/smol@a:training"):
+        assert not is_training(name)
 
 
 @pytest.mark.parametrize(
