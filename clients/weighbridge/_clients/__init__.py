@@ -11,7 +11,9 @@ May import: all private folders below it, not `_lazy`, `_cli`, `aio`, `follow` o
 - `calls`: what is asked of the service, and what the answers mean, as steps without I/O.
 - `pushing`: the run of a push.
 - `rank_stream`: the stream of a rank's bytes, resumed where it breaks.
-- `copying_behind`: shards that are copied out while training goes on, up to the optimizer's step.
+- `copies`: copies of what one call pushes.
+- `copies_ahead`: those that are begun before it is known where they go.
+- `copying_behind`: those that are made while training goes on, up to the optimizer's step.
 - `delivery`: shards on their way, by memory that is lent and by gRPC.
 - `push_options`: what a trainer says of a version beside its weights.
 - `push_handle`: its progress and cost.

@@ -5,11 +5,14 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-from weighbridge._clients.copying_behind import Deferral, StepGate
+from weighbridge._clients.copies import Copies, CopiesInCall
+from weighbridge._clients.copies_ahead import CopiesAhead, nbytes_ahead
+from weighbridge._clients.copying_behind import StepGate
 from weighbridge._clients.push_handle import PushHandle
 from weighbridge._clients.push_options import PushOptions, check_options, opening_of, say
 from weighbridge._clients.pushing import Pusher
@@ -25,9 +28,7 @@ from weighbridge._formats import hf_folder, safetensors_files
 from weighbridge._formats.folder_weights import FolderWeights
 from weighbridge._formats.push_sources import (
     OpenSource,
-    ShardSource,
     StagingPool,
-    TensorSource,
     cast_dtypes,
 )
 from weighbridge.errors import InvalidArgument
@@ -35,6 +36,8 @@ from weighbridge.v1 import checkpoint_service_pb2 as pb
 
 if TYPE_CHECKING:
     import torch
+
+    from weighbridge._formats.training.training_state import TrainingState
 
 log = logging.getLogger(__name__)
 
@@ -45,14 +48,24 @@ class TrainerClient(RestoringClient):
     Args:
         server: ``host:port`` of the gRPC face; by default ``WEIGHBRIDGE_SERVER``, or 127.0.0.1:50051.
         run: name of the training run, the same on all ranks; part of the version's lineage.
+        ahead_bytes: host memory for the copies of a push with a training state, page-locked if they are of a GPU. So many bytes are copied to
+            it while the service is asked where they go, and delivered from there behind the caller. Larger pushes are copied when that is known. Each of two
+            pushes that are on their way takes as much.
         options: as for `Client`.
     """
 
     def __init__(
-        self, server: str | None = None, *, run: str = "default", **options: Unpack[ConnectionOptions]
+        self,
+        server: str | None = None,
+        *,
+        run: str = "default",
+        ahead_bytes: int = 2 << 30,
+        **options: Unpack[ConnectionOptions],
     ) -> None:
         super().__init__(server, **options)
         self.run = run
+        self._ahead_bytes = ahead_bytes
+        self._ahead = StagingPool()
         self._staging = StagingPool()
         self._pusher = Pusher(self._connection)
         self._steps = StepGate()
@@ -156,15 +169,15 @@ class TrainerClient(RestoringClient):
 
         rank, world_size = rank_and_world(rank, world_size)
         opening = self._opening(model, step, run, world_size, request_id)
-        with self._pusher.telling(opening, rank):
+        with self._telling_both(opening, rank, optimizer, state, rank_state):
             say(opening, options)
             shards = sharded_tensors(sharded_state_dict)
             opening.cast_from.extend(cast_dtypes(shards.layout, shards.tensors))
             held = partial(training_tensors, shards, optimizer)
             training = training_state(held, rank, optimizer=optimizer, state=state, rank_state=rank_state)
-            deferral = self._steps.until(until, optimizer)
-        push = self._push_of(opening, rank, shards.layout, TensorSpace.MEGATRON, shards.tensors, deferral)
-        return self._training.beside(push, opening, rank, training, deferral)
+            copies = self._copies(model, shards.layout, shards.tensors, training, until, optimizer)
+        push = self._push_of(opening, rank, shards.layout, TensorSpace.MEGATRON, shards.tensors, copies)
+        return self._training.beside(push, opening, rank, training, copies)
 
     def push_state_dict(
         self,
@@ -229,7 +242,7 @@ class TrainerClient(RestoringClient):
         rank, world_size = rank_and_world(rank, world_size)
         opening = self._opening(model, step, run, world_size, request_id)
         with self._tensors(model) as tensors:
-            with self._pusher.telling(opening, rank):
+            with self._telling_both(opening, rank, optimizer, state, rank_state):
                 say(opening, options)
                 shards = torch_shards(
                     state_dict_or_module, tensors, cast=cast, whole=world_size == 1, of=model
@@ -242,10 +255,10 @@ class TrainerClient(RestoringClient):
                     state=state,
                     rank_state=rank_state,
                 )
-                deferral = self._steps.until(until, optimizer)
+                copies = self._copies(model, shards.layout, shards.tensors, training, until, optimizer)
             space = TensorSpace.HUGGING_FACE
-            push = self._push_of(opening, rank, shards.layout, space, shards.tensors, deferral)
-            return self._training.beside(push, opening, rank, training, deferral)
+            push = self._push_of(opening, rank, shards.layout, space, shards.tensors, copies)
+            return self._training.beside(push, opening, rank, training, copies)
 
     def push_gathered(
         self,
@@ -305,7 +318,7 @@ class TrainerClient(RestoringClient):
             rank, ranks = rank_and_world(rank, world_size)
             opening = self._opening(model, step, run, ranks, request_id)
             with self._tensors(model) as tensors:
-                with self._pusher.telling(opening, rank):
+                with self._pusher.telling([opening], rank):
                     say(opening, options)
                     if held is None:
                         shares = share_layout(tensors, rank, ranks)
@@ -342,6 +355,36 @@ class TrainerClient(RestoringClient):
             )
         return opening_of(model, step=step, run=run, ranks=ranks, client_id=client_id, request_id=request_id)
 
+    def _telling_both(
+        self, opening: pb.OpenVersionRequest, rank: int, *training: object
+    ) -> AbstractContextManager[None]:
+        """As `Pusher.telling`, of weights and of the training state beside them if anything of it is given."""
+        both = [opening]
+        if any(each is not None for each in training):
+            both.append(self._training.opening(opening))
+        return self._pusher.telling(both, rank)
+
+    def _copies(
+        self,
+        model: str,
+        layout: Layout,
+        tensors: Sequence[torch.Tensor],
+        training: TrainingState | None,
+        until: Any,
+        optimizer: Any,
+    ) -> Copies:
+        """How the shards of weights and of the training state beside them are copied."""
+        if until is not None:
+            both = [*tensors, *(() if training is None else training.tensors)]
+            return self._steps.until(until, optimizer, both)
+        if training is None:
+            return CopiesInCall()
+        weights = self._pusher.expected(model, layout, tensors)
+        beside = self._training.expected(model, training)
+        if weights is None or beside is None or nbytes_ahead([*weights, *beside]) > self._ahead_bytes:
+            return CopiesInCall()
+        return CopiesAhead([*weights, *beside], self._ahead)
+
     def _push_of(
         self,
         opening: pb.OpenVersionRequest,
@@ -349,22 +392,15 @@ class TrainerClient(RestoringClient):
         layout: Layout,
         space: TensorSpace,
         tensors: Sequence[torch.Tensor],
-        deferral: Deferral | None,
+        copies: Copies,
     ) -> Callable[[pb.OpenVersionRequest | None], PushHandle]:
         """A push of tensors that is made when it is called, with the opening of what comes behind."""
 
         def push(behind: pb.OpenVersionRequest | None) -> PushHandle:
-            settled, copying = (tensors, None) if deferral is None else deferral.copying(tensors)
-            source = self._source_of(settled)
+            source, copying = copies.source(tensors, self._staging)
             return self._pusher.push(opening, rank, layout, space, source, behind=behind, copying=copying)
 
         return push
-
-    def _source_of(self, tensors: Sequence[torch.Tensor]) -> OpenSource:
-        def chosen(indexes: Sequence[int], stream: Layout) -> ShardSource:
-            return TensorSource(self._staging, stream, [tensors[i] for i in indexes])
-
-        return chosen
 
     def import_folder(
         self,
@@ -526,7 +562,7 @@ class TrainerClient(RestoringClient):
         """
         opening = self._opening(model, step, run, world_size, request_id, part=True)
         opening.cast_from.extend(cast_from)
-        with self._pusher.telling(opening, rank):
+        with self._pusher.telling([opening], rank):
             say(opening, options)
         return self._pusher.push(opening, rank, layout, space, open_source, hold_seal=hold_seal)
 

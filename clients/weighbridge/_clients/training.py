@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from weighbridge._clients import restoring
 from weighbridge._clients.calls import pull_calls
 from weighbridge._clients.calls.known_layouts import KnownLayouts
 from weighbridge._clients.connection import Connection
-from weighbridge._clients.copying_behind import Deferral
+from weighbridge._clients.copies import Copies
 from weighbridge._clients.push_handle import PushHandle
 from weighbridge._clients.pushing import Pusher
 from weighbridge._core.boxes import Box
@@ -18,12 +18,14 @@ from weighbridge._core.references import Reference, training_of
 from weighbridge._core.resources import REF_LATEST, Version
 from weighbridge._core.slices import FullTensors
 from weighbridge._core.text.counts import counted
-from weighbridge._formats.push_sources import StagingPool, TensorSource
+from weighbridge._formats.push_sources import StagingPool
 from weighbridge._formats.training import stateful
 from weighbridge.errors import DataLoss, InvalidArgument
 from weighbridge.v1 import checkpoint_service_pb2 as pb
 
 if TYPE_CHECKING:
+    import torch
+
     from weighbridge._formats.training.training_state import Fit, RankValues, TrainingState, TrainingTensors
 
 
@@ -67,49 +69,57 @@ class TrainingPushes:
         self._pusher = Pusher(connection)
         self._staging = StagingPool()
 
+    @staticmethod
+    def opening(weights: pb.OpenVersionRequest) -> pb.OpenVersionRequest:
+        """The opening of the training state that is pushed beside these weights, which have not been opened yet."""
+        own = pb.OpenVersionRequest()
+        own.CopyFrom(weights)
+        own.model = training_of(weights.model)
+        own.ClearField("cast_from")
+        # held versions are for engines to pass by; a trainer that goes on wants the newest state as it was
+        own.candidate, own.allow_nonfinite = False, True
+        return own
+
+    def expected(self, model: str, state: TrainingState) -> Sequence[torch.Tensor] | None:
+        """As `Pusher.expected`, of the state beside a model's weights. Its blob is no other rank's."""
+        found = self._pusher.expected(training_of(model), state.layout, state.tensors)
+        return None if found is None else [*found, state.tensors[-1]]
+
     def beside(
         self,
         weights: Callable[[pb.OpenVersionRequest | None], PushHandle],
         opening: pb.OpenVersionRequest,
         rank: int,
         state: TrainingState | None,
-        deferral: Deferral | None = None,
+        copies: Copies,
     ) -> PushHandle:
-        """Push weights, and behind them the training state that belongs to them. Returns once both are copied out.
+        """Push weights, and behind them the training state that belongs to them. Returns once both are copied out, as ``copies`` says.
 
         Args:
             weights: pushes them; is given the opening of what comes behind.
             opening: of the weights.
             rank: which rank.
             state: what is pushed beside them; None for nothing.
-            deferral: puts its copies off; None makes them now.
+            copies: those of both.
 
         Returns:
             The handle of the weights.
         """
-        if state is None:
-            return weights(None)
-        own = pb.OpenVersionRequest()
-        own.CopyFrom(opening)
-        own.model = training_of(opening.model)
-        own.ClearField("cast_from")
-        # held versions are for engines to pass by; a trainer that goes on wants the newest state as it was
-        own.candidate, own.allow_nonfinite = False, True
-        handle = weights(own)
-        own.at_least = handle.number
-        tensors, copying = state.tensors, None
-        if deferral is not None:
-            tensors, copying = deferral.copying(tensors)
-
-        def source(indexes: Any, stream: Layout) -> TensorSource:
-            return TensorSource(self._staging, stream, [tensors[index] for index in indexes])
-
-        try:
-            handle.training = self._pusher.push(own, rank, state.layout, state.space, source, copying=copying)
-        except Exception as error:
-            error.add_note(f"This rank had pushed the weights by then: {handle.model}@{handle.number}.")
-            raise
-        return handle
+        with copies:
+            if state is None:
+                return weights(None)
+            own = self.opening(opening)
+            handle = weights(own)
+            own.at_least = handle.number
+            try:
+                source, copying = copies.source(state.tensors, self._staging)
+                handle.training = self._pusher.push(
+                    own, rank, state.layout, state.space, source, copying=copying
+                )
+            except Exception as error:
+                error.add_note(f"This rank had pushed the weights by then: {handle.model}@{handle.number}.")
+                raise
+            return handle
 
     def close(self) -> None:
         """Wait until what was pushed has arrived or failed."""
