@@ -136,7 +136,7 @@ def restore_training(
     state: MutableMapping[str, Any] | None,
     rank_state: MutableMapping[str, Any] | None,
 ) -> Version:
-    """Fill what a rank holds from a training state. Nothing is changed unless all of it fits.
+    """Fill what a rank holds from a training state. Nothing is changed unless all of it fits; what breaks off after that says so.
 
     Only the rank's boxes come, and one blob: its own, if as many ranks have pushed; otherwise that of rank 0.
 
@@ -159,7 +159,7 @@ def restore_training(
     """
     import torch
 
-    from weighbridge._formats.training.checkpoint_values import opened
+    from weighbridge._formats.training.checkpoint_values import checkpoint_ranks, opened
     from weighbridge._formats.training.training_state import StoredState, without_blobs
 
     meant = Reference.of(model, version, REF_LATEST)
@@ -170,18 +170,29 @@ def restore_training(
     pushed_by = found.ranks or len(tensors) - len(others)
     rank, world_size = ranks
     name = f"{found.model}@{found.number}"
-    if rank_state is not None and pushed_by != world_size:
+    kept = rank_values(connection, found, tensors, rank if pushed_by == world_size else 0)
+    own = checkpoint_ranks(kept, name)
+    if rank_state is not None and (pushed_by if own is None else own) != world_size:
+        by = f"was pushed by {counted(pushed_by, 'rank')}"
+        of = f"was imported with what is their own of {counted(own or 0, 'rank')}"
         raise InvalidArgument(
-            f"{name} was pushed by {counted(pushed_by, 'rank')}, and rank_state= is asked for on {world_size}",
+            f"{name} {by if own is None else of}, and rank_state= is asked for on {world_size}",
             fix="what is each rank's own fits as many ranks alone: leave rank_state= out, and begin it anew",
         )
-    values = opened(rank_values(connection, found, tensors, rank if pushed_by == world_size else 0), name)
+    values = opened(kept, name, None if rank_state is None else rank)
     stateful.check_kept(state, values.state, "state", name)
     stateful.check_kept(rank_state, values.rank_state, "rank_state", name)
     filling = fit(StoredState(name, others, values.trainer))
     with torch.no_grad():
-        restoring.hugging_face_shards(connection, part, filling.layout, filling.tensors, found.number)
-        filling.finish()
+        try:
+            restoring.hugging_face_shards(connection, part, filling.layout, filling.tensors, found.number)
+            filling.finish()
+        except BaseException as error:
+            filling.undo()
+            error.add_note(
+                f"Of {name} this rank has been filled in part: restore again before anything is trained or pushed."
+            )
+            raise
     stateful.give_back(state, values.state)
     stateful.give_back(rank_state, values.rank_state)
     return found
