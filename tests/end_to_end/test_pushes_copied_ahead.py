@@ -16,8 +16,8 @@ from torch import nn
 from tests.support.services import RunningService, running_service
 from tests.support.training_states import same_bits
 from weighbridge import EngineClient, PushHandle, TrainerClient
-from weighbridge._clients import copies_ahead
-from weighbridge._clients.copies_ahead import CopiesAhead
+from weighbridge._clients.copying import ahead
+from weighbridge._clients.copying.ahead import CopiesAhead
 from weighbridge._formats.push_sources import StagingPool
 
 MODEL = "tests/ahead"
@@ -118,7 +118,7 @@ def test_a_failed_copy_is_raised_in_the_call_and_gives_both_versions_up(
         raise RuntimeError("the device is gone")
 
     with monkeypatch.context() as patched:
-        patched.setattr(copies_ahead, "on_streams", gone)
+        patched.setattr(ahead, "on_streams", gone)
         with pytest.raises(RuntimeError, match="the device is gone"):
             client.push_state_dict(MODEL, module, step=2, optimizer=optimizer)
     waited(client.push_state_dict(MODEL, module, step=3, optimizer=optimizer))
@@ -130,7 +130,7 @@ def test_memory_goes_back_once_and_when_the_last_user_is_done() -> None:
     pool, tensor = StagingPool(), torch.arange(1000.0)
     with CopiesAhead([tensor, tensor.view(1000), tensor[:500]], pool) as copies:
         pushes = [copies.source([tensor], pool)[1] for _ in range(2)]
-    assert copies_ahead.nbytes_ahead([tensor, tensor.view(1000), tensor[:500]]) == 6000
+    assert ahead.nbytes_ahead([tensor, tensor.view(1000), tensor[:500]]) == 6000
     for push in pushes:
         assert not pool._free
         push.release()

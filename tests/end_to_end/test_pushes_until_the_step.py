@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from tests.support.services import RunningService, running_service
 from tests.support.training_states import same_bits
 from weighbridge import EngineClient, Layout, Shard, TensorSpec, TrainerClient, errors
-from weighbridge._clients.copying_behind import CopyingBehind, StepGate
+from weighbridge._clients.copying.behind import CopyingBehind, StepGate
 from weighbridge._clients.pushing import _PUSHES_AT_ONCE
 from weighbridge._core import dtypes
 from weighbridge._core.boxes import Box

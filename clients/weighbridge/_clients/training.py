@@ -9,7 +9,7 @@ from weighbridge._clients import restoring
 from weighbridge._clients.calls import pull_calls
 from weighbridge._clients.calls.known_layouts import KnownLayouts
 from weighbridge._clients.connection import Connection
-from weighbridge._clients.copies import Copies
+from weighbridge._clients.copying.copies import Copies
 from weighbridge._clients.push_handle import PushHandle
 from weighbridge._clients.pushing import Pusher
 from weighbridge._core.boxes import Box

@@ -25,7 +25,7 @@ from weighbridge import (
     TrainerClient,
     VersionFailed,
 )
-from weighbridge._clients.copies import CopiesInCall
+from weighbridge._clients.copying.copies import CopiesInCall
 from weighbridge._clients.push_handle import PushHandle
 from weighbridge._clients.push_options import opening_of
 from weighbridge._clients.pushing import Pusher

@@ -187,13 +187,13 @@ def opened(values: RankValues, name: str, own: int | None = None) -> RankValues:
     others = by_top.keys() - {model, torch_entries.OPTIMIZER, _RANK_STATE}
     state = _Opened(others, lambda top: torch_entries.nested(entries(top)))
     kept = by_top.get(_RANK_STATE, {})
-    of_rank = {
+    of_own: dict[KeyPath, Any] = {
         path[1:]: _loaded(found.objects[key], f"{key} of {name}")
         for path, key in kept.items()
         if path and path[0] == str(own)
     }
     where = f"{_RANK_STATE}.{own} of {name}"
-    return RankValues(trainer, state, blobs.by_name(torch_entries.nested(of_rank), where))
+    return RankValues(trainer, state, blobs.by_name(torch_entries.nested(of_own), where))
 
 
 def _common_of(found: CheckpointValues, name: str) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from weighbridge._clients.copies import Copies, Copying, key_of, on_streams, points_of, staged_source
+from weighbridge._clients.copying.copies import Copies, Copying, key_of, on_streams, points_of, staged_source
 from weighbridge._formats.push_sources import OpenSource, StagingPool
 from weighbridge._formats.training.steady import Steady, steady_until_step
 from weighbridge.errors import InvalidArgument

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
-from weighbridge._clients.copies import (
+from weighbridge._clients.copying.copies import (
     Copies,
     Copying,
     Key,
