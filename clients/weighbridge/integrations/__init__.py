@@ -8,7 +8,6 @@ May import: `follow`, `_lazy`, `_clients` and folders below, and each the librar
 - `transformers`: models of transformers that start from the service and follow it.
 - `megatron_saving`: Megatron's save, with a push.
 - `megatron_saved_state`: what Megatron's save is given besides the model, as a training state.
-- `megatron_shards`: shards of Megatron's chunks, as trainers wrap them.
 - `verl`: checkpoint engine of verl.
 - `nemo_rl`: checkpoint engine of NeMo-RL.
 - `trl`: weight transfer of TRL.

@@ -16,6 +16,7 @@ May import: what `_formats` may, and `_formats` itself.
 - `steady`: what nothing changes but the optimizer's next step.
 - `torch_training`: torch modules and their optimizers.
 - `megatron_training`: training states of Megatron-core ranks.
+- `megatron_chunks`: model chunks of a Megatron-core rank, as trainers wrap them.
 - `megatron_optimizer`: the state that Megatron-core's optimizers keep of elements.
 - `megatron_values`: what they keep besides.
 - `megatron_pieces`: where elements of its parameters lie in the tensors of checkpoints.
