@@ -498,6 +498,7 @@ def test_a_manager_begins_anew_without_a_state_and_saves_a_step_again_in_another
         register(service, module, tmp_path / "hf")
         client.push_state_dict(MODEL, module, step=1).wait(timeout=60)
         assert checkpoints.latest() is None
+        assert checkpoints.find(1) is None
         assert checkpoints.restore() is None
         checkpoints.save(2)
         saved = checkpoints.wait(timeout=60)
@@ -510,7 +511,8 @@ def test_a_manager_begins_anew_without_a_state_and_saves_a_step_again_in_another
         handle = again.save(2)
         repeated = again.wait(timeout=60)
         assert (repeated.step, repeated.number) == (2, handle.number) == (2, saved.number + 1)
-        assert again.latest() == repeated
+        assert again.latest() == again.find(2) == repeated
+        assert again.find(1) is None
         assert again.restore(saved.number) == saved
 
 

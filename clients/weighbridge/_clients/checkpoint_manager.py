@@ -101,6 +101,14 @@ class CheckpointManager:
             self._client.model(self._model)
             return None
 
+    def find(self, step: int) -> Version | None:
+        """The newest training state of a step that is in the store; None if there is none. With several ranks of torch.distributed, all get what rank 0 finds.
+
+        Raises:
+            NotFound: the model is not registered.
+        """
+        return self._agreed(partial(self._of_step, step))
+
     def restore(self, version: int | str | None = None, *, rank_state: bool = True) -> Version | None:
         """Bring everything back. With several ranks of torch.distributed, all restore what rank 0 finds.
 
@@ -114,7 +122,7 @@ class CheckpointManager:
         Raises:
             WeighbridgeError: as `TrainerClient.restore_state_dict`, or `TrainerClient.restore` with Megatron-core.
         """
-        found = self._agreed(version)
+        found = self._agreed(partial(self._found, version))
         if found is None:
             return None
         restore: Callable[..., Version] = self._client.restore_state_dict
@@ -158,14 +166,14 @@ class CheckpointManager:
             except WeighbridgeError as error:
                 log.error("%s@%d was not saved: %s", handle.model, handle.number, error)
 
-    def _agreed(self, version: int | str | None) -> Version | None:
+    def _agreed(self, find: Callable[[], Version | None]) -> Version | None:
         """The version that rank 0 finds: what is newest may be another one a moment later."""
         rank, ranks = rank_and_world(None, None)
         found: list[tuple[Version | None, WeighbridgeError | None]] = [(None, None)]
         cause: Exception | None = None
         if rank == 0:
             try:
-                found = [(self._found(version), None)]
+                found = [(find(), None)]
             except WeighbridgeError as error:
                 found = [(None, error)]
             except (
@@ -181,6 +189,14 @@ class CheckpointManager:
         if refused is not None:
             raise refused from cause
         return there
+
+    def _of_step(self, step: int) -> Version | None:
+        self._client.model(self._model)
+        try:
+            there = self._client.versions(training_of(self._model))
+        except NotFound:  # nothing has been pushed to it
+            return None
+        return next((each for each in there if each.step == step and each.state.stored), None)
 
     def _found(self, version: int | str | None) -> Version | None:
         return self.latest() if version is None else self._client.version(training_of(self._model), version)

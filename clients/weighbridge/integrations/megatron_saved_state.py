@@ -1,4 +1,4 @@
-"""What Megatron's save is given besides the model, as what a training state is pushed of.
+"""State that Megatron's save is given besides the model, as what a training state is pushed of.
 
 A save is given the state dict of an optimizer, for which the distributed optimizer has gathered or renamed its state. A training state is pushed of
 the optimizer itself, without either. So it is noted which optimizer a state dict is of, where optimizers make theirs.
