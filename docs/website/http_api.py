@@ -1,0 +1,138 @@
+"""Page of the HTTP interface: what the service's own OpenAPI document says, as Markdown."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+Described = Mapping[str, Any]
+_METHODS = ("get", "head", "put", "post", "delete")
+_INTRODUCTION = """\
+# HTTP interface
+
+What the service says of itself at `/openapi.json`, and at `/docs` as a page to try it on. How it is used: [HTTP](../http.md). What each route asks of
+its caller's rights: [access](../access.md#identities-and-scopes). Errors are problem documents (RFC 9457), [`Problem`](#problem).
+"""
+
+
+def document() -> Described:
+    """The OpenAPI document of a service over an empty store."""
+    from prometheus_client import Counter
+
+    from weighbridge_service.api.http.app import create_app
+    from weighbridge_service.api.http.metrics import Metrics
+    from weighbridge_service.api.lane.server import LaneServer
+    from weighbridge_service.exports.jobs import Exports
+    from weighbridge_service.health import Health
+    from weighbridge_service.runtime.config import ServiceConfig
+    from weighbridge_service.service import Weighbridge
+
+    with tempfile.TemporaryDirectory() as folder:
+        service = Weighbridge(ServiceConfig(Path(folder), local_socket="off"), port=1)
+        lane = LaneServer(service, "off", 1)
+        exports, health = Exports(service), Health.of(service)
+        try:
+            made: Described = create_app(
+                service, exports, Metrics(service, lane, Counter("calls", "none", registry=None)), health
+            ).openapi()
+        finally:
+            health.close()
+            exports.close()
+            lane.stop()
+            service.close()
+    return made
+
+
+def page(described: Described) -> str:
+    """The page, as Markdown.
+
+    Args:
+        described: an OpenAPI document.
+    """
+    tagged: dict[str, list[str]] = {}
+    for path, operations in described["paths"].items():
+        for method in (each for each in _METHODS if each in operations):
+            operation = operations[method]
+            lines = tagged.setdefault(operation.get("tags", ["others"])[0], [])
+            lines += _operation(f"{method.upper()} {path}", operation)
+    lines = [_INTRODUCTION]
+    for tag, told in tagged.items():
+        lines += ["", f"## {tag.capitalize()}", *told]
+    problem = described["paths"]["/v1/models"]["get"]["responses"]["default"]["content"][
+        "application/problem+json"
+    ]["schema"]
+    schemas = {**described["components"]["schemas"], problem["title"]: problem}
+    lines += ["", "## Bodies"]
+    for name, schema in sorted(schemas.items()):
+        lines += _schema(name, schema)
+    return "\n".join(lines) + "\n"
+
+
+def _operation(name: str, operation: Described) -> Iterator[str]:
+    identity = operation["operationId"]
+    attributes = f"#{identity.replace('_', '-')} data-toc-label='{identity.replace('_', ' ')}'"
+    yield from ("", f"### `{name}` {{ {attributes} }}", "", operation["description"])
+    parameters = operation.get("parameters", ())
+    if parameters:
+        yield from ("", "| parameter | in | type | |", "|---|---|---|---|")
+        for each in parameters:
+            yield f"| `{each['name']}` | {each['in']} | {_kind(each['schema'])} | {_cell(_told(each))} |"
+    for kind, body in operation.get("requestBody", {}).get("content", {}).items():
+        yield from ("", f"Body: {_body(kind, body)}.")
+    for status, response in operation["responses"].items():
+        if status != "default":
+            told = [_body(kind, body) for kind, body in response.get("content", {}).items()]
+            yield from ("", f"Answers {status}{': ' if told else ''}{', or '.join(told)}.")
+
+
+def _schema(name: str, schema: Described) -> Iterator[str]:
+    yield from ("", f"### {name} {{ #{name.lower()} }}", "")
+    if "description" in schema:
+        yield from (schema["description"], "")
+    if schema.get("properties"):
+        yield from ("| field | type | |", "|---|---|---|")
+        for field, said in schema["properties"].items():
+            needed = "required. " if field in schema.get("required", ()) and name.endswith("In") else ""
+            yield f"| `{field}` | {_kind(said)} | {needed}{_cell(_told(said))} |"
+    elif "enum" in schema:
+        yield ", ".join(f"`{each}`" for each in schema["enum"])
+    else:
+        yield _kind(schema)
+
+
+def _told(said: Described) -> str:
+    """What is said of a parameter or a field, with its default."""
+    default = said.get("schema", said).get("default")
+    told = said.get("description", "")
+    return f"{told} Default: `{default}`." if default not in (None, "") else told
+
+
+def _body(kind: str, body: Described) -> str:
+    schema = body.get("schema", {})
+    return f"{_kind(schema)} (`{kind}`)" if schema else f"`{kind}`"
+
+
+def _kind(schema: Described) -> str:
+    """A schema in a few words, with a link if it is one of the bodies."""
+    if "$ref" in schema:
+        name = schema["$ref"].rpartition("/")[2]
+        return f"[`{name}`](#{name.lower()})"
+    for choice in ("anyOf", "oneOf", "allOf"):
+        if choice in schema:
+            return " or ".join(_kind(each) for each in schema[choice])
+    if "const" in schema:
+        return f"`{schema['const']}`"
+    if "enum" in schema:
+        return " or ".join(f"`{each}`" for each in schema["enum"])
+    kind = schema.get("type", "any")
+    if kind == "array":
+        return f"list of {_kind(schema.get('items', {}))}"
+    if kind == "object" and isinstance(schema.get("additionalProperties"), dict):
+        return f"object of {_kind(schema['additionalProperties'])}"
+    return f"{kind}"
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
