@@ -13,12 +13,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 _ELSEWHERE = {
+    "README.md": "overview.md",
     "CHANGELOG.md": "changelog.md",
     "SECURITY.md": "security.md",
     "deploy/README.md": "deployment.md",
 }
 """Pages that are not in docs/."""
-_MEANT = {"README.md": "index.md", "protos/weighbridge/v1": "reference/grpc.md"}
+_MEANT = {"protos/weighbridge/v1": "reference/grpc.md"}
 """What has no page of its own, and the page that says it."""
 _LINK = re.compile(r"(?<!!)\[(?P<text>[^]]*)\]\((?P<target>[^)\s#:]+)(?P<anchor>#[^)\s]*)?\)")
 _IMAGE = re.compile(r"!\[[^]]*\]\((?P<target>[^)\s#:]+)\)")

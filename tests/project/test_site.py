@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import statistics
@@ -15,23 +16,14 @@ import yaml
 import weighbridge
 from docs.website import commands, contract, http_api, pages, pictures, python_api
 from weighbridge._cli import _MODULE_OF
-from weighbridge.v1 import (
-    bulk_service_pb2,
-    checkpoint_service_pb2,
-    local_lane_pb2,
-    model_service_pb2,
-    replica_service_pb2,
-    resources_pb2,
-    weight_service_pb2,
-)
 
 ROOT = Path(__file__).parents[2]
-SOURCES = ["README.md", *pages.sources()]
+SOURCES = list(pages.sources())
 GENERATED = {"commands", "http", "grpc", *python_api.PAGES}
-CONTRACT = (
-    bulk_service_pb2, checkpoint_service_pb2, local_lane_pb2, model_service_pb2, replica_service_pb2, resources_pb2,
-    weight_service_pb2,
-)  # fmt: skip
+CONTRACT = [
+    importlib.import_module(f"weighbridge.v1.{path.stem}_pb2")
+    for path in (ROOT / "protos" / "weighbridge" / "v1").glob("*.proto")
+]
 
 
 class _Settings(yaml.SafeLoader):
@@ -52,7 +44,7 @@ def listed(navigation: list[Any]) -> list[str]:
 def test_the_navigation_lists_each_page_once() -> None:
     settings = yaml.load((ROOT / "mkdocs.yml").read_text("utf-8"), _Settings)
     made = [*pages.sources().values(), *(f"reference/{name}.md" for name in GENERATED)]
-    assert sorted(listed(settings["nav"])) == sorted(made)
+    assert sorted(listed(settings["nav"])) == sorted(made), "give each page its place in mkdocs.yml"
 
 
 @pytest.mark.parametrize("source", SOURCES)
@@ -91,7 +83,8 @@ def test_each_public_name_of_the_sdk_is_on_one_page() -> None:
         for name in names
     ]
     assert len(told) == len(set(told))
-    assert {name for name in told if "." not in name} == set(weighbridge.__all__)
+    public = {name for name in told if "." not in name}
+    assert public == set(weighbridge.__all__), "give each its place in docs/website/python_api.py"
 
 
 def test_each_command_is_told_as_it_tells_of_itself() -> None:
