@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import re
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from pathlib import Path
+from http.client import HTTPConnection
 from typing import Any
 
 Described = Mapping[str, Any]
@@ -18,30 +22,38 @@ its caller's rights: [access](../access.md#identities-and-scopes). Errors are pr
 
 
 def document() -> Described:
-    """The OpenAPI document of a service over an empty store."""
-    from prometheus_client import Counter
+    """The OpenAPI document of a service over an empty store, asked as any client asks it.
 
-    from weighbridge_service.api.http.app import create_app
-    from weighbridge_service.api.http.metrics import Metrics
-    from weighbridge_service.api.lane.server import LaneServer
-    from weighbridge_service.exports.jobs import Exports
-    from weighbridge_service.health import Health
-    from weighbridge_service.runtime.config import ServiceConfig
-    from weighbridge_service.service import Weighbridge
-
-    with tempfile.TemporaryDirectory() as folder:
-        service = Weighbridge(ServiceConfig(Path(folder), local_socket="off"), port=1)
-        lane = LaneServer(service, "off", 1)
-        exports, health = Exports(service), Health.of(service)
-        try:
-            made: Described = create_app(
-                service, exports, Metrics(service, lane, Counter("calls", "none", registry=None)), health
-            ).openapi()
-        finally:
-            health.close()
-            exports.close()
-            lane.stop()
-            service.close()
+    Raises:
+        RuntimeError: the service does not start; it has said why on stderr.
+    """
+    with tempfile.TemporaryDirectory() as store:
+        addresses = ("--grpc", "127.0.0.1:0", "--http", "127.0.0.1:0")
+        line = [
+            sys.executable,
+            "-m",
+            "weighbridge",
+            "serve",
+            "--store",
+            store,
+            *addresses,
+            "--log-level",
+            "warning",
+            "--local-socket",
+            "off",
+        ]
+        with subprocess.Popen(line, stdout=subprocess.PIPE, text=True) as service:
+            try:
+                ready = re.search(
+                    r"HTTP on http://(\S+?),", service.stdout.readline() if service.stdout else ""
+                )
+                if ready is None:
+                    raise RuntimeError("the service whose OpenAPI document is wanted did not start")
+                web = HTTPConnection(ready[1], timeout=60)
+                web.request("GET", "/openapi.json")
+                made: Described = json.loads(web.getresponse().read())
+            finally:
+                service.terminate()
     return made
 
 
