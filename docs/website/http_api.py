@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from http.client import HTTPConnection
 from typing import Any
 
@@ -28,20 +29,8 @@ def document() -> Described:
         RuntimeError: the service does not start; it has said why on stderr.
     """
     with tempfile.TemporaryDirectory() as store:
-        addresses = ("--grpc", "127.0.0.1:0", "--http", "127.0.0.1:0")
-        line = [
-            sys.executable,
-            "-m",
-            "weighbridge",
-            "serve",
-            "--store",
-            store,
-            *addresses,
-            "--log-level",
-            "warning",
-            "--local-socket",
-            "off",
-        ]
+        asked = "--grpc 127.0.0.1:0 --http 127.0.0.1:0 --local-socket off --log-level warning"
+        line = [sys.executable, "-m", "weighbridge", "serve", "--store", store, *asked.split()]
         with subprocess.Popen(line, stdout=subprocess.PIPE, text=True) as service:
             try:
                 ready = re.search(
@@ -49,9 +38,9 @@ def document() -> Described:
                 )
                 if ready is None:
                     raise RuntimeError("the service whose OpenAPI document is wanted did not start")
-                web = HTTPConnection(ready[1], timeout=60)
-                web.request("GET", "/openapi.json")
-                made: Described = json.loads(web.getresponse().read())
+                with closing(HTTPConnection(ready[1], timeout=60)) as web:
+                    web.request("GET", "/openapi.json")
+                    made: Described = json.loads(web.getresponse().read())
             finally:
                 service.terminate()
     return made
