@@ -11,5 +11,5 @@ May import: the SDK, the service and what `make docs` installs; each when it is 
 - `charts`: bars with intervals, as SVG.
 
 What makes the site is Zensical, which its authors maintain in place of Material for MkDocs (its support ends in May 2027, and that of MkDocs 1
-has ended). It reads ``mkdocs.yml``, from which MkDocs would make the same pages.
+has ended). It reads ``mkdocs.yml``, from which MkDocs with that theme makes a site, too.
 """
