@@ -58,6 +58,17 @@ def _count_steps_by_torch(optimizer: Any) -> None:
     optimizer._set_main_param_and_optimizer_states = set_without_step
 
 
+def let_it_write() -> None:
+    """Let Megatron write checkpoints here: its writers are processes that report to a server process; ranks are daemons, which may start none."""
+    import multiprocessing
+    import queue
+
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    filesystem_async._results_queue = queue.Queue()
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+
+
 class TrainingRank:
     """One rank of a training loop: its stage of a model, and Megatron's optimizer of it. Its methods are collective.
 
@@ -92,7 +103,7 @@ class TrainingRank:
         else:
             model_parallel_cuda_manual_seed(1)
         torch.manual_seed(1000 * seed + torch.distributed.get_rank())
-        self.parallel, self._vocabulary = parallel, config.vocab_size
+        self.parallel, self.distributed, self._vocabulary = parallel, distributed, config.vocab_size
         self.stage = build(config, parallel, dtype=dtype, **options).to(device)
         # there is no dropout; in training mode experts refuse tensor parallelism without sequence parallelism
         self.stage.eval()
@@ -164,23 +175,16 @@ class TrainingRank:
 
     def save(self, folder: Path, common: Mapping[str, Any]) -> None:
         """Save model and optimizer as Megatron-LM does by ``--ckpt-format torch_dist``, to a folder that is there."""
-        import multiprocessing
-        import queue
-
         from megatron.core import dist_checkpointing
-        from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-        # its writers are processes that report to a server process; ranks here are daemons, which may start none
-        filesystem_async._results_queue = queue.Queue()
-        multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+        let_it_write()
         weights = self.sharded_state_dict()
         optimizer = self.optimizer.sharded_state_dict(weights, metadata=dict(SHARDING))
         state = {"model": weights, "optimizer": optimizer, **common}
         dist_checkpointing.save(state, str(folder), content_metadata=dict(SHARDING))
 
-    def load(self, folder: Path) -> dict[str, Any]:
-        """Load model and optimizer from such a folder as Megatron-LM does. What it has besides."""
-        from megatron.core import dist_checkpointing
+    def prepare_to_load(self) -> None:
+        """Let Megatron load a checkpoint into the optimizer, which is torch's Adam."""
         from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
         distributed = [
@@ -190,6 +194,12 @@ class TrainingRank:
             _count_steps_by_torch(each)
         if distributed:  # they ask a state that is there for its step count
             self.step(0)
+
+    def load(self, folder: Path) -> dict[str, Any]:
+        """Load model and optimizer from such a folder as Megatron-LM does. What it has besides."""
+        from megatron.core import dist_checkpointing
+
+        self.prepare_to_load()
         sharding = dist_checkpointing.load_content_metadata(str(folder))
         weights = self.sharded_state_dict(sharding)
         optimizer = self.optimizer.sharded_state_dict(weights, is_loading=True, metadata=sharding)
