@@ -148,6 +148,9 @@ def _gathered(engine: Any) -> dict[str, Tensor]:
     from deepspeed.runtime.zero import GatheredParameters
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
+    if hasattr(engine.optimizer, "_hp_optimizer_states_linked"):  # it links them after the step of the first group
+        engine.optimizer._hp_optimizer_states_linked = False
+        engine.optimizer._lazy_init_hp_params_optimizer_state()
     found = {}
     for name, parameter in engine.module.named_parameters():
         with GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):

@@ -233,9 +233,7 @@ class ZeroOptimizer:
             for key, value in values.get("loss_scaler", {}).items():
                 if hasattr(scaler, key):
                     setattr(scaler, key, value)
-            invalidate = getattr(self._optimizer, "invalidate_secondary_tensor", None)
-            if invalidate is not None:
-                invalidate()
+            self._tell()
 
         return ZeroFit([part for each in fitted for part in each.parts], problems, finish)
 
@@ -250,6 +248,14 @@ class ZeroOptimizer:
             [each.name for flat in self._flats if flat.group == number for each in flat.ranges]
             for number in range(len(self._inner.param_groups))
         ]
+
+    def _tell(self) -> None:
+        """Let DeepSpeed drop what it derives from parameters and state, and find these anew."""
+        if hasattr(self._optimizer, "invalidate_secondary_tensor"):
+            self._optimizer.invalidate_secondary_tensor()
+        if hasattr(self._optimizer, "_hp_optimizer_states_linked") and self._inner.state:
+            self._optimizer._hp_optimizer_states_linked = False
+            self._optimizer._lazy_init_hp_params_optimizer_state()
 
     def _scaler(self) -> Any:
         return getattr(self._optimizer, "loss_scaler", None)
