@@ -148,7 +148,8 @@ def _gathered(engine: Any) -> dict[str, Tensor]:
     from deepspeed.runtime.zero import GatheredParameters
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
-    if hasattr(engine.optimizer, "_hp_optimizer_states_linked"):  # it links them after the step of the first group
+    # DeepSpeed finds these after the step of the first group
+    if hasattr(engine.optimizer, "_hp_optimizer_states_linked"):
         engine.optimizer._hp_optimizer_states_linked = False
         engine.optimizer._lazy_init_hp_params_optimizer_state()
     found = {}
