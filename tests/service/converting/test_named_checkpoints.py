@@ -5,11 +5,14 @@ Real ranks over gloo save them by torch's own means, as verl and torchtitan do. 
 
 from __future__ import annotations
 
+import importlib.util
+import io
 import json
 import os
 import pickle
 import shutil
 import warnings
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -245,6 +248,37 @@ def test_the_config_lies_where_verl_writes_it(
     assert "actor" in error.value.fix
 
 
+def _save_by_verl(rank: int, to: str) -> dict[str, Tensor]:
+    from types import SimpleNamespace
+
+    from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
+
+    module = shared(tiny_model(CONFIGS["tied"], seed=5).float(), "fsdp4")
+    optimizer = torch.optim.AdamW(module.parameters())
+    module(torch.arange(8)[None]).logits.sum().backward()
+    optimizer.step()
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    tokenizer = SimpleNamespace(save_pretrained=lambda _: None)
+    manager = FSDPCheckpointManager(module, optimizer, scheduler, tokenizer)
+    manager.save_checkpoint(to, global_step=10)
+    return full_tensors(module)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("verl") is None, reason="verl is not installed")
+def test_what_verl_saves_becomes_the_model_that_torch_gathers(tmp_path: Path) -> None:
+    source = tmp_path / "global_step_10" / "actor"
+    gathered = run_ranks(RANKS, _save_by_verl, str(source))[0]
+    gathered.pop("lm_head.weight")
+    report = convert_folder(source, tmp_path / "hf")
+    _same(load_file(tmp_path / "hf/model.safetensors"), gathered)
+    assert report.left_out == {
+        "copies of other tensors": 1,
+        "extra_state (files)": RANKS,
+        "optim (files)": RANKS,
+    }
+    assert json.loads((tmp_path / "hf/config.json").read_text())["model_type"] == "qwen3"
+
+
 # -- bad input ------------------------------------------------------------------------------------------------------------
 
 
@@ -325,6 +359,23 @@ def test_files_that_are_no_checkpoint_are_refused_and_nothing_is_run(
     with pytest.raises(DataLoss):
         convert_folder(evil, tmp_path / "hf", options)
     assert not Path("was_run").exists()
+
+
+def test_a_tensor_that_claims_more_than_the_files_hold_costs_nothing(
+    saved: tuple[Path, dict[str, dict[str, Tensor]]], tmp_path: Path
+) -> None:
+    source = shutil.copytree(saved[0] / "fsdp4", tmp_path / "vast")
+    path = source / f"model_world_size_{RANKS}_rank_0.pt"
+    # the shape of the embedding, 131 x 64, as the pickle has it
+    with zipfile.ZipFile(io.BytesIO(path.read_bytes())) as archive, zipfile.ZipFile(path, "w") as changed:
+        for name in archive.namelist():
+            content = archive.read(name)
+            if name.endswith("data.pkl"):
+                content = content.replace(b"K\x83K@", b"J\xff\xff\xff\x7fK@")
+            changed.writestr(name, content)
+    with pytest.raises(LayoutError) as error:
+        convert_folder(source, tmp_path / "hf", ConvertOptions(config=saved[0] / "configs/untied"))
+    assert "all files together" in str(error.value.details)
 
 
 def test_ranks_that_disagree_about_a_tensor_are_named(

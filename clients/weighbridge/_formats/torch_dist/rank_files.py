@@ -96,6 +96,13 @@ class _Piece(NamedTuple):
     first: int
 
 
+class _Most(NamedTuple):
+    """What no tensor of a checkpoint can be more than: spread over so many ranks, and of so many bytes."""
+
+    ranks: int
+    nbytes: int
+
+
 def has_rank_files(folder: Path) -> bool:
     """Whether a folder has files of this form."""
     return any(_FILE.fullmatch(path.name) for path in folder.glob("model_world_size_*_rank_*.pt"))
@@ -117,7 +124,9 @@ def read_rank_files(folder: Path) -> TorchDistCheckpoint:
     placed: dict[Shard, Placement] = {}
     sizes: dict[str, int] = {}
     problems: dict[str, str] = {}
-    for file in _files(folder):
+    files = _files(folder)
+    most = _Most(len(files), sum((folder / file).stat().st_size for file in files))
+    for file in files:
         with open_file(folder, file) as (fd, size):
             sizes[file] = size
             try:
@@ -129,7 +138,7 @@ def read_rank_files(folder: Path) -> TorchDistCheckpoint:
                 raise DataLoss(f"{file} in {folder}: {error.message}", fix=error.fix) from error
             for name, value in entries.items():
                 try:
-                    found = _tensor(name, value)
+                    found = _tensor(name, value, most)
                     if found is None:
                         others[name] = None
                         continue
@@ -180,12 +189,12 @@ def _files(folder: Path) -> list[str]:
     return [files[rank] for rank in range(ranks)]
 
 
-def _tensor(name: str, value: Any) -> tuple[TensorSpec, Sequence[_Piece]] | None:
+def _tensor(name: str, value: Any, most: _Most) -> tuple[TensorSpec, Sequence[_Piece]] | None:
     """A tensor of a state dict and the pieces of it that this rank has; None if it is none."""
     if type(value) is not Instance:
         return None
     if value.kind == _PARAMETER:
-        return _tensor(name, _items(value.args, 1)[0])
+        return _tensor(name, _items(value.args, 1)[0], most)
     if value.kind != _FROM_TYPE:
         whole = described(value)
         return _spec(name, whole.dtype, whole.shape), [_Piece(Box.whole(whole.shape), whole, 0)]
@@ -196,8 +205,12 @@ def _tensor(name: str, value: Any) -> tuple[TensorSpec, Sequence[_Piece]] | None
     if type(dtype) is not Named or not are_sizes(shape):
         raise DataLoss("it does not say of which dtype and shape it is")
     spec = _spec(name, dtype.name.removeprefix("torch."), shape)
-    pieces = _of_sharded(state) if kind.name == _SHARDED else _of_dtensor(shape, state)
-    return spec, [piece for piece in pieces if piece.box.volume or not math.prod(shape)]
+    if not spec.nbytes:
+        return spec, []
+    if spec.nbytes > most.nbytes:
+        raise DataLoss(f"it has {spec.nbytes} bytes, and all files together {most.nbytes}")
+    pieces = _of_sharded(state) if kind.name == _SHARDED else _of_dtensor(shape, state, most.ranks)
+    return spec, [piece for piece in pieces if piece.box.volume]
 
 
 def _spec(name: str, dtype: str, shape: tuple[int, ...]) -> TensorSpec:
@@ -235,7 +248,7 @@ def _of_sharded(state: Any) -> Iterator[_Piece]:
 # -- DTensor --------------------------------------------------------------------------------------------------------------
 
 
-def _of_dtensor(shape: tuple[int, ...], state: Any) -> Iterator[_Piece]:
+def _of_dtensor(shape: tuple[int, ...], state: Any, most: int) -> Iterator[_Piece]:
     """The pieces of a DTensor: by its placements and the coordinate of its rank in the mesh."""
     fields = _fields_of(state)
     local = described(fields.get("_local_tensor"))
@@ -261,7 +274,11 @@ def _of_dtensor(shape: tuple[int, ...], state: Any) -> Iterator[_Piece]:
             raise LayoutError(f"it is placed as {kind or 'nothing known'}: its parts have not been added up")
         says = _fields(placement)
         axis, pieces = says.get("dim", -1), says.get("split_factor", 1)
-        if not are_sizes((axis, pieces)) or axis >= len(shape) or rank >= ranks or not pieces:
+        if (
+            not are_sizes((axis, pieces))
+            or axis >= len(shape)
+            or not (rank < ranks <= most and 0 < pieces <= most)
+        ):
             raise DataLoss("a placement of it is not one")
         cuts[axis].append(Cut(ranks, rank, pieces))
     runs = [runs_after(length, tuple(each)) for length, each in zip(shape, cuts, strict=True)]
