@@ -109,8 +109,8 @@ class MegatronLM:
 
     def load(self) -> int:
         """Load what ``--load`` names as its training loop does; the iteration."""
-        self._training.prepare_to_load()
-        iteration, _ = self._checkpointing.load_checkpoint(
-            [self._training.model], self._training.optimizer, self.scheduler
-        )
+        with self._training.loading():
+            iteration, _ = self._checkpointing.load_checkpoint(
+                [self._training.model], self._training.optimizer, self.scheduler
+            )
         return int(iteration)

@@ -6,7 +6,8 @@ with ``device="cuda"``, and ``Tensor.type()`` is compared with the types of CUDA
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -67,6 +68,13 @@ def let_it_write() -> None:
 
     filesystem_async._results_queue = queue.Queue()
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+
+
+def _take_steps_of_groups(optimizer: torch.optim.Optimizer) -> None:
+    """Let torch's Adam take the steps that Megatron has loaded to where Transformer Engine's and Apex's count them: each parameter by a tensor of its own."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            optimizer.state[parameter]["step"] = torch.tensor(float(group["step"]))
 
 
 class TrainingRank:
@@ -183,8 +191,9 @@ class TrainingRank:
         state = {"model": weights, "optimizer": optimizer, **common}
         dist_checkpointing.save(state, str(folder), content_metadata=dict(SHARDING))
 
-    def prepare_to_load(self) -> None:
-        """Let Megatron load a checkpoint into the optimizer, which is torch's Adam."""
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Let Megatron load a checkpoint into the optimizer meanwhile, which is torch's Adam."""
         from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
         distributed = [
@@ -194,20 +203,23 @@ class TrainingRank:
             _count_steps_by_torch(each)
         if distributed:  # they ask a state that is there for its step count
             self.step(0)
+        yield
+        for each in distributed:
+            _take_steps_of_groups(each.optimizer)
 
     def load(self, folder: Path) -> dict[str, Any]:
         """Load model and optimizer from such a folder as Megatron-LM does. What it has besides."""
         from megatron.core import dist_checkpointing
 
-        self.prepare_to_load()
-        sharding = dist_checkpointing.load_content_metadata(str(folder))
-        weights = self.sharded_state_dict(sharding)
-        optimizer = self.optimizer.sharded_state_dict(weights, is_loading=True, metadata=sharding)
-        loaded: dict[str, Any] = dist_checkpointing.load(
-            {"model": weights, "optimizer": optimizer}, str(folder)
-        )
-        self.model.load_state_dict(loaded.pop("model"))
-        self.optimizer.load_state_dict(loaded.pop("optimizer"))
+        with self.loading():
+            sharding = dist_checkpointing.load_content_metadata(str(folder))
+            weights = self.sharded_state_dict(sharding)
+            optimizer = self.optimizer.sharded_state_dict(weights, is_loading=True, metadata=sharding)
+            loaded: dict[str, Any] = dist_checkpointing.load(
+                {"model": weights, "optimizer": optimizer}, str(folder)
+            )
+            self.model.load_state_dict(loaded.pop("model"))
+            self.optimizer.load_state_dict(loaded.pop("optimizer"))
         return loaded
 
 
