@@ -308,6 +308,9 @@ class _MegatronCalls:
 
     def close(self) -> None:
         self._queue.close()
+        for child in multiprocessing.active_children():  # the server of a queue, which Megatron-core leaves
+            child.terminate()
+            child.join()
 
 
 def _local(tensor: Tensor) -> Tensor:
