@@ -42,10 +42,12 @@ from weighbridge import (
     LayoutError,
     NotFound,
     RandomStates,
+    Retention,
     Shard,
     TensorSpace,
     TensorSpec,
     TrainerClient,
+    Unavailable,
     VersionFailed,
     VersionState,
     WeighbridgeError,
@@ -54,6 +56,7 @@ from weighbridge._core import dtypes
 from weighbridge._core.references import training_of
 from weighbridge._formats.push_sources import CastingSource
 from weighbridge_demo.ranks import RankError
+from weighbridge_storage.documents.names import MANIFEST_FILE
 
 MODEL = "acme/smol"
 TRAINING = training_of(MODEL)
@@ -492,6 +495,41 @@ def test_a_restore_that_breaks_off_says_what_has_become_of_the_rank_and_can_be_m
         assert torch.equal(module.weight, expected)
 
 
+def test_a_state_that_is_half_collected_is_told_as_deleted_and_weights_and_newer_states_stay_usable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, files = tmp_path / "store", "*.safetensors*"
+    with running_service(folder, grace_seconds=0.2) as service, TrainerClient(service.address) as client:
+        register(service, layers(1), tmp_path / "hf")
+        for step in (1, 2):
+            pushed_by(service, 1, step)
+            for name in (MODEL, TRAINING):
+                client.wait_for(name, step, VersionState.DURABLE, timeout=60)
+        client.set_retention(TRAINING, Retention(keep_last=1))
+        [state] = folder.glob("training/acme/smol/versions/*1")
+        store = service.service.catalog.store
+        delete = store.delete
+
+        def cut_off(key: str) -> None:
+            """What comes after the manifest, without which a folder is no version, stays."""
+            if not (state / MANIFEST_FILE).exists():
+                raise Unavailable("the store is away")
+            delete(key)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(store, "delete", cut_off)
+            eventually(lambda: client.collect(TRAINING).problems)
+        assert list(state.glob(files))
+    with running_service(folder, grace_seconds=0.2) as service, TrainerClient(service.address) as client:
+        module = layers(1)
+        with pytest.raises(NotFound, match=f"{TRAINING}@1"):
+            client.restore_state_dict(MODEL, module, optimizer=adamw(module), version=1)
+        assert client.restore_state_dict(MODEL, module, optimizer=adamw(module)).step == 2
+        assert client.restore_state_dict(MODEL, module, version=1).step == 1
+        pushed_by(service, 1, 3)
+        eventually(lambda: client.collect(TRAINING) and not state.exists())
+
+
 def test_a_version_without_a_ranks_blob_is_refused_by_the_name_of_that(
     service: RunningService, tmp_path: Path
 ) -> None:
@@ -526,6 +564,7 @@ def test_a_manager_begins_anew_without_a_state_and_saves_a_step_again_in_another
         register(service, module, tmp_path / "hf")
         client.push_state_dict(MODEL, module, step=1).wait(timeout=60)
         assert checkpoints.latest() is None
+        assert checkpoints.find(1) is None
         assert checkpoints.restore() is None
         checkpoints.save(2)
         saved = checkpoints.wait(timeout=60)
@@ -538,5 +577,30 @@ def test_a_manager_begins_anew_without_a_state_and_saves_a_step_again_in_another
         handle = again.save(2)
         repeated = again.wait(timeout=60)
         assert (repeated.step, repeated.number) == (2, handle.number) == (2, saved.number + 1)
-        assert again.latest() == repeated
+        assert again.latest() == again.find(2) == repeated
+        assert again.find(1) is None
         assert again.restore(saved.number) == saved
+
+
+class Unsayable:
+    """A version whose name cannot be said."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("it has no name")
+
+
+def _restoring_what_cannot_be_said(rank: int, address: str) -> str:
+    module = layers(1)
+    with TrainerClient(address) as client:
+        checkpoints = CheckpointManager(client, MODEL, module, adamw(module))
+        with pytest.raises(WeighbridgeError) as error:
+            checkpoints.restore(Unsayable() if rank == 0 else "latest")  # type: ignore[arg-type]
+    return str(error.value)
+
+
+def test_all_ranks_are_told_of_whatever_keeps_rank_0_from_finding_a_state(
+    service: RunningService, tmp_path: Path
+) -> None:
+    register(service, layers(1), tmp_path / "hf")
+    told = run_ranks(2, _restoring_what_cannot_be_said, service.address, timeout=60)
+    assert told == [f"rank 0 cannot find a training state of {MODEL}: RuntimeError('it has no name')"] * 2

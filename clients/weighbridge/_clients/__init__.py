@@ -13,8 +13,7 @@ May import: all private folders below it, not `_lazy`, `_cli`, `aio`, `follow` o
 - `calls`: what is asked of the service, and what the answers mean, as steps without I/O.
 - `pushing`: the run of a push.
 - `rank_stream`: the stream of a rank's bytes, resumed where it breaks.
-- `copying`: when shards are copied out of the trainer's tensors.
-- `delivery`: shards on their way, by memory that is lent and by gRPC.
+- `copying`: how shards are copied out of the trainer's tensors, and where to.
 - `push_options`: what a trainer says of a version beside its weights.
 - `push_handle`: its progress and cost.
 - `push_routes`: which part of a push goes to which replica.

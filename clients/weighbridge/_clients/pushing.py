@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from weighbridge._clients.calls import push_calls, version_calls
 from weighbridge._clients.connection import Connection
 from weighbridge._clients.copying.copies import Copying
-from weighbridge._clients.delivery import Delivery, copy_out, lend, take_passing
+from weighbridge._clients.copying.delivery import Delivery, copy_out, lend, take_passing
 from weighbridge._clients.push_handle import PushHandle, PushReport
 from weighbridge._clients.push_options import check_heard
 from weighbridge._clients.push_routes import routes_of

@@ -176,7 +176,7 @@ class Catalog:
             FailedPrecondition: versions of the part of a model of this name that was deleted are still being received.
         """
         of = self.head(name.model)
-        if self._registered(name) is None:
+        if self._registered(name, of) is None:
             now_ms = unix_ms()
             self.heads.update(name, lambda head: (with_part(name, head, of, now_ms), None), create=True)
         return of
@@ -260,12 +260,13 @@ class Catalog:
             )
         return found
 
-    def _registered(self, name: ModelName) -> History | None:
-        """What the store says of a model; None if it was never registered to the end, or deleted."""
+    def _registered(self, name: ModelName, of: Head | None = None) -> History | None:
+        """What the store says of a model; None if it was never registered to the end, or deleted. Of a part, of which model may be known."""
         found = self.heads.history(name)
         if name.part and found is not None:
-            of = self.heads.history(name.model)
-            found = found if of is not None and is_part_of(found.head, of.head) else None
+            if of is None and (model := self.heads.read(name.model)) is not None:
+                of = model[0]
+            found = found if of is not None and is_part_of(found.head, of) else None
         self.snapshots.forget_deleted(name, None if found is None else found.head)
         return found
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from tests.support.services import RunningService, running_service
+from tests.support.waiting import eventually
 from weighbridge import (
     CheckpointManager,
     InvalidArgument,
@@ -179,6 +180,8 @@ def test_a_rank_that_is_refused_before_it_opens_anything_is_not_waited_for_with_
             each.result().wait(timeout=60)
         begun = time.monotonic()
         fine = pool.submit(push, first, 0, 2, 1)
+        states = partial(second.versions, f"{MODEL}:training", include_invisible=True)
+        eventually(lambda: any(each.step == 2 for each in states()))
         with pytest.raises(InvalidArgument, match="a builtins"):
             push(second, 1, 2, object())
         with pytest.raises(VersionFailed, match="a builtins"):
