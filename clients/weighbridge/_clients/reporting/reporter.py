@@ -6,6 +6,7 @@ import logging
 import random
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
 
@@ -37,11 +38,18 @@ class EngineReporter:
     Args:
         connection: to the service, closed in the end.
         facts: of the engine, as it begins.
+        listener: is told how the engine stands, in the reporter's thread: before and after each report, and so at once.
     """
 
-    def __init__(self, connection: Connection, facts: EngineFacts) -> None:
+    def __init__(
+        self,
+        connection: Connection,
+        facts: EngineFacts,
+        listener: Callable[[AgentStatus], None] = lambda _status: None,
+    ) -> None:
         now_s = time.monotonic()
         self._connection = connection
+        self._listener = listener
         self._lock = threading.Lock()
         self._said = Said(facts, now_s, now_s)
         self._contact = Contact()
@@ -85,7 +93,9 @@ class EngineReporter:
             self._wake.clear()
             last = self._closing
             try:
+                self._listener(self.status)
                 pause = self._report()
+                self._listener(self.status)
             except Exception:  # the engine goes on, and so do its reports
                 log.exception("reporting what the engine serves failed")
                 pause = _REFUSED_SECONDS
