@@ -153,8 +153,9 @@ def _engine(
     mode: Any = modes[pause_mode]
     if kind == "sglang":
         url = url or "http://127.0.0.1:30000"
-        return SglangServer(url, server, model, api_key=engine_key, lane=lane, pause_mode=mode)
-    return VllmServer(url or "http://127.0.0.1:8000", model, server, lane=lane, pause_mode=mode)
+        return SglangServer(url, server, model, api_key=engine_key, lane=lane, pause_mode=mode, reported=True)
+    url = url or "http://127.0.0.1:8000"
+    return VllmServer(url, model, server, lane=lane, pause_mode=mode, reported=True)
 
 
 def _line(done: Followed) -> str:

@@ -242,6 +242,7 @@ class EngineClient(Client):
         ref: str = "",
         version: int = 0,
         listener: Callable[[AgentStatus], None] = lambda _status: None,
+        delay: float = 0.0,
     ) -> EngineReporter:
         """Report to the service what an engine serves, until that is closed; see `EngineReporter`.
 
@@ -254,6 +255,7 @@ class EngineClient(Client):
             ref: that it follows; empty if it follows none.
             version: that it serves; 0 if none.
             listener: is told how it stands before and after each report, in the thread that reports.
+            delay: seconds before the first report; if the reporter ends before, nothing is reported.
         """
         facts = replace(first_facts(model, kind, address, ref), version=version)
-        return EngineReporter(self._connection.another(), facts, listener)
+        return EngineReporter(self._connection.another(), facts, listener, delay)
