@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from pathlib import Path
@@ -20,6 +22,7 @@ from tests.support.waiting import eventually
 from weighbridge import Engine, EngineClient, TrainerClient, WeighbridgeError
 from weighbridge._cli import commands
 from weighbridge._cli.following import _line
+from weighbridge._clients.calls.engine_calls import REPORT_SECONDS
 from weighbridge.follow.agent import Followed, Follower
 from weighbridge.follow.engines import Prepared, Serving
 
@@ -193,3 +196,17 @@ def test_a_line_says_how_far_behind_an_engine_is_that_failed() -> None:
     assert (
         _line(failed) == f"{MODEL}@18: failed, and the engine serves version 16, 2 versions behind: made up"
     )
+
+
+def test_a_service_that_takes_reports_and_answers_none_delays_no_update(client: EngineClient) -> None:
+    engine = Recording(Serving(None))
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        host, port = silent.getsockname()
+        with EngineClient(f"{host}:{port}") as nobody:
+            reporter = nobody.report_engine(MODEL, kind="mine", ref="latest")
+            follower = Follower(client, MODEL, engine, reporter=reporter)
+            begun = time.monotonic()
+            assert [follower.take_to(1).error for _ in range(20)] == [""] * 20
+            assert time.monotonic() - begun < REPORT_SECONDS, "less than one report takes to fail"
+            reporter.close()
+            assert time.monotonic() - begun < 2 * REPORT_SECONDS
