@@ -175,9 +175,9 @@ def _line(done: Followed) -> str:
 @click.argument("model", required=False)
 @client_options
 def engines_command(model: str | None, server: str, as_json: bool) -> None:
-    """Show the engines that serve versions of MODEL, or of all models, as their agents report.
+    """Show what engines serve, and how far behind they are.
 
-    An engine is stale when its agent was not heard for three reports (15 s), and gone after a minute. What engines serve that are not gone
+    Those of MODEL, or of all models, as their agents report. An engine is stale when its agent was not heard for three reports (15 s), and gone after a minute. What engines serve that are not gone
     is kept, whatever the retention says.
     """
     from weighbridge._clients.client import Client
