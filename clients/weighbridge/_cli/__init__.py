@@ -12,6 +12,7 @@ comes at once.
 - `gating`: which versions are held and which refs are protected, and approval.
 - `signing`: signatures of versions.
 - `removing`: deletion of versions and models, pushes that are given up.
+- `showing`: what happens, as it is shown to people: differences between versions.
 - `following`: an agent beside a running engine.
 - `relaying`: step folders between machines.
 - `serving`: the service, and the demonstration.
@@ -50,6 +51,7 @@ _MODULE_OF = {
     "models": "looking",
     "versions": "looking",
     "show": "looking",
+    "diff": "showing.comparing",
     "tag": "tagging",
     "watch": "looking",
     "follow": "following",
