@@ -12,7 +12,7 @@ comes at once.
 - `gating`: which versions are held and which refs are protected, and approval.
 - `signing`: signatures of versions.
 - `removing`: deletion of versions and models, pushes that are given up.
-- `showing`: what happens, as it is shown to people: differences between versions.
+- `showing`: what happens, as people are shown it: differences between versions, completion in shells.
 - `following`: an agent beside a running engine.
 - `relaying`: step folders between machines.
 - `serving`: the service, and the demonstration.
@@ -70,6 +70,7 @@ _MODULE_OF = {
     "fsck": "maintaining",
     "migrate": "maintaining",
     "doctor": "examining",
+    "completion": "showing.completing",
     "demo": "serving",
 }
 _INTERRUPTED = 130
@@ -123,6 +124,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: 0; 1 if the command failed; 2 if it was misspelt; 130 if it was interrupted.
     """
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what its C core prints besides, our errors say
+    if "_WEIGHBRIDGE_COMPLETE" in os.environ:
+        from weighbridge._cli.showing import completing
+
+        completing.register()
     arguments = sys.argv[1:] if argv is None else list(argv)
     try:
         code = _run(arguments)

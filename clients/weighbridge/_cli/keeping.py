@@ -9,6 +9,7 @@ import click
 from weighbridge._cli.output import print_json, print_table, readable_time
 from weighbridge._cli.parsing import WholeNumber, duration
 from weighbridge._cli.running import RETRY_SECONDS, Command, client_options
+from weighbridge._cli.showing import completing
 from weighbridge._core.resources import Retention
 from weighbridge._core.text.counts import counted
 from weighbridge._core.text.sizes import readable_size
@@ -27,7 +28,7 @@ def _connect(server: str) -> Client:
 
 
 @click.command("retention", cls=Command)
-@click.argument("model")
+@click.argument("model", shell_complete=completing.models)
 @click.option("--keep-last", type=WholeNumber(min=1), metavar="N", help="Keep the newest N versions.")
 @click.option(
     "--keep-every",
@@ -89,7 +90,7 @@ def _time_text(seconds: int) -> str:
 
 
 @click.command("collect", cls=Command)
-@click.argument("model")
+@click.argument("model", shell_complete=completing.models)
 @click.option("--dry-run", is_flag=True, help="Only say what would be done.")
 @client_options
 @click.pass_context
@@ -141,7 +142,7 @@ def _why_it_waits(until_ms: int, readers: int) -> str:
 
 
 @click.command("warm", cls=Command)
-@click.argument("model")
+@click.argument("model", shell_complete=completing.models)
 @client_options
 @click.pass_context
 def warm_command(ctx: click.Context, model: str, server: str, as_json: bool) -> None:

@@ -13,6 +13,7 @@ from weighbridge.errors import FailedPrecondition, WeighbridgeError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+DEFAULT_SERVER = "127.0.0.1:50051"
 RETRY_SECONDS = 5.0
 """How long a command tries to reach the service: someone is waiting for the answer."""
 
@@ -43,7 +44,7 @@ def client_options(function: F) -> F:
         "--server",
         envvar="WEIGHBRIDGE_SERVER",
         metavar="HOST:PORT[,...]",
-        default="127.0.0.1:50051",
+        default=DEFAULT_SERVER,
         show_default=True,
         show_envvar=True,
         help="The service's gRPC address, or those of its replicas.",

@@ -12,6 +12,7 @@ import click
 from weighbridge._cli.output import print_json, print_table, progress_bar
 from weighbridge._cli.parsing import WholeNumber
 from weighbridge._cli.running import RETRY_SECONDS, Command, client_options
+from weighbridge._cli.showing import completing
 from weighbridge._core.references import Reference, parse_reference
 from weighbridge._core.text.counts import counted
 from weighbridge._core.text.extras import needs_extra
@@ -28,7 +29,13 @@ _TOP = 20
 
 
 @click.command("diff", cls=Command)
-@click.argument("named", nargs=-1, required=True, metavar="MODEL VERSION VERSION | SIDE SIDE")
+@click.argument(
+    "named",
+    nargs=-1,
+    required=True,
+    metavar="MODEL VERSION VERSION | SIDE SIDE",
+    shell_complete=completing.sides,
+)
 @click.option(
     "--top",
     type=WholeNumber(min=0),
@@ -45,7 +52,7 @@ _TOP = 20
 def diff_command(
     named: tuple[str, ...], top: int | None, plot: Path | None, server: str, as_json: bool
 ) -> None:
-    """Say which elements of the weights have changed between two versions, and how far.
+    """Say which elements have changed between two versions.
 
     VERSION is a number or a ref: `weighbridge diff acme/smol 16 17`. SIDE is MODEL@VERSION or a Hugging Face folder, in any
     combination. Training states are compared like weights: `weighbridge diff acme/smol:training 16 17`.
