@@ -68,14 +68,16 @@ def _e4m3() -> NDArray[np.float64]:
     """Values of all patterns of FP8 E4M3 (OCP 8-bit Floating Point Specification 1.0): bias 7, no infinity, one NaN of either sign."""
     codes = np.arange(256)
     exponents, mantissas = codes >> 3 & 15, codes & 7
-    magnitudes = np.ldexp(np.where(exponents == 0, mantissas, mantissas + 8), np.maximum(exponents, 1) - 10)
+    magnitudes: NDArray[np.float64] = np.ldexp(
+        np.where(exponents == 0, mantissas, mantissas + 8), np.maximum(exponents, 1) - 10
+    )
     magnitudes[codes & 0x7F == 0x7F] = np.nan
     return np.where(codes & 0x80, -magnitudes, magnitudes)
 
 
 def _e8m0() -> NDArray[np.float64]:
     """Values of all patterns of E8M0 (OCP Microscaling Formats 1.0): powers of two, and one NaN."""
-    values = np.ldexp(1.0, np.arange(256) - 127)
+    values: NDArray[np.float64] = np.ldexp(1.0, np.arange(256) - 127)
     values[255] = np.nan
     return values
 

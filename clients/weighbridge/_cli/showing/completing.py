@@ -106,7 +106,7 @@ def before_break(word: str, breaks: str) -> str:
 
 def models(ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem[str]]:
     """Offers of an argument ``MODEL``."""
-    found = _ask(ctx, lambda client: client.models(), ())
+    found = _ask(ctx, lambda client: client.models()) or []
     return [
         CompletionItem(model.name, help=model.model_type or None)
         for model in found
@@ -116,12 +116,12 @@ def models(ctx: click.Context, _param: click.Parameter, incomplete: str) -> list
 
 def references(ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem[str]]:
     """Offers of an argument ``MODEL@VERSION``: models, and of one that is meant refs and the newest versions."""
-    return _ask(ctx, lambda client: _references(client, incomplete), [])
+    return _ask(ctx, lambda client: _references(client, incomplete)) or []
 
 
 def numbers(ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem[str]]:
     """Offers of an argument ``MODEL@NUMBER``: no refs, but versions that are being received."""
-    return _ask(ctx, lambda client: _references(client, incomplete, by_number=True), [])
+    return _ask(ctx, lambda client: _references(client, incomplete, by_number=True)) or []
 
 
 def refs(ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem[str]]:
@@ -130,10 +130,10 @@ def refs(ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[C
     named = (
         ctx.params.get("model") or getattr(ctx.params.get("reference"), "model", "") or "".join(ctx.args[:1])
     )
-    found = _ask(ctx, lambda client: client.refs(named), {}) if named else {}
+    found = _ask(ctx, lambda client: client.refs(named)) if named else None
     return [
         CompletionItem(ref, help=f"version {number}")
-        for ref, number in sorted(found.items())
+        for ref, number in sorted((found or {}).items())
         if ref.startswith(incomplete)
     ]
 
@@ -143,7 +143,7 @@ def sides(ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[
     before = ctx.params.get("named") or ()
     if before and "@" not in before[0] and not os.path.isdir(before[0]):  # of what was typed
         model = before[0]
-        offered = _ask(ctx, lambda client: _versions_of(client, model), [])
+        offered = _ask(ctx, lambda client: _versions_of(client, model)) or []
         return [item for item in offered if item.value.startswith(incomplete)]
     plain = [] if before else models(ctx, _param, incomplete)
     return [*plain, *references(ctx, _param, incomplete), CompletionItem(incomplete, type="dir")]
@@ -180,8 +180,8 @@ def offered_versions(refs: dict[str, int], listed: Iterable[Version]) -> list[Co
     ]
 
 
-def _ask(ctx: click.Context, question: Callable[[Client], T], otherwise: T) -> T:
-    """What a service answers in time; otherwise something else. Whoever types waits for it, and no error helps them."""
+def _ask(ctx: click.Context, question: Callable[[Client], T]) -> T | None:
+    """What a service answers in time. Whoever types waits for it, and no error helps them."""
     found: list[T] = []
 
     def ask() -> None:
@@ -196,7 +196,7 @@ def _ask(ctx: click.Context, question: Callable[[Client], T], otherwise: T) -> T
     asking = threading.Thread(target=ask, daemon=True)
     asking.start()
     asking.join(_SECONDS)
-    return found[0] if found else otherwise
+    return found[0] if found else None
 
 
 def _server(ctx: click.Context) -> str:
