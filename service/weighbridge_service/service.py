@@ -21,6 +21,9 @@ from weighbridge_service.catalog.head_versions import approved_since
 from weighbridge_service.catalog.refs import Refs
 from weighbridge_service.catalog.signatures import Signatures
 from weighbridge_service.catalog.stored_bytes import StoredBytes
+from weighbridge_service.engines.entries import Leases
+from weighbridge_service.engines.known_engines import KnownEngines
+from weighbridge_service.engines.registry import EngineRegistry
 from weighbridge_service.plan.declarations import Home
 from weighbridge_service.pull.serving import Serving
 from weighbridge_service.push.effect_runner import Facilities
@@ -91,6 +94,7 @@ class Weighbridge:
         gates: which versions are held.
         refs: changes of refs.
         signatures: who has signed which version.
+        engines: which engines serve versions, as their agents report.
         images: where versions are put together.
         memory_budget: how much memory these may take.
         mappings: which processes of this machine have them mapped.
@@ -196,6 +200,7 @@ class Weighbridge:
         self.gates = Gates(self.catalog, registry.approved)
         self.refs = Refs(self.catalog, self.access.named)
         self.signatures = Signatures(self.catalog)
+        self.engines = KnownEngines(self.catalog, EngineRegistry(Leases(config.report_every)))
         self.collecting = Collecting(self.catalog, config.collect_every, self._on_collected)
 
     def _on_collected(self, name: ModelName, history: History) -> None:

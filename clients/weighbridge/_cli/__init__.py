@@ -13,7 +13,7 @@ comes at once.
 - `signing`: signatures of versions.
 - `removing`: deletion of versions and models, pushes that are given up.
 - `showing`: what happens, as people are shown it: differences between versions, completion in shells.
-- `following`: an agent beside a running engine.
+- `following`: an agent beside a running engine, and the engines whose agents report.
 - `relaying`: step folders between machines.
 - `serving`: the service, and the demonstration.
 - `identifying`: new tokens.
@@ -55,6 +55,7 @@ _MODULE_OF = {
     "tag": "tagging",
     "watch": "looking",
     "follow": "following",
+    "engines": "following",
     "relay": "relaying",
     "verify": "looking",
     "approve": "gating",
