@@ -18,6 +18,7 @@ comes at once.
 - `serving`: the service, and the demonstration.
 - `identifying`: new tokens.
 - `examining`: doctor.
+- `doctor`: what it looks at, and what it makes of that.
 - `maintaining`: fsck and migration of a store.
 - `converting`: conversion of folders.
 - `rank_files`: files of one rank's slices.

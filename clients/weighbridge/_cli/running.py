@@ -9,11 +9,11 @@ from typing import Any, TypeVar
 import click
 
 from weighbridge._cli.output import print_error
+from weighbridge._transport.addresses import DEFAULT_SERVER
 from weighbridge.errors import FailedPrecondition, WeighbridgeError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-DEFAULT_SERVER = "127.0.0.1:50051"
 RETRY_SECONDS = 5.0
 """How long a command tries to reach the service: someone is waiting for the answer."""
 

@@ -19,8 +19,8 @@ from click.shell_completion import (
     split_arg_string,
 )
 
-from weighbridge._cli.running import DEFAULT_SERVER, Command
-from weighbridge._transport.addresses import SERVER_VARIABLE
+from weighbridge._cli.running import Command
+from weighbridge._transport.addresses import DEFAULT_SERVER, SERVER_VARIABLE
 
 if TYPE_CHECKING:
     from weighbridge._clients.client import Client
