@@ -12,7 +12,7 @@ comes at once.
 - `gating`: which versions are held and which refs are protected, and approval.
 - `signing`: signatures of versions.
 - `removing`: deletion of versions and models, pushes that are given up.
-- `showing`: what happens, as people are shown it: differences between versions, completion in shells.
+- `showing`: what happens, as people are shown it: differences between versions, a service at work, completion in shells.
 - `following`: an agent beside a running engine, and the engines whose agents report.
 - `relaying`: step folders between machines.
 - `serving`: the service, and the demonstration.
@@ -55,6 +55,7 @@ _MODULE_OF = {
     "diff": "showing.comparing",
     "tag": "tagging",
     "watch": "looking",
+    "top": "showing.top",
     "follow": "following",
     "engines": "following",
     "relay": "relaying",

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
-import pty
-import select
 import shutil
 import socket
-import subprocess
 import sys
-import termios
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +17,7 @@ import torch
 from click.testing import CliRunner
 
 from tests.support.services import RunningService, running_service
+from tests.support.terminals import Terminal
 from weighbridge import TrainerClient, Version, VersionState
 from weighbridge._cli import commands
 from weighbridge._cli.showing.completing import before_break, models, offered_versions
@@ -60,41 +56,17 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningService
         yield running
 
 
-class Terminal:
-    """A shell at a terminal of its own, in which the script of completion is loaded."""
+class Shell(Terminal):
+    """A shell in which the script of completion is loaded."""
 
     def __init__(self, shell: str, server: str, home: Path) -> None:
-        self.master, slave = pty.openpty()
-        kept = {name: os.environ[name] for name in ("LANG", "LC_ALL") if name in os.environ}
-        self.process = subprocess.Popen(
-            [shell, *LINES[shell]],
-            stdin=slave,
-            stdout=slave,
-            stderr=slave,
-            start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # fish wants a terminal to control
-            env={
-                **kept,
-                "PATH": f"{BIN}:{os.environ['PATH']}",
-                "HOME": str(home),
-                "TERM": "xterm",
-                "WEIGHBRIDGE_SERVER": server,
-            },
-        )
-        os.close(slave)
-        self.shown = ""
+        environment = {
+            "PATH": f"{BIN}:{os.environ['PATH']}",
+            "HOME": str(home),
+            "WEIGHBRIDGE_SERVER": server,
+        }
+        super().__init__([shell, *LINES[shell]], environment)
         self.said(f"{PREPARED[shell]}; echo pre''pared\n", "prepared")
-
-    def said(self, typed: str, wanted: str, seconds: float = 60) -> str:
-        """Type something, and wait until something is shown; gives what was shown since."""
-        self.shown = ""
-        os.write(self.master, typed.encode())
-        end = time.monotonic() + seconds
-        while wanted not in self.shown:
-            assert time.monotonic() < end, self.shown
-            if select.select([self.master], [], [], 0.2)[0]:
-                self.shown += os.read(self.master, 65536).decode(errors="replace")
-        return self.shown
 
     def completed(self, typed: str) -> str:
         """The line that is there after Tab."""
@@ -103,20 +75,6 @@ class Terminal:
         while "begin: " not in shown:
             shown += self.said("", "\n")
         return shown.rpartition("begin: ")[2].partition(" :end")[0].strip()
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        os.close(self.master)
-
-
-@contextmanager
-def terminal(shell: str, server: str, home: Path) -> Iterator[Terminal]:
-    opened = Terminal(shell, server, home)
-    try:
-        yield opened
-    finally:
-        opened.close()
 
 
 @pytest.mark.parametrize("shell", SHELLS)
@@ -136,7 +94,7 @@ def test_commands_models_versions_and_refs_are_completed(
         "weighbridge serve --memory-bud": "weighbridge serve --memory-budget",
         f"weighbridge tag {MODEL}@2 pr": f"weighbridge tag {MODEL}@2 prod",
     }
-    with terminal(shell, service.address, tmp_path) as opened:
+    with Shell(shell, service.address, tmp_path) as opened:
         assert {line: opened.completed(line) for line in lines} == lines
 
 
@@ -151,7 +109,7 @@ def silent_server() -> Iterator[str]:
 def test_without_an_answer_nothing_is_offered_and_nothing_said(tmp_path: Path, shell: str) -> None:
     with silent_server() as silent:
         for server in ("127.0.0.1:1", silent):
-            with terminal(shell, server, tmp_path) as opened:
+            with Shell(shell, server, tmp_path) as opened:
                 typed = "weighbridge show acme/ti"
                 assert opened.completed(typed) == typed
                 assert "rror" not in opened.shown
