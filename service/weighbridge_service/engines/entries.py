@@ -26,6 +26,10 @@ _SLACK_MS = 2000
 """By how much the beginning of a state may differ from report to report: they take different times on their way."""
 
 
+_MOST_NAMED = 16
+"""Engines that are named where a version is kept for them."""
+
+
 @dataclass(frozen=True, slots=True)
 class Leases:
     """How long what an agent has told counts.
@@ -68,6 +72,21 @@ class Owner:
     def quota(self) -> str:
         """Whose engines are counted together."""
         return self.identity or self.host
+
+
+@dataclass(frozen=True, slots=True)
+class ToldEngine:
+    """A report that another replica has heard.
+
+    Attributes:
+        owner: whose agent it is by.
+        report: what it says.
+        age_s: how long ago it was heard, in seconds.
+    """
+
+    owner: Owner
+    report: EngineReport
+    age_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,10 +221,19 @@ def standing(entry: Entry, named: int, now_s: float, leases: Leases) -> str:
 
 
 def served(entries: Iterable[Entry], now_s: float, leases: Leases) -> dict[int, tuple[str, ...]]:
-    """The versions that engines of one model serve or are being taken to, by number, and which engines these are, for people."""
+    """The versions that engines of one model serve or are being taken to, by number, and which engines these are, for people.
+
+    What another replica has told counts until it would be forgotten: if that one is cut off, its engines serve all the same.
+    """
     found: dict[int, list[str]] = {}
     for entry in entries:
-        if not entry.is_gone(now_s, leases):
+        last_s = leases.gone_s if entry.here else leases.forgotten_s
+        if not entry.report.ended and now_s - entry.heard_s < last_s:
             for number in {entry.report.version, entry.report.target} - {0}:
                 found.setdefault(number, []).append(entry.report.label)
-    return {number: tuple(sorted(labels)) for number, labels in sorted(found.items())}
+    return {number: _named(labels) for number, labels in sorted(found.items())}
+
+
+def _named(labels: list[str]) -> tuple[str, ...]:
+    named, more = sorted(labels)[:_MOST_NAMED], len(labels) - _MOST_NAMED
+    return (*named, f"{more} more") if more > 0 else tuple(named)

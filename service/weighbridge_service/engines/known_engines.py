@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
 
 from weighbridge._core.engines.facts import MOST_BEHIND, Engine, EngineReport
@@ -10,11 +11,13 @@ from weighbridge_service.catalog.catalog import AWAY, Catalog
 from weighbridge_service.catalog.changes import Changes
 from weighbridge_service.catalog.head_versions import refs_of
 from weighbridge_service.catalog.snapshots import VersionSnapshot
-from weighbridge_service.engines.entries import Entry, Owner, RefView, served, shown
+from weighbridge_service.engines.entries import Entry, Owner, RefView, ToldEngine, served, shown
 from weighbridge_service.engines.registry import EngineRegistry
 from weighbridge_service.engines.reports import checked_report
 from weighbridge_storage.documents.names import ModelName
 from weighbridge_storage.head.history import History
+
+log = logging.getLogger(__name__)
 
 _FRESH_SECONDS = 1.0
 """Age of a head that is not read again for a report: those who watch a model's refs read it more often."""
@@ -57,6 +60,20 @@ class KnownEngines:
         if news:
             self.changes.notify(name)
         return self._shown([entry], refs)[0]
+
+    def heard(self, told: Iterable[ToldEngine]) -> None:
+        """Take note of what another replica has heard. What cannot be kept is passed over: that one has said so to the agent, or will list it."""
+        for each in told:
+            if not 0.0 <= each.age_s < self.registry.leases.forgotten_s:
+                continue
+            try:
+                report = checked_report(each.report)
+                _, news = self.registry.take(each.owner, report, age_s=each.age_s, here=False)
+            except WeighbridgeError as error:
+                log.info("an engine that another replica tells of is passed over: %s", error.message)
+                continue
+            if news:
+                self.changes.notify(ModelName.parse(report.model))
 
     def listed(self, model: str = "", sees: Callable[[str], bool] = lambda _model: True) -> list[Engine]:
         """The engines of a model, or of all models that are seen, by model, address and id.

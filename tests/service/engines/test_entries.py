@@ -115,3 +115,17 @@ def test_a_clock_that_is_set_back_ends_no_lease_and_is_followed() -> None:
     )
     assert standing(after, 16, 1006.0, LEASES) == "current"
     assert after.since_ms == ms(960) - 3_600_000
+
+
+def test_what_another_replica_told_is_kept_while_that_one_may_be_cut_off() -> None:
+    told = after_report(None, OWNER, REPORT, 1000.0, ms(1000), here=False)
+    assert standing(told, 16, 1060.0, LEASES) == "gone"
+    assert served([told], 1599.0, LEASES) == {16: ("vllm at http://node7:8000",)}
+    assert served([told], 1600.0, LEASES) == {}
+
+
+def test_of_a_fleet_some_are_named_and_the_others_counted() -> None:
+    fleet = [heard(engine_id=f"e{n}", address=f"http://node{n:03}:8000") for n in range(1000)]
+    named = served(fleet, 1000.0, LEASES)[16]
+    assert len(named) == 17
+    assert (named[0], named[-1]) == ("vllm at http://node000:8000", "984 more")

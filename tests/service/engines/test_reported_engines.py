@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from tests.service.api.http.web import Web
 from tests.support.identities import identity, policy_file
@@ -16,7 +17,8 @@ from tests.support.killable_service import KillableService
 from tests.support.raw_clients import TinyModel, tiny_folder
 from tests.support.services import RunningService, running_service
 from tests.support.waiting import eventually
-from weighbridge import Client, Credentials, Engine, EngineClient, EngineReporter, TrainerClient
+from weighbridge import Client, Credentials, Engine, EngineClient, EngineReporter, Retention, TrainerClient
+from weighbridge._cli import commands
 from weighbridge._clients.calls.engine_calls import report_engine
 from weighbridge._core.engines.facts import EngineReport, Reported
 from weighbridge.errors import InvalidArgument, NotFound, PermissionDenied, WeighbridgeError
@@ -235,3 +237,31 @@ def test_a_service_that_takes_no_reports_is_told_of_once(
     reporter.say(state="failing")
     reporter.close()
     assert len([each for each in caplog.messages if "takes no reports" in each]) == 1
+
+
+def test_what_a_live_engine_serves_is_kept_until_it_is_gone(
+    client: EngineClient, running: RunningService, source: TinyModel
+) -> None:
+    with TrainerClient(running.address) as trainer:
+        for step in (3, 4):
+            trainer.push_folder(MODEL, source.folder, step=step).wait(timeout=60)
+        trainer.set_retention(MODEL, Retention(keep_last=1))
+    said = replace(REPORT, version=1, target=2, state="updating")
+    report(client, said)
+    dry = client.collect(MODEL, dry_run=True)
+    assert {kept.number: kept.engines for kept in dry.kept} == {1: (said.label,), 2: (said.label,), 4: ()}
+    shown = CliRunner().invoke(commands, ["collect", MODEL, "--dry-run", "--server", running.address]).output
+    assert f"served by {said.label}" in shown
+    report(client, replace(said, beat=2))
+    assert client.collect(MODEL).retired == (3,)
+    assert [each.number for each in client.versions(MODEL)] == [4, 2, 1]
+    report(client, replace(said, beat=3, state="ended"))
+    assert client.collect(MODEL).retired == (1, 2)
+
+
+def test_engines_of_a_model_that_was_deleted_are_shown_until_they_are_gone(client: EngineClient) -> None:
+    report(client, REPORT)
+    client.delete_model(MODEL)
+    assert only(client, None).standing in ("unknown", "stale")
+    with pytest.raises(NotFound):
+        report(client, replace(REPORT, beat=2))
