@@ -8,11 +8,13 @@ import urllib.error
 import urllib.request
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from weighbridge._transport.credentials import Credentials
 from weighbridge.errors import InvalidArgument, PermissionDenied, Unavailable
+
+if TYPE_CHECKING:
+    from weighbridge._transport.credentials import Credentials
 
 HTTP_PORT = 8080
 DEFAULT_HTTP = f"127.0.0.1:{HTTP_PORT}"
@@ -53,7 +55,10 @@ def ask(address: str, path: str, seconds: float, credentials: Credentials | None
         PermissionDenied: it does not let this client look.
         Unavailable: none answers there, or what answers is none.
     """
-    credentials = Credentials.from_environment() if credentials is None else credentials
+    if credentials is None:
+        from weighbridge._transport.credentials import Credentials
+
+        credentials = Credentials.from_environment()
     url = address if "://" in address else f"{'http' if credentials.ca is None else 'https'}://{address}"
     if not url.startswith(("http://", "https://")):
         raise InvalidArgument(f"{address[:80]!r} is no HTTP address", fix="write it like 127.0.0.1:8080")
