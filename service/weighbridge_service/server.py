@@ -248,12 +248,12 @@ def run(config: ServiceConfig, grpc: str, http: str, log_level: str = "info") ->
             stack.callback(service.close)
             lane = LaneServer(service, config.local_socket, shares.lane)
             stack.callback(lane.stop)
-            metrics = Metrics(service, lane, listener.calls)
             grpc_server = GrpcServer(listener, service, lane)
             exports = Exports(service)
             stack.callback(exports.close)
             health = Health.of(service)
             stack.callback(health.close)
+            metrics = Metrics(service, lane, listener.calls, health)
         except (WeighbridgeError, OSError) as error:
             known = (
                 error_for(error, f"opening {error.filename or config.store}")

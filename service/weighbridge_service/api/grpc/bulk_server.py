@@ -160,7 +160,7 @@ class BulkListener:
                 del known  # its traceback leads back here
                 context.abort_with_status(status)
             finally:
-                self._count(method.name, code)
+                self._count(method.name, code, call.seconds)
                 record(self._audit, call, method, code)
 
         return behave
@@ -256,7 +256,7 @@ class _Gate(grpc.ServerInterceptor):  # type: ignore[type-arg]
                 )
             self.tickets.host_of(ticket if isinstance(ticket, str) else "")
         except WeighbridgeError as error:
-            self._count("refused", error.grpc_code)
+            self._count("refused", error.grpc_code, None)
             return self._refusing(error)
         return continuation(details)
 

@@ -57,13 +57,18 @@ class Call:
         self._access = access
         self.evidence = None if access.open else _evidence(context)
         self.peer = Peer.of_grpc(context.peer(), self._identity())
-        self._stood = time.monotonic()
+        self._begun = self._stood = time.monotonic()
         self.named: tuple[tuple[str, str], ...] = ()
         self._context = context
         self._lock = threading.Lock()
         self._ended = False
         self._callbacks: list[Callable[[], object]] = []
         self._awaited: Future[Any] | None = None
+
+    @property
+    def seconds(self) -> float:
+        """How long ago it came."""
+        return time.monotonic() - self._begun
 
     def patience(self, without: float) -> float:
         """How many seconds the call may wait now: almost until its deadline, and at most ``without``."""
