@@ -29,6 +29,7 @@ from weighbridge._formats.gathered_shards import OpenPassing
 from weighbridge._formats.push_counts import PlacedPart, PushCounts
 from weighbridge._formats.push_sources import OpenSource, StagingPool
 from weighbridge._formats.replica_checksums import ReplicaChecksums
+from weighbridge._tracing import spans
 from weighbridge.errors import (
     AlreadyExists,
     InvalidArgument,
@@ -115,19 +116,32 @@ class Pusher:
         connection, model = self._connection, opening.model
         has_slot, number, all_declared = False, 0, False
         taken: _Taken | None = None
+        said: dict[str, str | int] = {
+            "weighbridge.model": model,
+            "weighbridge.step": opening.step,
+            "weighbridge.rank": rank,
+            "weighbridge.ranks": opening.ranks,
+        }
+        span = spans.begin("weighbridge.push", said)
+        opening.traceparent = span.traceparent
         try:
             has_slot = self._slots.acquire()
             opened, at = self._open(opening)
+            # ranks that have no trace of their own are in that of the rank which has opened the version
+            span = span.under(opened.traceparent)
+            span.begin("weighbridge.open", back=True).end()
             number = opened.number
+            span.set("weighbridge.version", number)
             check_heard(opening, opened)
             header = pb.PushHeader(model=model, number=number, rank=rank, client_id=opening.client_id)
-            declared = connection.run(push_calls.declare(header, layout, space), at=at)
+            with span.child("weighbridge.declare"):
+                declared = connection.run(push_calls.declare(header, layout, space), at=at)
             all_declared = True
             chosen = layout.select(list(declared.assigned))
             report: Future[PushReport] = Future()
             placed = [PlacedPart(each.start, each.end, each.places) for each in declared.placed]
             counts = PushCounts(chosen, placed)
-            stream = RankStream(connection, header, at, routes_of(declared, rank), counts)
+            stream = RankStream(connection, header, at, routes_of(declared, rank), counts, span)
             take = partial(self._take, stream, layout, declared, chosen, open_source)
             if copying is None:
                 taken = take()
@@ -138,6 +152,8 @@ class Pusher:
             # not a daemon: a trainer that ends after its last push must not lose it
             threading.Thread(target=rest, name=f"push-{model}@{number}").start()
         except BaseException as error:
+            span.fail(error)
+            span.end()
             if copying is not None:
                 copying.ended.set()
             if has_slot:
@@ -178,6 +194,17 @@ class Pusher:
             chosen: of the shards that the rank is to push.
             open_source: as for `push`.
         """
+        with stream.span.child("weighbridge.copy", {"weighbridge.bytes": chosen.nbytes}):
+            return self._copy(stream, layout, declared, chosen, open_source)
+
+    def _copy(
+        self,
+        stream: RankStream,
+        layout: Layout,
+        declared: pb.DeclareLayoutResponse,
+        chosen: Layout,
+        open_source: OpenSource | OpenPassing,
+    ) -> _Taken:
         begun, header, counts = time.monotonic(), stream.header, stream.counts
         replicas: Sequence[pb.ReplicaChecksum] = ()
         if isinstance(open_source, OpenPassing):
@@ -216,6 +243,8 @@ class Pusher:
         except BaseException as error:  # goes to whoever waits
             self._slots.release()
             self._give_up(header, error)
+            stream.span.fail(error)
+            stream.span.end()
             report.set_exception(error)
             return
         self._deliver(report, stream, held_seconds, taken, hold_seal=False)
@@ -292,6 +321,8 @@ class Pusher:
                 log.warning(_told(stream.header, broken))
             if not hold_seal:
                 stream.seal(taken.replicas)
+            stream.span.set("weighbridge.lane", delivery.lent.lane)
+            stream.span.set("weighbridge.held_seconds", held_seconds)
             report.set_result(
                 PushReport(
                     held_seconds=held_seconds,
@@ -308,8 +339,10 @@ class Pusher:
                 )
             )
         except BaseException as error:  # goes to whoever waits
+            stream.span.fail(error)
             report.set_exception(error)
         finally:
+            stream.span.end()
             delivery.release()
             self._slots.release()
 

@@ -307,7 +307,7 @@ class Opener:
         publisher = Publisher(store, self._catalog.heads, model, entry, self._home)
         exchange = Exchange(store, model.name, entry.number, self._home, first_version)
         runner = EffectRunner(publisher, exchange, self._facilities, image)
-        observer = PushObserver(self._facilities.figures, now())
+        observer = PushObserver(self._facilities.figures, state, now())
         return PushSession(state, client_id, runner, self._pools, self._timers, self._registry, observer)
 
     def find(self, name: str, number: int) -> PushSession:
@@ -401,4 +401,5 @@ def version_opened(model: RegisteredModel, entry: OpenEntry) -> Version:
         tensor_bytes=0 if model.by_version else model.files.layout.nbytes,
         create_time_ms=entry.created_ms,
         metadata=entry.metadata,
+        traceparent=entry.traceparent,
     )

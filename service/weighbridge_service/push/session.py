@@ -288,7 +288,10 @@ class PushSession:
     def _carry_out(self, effect: do.Awaited) -> None:
         if self._state.phase in FINAL:  # it has ended while this waited for a thread
             return
-        answer = self._runner.run(effect, self._state, self)
+        with self._observer.carrying_out(effect) as span:
+            answer = self._runner.run(effect, self._state, self)
+            if isinstance(answer, on.EffectFailed):
+                span.fail(answer.error)
         self.post(answer)
         self._runner.follow_up(effect, answer, self._state)
 

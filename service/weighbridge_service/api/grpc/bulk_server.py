@@ -139,6 +139,7 @@ class BulkListener:
     def _behaviour(self, method: MethodDescriptor, answer: _Answer) -> Callable[..., Iterator[bytes]]:
         def behave(requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
             call = Call(context, self._access, context.cancel)
+            call.begin_span(method)
             if not context.add_callback(call.end):
                 call.end()
             code = "OK"
@@ -161,6 +162,7 @@ class BulkListener:
                 context.abort_with_status(status)
             finally:
                 self._count(method.name, code, call.seconds)
+                call.end_span(code)
                 record(self._audit, call, method, code)
 
         return behave

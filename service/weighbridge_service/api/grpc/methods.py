@@ -179,6 +179,7 @@ class Methods:
 
         def ended(call: Call, code: str) -> None:
             self._count(method.name, code, None if lasting else call.seconds)
+            call.end_span(code)
             record(self._audit, call, method, code)
 
         async def behaviour(_: object, context: grpc.aio.ServicerContext[Any, Any]) -> None:
@@ -192,6 +193,8 @@ class Methods:
                     self._loop.call_soon_threadsafe(task.cancel)
 
             call = Call(context, self._access, evict)
+            if not lasting:
+                call.begin_span(method)
             watched = self._watched(call, evict)
             try:
                 self._rates.count(call.peer.host)
