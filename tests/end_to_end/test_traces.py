@@ -6,8 +6,9 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -198,35 +199,60 @@ def test_a_collector_that_cannot_be_reached_breaks_nothing_and_nothing_waits_for
     assert with_trace < without + 10
 
 
-def test_a_service_without_tracing_imports_nothing_of_it_and_keeps_no_traceparent(tmp_path: Path) -> None:
-    source = tiny_folder(tmp_path / "hf")
-    script = """
+@pytest.fixture
+def clean(tmp_path: Path) -> Callable[..., subprocess.Popen[str]]:
+    """Runs a program, and says in the end what of OpenTelemetry was imported."""
+
+    def run(program: str, *arguments: object) -> subprocess.Popen[str]:
+        said = """
 import sys
-import torch
-from weighbridge import EngineClient, TrainerClient
-before = {name for name in sys.modules if name.startswith("opentelemetry")}
-server, model = sys.argv[1:]
-with TrainerClient(server) as trainer:
-    from safetensors.torch import load_file
-    trainer.push_state_dict(model, load_file(sys.stdin.readline().strip()), step=1, rank=0, world_size=1).wait("ready")
-with EngineClient(server) as engine:
-    pull = engine.pull(f"{model}@live")
-    list(pull)
-    assert pull.version.traceparent == "", pull.version
-assert not before and not any(name.startswith("opentelemetry") for name in sys.modules), "opentelemetry was imported"
-print("clean")
+sys.argv[0] = "weighbridge"
+try:
+%s
+finally:
+    print(sorted(name for name in sys.modules if name.startswith("opentelemetry")))
 """
-    file = tmp_path / "script.py"
-    file.write_text(script)
-    with served(tmp_path / "store", source, env={}) as (server, _):
         inherited = {key: value for key, value in os.environ.items() if not key.startswith("OTEL_")}
-        done = subprocess.run(
-            [sys.executable, str(file), server, MODEL],
-            input=f"{source.folder}/model.safetensors\n",
+        return subprocess.Popen(
+            [sys.executable, "-c", said % textwrap.indent(program, "    "), *map(str, arguments)],
             env={**inherited, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            capture_output=True, text=True, timeout=120, check=False,
+            cwd=REPOSITORY, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
-    assert done.stdout == "clean\n", done.stderr
+
+    return run
+
+
+def test_neither_service_nor_clients_import_opentelemetry_where_nobody_asks_for_traces(
+    tmp_path: Path, clean: Callable[..., subprocess.Popen[str]]
+) -> None:
+    source = tiny_folder(tmp_path / "hf")
+    faces = ("--grpc", "127.0.0.1:0", "--http", "127.0.0.1:0")
+    main = "from weighbridge._cli import main\nmain()"
+    client = """
+from safetensors.torch import load_file
+from weighbridge import EngineClient, TrainerClient
+server, model, file = sys.argv[1:]
+with TrainerClient(server) as trainer:
+    trainer.push_state_dict(model, load_file(file), step=1, rank=0, world_size=1).wait("durable")
+with EngineClient(server) as engine:
+    pull = engine.pull(f"{model}@latest")
+    assert list(pull)
+    assert pull.version.traceparent == "", pull.version
+"""
+    with clean(main, "serve", *faces, "--store", tmp_path / "store", "--memory-budget", "1GiB") as service:
+        assert service.stdout is not None
+        ready = _READY.fullmatch(service.stdout.readline())
+        assert ready
+        try:
+            with TrainerClient(ready[1]) as trainer:
+                trainer.register_files(MODEL, source.files)
+            with clean(client, ready[1], MODEL, source.folder / "model.safetensors") as pushed:
+                assert pushed.communicate(timeout=120)[0] == "[]\n"
+        finally:
+            service.terminate()
+        # FastAPI imports the API by itself
+        parts = ("sdk", "exporter", "instrumentation", "proto")
+        assert not re.findall(rf"opentelemetry\.(?:{'|'.join(parts)})\b", service.communicate(timeout=60)[0])
 
 
 def test_requests_over_http_are_traced_in_their_callers_trace_and_without_their_query(tmp_path: Path) -> None:
@@ -235,7 +261,10 @@ def test_requests_over_http_are_traced_in_their_callers_trace_and_without_their_
     source = tiny_folder(tmp_path / "hf")
     caller = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
     with collector() as there:
-        env = environment(there.endpoint)
+        env = {
+            **environment(there.endpoint),
+            "OTEL_INSTRUMENTATION_HTTP_CAPTURE_HEADERS_SERVER_REQUEST": ".*",
+        }
         with served(tmp_path / "store", source, env=env) as (_, url):
             for path in ("/livez", "/metrics", "/readyz/clock"):
                 httpx.get(f"{url}{path}")
