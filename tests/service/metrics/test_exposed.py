@@ -91,9 +91,10 @@ def test_a_push_that_becomes_durable_is_counted_with_its_durations(
         after["weighbridge_push_phase_seconds_sum", (phase,)]
         for phase in ("open", "planned", "filling", "sealed", "ready", "verified")
     ]
-    # the clock of the one has milliseconds, that of the other more
-    assert sum(phases) == pytest.approx(durable, abs=0.02)
-    assert sum(phases[:4]) == pytest.approx(ready, abs=0.02)
+    # they begin when the session does, a write of the head after the opening; of two pushes, in milliseconds
+    assert 0 < sum(phases) <= durable + 0.01
+    assert 0 < sum(phases[:4]) <= ready + 0.01
+    assert sum(phases[4:]) == pytest.approx(durable - ready, abs=0.01)
     assert after["weighbridge_grpc_call_seconds_count", ("SealRank",)] == 2
 
 
