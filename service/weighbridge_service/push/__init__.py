@@ -8,12 +8,13 @@ May import: `admission`, `catalog`, `metrics`, `models`, `plan`, `runtime`, `wei
 - `intake`: what ranks and other replicas call.
 - `registry`: the sessions of this process.
 - `session`: owner of the state of one version.
-- `observer`: what metrics are told of a push.
+- `observing`: what metrics and traces are told of it.
 - `effect_runner`: effects carried out, and what pushes share for that.
 - `effect_pools`: threads for effects.
 - `timers`: wake-ups of sessions.
 - `ended`: what is remembered of a push that has ended.
 - `pending`: an answer that has not come yet.
+- `declared_layouts`: what the ranks of one version have declared.
 - `image_writer`: the data plane: pieces into the image.
 - `sample`: parts that are compared again when the version is verified.
 - `image_allocator`: images of versions, and memory ahead of them.

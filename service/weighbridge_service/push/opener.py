@@ -37,7 +37,7 @@ from weighbridge_service.push.machine import events as on
 from weighbridge_service.push.machine.answers import is_known
 from weighbridge_service.push.machine.opening import OpeningRequest, check_not_received_alone
 from weighbridge_service.push.machine.state import PushState
-from weighbridge_service.push.observer import PushObserver
+from weighbridge_service.push.observing.observer import PushObserver
 from weighbridge_service.push.publisher import Publisher, give_up
 from weighbridge_service.push.quotas import Quotas
 from weighbridge_service.push.registry import Push, Registry, WaitsSaid

@@ -27,6 +27,7 @@ from weighbridge.errors import (
 from weighbridge_service.catalog.snapshots import VersionSnapshot
 from weighbridge_service.models.registered_model import RegisteredModel
 from weighbridge_service.plan.declarations import Agreement
+from weighbridge_service.push.declared_layouts import DeclaredLayouts
 from weighbridge_service.push.effect_pools import EffectPools
 from weighbridge_service.push.effect_runner import EffectRunner
 from weighbridge_service.push.image_writer import ImageWriter, MemoryGrant
@@ -44,7 +45,7 @@ from weighbridge_service.push.machine.phases import BEFORE_SEALED, FINAL, INCOMP
 from weighbridge_service.push.machine.shown import version_of, waits_for
 from weighbridge_service.push.machine.state import Moment, PushState
 from weighbridge_service.push.machine.transitions import step
-from weighbridge_service.push.observer import PushObserver
+from weighbridge_service.push.observing.observer import PushObserver
 from weighbridge_service.push.pending import WaitingCalls, uncancelled
 from weighbridge_service.push.replica_checksums import ReplicaChecksum, ReplicaChecksums
 from weighbridge_service.push.timers import Timers
@@ -158,6 +159,11 @@ class PushSession:
         """Which share of the version this session has; None before there is a plan."""
         return self._state.share_number
 
+    @property
+    def layouts(self) -> DeclaredLayouts:
+        """What its ranks have declared (`EffectRunner.layouts`)."""
+        return self._runner.layouts
+
     def takes_part(self, client_id: str) -> bool:
         """Whether this client has declared a rank of the version."""
         return any(each.client_id == client_id for each in self._state.declarations.here.values())
@@ -210,6 +216,8 @@ class PushSession:
         with self._lock:
             self._state = after
         self._start_all((effect for effect in effects if not isinstance(effect, do.Awaited)), after)
+        if after.agreed is not None:
+            self._runner.planned(after)
         if after.phase in FINAL and (after.agreed is None or after.agreed.alone):
             self._runner.forget()  # other replicas may still ask for their part
         self._waiting.give(after)  # before threads begin that would compete with those who wait for them

@@ -1,4 +1,4 @@
-"""Observer of one push: tells metrics and traces how long it was in each phase, what was done meanwhile, and how it has ended."""
+"""Spans of one push in this process: what lasts for some of its phases, and the effects that are carried out meanwhile."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from contextlib import contextmanager
 from weighbridge._tracing import spans
 from weighbridge._tracing.span import Span
 from weighbridge.errors import WeighbridgeError
-from weighbridge_service.metrics.instruments import PushInstruments
 from weighbridge_service.push.machine import effects as do
-from weighbridge_service.push.machine import events as on
 from weighbridge_service.push.machine.phases import FINAL, INCOMPLETE, VISIBLE, Phase
-from weighbridge_service.push.machine.state import Moment, PushState
+from weighbridge_service.push.machine.state import PushState
 
 _EFFECTS: dict[type[do.Effect], str] = {
     do.MakePlan: "plan",
@@ -39,21 +37,23 @@ _COURSE = (Phase.OPEN, Phase.PLANNED, Phase.FILLING, Phase.SEALED, Phase.READY, 
 _OUTER = {"allocate": "receive", "ready": "receive", "verify": "durable"}
 
 
-class PushObserver:
-    """Sees each step of a push. To be told of one at a time; effects, from any thread.
+class PushSpans:
+    """The spans, in the trace that the version says; none if it says none. To be told of one step at a time; of effects, from any thread.
 
     Args:
-        figures: of all pushes.
         state: of the push as this replica takes it up.
-        began: when.
     """
 
-    def __init__(self, figures: PushInstruments, state: PushState, began: Moment) -> None:
-        self._figures = figures
-        self._entered = began
+    def __init__(self, state: PushState) -> None:
         self._open: dict[str, Span] = {}
         self._traced = state.opened.traceparent
-        self._trace(state.phase, state)
+        self._enter(state.phase, state)
+
+    def stepped(self, before: PushState, after: PushState) -> None:
+        """The push is in another phase."""
+        for phase in _passed(before.phase, after.phase):
+            self._enter(phase, after)
+        self._enter(after.phase, after)
 
     @contextmanager
     def carrying_out(self, effect: do.Effect) -> Iterator[Span]:
@@ -73,30 +73,7 @@ class PushObserver:
             (self._open[name] for name in ("ready", "receive", "durable") if name in self._open), None
         )
 
-    def stepped(self, before: PushState, after: PushState, event: on.Event, now: Moment) -> None:
-        """An event has led from one state to another."""
-        match event:
-            # memory that is not there yet is asked for all the time
-            case on.EffectFailed(effect, _) if not isinstance(effect, do.AcquireImage):
-                self._figures.effect_failures.labels(type(effect).__name__).inc()
-        if after.phase is before.phase:
-            return
-        self._figures.phase.labels(before.phase.value).observe(now.seconds - self._entered.seconds)
-        self._entered = now
-        opened_ms = after.opened.create_time_ms
-        if after.ready_ms and not before.ready_ms:
-            self._figures.ready.observe(max(after.ready_ms - opened_ms, 0) / 1000)
-        if after.phase is Phase.PUBLISHED:
-            self._figures.durable.observe(max(after.durable_ms - opened_ms, 0) / 1000)
-        if after.phase in FINAL:
-            self._figures.outcomes.labels(after.phase.value).inc()
-            if after.phase in (Phase.FAILED, Phase.ABORTED) and after.error is not None:
-                self._figures.failures.labels(after.error.reason).inc()
-        for phase in _passed(before.phase, after.phase):
-            self._trace(phase, after)
-        self._trace(after.phase, after)
-
-    def _trace(self, phase: Phase, state: PushState) -> None:
+    def _enter(self, phase: Phase, state: PushState) -> None:
         """End the spans that do not last for a phase, and begin those that do."""
         if not self._traced:
             return
