@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -79,22 +80,21 @@ def test_a_push_that_becomes_durable_is_counted_with_its_durations(
 ) -> None:
     before = figures(service)
     assert before["weighbridge_pushes_total", ("published",)] == 0
+    begun = time.monotonic()
     for step in (1, 2):
         push(service, source, step)
-    after = figures(service)
+    after, took = figures(service), time.monotonic() - begun
     assert after["weighbridge_pushes_total", ("published",)] == 2
     assert after["weighbridge_push_ready_seconds_count", ()] == 2
     assert after["weighbridge_push_durable_seconds_count", ()] == 2
     ready, durable = (after[f"weighbridge_push_{what}_seconds_sum", ()] for what in ("ready", "durable"))
-    assert 0 < ready <= durable < 60
+    assert 0 < ready <= durable <= took
     phases = [
         after["weighbridge_push_phase_seconds_sum", (phase,)]
         for phase in ("open", "planned", "filling", "sealed", "ready", "verified")
     ]
-    # they begin when the session does, a write of the head after the opening; of two pushes, in milliseconds
-    assert 0 < sum(phases) <= durable + 0.01
-    assert 0 < sum(phases[:4]) <= ready + 0.01
-    assert sum(phases[4:]) == pytest.approx(durable - ready, abs=0.01)
+    assert all(seconds >= 0 for seconds in phases)
+    assert 0 < sum(phases) <= took
     assert after["weighbridge_grpc_call_seconds_count", ("SealRank",)] == 2
 
 
