@@ -40,7 +40,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install -qq --constraint constraints.txt --build-constraint constraints.txt
 # What the locks list, which are complete: nothing is looked up, and a file of another hash is refused.
 LOCKED := $(PIP) install -qq --no-deps --require-hashes
-LOCKS := requirements/service.txt requirements/dev.txt
+LOCKS := requirements/service.txt requirements/tracing.txt requirements/dev.txt
 FUZZ_STAMP := $(VENV)/.installed-fuzz
 AUDIT_STAMP := $(VENV)/.installed-audit
 DOCS_STAMP := $(VENV)/.installed-docs
@@ -56,7 +56,7 @@ TEST_SECONDS ?= 4200
 ARGS ?=
 STORE ?= .weighbridge
 
-.PHONY: help docs pictures release install install-vllm install-sglang demo demo-s3 demo-vllm serve test test-fast test-hub test-transformers test-vllm test-vllm-newest test-sglang test-engines-older test-frameworks bench-frameworks bench-slime bench bench-peers bench-nodes bench-asyncio bench-reading bench-planning bench-convert bench-upload bench-vllm bench-history bench-counting bench-ranks bench-control bench-siege bench-first bench-torch bench-training bench-tls bench-quotas fuzz audit lock lint format protos protos-check protos-baseline clean
+.PHONY: help docs pictures release install install-vllm install-sglang demo demo-s3 demo-vllm serve test test-fast test-hub test-transformers test-vllm test-vllm-newest test-sglang test-engines-older test-frameworks bench-frameworks bench-slime bench bench-peers bench-nodes bench-asyncio bench-reading bench-planning bench-convert bench-upload bench-vllm bench-history bench-counting bench-ranks bench-control bench-siege bench-first bench-torch bench-training bench-tls bench-quotas bench-tracing fuzz audit lock lint dashboards format protos protos-check protos-baseline clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -324,6 +324,9 @@ bench-tls: $(STAMP) ## time pushes and pulls over TLS, and with tokens, next to 
 bench-quotas: $(STAMP) ## time pulls beside an identity at its limits that hammers, next to pulls alone; ARGS="--gb 0.25 --json FILE"
 	@$(BIN)/python -W ignore -m benchmarks.quotas $(ARGS)
 
+bench-tracing: $(STAMP) ## time pushes and pulls with traces, next to those without; ARGS="--gb 0.25 --lane local --json FILE"
+	@$(BIN)/python -W ignore -m benchmarks.tracing $(ARGS)
+
 lint: $(STAMP) protos-check ## check style, types and the contract
 	@echo "== ruff"
 	@$(BIN)/ruff check .
@@ -347,6 +350,9 @@ pictures: $(STAMP) ## draw the pictures in docs/ anew, from the imports and from
 
 release: $(STAMP) ## commit and tag a release, VERSION=0.2.0, of what CHANGELOG.md has as unreleased; publishes nothing
 	@$(BIN)/python deploy/release.py $(VERSION)
+
+dashboards: $(STAMP) ## write the Grafana dashboard and the alert rules of deploy/ anew, from the declared metrics
+	@$(BIN)/python -m weighbridge_service.metrics.generated deploy
 
 format: $(STAMP) ## rewrite the code to the house style
 	@$(BIN)/ruff check --fix-only --quiet .

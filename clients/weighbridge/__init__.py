@@ -8,6 +8,7 @@ May import: neither storage nor service. A folder imports only those listed befo
 
 - `errors`: what can go wrong, named by what the caller can do about it; `_version` is this distribution's.
 - `_core`: the vocabulary: boxes, layouts, dtypes, resources.
+- `_tracing`: spans of OpenTelemetry, where they are wanted.
 - `_transport`: messages, channels and streams on the wire.
 - `_signing`: signatures of versions.
 - `_memory`: memory that is shared with the service, and copies.

@@ -45,6 +45,7 @@ from weighbridge_service.push.machine.phases import BEFORE_SEALED, FINAL, INCOMP
 from weighbridge_service.push.machine.shown import version_of, waits_for
 from weighbridge_service.push.machine.state import Moment, PushState
 from weighbridge_service.push.machine.transitions import step
+from weighbridge_service.push.observing.observer import PushObserver
 from weighbridge_service.push.pending import WaitingCalls, uncancelled
 from weighbridge_service.push.replica_checksums import ReplicaChecksum, ReplicaChecksums
 from weighbridge_service.push.timers import Timers
@@ -88,6 +89,7 @@ class PushSession:
         pools: the threads of effects.
         timers: wake the session.
         surroundings: what it tells of.
+        observer: is told of each step.
 
     Attributes:
         client_id: as given.
@@ -103,6 +105,7 @@ class PushSession:
         pools: EffectPools,
         timers: Timers,
         surroundings: Surroundings,
+        observer: PushObserver,
     ) -> None:
         self.client_id = client_id
         self.request_id = runner.entry.request_id
@@ -111,6 +114,7 @@ class PushSession:
         self._pools = pools
         self._timers = timers
         self._surroundings = surroundings
+        self._observer = observer
         self._replicas = ReplicaChecksums()
         self._lock = threading.Lock()
         self._state = state
@@ -201,10 +205,12 @@ class PushSession:
         if self._pools.stopping:
             return
         before = self._state
-        after, effects = step(before, event, now())
+        moment = now()
+        after, effects = step(before, event, moment)
         if after is before and not effects:
             return
         self._log(before, after)
+        self._observer.stepped(before, after, event, moment)
         if do.Forget() not in effects:
             self._show(after)
         with self._lock:
@@ -290,7 +296,10 @@ class PushSession:
     def _carry_out(self, effect: do.Awaited) -> None:
         if self._state.phase in FINAL:  # it has ended while this waited for a thread
             return
-        answer = self._runner.run(effect, self._state, self)
+        with self._observer.carrying_out(effect) as span:
+            answer = self._runner.run(effect, self._state, self)
+            if isinstance(answer, on.EffectFailed):
+                span.fail(answer.error)
         self.post(answer)
         self._runner.follow_up(effect, answer, self._state)
 

@@ -12,6 +12,7 @@ May import: `api.lane`, `service`, and folders below.
 - `bodies`: limits of requests' bodies.
 - `operations`: probes, checks, memory, usage, metrics.
 - `metrics`: what Prometheus is told.
+- `tracing`: traces of requests.
 - `ranges`: ranges of a file (RFC 9110).
 - `callers`: who has sent a request.
 - `connections`: limits of connections.
