@@ -7,5 +7,6 @@ May import: `catalog`, `admission`, `access`, `runtime`, `weighbridge_storage`, 
 - `entries`: what is known of an engine, and how it stands; pure.
 - `reports`: checks of what agents say; pure.
 - `registry`: the engines of this process, as many as there is room for.
+- `fleets`: the engines of each model in a few figures; pure.
 - `known_engines`: engines beside the refs that they follow.
 """

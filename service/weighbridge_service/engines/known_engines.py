@@ -12,8 +12,10 @@ from weighbridge_service.catalog.changes import Changes
 from weighbridge_service.catalog.head_versions import refs_of
 from weighbridge_service.catalog.snapshots import VersionSnapshot
 from weighbridge_service.engines.entries import Entry, Owner, RefView, ToldEngine, served, shown
+from weighbridge_service.engines.fleets import Fleet, fleets
 from weighbridge_service.engines.registry import EngineRegistry
 from weighbridge_service.engines.reports import checked_report
+from weighbridge_service.runtime.clock import unix_ms
 from weighbridge_storage.documents.names import ModelName
 from weighbridge_storage.head.history import History
 
@@ -98,6 +100,27 @@ class KnownEngines:
         """The versions of a model that live engines serve or are being taken to, and which engines these are."""
         registry = self.registry
         return served(registry.of_model(str(name)), registry.clock(), registry.leases)
+
+    def fleets(self) -> list[Fleet]:
+        """The engines of each model that report to this process, in a few figures. Heads are not read for it: reports have
+        read them, every few seconds."""
+        registry, seen = self.registry, dict[str, _Refs]()
+
+        def view(entry: Entry) -> RefView:
+            report = entry.report
+            if report.model not in seen:
+                seen[report.model] = self._refs_read_last(ModelName.parse(report.model))
+            return seen[report.model].view(report.ref, report.version)
+
+        here = [entry for entry in registry.all() if entry.here]
+        return fleets(here, view, registry.clock(), unix_ms(), registry.leases)
+
+    def _refs_read_last(self, name: ModelName) -> _Refs:
+        """What the refs of a model named when its head was read last. Of older versions those nodes are asked that reports have asked before."""
+        heads = self._catalog.heads
+        head = heads.last_read(name)
+        history = None if head is None else heads.history_of(name, head)
+        return _Refs(history, self._catalog.snapshots.of_model(name))
 
     def _refs(self, name: ModelName) -> _Refs:
         """What the refs of a model name. Raises NotFound; of a store that is away, what was read last."""

@@ -103,6 +103,28 @@ ALERTS: tuple[Alert, ...] = (
         "{{ $labels.effect }} of pushes to {{ $labels.instance }} fails again and again",
     ),
     Alert(
+        "WeighbridgeEngineBehind",
+        Severity.WARNING,
+        f"{m.ENGINES_BEHIND_FOR.name} > 600",
+        "10m",
+        "an engine of {{ $labels.model }} is behind its ref, and has not been updated for {{ $value | humanizeDuration }}",
+    ),
+    Alert(
+        "WeighbridgeEngineFailing",
+        Severity.WARNING,
+        # while it is tried again, it is updating
+        f'max by (instance, model) (max_over_time({m.ENGINES.name}{{state="failing", standing!="gone"}}[2m])) > 0',
+        "5m",
+        "{{ $value }} engines of {{ $labels.model }} could not be updated",
+    ),
+    Alert(
+        "WeighbridgeEngineStale",
+        Severity.WARNING,
+        f'sum by (instance, model) ({m.ENGINES.name}{{state!="ended", standing=~"stale|gone"}}) > 0',
+        "1m",
+        "{{ $value }} engines of {{ $labels.model }} are not heard any more by {{ $labels.instance }}",
+    ),
+    Alert(
         "WeighbridgeStoreErrors",
         Severity.WARNING,
         f"sum by (instance) (rate({m.STORE_ERRORS.name}[5m])) > 0.1",

@@ -27,6 +27,7 @@ class Row(enum.StrEnum):
 
     PUSHES = "Pushes"
     STREAMS = "Streams of weights"
+    ENGINES = "Engines"
     STORE = "Object store"
     MEMORY = "Memory"
     RETENTION = "Retention"
@@ -218,6 +219,43 @@ STREAMS_WAITING = _gauge(
     "direction",
 )
 LOCAL_CLIENTS = _gauge("weighbridge_local_clients", Row.STREAMS, "Processes connected to the local socket.")
+
+# --- engines
+
+ENGINES = _gauge(
+    "weighbridge_engines",
+    Row.ENGINES,
+    "Engines that have reported to this process lately, as `weighbridge engines` shows them.",
+    "model",
+    "standing",
+    "state",
+)
+ENGINES_BEHIND = _gauge(
+    "weighbridge_engine_behind_versions",
+    Row.ENGINES,
+    "Versions behind the one that an engine serves, up to the one that its ref names; of the engine that is farthest behind.",
+    "model",
+)
+ENGINES_BEHIND_FOR = _gauge(
+    "weighbridge_engine_behind_seconds",
+    Row.ENGINES,
+    "For how long an engine that is behind its ref has had no update that succeeded, or its agent has run without one; of the longest. "
+    "0 while none is behind.",
+    "model",
+)
+ENGINES_SILENT = _gauge(
+    "weighbridge_engine_silent_seconds",
+    Row.ENGINES,
+    "For how long the agent of an engine was not heard; of the longest, until it is forgotten. Not those that have ended.",
+    "model",
+)
+ENGINES_UPDATE = _gauge(
+    "weighbridge_engine_update_seconds",
+    Row.ENGINES,
+    "How long the last update of an engine took, while it served (prepare) and while it stood still (pause); of the slowest.",
+    "model",
+    "part",
+)
 
 # --- object store
 

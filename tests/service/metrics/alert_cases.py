@@ -33,6 +33,8 @@ def _of(series: str, fires: str, quiet: str, *, at: int = 30, **labels: str) -> 
 
 
 _READY = 'weighbridge_push_ready_seconds_bucket{instance="a", le="%s"}'
+_ENGINES = 'weighbridge_engines{instance="a", model="acme/smol", state="%s", standing="%s"}'
+_OF_MODEL = {"instance": "a", "model": "acme/smol"}
 CASES: Mapping[str, Case] = {
     "WeighbridgeAbsent": Case({'other{instance="a"}': "1x60"}, BUILD, labels={}),
     "WeighbridgeStoreSilent": _of(
@@ -61,6 +63,30 @@ CASES: Mapping[str, Case] = {
         "0+2x60",
         "0x20 2x40",
         effect="Upload",
+    ),
+    # the ref moves every minute, and each time it takes the engine half of it to follow
+    "WeighbridgeEngineBehind": _of(
+        'weighbridge_engine_behind_seconds{instance="a", model="acme/smol"}',
+        "0x5 300+60x60",
+        "30x60",
+        model="acme/smol",
+    ),
+    "WeighbridgeEngineFailing": Case(
+        # it is tried again, and fails
+        {_ENGINES % ("failing", "behind"): "_x9 " + "1 _ " * 30},
+        {
+            # it fails once, and then not again
+            _ENGINES % ("failing", "behind"): "_x26 1 1 _x40",
+            _ENGINES % ("serving", "current"): "9x60",
+            _ENGINES % ("failing", "gone"): "1x60",
+        },
+        labels=_OF_MODEL,
+    ),
+    "WeighbridgeEngineStale": Case(
+        {_ENGINES % ("serving", "stale"): "0x26 1x3 0x60", _ENGINES % ("serving", "gone"): "0x29 1x60"},
+        # a deployment is taken down
+        {_ENGINES % ("ended", "gone"): "0x20 8x40", _ENGINES % ("serving", "behind"): "8x20 0x40"},
+        labels=_OF_MODEL,
     ),
     "WeighbridgeStoreErrors": _of(
         'weighbridge_store_errors_total{instance="a", operation="read"}', "0+30x60", "0+1x60"

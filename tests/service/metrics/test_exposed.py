@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,8 @@ def test_what_is_exposed_is_what_is_declared_and_promtool_has_nothing_against_it
     with EngineClient(service.address) as engine:
         for _ in engine.pull(f"{MODEL}@latest"):
             pass
+        with closing(engine.report_engine(MODEL, kind="vllm", ref="latest")):
+            eventually(engine.engines)
     text = service.metrics.text()
     exposed = {
         family.name + ("_total" if family.type == "counter" else ""): (family.type, family.documentation)
@@ -134,3 +137,31 @@ def test_a_push_whose_rank_is_missing_is_seen_waiting_and_then_as_a_failure_with
         assert after["weighbridge_push_failures_total", ("VERSION_FAILED",)] == 1
         assert after["weighbridge_push_waiting_ranks", ()] == 0
         assert after["weighbridge_push_silent_seconds", ()] == 0
+
+
+def test_engines_are_told_by_model_standing_and_state_until_they_have_been_updated_and_after_that(
+    service: RunningService, source: TinyModel
+) -> None:
+    push(service, source, 1)
+    number = push(service, source, 2)
+    with EngineClient(service.address) as engine:
+        reporter = engine.report_engine(MODEL, kind="vllm", ref="latest", version=number - 1)
+        with closing(reporter):
+            behind = ("weighbridge_engines", (MODEL, "behind", "waiting"))
+            eventually(lambda: behind in figures(service))
+            before = figures(service)
+            assert before[behind] == 1
+            assert before["weighbridge_engine_behind_versions", (MODEL,)] == 1
+            assert before["weighbridge_engine_behind_seconds", (MODEL,)] >= 0
+            assert before["weighbridge_engine_silent_seconds", (MODEL,)] < 60
+            reporter.say(
+                version=number, state="serving", update_version=number, update_prepare_seconds=2.5, update_pause_seconds=0.5
+            )  # fmt: skip
+            current = ("weighbridge_engines", (MODEL, "current", "serving"))
+            eventually(lambda: current in figures(service))
+            after = figures(service)
+        assert behind not in after
+        assert after["weighbridge_engine_behind_versions", (MODEL,)] == 0
+        assert after["weighbridge_engine_behind_seconds", (MODEL,)] == 0
+        assert after["weighbridge_engine_update_seconds", (MODEL, "prepare")] == 2.5
+        assert after["weighbridge_engine_update_seconds", (MODEL, "pause")] == 0.5

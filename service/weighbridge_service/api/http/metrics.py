@@ -51,6 +51,7 @@ class Metrics(Collector):
         """The figures that are read, as they stand."""
         yield from self._pushes()
         yield from self._streams()
+        yield from self._engines()
         yield from self._store()
         yield from self._memory()
         yield from self._retention()
@@ -82,6 +83,26 @@ class Metrics(Collector):
         found = self._service.byte_budget.in_flight
         yield declared.IN_FLIGHT.family({each.value: found.nbytes[each] for each in Direction})
         yield declared.STREAMS_WAITING.family({each.value: found.waiting[each] for each in Direction})
+
+    def _engines(self) -> Iterator[Metric]:
+        fleets = self._service.engines.fleets()
+        yield declared.ENGINES.families(
+            [
+                ((each.model, standing, state), count)
+                for each in fleets
+                for (standing, state), count in each.engines.items()
+            ]
+        )
+        yield declared.ENGINES_BEHIND.family({each.model: each.behind for each in fleets})
+        yield declared.ENGINES_BEHIND_FOR.family({each.model: each.behind_s for each in fleets})
+        yield declared.ENGINES_SILENT.family({each.model: each.silent_s for each in fleets})
+        yield declared.ENGINES_UPDATE.families(
+            [
+                ((each.model, part), seconds)
+                for each in fleets
+                for part, seconds in (("prepare", each.prepare_s), ("pause", each.pause_s))
+            ]
+        )
 
     def _store(self) -> Iterator[Metric]:
         service = self._service
