@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import httpx2 as httpx
 import pytest
 
 from tests.support.collectors import Seen, collector, environment, listed
@@ -140,12 +142,17 @@ def test_a_push_makes_one_connected_trace_from_the_trainers_to_an_engine_that_co
         options = ("--otlp", there.endpoint, "--bulk-port", bulk, *socket)
         with served(tmp_path / "store", source, *options, env={"OTEL_BSP_SCHEDULE_DELAY": "100"}) as (
             server,
-            _,
+            url,
         ):
             number = push(server, source, env, ranks=2, lane=lane)
             assert "prepared in" in follow(server, env, lane)
             with EngineClient(server) as engine:
                 kept = engine.version(f"{MODEL}@{number}").traceparent
+                (reported,) = engine.engines(MODEL)
+            line = ("weighbridge", "engines", MODEL, "--server", server, "--json")
+            with start(*line, env={}) as listing:
+                by_command = json.loads(listing.communicate(timeout=60)[0])
+            by_http = httpx.get(f"{url}/v1/models/{MODEL}/engines").json()["engines"]
         spans = there.wait(
             lambda seen: {"weighbridge.durable", "weighbridge.pull"} <= {each.name for each in seen}
         )
@@ -164,6 +171,10 @@ def test_a_push_makes_one_connected_trace_from_the_trainers_to_an_engine_that_co
     }
     root = next(span for span in spans if not span.parent)
     assert kept == f"00-{root.trace}-{root.id}-01"
+    (update,) = there.named("weighbridge.update")
+    assert reported.traceparent == f"00-{root.trace}-{update.id}-01"
+    assert [each["traceparent"] for each in by_http] == [reported.traceparent]
+    assert [each["traceparent"] for each in by_command] == [reported.traceparent]
     # a rank that comes later is in the trace of the one that has opened the version
     pushes = there.named("weighbridge.push")
     assert sorted(span.attributes["weighbridge.rank"] for span in pushes) == [0, 1]
@@ -256,8 +267,6 @@ with EngineClient(server) as engine:
 
 
 def test_requests_over_http_are_traced_in_their_callers_trace_and_without_their_query(tmp_path: Path) -> None:
-    import httpx2 as httpx
-
     source = tiny_folder(tmp_path / "hf")
     caller = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
     with collector() as there:

@@ -179,9 +179,9 @@ class Follower:
             traceparent: of its push, whose trace the update continues: the push has led to it, however much later.
         """
         prepared, pause, problem = Prepared(0, 0.0), 0.0, ""
-        self._say(state=ENGINE_UPDATING, target=number)
         said: dict[str, str | int] = {"weighbridge.model": self._model, "weighbridge.version": number}
         with spans.span("weighbridge.update", said, origin=traceparent) as span:
+            self._say(state=ENGINE_UPDATING, target=number, traceparent=span.traceparent)
             try:
                 with span.child("weighbridge.prepare"):
                     self._engine.connect()
