@@ -44,6 +44,7 @@ from weighbridge_service.push.machine.phases import BEFORE_SEALED, FINAL, INCOMP
 from weighbridge_service.push.machine.shown import version_of, waits_for
 from weighbridge_service.push.machine.state import Moment, PushState
 from weighbridge_service.push.machine.transitions import step
+from weighbridge_service.push.rank_progress import RankProgress, ranks_of
 from weighbridge_service.push.pending import WaitingCalls, uncancelled
 from weighbridge_service.push.replica_checksums import ReplicaChecksum, ReplicaChecksums
 from weighbridge_service.push.timers import Timers
@@ -153,6 +154,12 @@ class PushSession:
     def share_number(self) -> int | None:
         """Which share of the version this session has; None before there is a plan."""
         return self._state.share_number
+
+    @property
+    def rank_progress(self) -> tuple[RankProgress, ...]:
+        """How far each rank is."""
+        writer = self._runner.writer
+        return ranks_of(self._state, {} if writer is None else writer.received_of_ranks)
 
     def takes_part(self, client_id: str) -> bool:
         """Whether this client has declared a rank of the version."""
