@@ -451,11 +451,11 @@ def _rules(retention: Retention) -> tuple[str, ...]:
     if retention.keeps_everything:
         return ("every version is kept",)
     rules: Sequence[tuple[int, str]] = (
-        (retention.keep_last, f"the newest {counted(retention.keep_last, 'version')}"),
-        (retention.keep_every, f"the first of each {words.count(retention.keep_every)} numbers"),
-        (retention.keep_younger_s, f"those younger than {words.duration(1000 * retention.keep_younger_s)}"),
+        (retention.keep_last, f"the newest {counted(retention.keep_last, 'version')} are kept"),
+        (retention.keep_every, f"of each {words.count(retention.keep_every)} numbers the first is kept"),
+        (retention.keep_younger_s, f"younger than {words.duration(1000 * retention.keep_younger_s)}: kept"),
     )
-    return (*(text for value, text in rules if value), "those that a ref names")
+    return (*(text for value, text in rules if value), "whatever a ref names is kept")
 
 
 def _gate(gate: Gate) -> tuple[str, ...]:
