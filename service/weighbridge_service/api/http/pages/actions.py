@@ -145,10 +145,12 @@ def _add_login(router: APIRouter, service: Weighbridge, sessions: Sessions, rend
     async def sign_in(form: Form, request: Request) -> Response:
         """Begin a session."""
         token, following = form.get("token", "").strip(), _own_path(form.get("next", ""))
+        if not service.access.knows_tokens or not 0 < len(token) <= _LONGEST_TOKEN:
+            raise InvalidArgument("the form has no token that could be known here", fix="show one that the service's policy knows")
         authorization = f"Bearer {token}"
-        identity = service.access.identify(Evidence(authorization[:_LONGEST_TOKEN]))
-        if not token or identity.problem or not service.access.knows_tokens:
-            problem = identity.problem or "tokens are not known here"
+        identity = service.access.identify(Evidence(authorization))
+        if identity.problem:
+            problem = identity.problem
             page = renderer.page("login", viewer_of(request), problem=problem, next=following)
             return HTMLResponse(page, 401, {"WWW-Authenticate": "Bearer"})
         sessions.end(session_in(request))
