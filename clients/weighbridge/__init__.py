@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from weighbridge._clients.filling import Filled
     from weighbridge._clients.push_handle import PushHandle, PushReport
     from weighbridge._clients.push_options import PushOptions
+    from weighbridge._clients.reporting.reporter import EngineReporter
     from weighbridge._clients.trainer import TrainerClient
     from weighbridge._clients.training_files import WrittenCheckpoint
     from weighbridge._clients.transport import ConnectionOptions
@@ -48,6 +49,8 @@ if TYPE_CHECKING:
         WaitingVersion,
     )
     from weighbridge._core.dtypes import DType
+    from weighbridge._core.engines.facts import Engine
+    from weighbridge._core.engines.status import AgentStatus
     from weighbridge._core.layouts import Layout, Placement, Shard, TensorSpec
     from weighbridge._core.megatron_rank import MegatronRank
     from weighbridge._core.metadata import Metadata
@@ -104,6 +107,7 @@ __all__ = [
     "HELD_NONFINITE",
     "REF_LATEST",
     "REF_LIVE",
+    "AgentStatus",
     "AlreadyExists",
     "AsyncEngineClient",
     "AsyncPull",
@@ -120,7 +124,9 @@ __all__ = [
     "DeadlineExceeded",
     "DeletedModel",
     "DeletedVersion",
+    "Engine",
     "EngineClient",
+    "EngineReporter",
     "ExpertParallel",
     "FailedPrecondition",
     "Filled",
@@ -185,6 +191,7 @@ _MODULES = {
         "EngineClient",
         "Pull",
     ),
+    "_clients.reporting.reporter": ("EngineReporter",),
     "_clients.filling": ("Filled",),
     "_clients.push_handle": (
         "PushHandle",
@@ -205,6 +212,8 @@ _MODULES = {
         "WaitingVersion",
     ),
     "_core.dtypes": ("DType",),
+    "_core.engines.facts": ("Engine",),
+    "_core.engines.status": ("AgentStatus",),
     "_core.layouts": (
         "Layout",
         "Placement",

@@ -21,6 +21,9 @@ from weighbridge_service.catalog.head_versions import approved_since
 from weighbridge_service.catalog.refs import Refs
 from weighbridge_service.catalog.signatures import Signatures
 from weighbridge_service.catalog.stored_bytes import StoredBytes
+from weighbridge_service.engines.entries import Leases
+from weighbridge_service.engines.known_engines import KnownEngines
+from weighbridge_service.engines.registry import EngineRegistry
 from weighbridge_service.plan.declarations import Home
 from weighbridge_service.pull.serving import Serving
 from weighbridge_service.push.effect_runner import Facilities
@@ -33,6 +36,7 @@ from weighbridge_service.push.quotas import Quotas
 from weighbridge_service.push.registry import Registry
 from weighbridge_service.push.taking_over import TakingOver
 from weighbridge_service.replicas.directory import Directory
+from weighbridge_service.replicas.engine_exchange import EngineExchange
 from weighbridge_service.replicas.heartbeat import Heartbeat
 from weighbridge_service.replicas.links import Links
 from weighbridge_service.replicas.peer_files import PeerFiles
@@ -91,6 +95,7 @@ class Weighbridge:
         gates: which versions are held.
         refs: changes of refs.
         signatures: who has signed which version.
+        engines: which engines serve versions, as their agents report.
         images: where versions are put together.
         memory_budget: how much memory these may take.
         mappings: which processes of this machine have them mapped.
@@ -186,9 +191,12 @@ class Weighbridge:
         self.store_readers = self.catalog.readers
         self.shared = SharedSessions(registry)
         self.peer_files = PeerFiles(self._links, self.read_cache, self._store)
+        self.engines = KnownEngines(self.catalog, EngineRegistry(Leases(config.report_every)))
         self._heartbeat: Heartbeat | None = None
+        self._engine_exchange: EngineExchange | None = None
         if config.advertise:
             self._heartbeat = Heartbeat(self._links, self.shared, news, config.peer_patience)
+            self._engine_exchange = EngineExchange(self._links, self.directory.others, self.engines)
             self.directory.start()
         self.serving = Serving(
             self.catalog, self.read_cache, self.store_readers, self.shared, self.peer_files
@@ -196,7 +204,9 @@ class Weighbridge:
         self.gates = Gates(self.catalog, registry.approved)
         self.refs = Refs(self.catalog, self.access.named)
         self.signatures = Signatures(self.catalog)
-        self.collecting = Collecting(self.catalog, config.collect_every, self._on_collected)
+        self.collecting = Collecting(
+            self.catalog, config.collect_every, self._on_collected, self.engines.served
+        )
 
     def _on_collected(self, name: ModelName, history: History) -> None:
         self.registry.forget_deleted_model(name, history.head.first_version)
@@ -257,6 +267,8 @@ class Weighbridge:
         self.catalog.changes.notify()
         if self._heartbeat is not None:
             self._heartbeat.close()
+        if self._engine_exchange is not None:
+            self._engine_exchange.close()
             self.directory.close()
         self.intake.stop()
         self.collecting.join()

@@ -14,6 +14,7 @@ from weighbridge._core.slices import Boxes, FullTensors, TensorParallel
 from weighbridge._core.tensor_spaces import TensorSpace
 from weighbridge._transport import rpc, wire
 from weighbridge.v1 import checkpoint_service_pb2 as checkpoints
+from weighbridge.v1 import engine_service_pb2 as engines
 from weighbridge.v1 import model_service_pb2 as models
 from weighbridge.v1 import replica_service_pb2 as replicas
 from weighbridge.v1 import resources_pb2 as resources
@@ -108,6 +109,19 @@ def examples(source: TinyModel) -> Mapping[str, Sequence[Message]]:
         ),
         *(weights.PlanPullRequest(model=FUZZED, version="latest", layout=each) for each in asked),
         *(weights.PullRequest(model=FUZZED, version="latest", layout=each) for each in asked),
+        engines.ReportEngineRequest(
+            report=engines.EngineReport(
+                engine_id="fuzzed",
+                kind="vllm",
+                address="http://node7:8000",
+                model=FUZZED,
+                ref="live",
+                version=1,
+                state="serving",
+                beat=1,
+            )
+        ),
+        engines.ListEnginesRequest(model=FUZZED, page_size=1),
         replicas.ExchangeRequest(
             sender=sender, versions=[replicas.VersionProgress(model=FUZZED, number=4, claim="claim")]
         ),

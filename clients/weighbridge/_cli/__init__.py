@@ -12,7 +12,7 @@ comes at once.
 - `gating`: which versions are held and which refs are protected, and approval.
 - `signing`: signatures of versions.
 - `removing`: deletion of versions and models, pushes that are given up.
-- `following`: an agent beside a running engine.
+- `following`: an agent beside a running engine, and the engines whose agents report.
 - `relaying`: step folders between machines.
 - `serving`: the service, and the demonstration.
 - `identifying`: new tokens.
@@ -53,6 +53,7 @@ _MODULE_OF = {
     "tag": "tagging",
     "watch": "looking",
     "follow": "following",
+    "engines": "following",
     "relay": "relaying",
     "verify": "looking",
     "approve": "gating",

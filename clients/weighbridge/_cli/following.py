@@ -1,24 +1,30 @@
-"""Command that keeps a running engine on a ref: follow."""
+"""Commands about running engines: one that keeps one on a ref, follow, and one that shows those of the service, engines."""
 
 from __future__ import annotations
 
 import itertools
+import time
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from weighbridge._cli.looking import say_if_absent
-from weighbridge._cli.output import print_json
+from weighbridge._cli.output import print_json, print_table
 from weighbridge._cli.parsing import WholeNumber
 from weighbridge._cli.running import RETRY_SECONDS, Command, client_options, end_tidily
 from weighbridge._cli.signing import FILE, trusted
+from weighbridge._core.engines.facts import STANDING_BEHIND
 from weighbridge._core.resources import REF_LATEST
+from weighbridge._core.text.counts import counted
 from weighbridge._core.text.sizes import readable_size
 
 if TYPE_CHECKING:
+    from weighbridge._core.engines.facts import Engine
     from weighbridge.follow.agent import Followed
-    from weighbridge.follow.engines import Engine
+    from weighbridge.follow.sglang import SglangServer
+    from weighbridge.follow.vllm import VllmServer
 
 
 @click.command("follow", cls=Command)
@@ -100,12 +106,14 @@ def follow_command(
     with EngineClient(server, retry_seconds=RETRY_SECONDS) as client:
         say_if_absent(client.model(model), ref)
         done = None
-        follower = Follower(client, model, engine, ref, force=force, required=trusts)
-        for done in itertools.islice(follower.run(), count):
-            if as_json:
-                print_json(done.to_json(), one_line=True)
-            else:
-                click.echo(_line(done))
+        reporter = client.report_engine(model, kind=kind, address=engine.url, ref=ref)
+        with closing(reporter):
+            follower = Follower(client, model, engine, ref, force=force, required=trusts, reporter=reporter)
+            for done in itertools.islice(follower.run(), count):
+                if as_json:
+                    print_json(done.to_json(), one_line=True)
+                else:
+                    click.echo(_line(done))
     ctx.exit(1 if done is not None and done.error else 0)
 
 
@@ -117,7 +125,7 @@ def _engine(
     lane: str | None,
     pause_mode: str | None,
     engine_key: str,
-) -> Engine:
+) -> VllmServer | SglangServer:
     from weighbridge.follow.sglang import SglangServer
     from weighbridge.follow.vllm import VllmServer
 
@@ -144,3 +152,67 @@ def _line(done: Followed) -> str:
         f"{done.model}@{done.version}: {readable_size(done.nbytes)} prepared in {done.prepare_seconds:.2f} s, "
         f"engine paused for {done.pause_seconds:.2f} s"
     )
+
+
+@click.command("engines", cls=Command)
+@click.argument("model", required=False)
+@client_options
+def engines_command(model: str | None, server: str, as_json: bool) -> None:
+    """Show the engines that serve versions of MODEL, or of all models, as their agents report.
+
+    An engine is stale when its agent was not heard for three reports (15 s), and gone after a minute. What engines serve that are not gone
+    is kept, whatever the retention says.
+    """
+    from weighbridge._clients.client import Client
+
+    with Client(server, retry_seconds=RETRY_SECONDS) as client:
+        found = client.engines(model)
+    if as_json:
+        print_json([engine.to_json() for engine in found])
+    elif found:
+        columns = ("ENGINE", "MODEL", "REF", "SERVES", "STATE", "STANDING", "LAST UPDATE", "HEARD", "NOTE")
+        print_table(columns, [_engine_row(engine, time.time()) for engine in found])
+    else:
+        click.echo("no engine has reported lately: agents do (`weighbridge follow`)", err=True)
+
+
+def _engine_row(engine: Engine, now: float) -> tuple[str, ...]:
+    state = f"{engine.state} to {engine.target}" if engine.target else engine.state
+    return (
+        engine.label,
+        engine.model,
+        f"{engine.ref}={engine.named or '?'}" if engine.ref else "-",
+        str(engine.version or "-"),
+        f"{state}, {_ago(engine.since_ms, now)}",
+        _standing_text(engine),
+        _update_text(engine, now),
+        f"{_ago(engine.heard_time_ms, now)} ago",
+        engine.error,
+    )
+
+
+def _standing_text(engine: Engine) -> str:
+    if engine.standing != STANDING_BEHIND:
+        return engine.standing
+    if not engine.version:
+        return "serves no version"
+    return f"{counted(engine.behind, 'version')} behind" if engine.behind else "serves a newer one"
+
+
+def _update_text(engine: Engine, now: float) -> str:
+    if not engine.update_version:
+        return "-"
+    size, prepared = readable_size(engine.update_bytes), engine.update_prepare_seconds
+    return (
+        f"to {engine.update_version}, {_ago(engine.update_time_ms, now)} ago: {size} in {prepared:.2f} s, "
+        f"paused for {engine.update_pause_seconds:.2f} s"
+    )
+
+
+def _ago(time_ms: int, now: float) -> str:
+    """How long ago something was, in two figures at most: ``12 s``, ``5 min``, ``3 h``, ``9 d``."""
+    seconds = max(now - time_ms / 1000, 0.0)
+    for unit, name in ((86_400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * unit:
+            return f"{seconds // unit:.0f} {name}"
+    return f"{seconds:.0f} s"

@@ -16,7 +16,7 @@ from weighbridge._core.usage import QUOTA_BYTES_PER_SECOND, QUOTA_STORED
 
 if TYPE_CHECKING:
     from weighbridge._clients.client import Client
-    from weighbridge._core.collection import Collection
+    from weighbridge._core.collection import Collection, KeptVersion
     from weighbridge._core.usage import Quota
 
 
@@ -55,7 +55,7 @@ def retention_command(
 ) -> None:
     """Show or say which versions of a model are kept.
 
-    A version is kept if one of the rules speaks for it or a ref names it; the others are deleted some time later. New
+    A version is kept if one of the rules speaks for it, a ref names it or an engine serves it (`weighbridge engines`); the others are deleted some time later. New
     rules replace all that were there. Without any option the rules are shown.
     """
     rules = Retention(keep_last or 0, keep_every or 0, keep_younger_s or 0)
@@ -110,8 +110,8 @@ def collect_command(ctx: click.Context, model: str, dry_run: bool, server: str, 
 
 def _show(report: Collection) -> None:
     rows: list[tuple[object, str, str]] = [
-        *((v.number, "kept", ", ".join([*v.rules, *v.refs])) for v in report.kept),
-        *((number, "retired", "no rule and no ref speaks for it") for number in report.retired),
+        *((v.number, "kept", _why_it_is_kept(v)) for v in report.kept),
+        *((number, "retired", "no rule, no ref and no engine speaks for it") for number in report.retired),
         *((v.number, "waits", _why_it_waits(v.until_ms, v.readers)) for v in report.waiting),
         *((v.number, "deleted", readable_size(v.nbytes)) for v in report.deleted),
         *((number, "given up", "nothing more was heard of it") for number in report.given_up),
@@ -133,6 +133,11 @@ def _show(report: Collection) -> None:
         first = min(version.until_ms for version in report.waiting)
         summary += f"; {counted(len(report.waiting), 'version')} to be deleted, after {readable_time(first)}"
     click.echo(f"{report.model}: {summary}{' (dry run: nothing was changed)' if report.dry_run else ''}")
+
+
+def _why_it_is_kept(version: KeptVersion) -> str:
+    engines = [f"served by {', '.join(version.engines)}"] if version.engines else []
+    return ", ".join([*version.rules, *version.refs, *engines])
 
 
 def _why_it_waits(until_ms: int, readers: int) -> str:

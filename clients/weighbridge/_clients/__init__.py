@@ -18,6 +18,7 @@ May import: all private folders below it, not `_lazy`, `_cli`, `aio`, `follow` o
 - `push_routes`: which part of a push goes to which replica.
 - `pulling`: the run of a pull.
 - `attempts`: attempts at a version that a ref names.
+- `reporting`: reports of what an engine serves.
 - `filling`: a torch model that a pull fills.
 - `restoring`: the run of a restore.
 - `training`: training states beside weights: pushed with them, and restored.

@@ -10,12 +10,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, Unpack
 
-from weighbridge._clients.calls import model_calls, push_calls, ref_calls, signature_calls, version_calls
+from weighbridge._clients.calls import (
+    engine_calls,
+    model_calls,
+    push_calls,
+    ref_calls,
+    signature_calls,
+    version_calls,
+)
 from weighbridge._clients.calls.signature_calls import Signing
 from weighbridge._clients.calls.watching import Watch
 from weighbridge._clients.connection import Connection
 from weighbridge._clients.transport import ConnectionOptions
 from weighbridge._core.collection import Collection
+from weighbridge._core.engines.facts import Engine
 from weighbridge._core.layouts import TensorSpec
 from weighbridge._core.references import Reference
 from weighbridge._core.resources import (
@@ -510,3 +518,14 @@ class Client:
         is used.
         """
         return self._connection.run(model_calls.get_usage())
+
+    def engines(self, model: str | None = None) -> list[Engine]:
+        """Engines whose agents have reported lately, by model and address: what each serves, and how far behind its ref it is.
+
+        Args:
+            model: ``namespace/name``; None for the engines of all models that this client may look at.
+
+        Raises:
+            NotFound: the model is not registered.
+        """
+        return self._connection.run(engine_calls.list_engines(model))

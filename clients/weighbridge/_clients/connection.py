@@ -72,6 +72,16 @@ class Connection(Transport):
             if call is not None:
                 call.cancel()
 
+    def another(self) -> Connection:
+        """A connection of its own to the same service, for control calls that must not wait for others, nor keep others waiting."""
+        return Connection(
+            str(self.addresses),
+            retry_seconds=self.retry_seconds,
+            lane="grpc",
+            connections=1,
+            credentials=self.credentials,
+        )
+
     def close(self) -> None:
         """Close all connections: what is under way fails. Tensors that are views of a version stay valid until they are gone."""
         with self._lock:

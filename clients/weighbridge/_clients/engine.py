@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +16,8 @@ from weighbridge._clients.client import Client
 from weighbridge._clients.connection import Connection
 from weighbridge._clients.filling import Filled, fill_tensors, fit
 from weighbridge._clients.pulling import PullRun
+from weighbridge._clients.reporting.places import first_facts
+from weighbridge._clients.reporting.reporter import EngineReporter
 from weighbridge._core import dtypes
 from weighbridge._core.layouts import TensorSpec
 from weighbridge._core.resources import Version
@@ -228,3 +231,20 @@ class EngineClient(Client):
                 manifest = self._connection.run(signature_calls.get_manifest(model, number))
                 write_signatures(Path(folder), manifest, signatures)
         return plan.version
+
+    def report_engine(
+        self, model: str, *, kind: str, address: str = "", ref: str = "", version: int = 0
+    ) -> EngineReporter:
+        """Report to the service what an engine serves, until that is closed; see `EngineReporter`.
+
+        Whoever may pull the model can do it. The service lists the engine (`Client.engines`), and keeps the versions that it serves.
+
+        Args:
+            model: ``namespace/name``.
+            kind: what the engine is, such as ``vllm``.
+            address: where it is reached.
+            ref: that it follows; empty if it follows none.
+            version: that it serves; 0 if none.
+        """
+        facts = replace(first_facts(model, kind, address, ref), version=version)
+        return EngineReporter(self._connection.another(), facts)

@@ -22,11 +22,13 @@ class KeptVersion(JsonValue):
         number: which one.
         rules: the rules of the retention that speak for it.
         refs: the refs in the store that name it, or are asked to.
+        engines: the engines that serve it or are being taken to it, for people; of many the first, and how many more.
     """
 
     number: int
     rules: tuple[str, ...]
     refs: tuple[str, ...]
+    engines: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 from weighbridge._clients.attempts import attempts, named
 from weighbridge._clients.engine import EngineClient
+from weighbridge._clients.reporting.reporter import EngineReporter
+from weighbridge._core.engines.facts import ENGINE_FAILING, ENGINE_SERVING, ENGINE_UPDATING, ENGINE_WAITING
 from weighbridge._core.json_values import JsonValue
 from weighbridge._core.resources import Signature
 from weighbridge._signing.trust import Trusted
@@ -56,6 +60,7 @@ class Follower:
         required: who must have signed a version, each of these, before anything of it is fetched. One that is not signed is refused, and
             taken when it is, as long as the ref names it.
         signed_seconds: pause between two looks whether it is.
+        reporter: is told how the engine stands; None to tell nobody.
     """
 
     def __init__(
@@ -69,6 +74,7 @@ class Follower:
         force: bool = False,
         required: Sequence[Trusted] = (),
         signed_seconds: float = SIGNED_SECONDS,
+        reporter: EngineReporter | None = None,
     ) -> None:
         self._client = client
         self._model = model
@@ -78,6 +84,7 @@ class Follower:
         self._force = force
         self._required = tuple(required)
         self._signed_seconds = signed_seconds
+        self._reporter = reporter
         self._judged: tuple[tuple[int, tuple[Signature, ...]], str] | None = None
 
     def run(self) -> Iterator[Followed]:
@@ -89,14 +96,16 @@ class Follower:
             FailedPrecondition: the engine says that it serves another model.
             WeighbridgeError: the engine cannot be reached, or takes no updates.
         """
-        self._check_model()
+        self._begin()
         self._engine.connect()
         for version in self._client.watch(self._model, self._ref):
             number = version.number
             if self._engine_has(number):
                 self._engine.label(label(self._model, number))
                 self._engine.resume()  # an agent before this one may have ended while it was paused
-                yield Followed(self._model, number, number, error=self._unsigned(number))
+                problem = self._unsigned(number)
+                self._say(state=ENGINE_SERVING, version=number, target=0, error=problem)
+                yield Followed(self._model, number, number, error=problem)
             elif (yield from self._wait_signed(number)):
                 yield from self._insist(number)
 
@@ -106,7 +115,9 @@ class Follower:
         while problem := self._unsigned(number):
             if problem != said:
                 serving = quietly(self._engine.serving)
-                yield Followed(self._model, number, serving.version if serving else None, error=problem)
+                version = serving.version if serving else None
+                self._say(state=ENGINE_WAITING, version=version or 0, target=0, error=problem)
+                yield Followed(self._model, number, version, error=problem)
                 said = problem
             time.sleep(self._signed_seconds)
             if named(self._client, self._model, self._ref) not in (number, None):
@@ -132,10 +143,17 @@ class Follower:
             return str(error)
         return ""
 
-    def _check_model(self) -> None:
-        """Refuse an engine of another model: its clients would be answered by that one's weights, or none would fit."""
-        serving = None if self._force else quietly(self._engine.serving)
-        if serving is not None and serving.model not in ("", self._model):
+    def _begin(self) -> None:
+        """Refuse an engine of another model: its clients would be answered by that one's weights, or none would fit. Of the model's own it is told
+        at once what it serves, whether the service can be reached or not."""
+        serving = quietly(self._engine.serving)
+        if serving is None:
+            return
+        if serving.version is not None:
+            self._say(version=serving.version)
+            with suppress(WeighbridgeError):
+                self._engine.label(label(self._model, serving.version))
+        if serving.model not in ("", self._model) and not self._force:
             raise FailedPrecondition(
                 f"the engine serves {serving.model}, and not {self._model}",
                 fix=f"follow {serving.model}, name another engine with --url, or use --force",
@@ -152,6 +170,7 @@ class Follower:
     def take_to(self, number: int) -> Followed:
         """Take the engine to a version. It keeps the one that it has, or gets it back, if that fails."""
         prepared, pause, problem = Prepared(0, 0.0), 0.0, ""
+        self._say(state=ENGINE_UPDATING, target=number)
         try:
             self._engine.connect()
             prepared = self._engine.prepare(number)
@@ -163,15 +182,37 @@ class Follower:
         if problem:
             quietly(self._engine.discard)
         serving = quietly(self._engine.serving)
-        return Followed(
+        version = serving.version if serving else None
+        done = Followed(
             self._model,
             number,
-            serving.version if serving else None,
+            version,
             prepared.nbytes,
             round(prepared.seconds, 3),
             round(pause, 3),
             problem,
         )
+        self._say_done(done)
+        return done
+
+    def _say_done(self, done: Followed) -> None:
+        if done.error:
+            self._say(state=ENGINE_FAILING, version=done.serves or 0, target=0, error=done.error)
+            return
+        self._say(
+            state=ENGINE_SERVING,
+            version=done.version,
+            target=0,
+            error="",
+            update_version=done.version,
+            update_bytes=done.nbytes,
+            update_prepare_seconds=done.prepare_seconds,
+            update_pause_seconds=done.pause_seconds,
+        )
+
+    def _say(self, **changes: Any) -> None:
+        if self._reporter is not None:
+            self._reporter.say(**changes)
 
     def _engine_has(self, number: int) -> bool:
         try:

@@ -10,6 +10,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from weighbridge.v1 import engine_service_pb2 as _engine_service_pb2
 from weighbridge.v1 import resources_pb2 as _resources_pb2
 import builtins as _builtins
 import sys
@@ -91,23 +92,64 @@ class ExchangeRequest(_message.Message):
 
     SENDER_FIELD_NUMBER: _builtins.int
     VERSIONS_FIELD_NUMBER: _builtins.int
+    ENGINES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def sender(self) -> Global___Replica: ...
     @_builtins.property
     def versions(self) -> _containers.RepeatedCompositeFieldContainer[Global___VersionProgress]: ...
+    @_builtins.property
+    def engines(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReportedEngine]:
+        """Engines that have reported to the sender: those of which something has changed, and now and then all of them, in several calls if they
+        are many.
+        """
+
     def __init__(
         self,
         *,
         sender: Global___Replica | None = ...,
         versions: _abc.Iterable[Global___VersionProgress] | None = ...,
+        engines: _abc.Iterable[Global___ReportedEngine] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sender", b"sender"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["sender", b"sender", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engines", b"engines", "sender", b"sender", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ExchangeRequest: _TypeAlias = ExchangeRequest  # noqa: Y015
+
+@_typing.final
+class ReportedEngine(_message.Message):
+    """What an agent has reported to a replica."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REPORT_FIELD_NUMBER: _builtins.int
+    IDENTITY_FIELD_NUMBER: _builtins.int
+    HOST_FIELD_NUMBER: _builtins.int
+    AGE_SECONDS_FIELD_NUMBER: _builtins.int
+    identity: _builtins.str
+    """Of the agent: its identity in the policy, if there is one, and the machine from where it was heard."""
+    host: _builtins.str
+    age_seconds: _builtins.float
+    """How long ago that was."""
+    @_builtins.property
+    def report(self) -> _engine_service_pb2.EngineReport: ...
+    def __init__(
+        self,
+        *,
+        report: _engine_service_pb2.EngineReport | None = ...,
+        identity: _builtins.str = ...,
+        host: _builtins.str = ...,
+        age_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["report", b"report"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_seconds", b"age_seconds", "host", b"host", "identity", b"identity", "report", b"report"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReportedEngine: _TypeAlias = ReportedEngine  # noqa: Y015
 
 @_typing.final
 class ExchangeResponse(_message.Message):

@@ -56,7 +56,7 @@ class ReplicaServiceServicer(object):
 
     def Exchange(self, request, context):
         """Two replicas exchange how far they are with the versions that they receive together: at once when something has changed, and as a
-        heartbeat. It can be repeated, and comes in any order.
+        heartbeat. It can be repeated, and comes in any order. So do engines that have reported to the sender.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

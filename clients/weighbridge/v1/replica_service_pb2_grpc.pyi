@@ -35,7 +35,7 @@ class ReplicaServiceStub:
     def __new__(cls, channel: _aio.Channel) -> ReplicaServiceAsyncStub: ...
     Exchange: _grpc.UnaryUnaryMultiCallable[_replica_service_pb2.ExchangeRequest, _replica_service_pb2.ExchangeResponse]
     """Two replicas exchange how far they are with the versions that they receive together: at once when something has changed, and as a
-    heartbeat. It can be repeated, and comes in any order.
+    heartbeat. It can be repeated, and comes in any order. So do engines that have reported to the sender.
     """
     ReadFile: _grpc.UnaryStreamMultiCallable[_replica_service_pb2.ReadFileRequest, _replica_service_pb2.ReadFileResponse]
     """A part of a file, from the image of the replica that owns it, as soon as its bytes are final. Refused with FAILED_PRECONDITION
@@ -54,7 +54,7 @@ class ReplicaServiceAsyncStub(ReplicaServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Exchange: _aio.UnaryUnaryMultiCallable[_replica_service_pb2.ExchangeRequest, _replica_service_pb2.ExchangeResponse]  # type: ignore[assignment]
     """Two replicas exchange how far they are with the versions that they receive together: at once when something has changed, and as a
-    heartbeat. It can be repeated, and comes in any order.
+    heartbeat. It can be repeated, and comes in any order. So do engines that have reported to the sender.
     """
     ReadFile: _aio.UnaryStreamMultiCallable[_replica_service_pb2.ReadFileRequest, _replica_service_pb2.ReadFileResponse]  # type: ignore[assignment]
     """A part of a file, from the image of the replica that owns it, as soon as its bytes are final. Refused with FAILED_PRECONDITION
@@ -76,7 +76,7 @@ class ReplicaServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_replica_service_pb2.ExchangeResponse, _abc.Awaitable[_replica_service_pb2.ExchangeResponse]]:
         """Two replicas exchange how far they are with the versions that they receive together: at once when something has changed, and as a
-        heartbeat. It can be repeated, and comes in any order.
+        heartbeat. It can be repeated, and comes in any order. So do engines that have reported to the sender.
         """
 
     @_abc_1.abstractmethod

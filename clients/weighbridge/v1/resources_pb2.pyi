@@ -674,6 +674,7 @@ class KeptVersion(_message.Message):
     NUMBER_FIELD_NUMBER: _builtins.int
     RULES_FIELD_NUMBER: _builtins.int
     REFS_FIELD_NUMBER: _builtins.int
+    ENGINES_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     @_builtins.property
     def rules(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -681,16 +682,21 @@ class KeptVersion(_message.Message):
 
     @_builtins.property
     def refs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def engines(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Engines that serve it or are being taken to it, for people; of many the first, and how many more."""
+
     def __init__(
         self,
         *,
         number: _builtins.int = ...,
         rules: _abc.Iterable[_builtins.str] | None = ...,
         refs: _abc.Iterable[_builtins.str] | None = ...,
+        engines: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["number", b"number", "refs", b"refs", "rules", b"rules"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engines", b"engines", "number", b"number", "refs", b"refs", "rules", b"rules"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -122,6 +122,7 @@ class Audit:
         model: str,
         ref: str,
         result: str,
+        heartbeat: bool = False,
     ) -> None:
         """Write down how a call has ended, if it is of a kind that is recorded.
 
@@ -134,8 +135,10 @@ class Audit:
             model: of which model; empty if of none or all.
             ref: of which ref or version; empty if of none.
             result: ``OK``, or the reason of the error.
+            heartbeat: whether it comes every few seconds, and only a refusal says something.
         """
-        if self._file is None or (verb in _QUIET and result not in _REFUSALS):
+        quiet = heartbeat or verb in _QUIET
+        if self._file is None or (quiet and result not in _REFUSALS):
             return
         line = {
             "time": datetime.now(UTC).isoformat(timespec="milliseconds"),

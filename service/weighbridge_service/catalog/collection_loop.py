@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from weighbridge._core.collection import Collection
@@ -30,6 +30,7 @@ class Collecting:
         catalog: which models there are.
         every_s: seconds between two collections of all models by this process, on average; 0 for none.
         on_collected: is told of each model that this process has collected, and its history.
+        served: says which engines serve which versions of a model, by number; these are kept.
 
     Attributes:
         versions_deleted: versions whose objects this process has deleted.
@@ -42,9 +43,11 @@ class Collecting:
         catalog: Catalog,
         every_s: float,
         on_collected: Callable[[ModelName, History], None],
+        served: Callable[[ModelName], Mapping[int, Sequence[str]]],
     ) -> None:
         self._catalog = catalog
         self._on_collected = on_collected
+        self._served = served
         self._every_s = every_s
         self._counting = threading.Lock()
         self.versions_deleted = 0
@@ -134,15 +137,16 @@ class Collecting:
             NotFound: no such model.
             WeighbridgeError: the store failed before anything could be done.
         """
-        catalog = self._catalog
+        catalog, model = self._catalog, ModelName.parse(name)
         report = collect(
             catalog.store,
             catalog.heads,
-            ModelName.parse(name),
+            model,
             grace=catalog.readers.grace,
             clock=catalog.readers.clock,
             dry_run=dry_run,
             stopping=catalog.stopping.is_set,
+            served=lambda: self._served(model),
         )
         if not dry_run:
             with self._counting:
@@ -150,7 +154,6 @@ class Collecting:
                 self.bytes_deleted += report.deleted_bytes
                 self.failures += len(report.problems)
             _log(report)
-            model = ModelName.parse(name)
             history = catalog.heads.history_of_any(model)
             if history is not None:
                 self._on_collected(model, history)

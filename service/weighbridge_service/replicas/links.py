@@ -15,6 +15,7 @@ from weighbridge._transport.request_parts import parts
 from weighbridge.errors import DataLoss, Unavailable
 from weighbridge.v1 import replica_service_pb2 as pb
 from weighbridge.v1 import replica_service_pb2_grpc
+from weighbridge_service.engines.entries import ToldEngine
 from weighbridge_service.plan.declarations import Home
 from weighbridge_service.replicas.progress import (
     Progress,
@@ -22,6 +23,7 @@ from weighbridge_service.replicas.progress import (
     home_to_proto,
     progress_from_proto,
     progress_to_proto,
+    told_to_proto,
 )
 
 _EXCHANGE_SECONDS = 5.0
@@ -44,12 +46,15 @@ class Links:
         self._lock = threading.Lock()
         self._connections: dict[str, bulk.Connections] = {}
 
-    def exchange(self, other: Home, progress: Sequence[tuple[Progress, bool]]) -> tuple[Home, list[Progress]]:
+    def exchange(
+        self, other: Home, progress: Sequence[tuple[Progress, bool]], engines: Sequence[ToldEngine] = ()
+    ) -> tuple[Home, list[Progress]]:
         """Tell another replica how far this one is.
 
         Args:
             other: which replica.
             progress: with each version, and whether to name the files that were written.
+            engines: what agents have reported to this one.
 
         Returns:
             Who has answered, which may be another process at the same address, and how far that one is.
@@ -61,6 +66,7 @@ class Links:
         request = pb.ExchangeRequest(
             sender=home_to_proto(self.home),
             versions=[progress_to_proto(each, with_files=files) for each, files in progress],
+            engines=map(told_to_proto, engines),
         )
         with rpc.translated_errors(other.address):
             response = stub.Exchange(request, timeout=_EXCHANGE_SECONDS)

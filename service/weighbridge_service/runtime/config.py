@@ -53,6 +53,8 @@ class ServiceConfig:
         drain_seconds: how long shutting down waits for pushes and publications that are under way.
         collect_every: seconds between two collections of what need not be kept, on average; 0 for none.
         grace_seconds: how long a version can still be read after it was taken out of history; the same for all replicas.
+        report_every: seconds between two reports of an agent of whose engine nothing changes; after three times as long without one the engine is
+            stale, after twelve times as long it is gone.
         http_hosts: names by which the HTTP face may be asked, besides addresses, this machine's own name, and names that no public DNS server
             answers for; ``*`` for any.
         policy: file that says who may do what (`weighbridge_service.access.policy`); None if whoever reaches the service may do everything.
@@ -96,6 +98,7 @@ class ServiceConfig:
     drain_seconds: float = 30.0
     collect_every: float = 600.0
     grace_seconds: float = 900.0
+    report_every: float = 5.0
     http_hosts: tuple[str, ...] = ()
     policy: Path | None = None
     policy_look: float = 1.0

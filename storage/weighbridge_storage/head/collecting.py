@@ -52,7 +52,7 @@ from weighbridge_storage.head.head_changes import forget_versions, mark_history
 from weighbridge_storage.head.head_store import HeadStore
 from weighbridge_storage.head.history import History, NodeMissing, unreachable, unreachable_since_mark
 from weighbridge_storage.head.leases import Grace, ReadLease, read_lease
-from weighbridge_storage.head.retention import Decision, retire
+from weighbridge_storage.head.retention import NOBODY, Decision, retire
 from weighbridge_storage.stores.objects import ObjectStore
 
 _DELETIONS = 8
@@ -73,6 +73,7 @@ def collect(
     clock: Callable[[], int],
     dry_run: bool = False,
     stopping: Callable[[], bool] = lambda: False,
+    served: Callable[[], Mapping[int, Sequence[str]]] = lambda: NOBODY,
 ) -> Collection:
     """Carry a model's retention out.
 
@@ -84,6 +85,7 @@ def collect(
         clock: gives the time in milliseconds since 1970 UTC.
         dry_run: only say what would be done; nothing is written.
         stopping: is asked again and again; if it says so, the rest is left to the next collection.
+        served: says which engines serve which versions, by number.
 
     Returns:
         What was done. Deletions that failed are in it; the others were done nevertheless.
@@ -97,7 +99,7 @@ def collect(
     # before the leases are listed: what is due by then had leases by then
     now_ms = clock()
     listed, nodes = run.list_objects()
-    given_up, decision, history = run.retire(clock)
+    given_up, decision, history = run.retire(clock, served)
     gone = {number for number in listed if history.is_gone(number)}
     deletion = history.head.deletion
     with_model = {number for number in gone if deletion is not None and number < deletion.below}
@@ -185,12 +187,14 @@ class _Run:
                 found[place[1]].append(key)
         return found, nodes
 
-    def retire(self, clock: Callable[[], int]) -> tuple[tuple[int, ...], Decision, History]:
+    def retire(
+        self, clock: Callable[[], int], served: Callable[[], Mapping[int, Sequence[str]]]
+    ) -> tuple[tuple[int, ...], Decision, History]:
         """Change the head as time and retention want it: what was given up, what was decided, and the history after that."""
 
         def change(history: History) -> tuple[Head, tuple[tuple[int, ...], Decision, Head]]:
             # the grace time begins now, however long it took to come here
-            after, decision = retire(history, clock())
+            after, decision = retire(history, clock(), served())
             return after, (tuple(sorted(history.head.open.keys() - after.open.keys())), decision, after)
 
         given_up, decision, after = self._edit(change)

@@ -1,6 +1,6 @@
 """Decision which versions of a model are kept, and by what. Everything here is pure.
 
-A version is kept if a ref names it, or if one of the rules of the model's retention speaks for it. ``latest`` names the highest
+A version is kept if a ref names it, if an engine serves it, or if one of the rules of the model's retention speaks for it. ``latest`` names the highest
 version that is not held, so that one is always kept.
 
 A version that is held never takes the place of one that is not. `Retention.keep_last` speaks for so many of the newest that are not
@@ -41,20 +41,30 @@ class Decision:
 
     Attributes:
         kept: those that stay, by number, and why.
-        retired: those that no rule and no ref speaks for, by number.
+        retired: those that no rule, no ref and no engine speaks for, by number.
     """
 
     kept: tuple[KeptVersion, ...]
     retired: tuple[int, ...]
 
 
-def decide(head: Head, versions: Mapping[int, VersionEntry], now_ms: int) -> Decision:
+NOBODY: Mapping[int, Sequence[str]] = {}
+"""No version that an engine serves."""
+
+
+def decide(
+    head: Head,
+    versions: Mapping[int, VersionEntry],
+    now_ms: int,
+    served: Mapping[int, Sequence[str]] = NOBODY,
+) -> Decision:
     """Which versions a model's retention keeps.
 
     Args:
         head: the model's, with its rules and refs.
         versions: those that are part of its history, by number in ascending order.
         now_ms: milliseconds since 1970 UTC.
+        served: which engines serve which versions, by number.
     """
     rules = _rules(head.retention, versions, now_ms)
     refs: defaultdict[int, list[str]] = defaultdict(list)
@@ -63,8 +73,9 @@ def decide(head: Head, versions: Mapping[int, VersionEntry], now_ms: int) -> Dec
     kept, retired = [], []
     for number in versions:
         speaking = tuple(rule for rule, numbers in rules.items() if number in numbers)
-        if speaking or number in refs:
-            kept.append(KeptVersion(number, speaking, tuple(refs.get(number, ()))))
+        engines = tuple(served.get(number, ()))
+        if speaking or engines or number in refs:
+            kept.append(KeptVersion(number, speaking, tuple(refs.get(number, ())), engines))
         else:
             retired.append(number)
     return Decision(tuple(kept), tuple(retired))
@@ -107,12 +118,14 @@ def _last(released: Sequence[int], numbers: Iterable[int], count: int) -> set[in
     return newest.union(held[-count:])
 
 
-def retire(history: History, now_ms: int) -> tuple[Head, Decision]:
-    """Take the versions that are not to be kept out of history, and give abandoned open versions up.
+def retire(
+    history: History, now_ms: int, served: Mapping[int, Sequence[str]] = NOBODY
+) -> tuple[Head, Decision]:
+    """Take the versions that are not to be kept out of history, and give abandoned open versions up. Arguments are those of `decide`.
 
     Returns:
         The head after that, and what was decided.
     """
     history = history.under(give_up_abandoned(history.head, now_ms))
-    decision = decide(history.head, history.versions(), now_ms)
+    decision = decide(history.head, history.versions(), now_ms, served)
     return delete_versions(history, decision.retired, now_ms), decision

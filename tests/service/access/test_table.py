@@ -117,6 +117,8 @@ def _request(method: Any) -> tuple[bytes, str, str]:
         return kind(refs=[{"model": MODEL, "ref": "prod"}]).SerializeToString(), MODEL, "prod"
     if "header" in fields:
         return kind(header={"model": MODEL}).SerializeToString(), MODEL, ""
+    if "report" in fields:
+        return kind(report={"model": MODEL}).SerializeToString(), MODEL, ""
     said = {name: value for name, value in (("model", MODEL), ("ref", "prod")) if name in fields}
     return kind(**said).SerializeToString(), said.get("model", ""), said.get("ref", "")
 

@@ -61,11 +61,17 @@ heads = st.builds(
 )  # fmt: skip
 
 
-@given(heads, st.integers(0, 2 * NOW))
-def test_a_version_is_kept_if_and_only_if_something_speaks_for_it(head: Head, now_ms: int) -> None:
+@given(
+    heads,
+    st.integers(0, 2 * NOW),
+    st.dictionaries(st.integers(1, 60), st.just(["vllm at node7"]), max_size=3),
+)
+def test_a_version_is_kept_if_and_only_if_something_speaks_for_it(
+    head: Head, now_ms: int, served: Mapping[int, list[str]]
+) -> None:
     rules = head.retention
     versions = history(head).versions()
-    decided = decide(head, versions, now_ms)
+    decided = decide(head, versions, now_ms, served)
     found = {version.number: version for version in decided.kept}
     for number, entry in versions.items():
         others = set(versions) - {number}
@@ -81,8 +87,9 @@ def test_a_version_is_kept_if_and_only_if_something_speaks_for_it(head: Head, no
         if rules == Retention():
             speaking.add("keep_everything")
         refs = {name for name, named in head.ref_numbers.items() if named == number}
-        if speaking or refs:
+        if speaking or refs or number in served:
             assert (set(found[number].rules), set(found[number].refs)) == (speaking, refs)
+            assert list(found[number].engines) == served.get(number, [])
         else:
             assert number in decided.retired
     assert sorted([*found, *decided.retired]) == sorted(versions)

@@ -4,6 +4,7 @@ May import: `_signing`, `_transport`, `_core`, `errors`, `v1`; nothing of the cl
 
 - `steps`: a call as steps, and what takes them.
 - `model_calls`, `version_calls`, `ref_calls`, `signature_calls`: about models, versions, refs and signatures.
+- `engine_calls`: about engines that serve versions.
 - `push_calls`: of a push.
 - `pull_calls`: the plan of a pull.
 - `known_layouts`: layouts that the service need not send again.

@@ -16,6 +16,7 @@ May import: `api.lane`, `service`, and folders below.
 - `model_handlers`: `ModelService`.
 - `checkpoint_handlers`: `CheckpointService`.
 - `weight_handlers`: `WeightService`, `BulkService`, `LocalLaneService`.
+- `engine_handlers`: `EngineService`.
 - `replica_handlers`: `ReplicaService`.
 - `health_handlers`: health checks and reflection.
 """

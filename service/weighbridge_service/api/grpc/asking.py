@@ -54,6 +54,7 @@ VERBS = {
         "GetUsage": Verb.LOOK,
     },
     "WeightService": {"PlanPull": Verb.PULL, "Pull": Verb.PULL},
+    "EngineService": {"ReportEngine": Verb.PULL, "ListEngines": Verb.LOOK},
     "BulkService": {"GetTicket": Verb.LOOK},
     "LocalLaneService": {"GetLocalLane": Verb.LOOK},
     "ReplicaService": {
@@ -93,6 +94,7 @@ def record(audit: Audit, call: Call, method: MethodDescriptor, code: str) -> Non
             model=model,
             ref=ref,
             result=code,
+            heartbeat=method.name == "ReportEngine",
         )
 
 
@@ -100,6 +102,7 @@ def named(request: Any) -> Iterator[tuple[str, str]]:
     """The models and refs that a request is about."""
     message = getattr(request, "message", request)  # of one that carries weights
     header = getattr(message, "header", message)  # which names the model for all that follow
+    header = getattr(header, "report", header)  # of an engine, which names its model
     refs = getattr(header, "refs", None)
     for each in refs or (header,):  # one that names no ref asks as one that names no model
         model = getattr(each, "model", "")

@@ -11,6 +11,7 @@ from weighbridge.v1 import replica_service_pb2 as pb
 from weighbridge_service.admission.byte_budget import Direction
 from weighbridge_service.api.grpc.bulk_streams import BulkStreams
 from weighbridge_service.api.grpc.call import Call
+from weighbridge_service.engines.known_engines import KnownEngines
 from weighbridge_service.plan.declarations import Home
 from weighbridge_service.push.handover import HandedVersion
 from weighbridge_service.replicas.heartbeat import SharedPushes
@@ -19,6 +20,7 @@ from weighbridge_service.replicas.progress import (
     home_to_proto,
     progress_from_proto,
     progress_to_proto,
+    told_from_proto,
 )
 from weighbridge_service.replicas.takeovers import handed_from_proto
 from weighbridge_storage.memory.images import Hold
@@ -56,6 +58,7 @@ class ReplicaHandlers:
         streams: who may stream weights.
         met: takes note of a replica that has called.
         takeovers: takes versions over.
+        engines: those that report here or elsewhere.
     """
 
     def __init__(
@@ -66,10 +69,12 @@ class ReplicaHandlers:
         streams: BulkStreams,
         met: Callable[[Home], None],
         takeovers: VersionTaker,
+        engines: KnownEngines,
     ) -> None:
         self._home = home
         self._met = met
         self._takeovers = takeovers
+        self._engines = engines
         self._pushes = pushes
         self._files = files
         self._streams = streams
@@ -82,6 +87,7 @@ class ReplicaHandlers:
             raise InvalidArgument(error.message) from error
         sender = home_from_proto(request.sender)
         self._met(sender)
+        self._engines.heard(map(told_from_proto, request.engines))
         for progress in told:
             if progress is not None:
                 self._pushes.heard(sender, progress)

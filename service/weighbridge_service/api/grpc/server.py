@@ -16,6 +16,7 @@ from weighbridge.errors import InvalidArgument, Unavailable
 from weighbridge.v1 import (
     bulk_service_pb2,
     checkpoint_service_pb2,
+    engine_service_pb2,
     local_lane_pb2,
     model_service_pb2,
     replica_service_pb2,
@@ -27,6 +28,7 @@ from weighbridge_service.admission.tickets import Tickets
 from weighbridge_service.api.grpc.bulk_server import BulkListener
 from weighbridge_service.api.grpc.bulk_streams import BulkStreams
 from weighbridge_service.api.grpc.checkpoint_handlers import CheckpointHandlers
+from weighbridge_service.api.grpc.engine_handlers import EngineHandlers
 from weighbridge_service.api.grpc.event_loop import EventLoop
 from weighbridge_service.api.grpc.health_handlers import (
     HEALTH,
@@ -259,6 +261,7 @@ class GrpcServer:
             (model_service_pb2, "ModelService", ModelHandlers(service, methods, watches, limits.watches)),
             (checkpoint_service_pb2, "CheckpointService", CheckpointHandlers(service, methods, bulk)),
             (weight_service_pb2, "WeightService", WeightHandlers(service, bulk)),
+            (engine_service_pb2, "EngineService", EngineHandlers(service.engines)),
             (local_lane_pb2, "LocalLaneService", LocalLaneHandlers(lane, service.access)),
             (
                 replica_service_pb2,
@@ -270,6 +273,7 @@ class GrpcServer:
                     bulk,
                     service.directory.met,
                     service.takeovers,
+                    service.engines,
                 ),
             ),
         ]

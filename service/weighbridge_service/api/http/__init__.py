@@ -7,6 +7,7 @@ May import: `api.lane`, `service`, and folders below.
 - `resources`: bodies of requests and responses.
 - `reports`: bodies of what `operations` answers.
 - `refs`: routes of refs, with their bodies.
+- `engines`: routes of engines, with their bodies.
 - `problems`: RFC 9457 problem documents.
 - `bodies`: limits of requests' bodies.
 - `operations`: probes, checks, memory, usage, metrics.

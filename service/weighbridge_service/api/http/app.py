@@ -27,6 +27,7 @@ from weighbridge.errors import InvalidArgument, WeighbridgeError
 from weighbridge_service.access.scopes import Verb
 from weighbridge_service.api.http.bodies import BodyLimit
 from weighbridge_service.api.http.callers import Recorder, Standing, ask, peer_of
+from weighbridge_service.api.http.engines import engines_router
 from weighbridge_service.api.http.guard import Guard, HostNames
 from weighbridge_service.api.http.hub_documents import HubNotFound
 from weighbridge_service.api.http.hub_reading import Hub
@@ -103,6 +104,8 @@ _VERBS = {
     "withdraw_ref": Verb.TAG,
     "protect_ref": Verb.MANAGE,
     "unprotect_ref": Verb.MANAGE,
+    "list_engines": Verb.LOOK,
+    "list_engines_of": Verb.LOOK,
     "list_exports": Verb.LOOK,
     "model_info": Verb.LOOK,
     "tree": Verb.LOOK,
@@ -431,6 +434,7 @@ def create_app(
     app.add_middleware(Guard, HostNames.of(service.config.http_hosts), _DOCUMENTATION)
     app.include_router(_models_router(service))
     app.include_router(refs_router(service))
+    app.include_router(engines_router(service.engines))
     app.include_router(_exports_router(exports))
     app.include_router(operations_router(service, metrics, health))
     app.include_router(

@@ -219,6 +219,10 @@ class KeptOut(Out):
     number: int = Field(description="Which version.")
     rules: list[str] = Field(description="Those that speak for it; `keep_everything` if there is no rule.")
     refs: list[str] = Field(description="Those that name it, or are asked to.")
+    engines: list[str] = Field(
+        description="Engines that serve it or are being taken to it, for people; of many the first, and how many more.",
+        examples=[["vllm at http://node7:8000"]],
+    )
 
 
 class WaitingOut(Out):

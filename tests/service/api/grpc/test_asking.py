@@ -12,6 +12,7 @@ from weighbridge._transport import pieces
 from weighbridge.v1 import (
     bulk_service_pb2,
     checkpoint_service_pb2,
+    engine_service_pb2,
     local_lane_pb2,
     model_service_pb2,
     replica_service_pb2,
@@ -27,6 +28,7 @@ PEER = Peer("10.0.0.7", "1")
 MODULES = (
     bulk_service_pb2,
     checkpoint_service_pb2,
+    engine_service_pb2,
     local_lane_pb2,
     model_service_pb2,
     replica_service_pb2,
@@ -122,6 +124,13 @@ def test_what_changes_something_needs_more_than_to_read() -> None:
         (replica_service_pb2.TakeOverRequest(model="a/b"), [("a/b", "")]),
         (replica_service_pb2.ExchangeRequest(), [("", "")]),
         (bulk_service_pb2.GetTicketRequest(), [("", "")]),
+        (
+            engine_service_pb2.ReportEngineRequest(
+                report=engine_service_pb2.EngineReport(model="a/b", ref="live", version=7)
+            ),
+            [("a/b", "live")],
+        ),
+        (engine_service_pb2.ListEnginesRequest(model="a/b"), [("a/b", "")]),
     ],
 )
 def test_a_request_is_asked_for_the_models_and_refs_that_it_names(
@@ -151,10 +160,12 @@ def test_every_request_that_has_a_model_is_asked_for_it(
         request = kind(refs=[{"model": "a/b"}])
     elif "header" in fields:
         request = kind(header={"model": "a/b"})
+    elif "report" in fields:
+        request = kind(report={"model": "a/b"})
     else:
         request = kind(**({"model": "a/b"} if "model" in fields else {}))
     asking.check_allowed(call_of_peer(), asking.VERBS[service][method.name], request, Audit(None))
-    named = "a/b" if {"model", "refs", "header"} & set(fields) else ""
+    named = "a/b" if {"model", "refs", "header", "report"} & set(fields) else ""
     assert asked == [(PEER, asking.VERBS[service][method.name], named, "")]
 
 

@@ -13,7 +13,7 @@ May import: `callers`, `problems` and `guard` beside this folder, `exports`, `se
 - `rendering`: views as HTML.
 - `reading`: what views are made of, read from the service.
 - `viewer`: what somebody may who looks at a page; pure.
-- `index_view`, `model_view`, `push_view`, `version_view`: views; pure.
+- `engine_view`, `index_view`, `model_view`, `push_view`, `version_view`: views; pure.
 - `words`: figures as text; pure.
 - `distributions`: a tensor's values as a small picture.
 """

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from weighbridge._core.engines.facts import Engine
 from weighbridge._core.resources import REF_LATEST, REF_LIVE, Model, Version, VersionState
 from weighbridge._core.text.sizes import readable_size
 from weighbridge_service.api.http.pages import words
+from weighbridge_service.api.http.pages.engine_view import summary
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,10 +19,12 @@ class ModelFacts:
     Attributes:
         model: the model.
         newest: its newest versions, whatever their states, newest first.
+        engines: those that serve it.
     """
 
     model: Model
     newest: tuple[Version, ...]
+    engines: tuple[Engine, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +42,7 @@ class ModelRow:
         pushed_ms: when the last version was opened that is complete; 0 if there is none.
         push_time, push_rate: what receiving it took.
         tags: other refs and what they name.
+        engines: how many serve it, by their standing, in words.
     """
 
     name: str
@@ -54,6 +59,7 @@ class ModelRow:
     push_time: str
     push_rate: str
     tags: tuple[tuple[str, int], ...]
+    engines: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,4 +130,5 @@ def _row(facts: ModelFacts) -> ModelRow:
         push_time=words.duration(push_ms) if push_ms else words.NONE,
         push_rate=words.rate(complete.tensor_bytes, push_ms) if complete else words.NONE,
         tags=tuple(sorted((ref, n) for ref, n in model.refs.items() if ref not in (REF_LIVE, REF_LATEST))),
+        engines=summary(facts.engines),
     )

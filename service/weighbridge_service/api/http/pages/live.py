@@ -11,8 +11,8 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Hashable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 import anyio.to_thread
@@ -93,11 +93,11 @@ class LiveViews:
     """The views that pages show that are open. To be used on one event loop, that of the HTTP face.
 
     Args:
-        changes: tells what of which model has changed.
+        changes: tell what of which model has changed.
         stopping: whether the service goes down.
     """
 
-    def __init__(self, changes: Changes, stopping: Callable[[], bool]) -> None:
+    def __init__(self, changes: Sequence[Changes], stopping: Callable[[], bool]) -> None:
         self._changes = changes
         self._stopping = stopping
         self._live: dict[Hashable, _Live] = {}
@@ -166,7 +166,9 @@ class LiveViews:
             if live.model is None or name is None or name == live.model:
                 loop.call_soon_threadsafe(live.wanted.set)
 
-        with self._changes.listening(tell):
+        with ExitStack() as listening:
+            for each in self._changes:
+                listening.enter_context(each.listening(tell))
             while not self._stopping():
                 live.wanted.clear()
                 busy, cost = await self._make(live)

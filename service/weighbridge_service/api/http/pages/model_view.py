@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from weighbridge._core.engines.facts import Engine
 from weighbridge._core.resources import (
     REF_LATEST,
     REF_LIVE,
@@ -21,6 +22,7 @@ from weighbridge._core.text.counts import counted
 from weighbridge._core.text.sizes import readable_size
 from weighbridge_service.access.scopes import Verb
 from weighbridge_service.api.http.pages import words
+from weighbridge_service.api.http.pages.engine_view import Engines, engines_view, serving
 from weighbridge_service.api.http.pages.push_view import LivePush, held_up_text, live_push
 from weighbridge_service.api.http.pages.viewer import Viewer
 from weighbridge_service.exports.jobs import ExportJob, ExportState
@@ -47,6 +49,7 @@ class ModelFacts:
         protections, requests: of its refs.
         gate, retention: what is held, and kept.
         exports: its exports, newest first.
+        engines: those that serve it, as their agents tell.
     """
 
     model: Model
@@ -60,6 +63,7 @@ class ModelFacts:
     gate: Gate
     retention: Retention
     exports: tuple[ExportJob, ...]
+    engines: tuple[Engine, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +119,8 @@ class VersionRow:
         times: the same in words.
         rate: bytes a second while it was received.
         held_up: who held whom up; empty if nobody did, or nobody knows.
-        missing: why it failed, or what it waits for.
+        reason: why it failed, or is not durable yet.
+        engines: how many serve it.
         may_approve: whether who looks may approve it, and it is held.
     """
 
@@ -127,6 +132,7 @@ class VersionRow:
     rate: str
     held_up: str
     reason: str
+    engines: int
     may_approve: bool
 
 
@@ -230,6 +236,7 @@ class ModelView:
 
     summary: Summary
     pushes: Pushes
+    engines: Engines
     refs: RefsPart
     timeline: Timeline
     keeping: KeepingPart
@@ -257,6 +264,7 @@ def model_view(facts: ModelFacts, viewer: Viewer, now_ms: int) -> ModelView:
                 if version.state in (VersionState.OPEN, VersionState.RECEIVING)
             ),
         ),
+        engines=engines_view(name, facts.engines),
         refs=_refs(facts, viewer),
         timeline=_timeline(facts, viewer),
         keeping=KeepingPart(
@@ -311,8 +319,9 @@ def _timeline(facts: ModelFacts, viewer: Viewer) -> Timeline:
     named: dict[int, list[str]] = {}
     for ref, number in sorted(facts.model.refs.items(), key=lambda item: (item[0] not in (REF_LIVE, REF_LATEST), item)):
         named.setdefault(number, []).append(ref)
+    served = serving(facts.engines)
     rows = tuple(
-        _row(version, tuple(named.get(version.number, ())), facts, viewer, longest)
+        _row(version, tuple(named.get(version.number, ())), facts, viewer, longest, served)
         for version in facts.versions
     )
     return Timeline(
@@ -325,7 +334,12 @@ def _timeline(facts: ModelFacts, viewer: Viewer) -> Timeline:
 
 
 def _row(
-    version: Version, refs: tuple[str, ...], facts: ModelFacts, viewer: Viewer, longest: int
+    version: Version,
+    refs: tuple[str, ...],
+    facts: ModelFacts,
+    viewer: Viewer,
+    longest: int,
+    served: Mapping[int, int],
 ) -> VersionRow:
     push_ms = version.ready_time_ms - version.create_time_ms if version.ready_time_ms else 0
     spans = spans_of(version, longest)
@@ -338,6 +352,7 @@ def _row(
         rate=words.rate(version.tensor_bytes, push_ms),
         held_up=held_up_text(facts.ranks.get(version.number, ())),
         reason=why_failed(version) if version.state.given_up else version.error,
+        engines=served.get(version.number, 0),
         may_approve=bool(version.held)
         and version.state.visible
         and viewer.may(Verb.APPROVE, facts.model.name, str(version.number)),

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
+from weighbridge._core.engines.facts import Engine
 from weighbridge._core.lru import Cache
 from weighbridge._core.resources import Model, Version
 from weighbridge._signing.bundle import signed_by
@@ -75,7 +76,12 @@ class Reader:
         """
         catalog = self._service.catalog
         shown = catalog.list_models(after, MODELS + 1, lambda name: query in name and sees(name))
-        found = tuple(self._line(ModelName.parse(model.name), model) for model in shown[:MODELS])
+        engines: dict[str, list[Engine]] = {}
+        for each in self._service.engines.listed(sees=sees):
+            engines.setdefault(each.model, []).append(each)
+        found = tuple(
+            self._line(ModelName.parse(model.name), model, engines.get(model.name, ())) for model in shown[:MODELS]
+        )
         return FoundModels(found, len(shown) > MODELS)
 
     def model(self, name: str, before: int) -> model_view.ModelFacts:
@@ -102,6 +108,7 @@ class Reader:
             gate=head.gate,
             retention=head.retention,
             exports=tuple(islice((job for job in self._exports.list() if job.model == name), _EXPORTS)),
+            engines=tuple(service.engines.listed(name)),
         )
 
     def version(self, name: str, number: str) -> VersionFacts:
@@ -123,13 +130,15 @@ class Reader:
             signatures=self._signatures(name, version),
         )
 
-    def _line(self, name: ModelName, model: Model) -> index_view.ModelFacts:
+    def _line(
+        self, name: ModelName, model: Model, engines: Sequence[Engine]
+    ) -> index_view.ModelFacts:
         catalog = self._service.catalog
         known = catalog.snapshots.of_model(name)
         head = catalog.heads.last_read(name)
         history: History = catalog.history(name) if head is None else catalog.heads.history_of(name, head)
         newest = page_of(name, history, known, 0, _NEWEST, include_invisible=True)
-        return index_view.ModelFacts(model, tuple(newest))
+        return index_view.ModelFacts(model, tuple(newest), tuple(engines))
 
     def _contents_of(self, model: ModelName, version: Version) -> Contents:
         """What lies in a version: by its manifest once it is durable, and by its layout as long as it is in memory alone."""

@@ -155,7 +155,7 @@ class _Pages:
     def __init__(self, service: Weighbridge, reader: Reader, renderer: Renderer) -> None:
         self._reader = reader
         self._renderer = renderer
-        self._live = LiveViews(service.catalog.changes, service.catalog.stopping.is_set)
+        self._live = LiveViews((service.catalog.changes, service.engines.changes), service.catalog.stopping.is_set)
 
     def index(self, viewer: Viewer, query: str, after: str) -> tuple[index_view.IndexView, Fragments]:
         """The page of all models."""

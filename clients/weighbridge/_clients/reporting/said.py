@@ -1,0 +1,92 @@
+"""Facts that are to be reported of an engine, how reports have gone, and how the engine stands by both. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from weighbridge._core.engines.facts import (
+    STANDING_BEHIND,
+    STANDING_CURRENT,
+    STANDING_STALE,
+    STANDING_UNKNOWN,
+    Engine,
+    EngineFacts,
+)
+from weighbridge._core.engines.status import AgentStatus
+
+_REPORT_SECONDS = 5.0
+"""Between two reports, before the service has said it."""
+_MISSED = 3
+"""Reports that may fail before what is known of the ref is stale."""
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What is to be reported. Times are seconds of the monotonic clock.
+
+    Attributes:
+        facts: of the engine.
+        since_s: since when it is in its state.
+        updated_s: when its last update ended.
+    """
+
+    facts: EngineFacts
+    since_s: float
+    updated_s: float
+
+    def with_changes(self, changes: dict[str, Any], now_s: float) -> Said:
+        """After something has changed."""
+        facts = replace(self.facts, **changes)
+        before = self.facts
+        same = (before.state, before.version, before.target) == (facts.state, facts.version, facts.target)
+        updated = facts.update_version and "update_version" in changes
+        return Said(facts, self.since_s if same else now_s, now_s if updated else self.updated_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Contact:
+    """How reports have gone. Times are seconds of the monotonic clock; None for never.
+
+    Attributes:
+        engine: as the service has answered last.
+        heard_s: when that was.
+        report_s: seconds between reports.
+        lost_s: since when the service cannot be reached.
+        problem: why not, or why it takes no reports.
+    """
+
+    engine: Engine | None = None
+    heard_s: float | None = None
+    report_s: float = _REPORT_SECONDS
+    lost_s: float | None = None
+    problem: str = ""
+
+
+def status_of(said: Said, contact: Contact, now_s: float, now_ms: int) -> AgentStatus:
+    """How an engine stands, by what is reported and how that has gone. Pure."""
+
+    def time_ms(then_s: float | None) -> int:
+        return 0 if then_s is None else now_ms - round((now_s - then_s) * 1000)
+
+    engine, facts = contact.engine, said.facts
+    standing, named, behind = STANDING_UNKNOWN, 0, 0
+    if engine is not None and contact.heard_s is not None:
+        silent_s = now_s - contact.heard_s
+        standing, named = engine.standing, engine.named
+        if engine.version == facts.version:
+            behind = engine.behind
+        elif standing in (STANDING_BEHIND, STANDING_CURRENT):  # it has gone on since
+            standing = STANDING_CURRENT if facts.version == named else STANDING_BEHIND
+        if contact.lost_s is not None and silent_s >= _MISSED * contact.report_s:
+            standing = STANDING_STALE
+    return AgentStatus(
+        **{field.name: getattr(facts, field.name) for field in fields(EngineFacts)},
+        standing=standing,
+        named=named,
+        behind=behind,
+        since_ms=time_ms(said.since_s),
+        heard_time_ms=time_ms(contact.heard_s),
+        unreachable_since_ms=time_ms(contact.lost_s),
+        unreachable=contact.problem,
+    )

@@ -1,0 +1,129 @@
+"""Engines that serve versions: what an agent reports of one, and what the service knows of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from weighbridge._core.json_values import JsonValue
+
+ENGINE_WAITING, ENGINE_UPDATING, ENGINE_SERVING = "waiting", "updating", "serving"
+ENGINE_FAILING, ENGINE_ENDED = "failing", "ended"
+"""States of an engine, as its agent says: it waits for a version that it may take, is being taken to one, serves the one that it was to have,
+or could not be taken to it; or its agent has ended, and says nothing more of it."""
+ENGINE_STATES = (ENGINE_WAITING, ENGINE_UPDATING, ENGINE_SERVING, ENGINE_FAILING, ENGINE_ENDED)
+
+STANDING_CURRENT, STANDING_BEHIND = "current", "behind"
+"""How an engine stands: it serves what its ref names; or another version, or none."""
+STANDING_PINNED, STANDING_UNKNOWN = "pinned", "unknown"
+"""It follows no ref; or what its ref names is not known, or nothing."""
+STANDING_STALE, STANDING_GONE = "stale", "gone"
+"""Agent and service have not heard of each other for a while, so that what is known may be out of date; or for so long, or since the agent has
+ended, that nobody counts on it."""
+MOST_BEHIND = 1000
+"""Up to which it is counted how many versions an engine is behind."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts(JsonValue):
+    """What an agent knows of its engine.
+
+    Attributes:
+        engine_id: names it for the life of its agent.
+        model: ``namespace/name``.
+        kind: ``vllm``, ``sglang``, ``transformers``, or any other word.
+        address: where it is reached; may be empty.
+        ref: that it follows; empty if it follows none.
+        version: that it serves; 0 if none of this model.
+        target: to which it is being taken; 0 if to none.
+        state: `ENGINE_WAITING`, `ENGINE_UPDATING`, `ENGINE_SERVING`, `ENGINE_FAILING`, `ENGINE_ENDED`, or what a later release adds.
+        error: why the last update failed, or what is waited for; empty if all is well.
+        host: machine of the agent.
+        pid: its process there.
+        update_version: to which the last update that succeeded has taken it; 0 if there was none.
+        update_bytes: that its ranks have fetched for that.
+        update_prepare_seconds: of that update, while it served.
+        update_pause_seconds: of that update, while it stood still.
+        update_lane: ``local`` or ``grpc``; empty if that is not known.
+        traceparent: of the update that is under way, or was last (W3C Trace Context); empty if there is none.
+    """
+
+    engine_id: str
+    model: str
+    kind: str = ""
+    address: str = ""
+    ref: str = ""
+    version: int = 0
+    target: int = 0
+    state: str = ENGINE_WAITING
+    error: str = ""
+    host: str = ""
+    pid: int = 0
+    update_version: int = 0
+    update_bytes: int = 0
+    update_prepare_seconds: float = 0.0
+    update_pause_seconds: float = 0.0
+    update_lane: str = ""
+    traceparent: str = ""
+
+    @property
+    def ended(self) -> bool:
+        """Whether its agent has ended."""
+        return self.state == ENGINE_ENDED
+
+    @property
+    def label(self) -> str:
+        """What it is and where, for people: ``vllm at http://node7:8000``."""
+        place = self.address or self.host
+        return f"{self.kind or 'engine'} at {place}" if place else f"{self.kind or 'engine'} {self.engine_id}"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineReport(EngineFacts):
+    """What an agent reports of its engine: all of it, each time.
+
+    Attributes:
+        beat: counts up from report to report.
+        state_seconds: for how long it has been in its state. Ages are told and not times, as clocks of machines differ.
+        update_age_seconds: how long ago its last update ended.
+    """
+
+    beat: int = 0
+    state_seconds: float = 0.0
+    update_age_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Engine(EngineFacts):
+    """An engine as the service knows it. Times are Unix times in milliseconds, by the clock of the service.
+
+    Attributes:
+        identity: of its agent in the service's policy; empty if there is no policy.
+        standing: `STANDING_CURRENT`, `STANDING_BEHIND`, `STANDING_PINNED`, `STANDING_UNKNOWN`, `STANDING_STALE`, `STANDING_GONE`, or what a
+            later release adds.
+        named: the version that its ref names now; 0 if it names none, or that is not known.
+        behind: how many versions there are behind the one that it serves, up to the one that its ref names; `MOST_BEHIND` for as many or more.
+        heard_time_ms: when its agent was heard last.
+        since_ms: since when it is in its state.
+        update_time_ms: when its last update ended; 0 if there was none.
+    """
+
+    identity: str = ""
+    standing: str = STANDING_UNKNOWN
+    named: int = 0
+    behind: int = 0
+    heard_time_ms: int = 0
+    since_ms: int = 0
+    update_time_ms: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Reported:
+    """Answer to a report.
+
+    Attributes:
+        engine: as all see it now.
+        report_seconds: after which the next report is due, if nothing changes before.
+    """
+
+    engine: Engine
+    report_seconds: float

@@ -1,0 +1,78 @@
+"""Routes of engines that serve versions, with their bodies."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+from pydantic import Field
+
+from weighbridge_service.api.http.callers import peer_of
+from weighbridge_service.api.http.parameters import Name, Namespace
+from weighbridge_service.api.http.resources import Out
+from weighbridge_service.engines.known_engines import KnownEngines
+
+
+class EngineOut(Out):
+    """An engine, as its agent has reported. Times are Unix times in milliseconds, by the clock of the service."""
+
+    engine_id: str = Field(description="Names it for the life of its agent.")
+    model: str = Field(description="`namespace/name`.", examples=["acme/smol"])
+    kind: str = Field(description="`vllm`, `sglang`, `transformers`, or any other word.", examples=["vllm"])
+    address: str = Field(description="Where it is reached; may be empty.", examples=["http://10.0.0.7:8000"])
+    ref: str = Field(description="The ref that it follows; empty if it follows none.", examples=["live"])
+    version: int = Field(description="The version that it serves; 0 if none of this model.", examples=[17])
+    target: int = Field(description="The version that it is being taken to; 0 if none.")
+    state: str = Field(
+        description="`waiting`, `updating`, `serving`, `failing`, `ended`, or what a later release adds.",
+        examples=["serving"],
+    )
+    error: str = Field(description="Why the last update failed, or what is waited for; empty if all is well.")
+    host: str = Field(description="Machine of the agent.")
+    pid: int = Field(description="Its process there.")
+    update_version: int = Field(description="To which its last update took it; 0 if there was none.")
+    update_bytes: int = Field(description="Bytes that its ranks fetched for that.")
+    update_prepare_seconds: float = Field(description="Of that update, while it served.")
+    update_pause_seconds: float = Field(description="Of that update, while it stood still.")
+    update_lane: str = Field(description="`local` or `grpc`; empty if that is not known.")
+    traceparent: str = Field(
+        description="Trace of the update that is under way, or was last (W3C Trace Context); may be empty."
+    )
+    identity: str = Field(description="Of its agent, in the policy; empty if there is none.")
+    standing: str = Field(
+        description="`current`; `behind`: it serves another version than its ref names, or none; `pinned`: it follows no ref; `unknown`: so is "
+        "what its ref names; `stale`: its agent was not heard for three reports; `gone`: for twelve, or it has ended. Or what a later release adds.",
+        examples=["current"],
+    )
+    named: int = Field(description="The version that its ref names; 0 if none, or that is not known.")
+    behind: int = Field(
+        description="Versions behind the one that it serves, up to the one that its ref names; 1000 for as many or more."
+    )
+    heard_time_ms: int = Field(description="When its agent was heard last.")
+    since_ms: int = Field(description="Since when it is in its state.")
+    update_time_ms: int = Field(description="When its last update ended; 0 if there was none.")
+
+
+class EnginesOut(Out):
+    """Engines whose agents have reported lately."""
+
+    engines: list[EngineOut] = Field(description="Engines, by model, address and id.")
+
+
+def engines_router(engines: KnownEngines) -> APIRouter:
+    """The routes.
+
+    Args:
+        engines: those of the service.
+    """
+    router = APIRouter(tags=["engines"])
+
+    @router.get("/v1/engines")
+    def list_engines(request: Request) -> EnginesOut:
+        """Engines of all models that the caller may look at."""
+        return EnginesOut.model_validate({"engines": engines.listed(sees=peer_of(request).sees)})
+
+    @router.get("/v1/models/{namespace}/{name}/engines")
+    def list_engines_of(namespace: Namespace, name: Name) -> EnginesOut:
+        """Engines that serve versions of a model, and how far behind their refs they are."""
+        return EnginesOut.model_validate({"engines": engines.listed(f"{namespace}/{name}")})
+
+    return router

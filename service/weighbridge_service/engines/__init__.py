@@ -1,0 +1,11 @@
+"""Engines that serve versions, as their agents report them: who serves what, how far behind its ref it is, and who is gone.
+
+Nothing of it is stored: agents report every few seconds, so a service that was started again knows them soon.
+
+May import: `catalog`, `admission`, `access`, `runtime`, `weighbridge_storage`, `weighbridge`.
+
+- `entries`: what is known of an engine, and how it stands; pure.
+- `reports`: checks of what agents say; pure.
+- `registry`: the engines of this process, as many as there is room for.
+- `known_engines`: engines beside the refs that they follow.
+"""

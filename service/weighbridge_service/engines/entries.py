@@ -1,0 +1,239 @@
+"""Entry of an engine: what its agent has told last, and how it stands. Everything here is pure.
+
+Agents tell ages and not times, so no clocks of two machines are ever compared; and what counts for how long goes by the monotonic clock, which
+nobody sets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+
+from weighbridge._core.engines.facts import (
+    STANDING_BEHIND,
+    STANDING_CURRENT,
+    STANDING_GONE,
+    STANDING_PINNED,
+    STANDING_STALE,
+    STANDING_UNKNOWN,
+    Engine,
+    EngineFacts,
+    EngineReport,
+)
+
+_FACTS = [field.name for field in fields(EngineFacts)]
+_SLACK_MS = 2000
+"""By how much the beginning of a state may differ from report to report: they take different times on their way."""
+
+
+_MOST_NAMED = 16
+"""Engines that are named where a version is kept for them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leases:
+    """How long what an agent has told counts.
+
+    Attributes:
+        report_s: seconds between two reports of an engine of which nothing changes.
+    """
+
+    report_s: float
+
+    @property
+    def stale_s(self) -> float:
+        """Seconds of silence after which an engine is stale."""
+        return 3 * self.report_s
+
+    @property
+    def gone_s(self) -> float:
+        """Seconds of silence after which an engine is gone: what it serves is not kept for it any more."""
+        return 12 * self.report_s
+
+    @property
+    def forgotten_s(self) -> float:
+        """Seconds of silence after which nobody is told of an engine any more."""
+        return 120 * self.report_s
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """Whose agent reports.
+
+    Attributes:
+        identity: in the policy; empty if there is none.
+        host: from where, as the connection says.
+    """
+
+    identity: str = ""
+    host: str = ""
+
+    @property
+    def quota(self) -> str:
+        """Whose engines are counted together."""
+        return self.identity or self.host
+
+
+@dataclass(frozen=True, slots=True)
+class ToldEngine:
+    """A report that another replica has heard.
+
+    Attributes:
+        owner: whose agent it is by.
+        report: what it says.
+        age_s: how long ago it was heard, in seconds.
+    """
+
+    owner: Owner
+    report: EngineReport
+    age_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """An engine as its agent has told.
+
+    Attributes:
+        owner: whose agent that was.
+        report: what it said last.
+        heard_s: when, in seconds of the process's monotonic clock.
+        heard_ms: when, in milliseconds since 1970 UTC.
+        since_ms: since when the engine is in its state, likewise.
+        updated_ms: when its last update ended, likewise.
+        here: whether this process was told, and not another replica.
+    """
+
+    owner: Owner
+    report: EngineReport
+    heard_s: float
+    heard_ms: int
+    since_ms: int
+    updated_ms: int
+    here: bool = True
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Which engine: nobody speaks for engines of another identity."""
+        return self.owner.identity, self.report.engine_id
+
+    @property
+    def facts(self) -> EngineFacts:
+        """What it said, but for what differs in each report."""
+        return EngineFacts(*(getattr(self.report, name) for name in _FACTS))
+
+    @property
+    def place(self) -> tuple[str, str, str, str]:
+        """Which engine it is if its agent was started again."""
+        return self.owner.identity, self.report.kind, self.report.address, self.report.host
+
+    def is_gone(self, now_s: float, leases: Leases) -> bool:
+        """Whether nobody counts on it any more."""
+        return self.report.ended or now_s - self.heard_s >= leases.gone_s
+
+
+def after_report(
+    before: Entry | None,
+    owner: Owner,
+    report: EngineReport,
+    now_s: float,
+    now_ms: int,
+    *,
+    age_s: float = 0.0,
+    here: bool = True,
+) -> Entry:
+    """The entry of an engine after a report; the one before, if that was a later one.
+
+    Args:
+        before: what was known of it; None if nothing was.
+        owner: whose agent reports.
+        report: what it says.
+        now_s: seconds of the monotonic clock.
+        now_ms: the same moment, in milliseconds since 1970 UTC.
+        age_s: how long ago it was said, if another replica has heard it.
+        here: whether this process has heard it.
+    """
+    heard_s, heard_ms = now_s - age_s, now_ms - round(age_s * 1000)
+    if before is not None and (report.beat, heard_s) < (before.report.beat, before.heard_s):
+        return before
+    since_ms = heard_ms - round(report.state_seconds * 1000)
+    updated_ms = heard_ms - round(report.update_age_seconds * 1000)
+    if before is not None:
+        said = before.report
+        if (said.state, said.version, said.target) == (report.state, report.version, report.target):
+            since_ms = _steady(before.since_ms, since_ms)
+        if said.update_version == report.update_version:
+            updated_ms = _steady(before.updated_ms, updated_ms)
+    return Entry(owner, report, heard_s, heard_ms, since_ms, updated_ms, here)
+
+
+def _steady(before_ms: int, now_ms: int) -> int:
+    """A time that two reports tell of, as the first one has it if they agree."""
+    return before_ms if abs(before_ms - now_ms) < _SLACK_MS else now_ms
+
+
+@dataclass(frozen=True, slots=True)
+class RefView:
+    """What is known of the ref that an engine follows.
+
+    Attributes:
+        named: the version that it names; 0 if none, or that is not known.
+        behind: how many versions there are behind the one that the engine serves, up to that one.
+    """
+
+    named: int = 0
+    behind: int = 0
+
+
+def shown(entry: Entry, ref: RefView, now_s: float, leases: Leases) -> Engine:
+    """An engine as everybody sees it.
+
+    Args:
+        entry: what its agent has told.
+        ref: what its ref names.
+        now_s: seconds of the monotonic clock.
+        leases: how long that counts.
+    """
+    report = entry.report
+    return Engine(
+        **{name: getattr(report, name) for name in _FACTS},
+        identity=entry.owner.identity,
+        standing=standing(entry, ref.named, now_s, leases),
+        named=ref.named,
+        behind=ref.behind,
+        heard_time_ms=entry.heard_ms,
+        since_ms=entry.since_ms,
+        update_time_ms=entry.updated_ms if report.update_version else 0,
+    )
+
+
+def standing(entry: Entry, named: int, now_s: float, leases: Leases) -> str:
+    """How an engine stands, while its ref names a version; 0 if that is not known."""
+    report, silent_s = entry.report, now_s - entry.heard_s
+    if entry.is_gone(now_s, leases):
+        return STANDING_GONE
+    if silent_s >= leases.stale_s:
+        return STANDING_STALE
+    if not report.ref:
+        return STANDING_PINNED
+    if not named:
+        return STANDING_UNKNOWN
+    return STANDING_CURRENT if report.version == named else STANDING_BEHIND
+
+
+def served(entries: Iterable[Entry], now_s: float, leases: Leases) -> dict[int, tuple[str, ...]]:
+    """The versions that engines of one model serve or are being taken to, by number, and which engines these are, for people.
+
+    What another replica has told counts until it would be forgotten: if that one is cut off, its engines serve all the same.
+    """
+    found: dict[int, list[str]] = {}
+    for entry in entries:
+        last_s = leases.gone_s if entry.here else leases.forgotten_s
+        if not entry.report.ended and now_s - entry.heard_s < last_s:
+            for number in {entry.report.version, entry.report.target} - {0}:
+                found.setdefault(number, []).append(entry.report.label)
+    return {number: _named(labels) for number, labels in sorted(found.items())}
+
+
+def _named(labels: list[str]) -> tuple[str, ...]:
+    named, more = sorted(labels)[:_MOST_NAMED], len(labels) - _MOST_NAMED
+    return (*named, f"{more} more") if more > 0 else tuple(named)

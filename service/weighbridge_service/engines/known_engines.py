@@ -1,0 +1,156 @@
+"""Engines beside the refs that they follow: reports as they come in, lists as they are asked for, and what collections must keep."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+
+from weighbridge._core.engines.facts import MOST_BEHIND, Engine, EngineReport
+from weighbridge.errors import WeighbridgeError
+from weighbridge_service.catalog.catalog import AWAY, Catalog
+from weighbridge_service.catalog.changes import Changes
+from weighbridge_service.catalog.head_versions import refs_of
+from weighbridge_service.catalog.snapshots import VersionSnapshot
+from weighbridge_service.engines.entries import Entry, Owner, RefView, ToldEngine, served, shown
+from weighbridge_service.engines.registry import EngineRegistry
+from weighbridge_service.engines.reports import checked_report
+from weighbridge_storage.documents.names import ModelName
+from weighbridge_storage.head.history import History
+
+log = logging.getLogger(__name__)
+
+_FRESH_SECONDS = 1.0
+"""Age of a head that is not read again for a report: those who watch a model's refs read it more often."""
+
+
+class KnownEngines:
+    """Engines, and how they stand. Thread-safe.
+
+    Args:
+        catalog: which models and refs there are.
+        registry: the engines.
+
+    Attributes:
+        registry: as given.
+        changes: tells of models of whose engines something has changed; not that one has been heard again.
+    """
+
+    def __init__(self, catalog: Catalog, registry: EngineRegistry) -> None:
+        self._catalog = catalog
+        self.registry = registry
+        self.changes = Changes()
+
+    @property
+    def report_seconds(self) -> float:
+        """After which an agent is to report again."""
+        return self.registry.leases.report_s
+
+    def report(self, owner: Owner, said: EngineReport) -> Engine:
+        """Take note of what an agent says of its engine; the engine as all see it now.
+
+        Raises:
+            InvalidArgument: a field of it cannot be.
+            NotFound: there is no such model.
+            ResourceExhausted: too many engines have reported.
+        """
+        report = checked_report(said)
+        name = ModelName.parse(report.model)
+        refs = self._refs(name)
+        entry, news = self.registry.take(owner, report)
+        if news:
+            self.changes.notify(name)
+        return self._shown([entry], refs)[0]
+
+    def heard(self, told: Iterable[ToldEngine]) -> None:
+        """Take note of what another replica has heard. What cannot be kept is passed over: that one has said so to the agent, or will list it."""
+        for each in told:
+            if not 0.0 <= each.age_s < self.registry.leases.forgotten_s:
+                continue
+            try:
+                report = checked_report(each.report)
+                _, news = self.registry.take(each.owner, report, age_s=each.age_s, here=False)
+            except WeighbridgeError as error:
+                log.info("an engine that another replica tells of is passed over: %s", error.message)
+                continue
+            if news:
+                self.changes.notify(ModelName.parse(report.model))
+
+    def listed(self, model: str = "", sees: Callable[[str], bool] = lambda _model: True) -> list[Engine]:
+        """The engines of a model, or of all models that are seen, by model, address and id.
+
+        Raises:
+            NotFound: there is no such model.
+        """
+        if model:
+            return self._shown(self.registry.of_model(model), self._refs(ModelName.parse(model)))
+        found: list[Engine] = []
+        entries = [entry for entry in self.registry.all() if sees(entry.report.model)]
+        for each in dict.fromkeys(entry.report.model for entry in entries):
+            of_model = [entry for entry in entries if entry.report.model == each]
+            try:
+                refs = self._refs(ModelName.parse(each))
+            except WeighbridgeError:  # deleted since, or it cannot be read: its engines serve all the same
+                refs = _Refs(None, {})
+            found += self._shown(of_model, refs)
+        return found
+
+    def served(self, name: ModelName) -> dict[int, tuple[str, ...]]:
+        """The versions of a model that live engines serve or are being taken to, and which engines these are."""
+        registry = self.registry
+        return served(registry.of_model(str(name)), registry.clock(), registry.leases)
+
+    def _refs(self, name: ModelName) -> _Refs:
+        """What the refs of a model name. Raises NotFound; of a store that is away, what was read last."""
+        heads = self._catalog.heads
+        head = heads.read_lately(name, _FRESH_SECONDS)
+        if head is None or head.deleted or name.part:
+            try:
+                head = self._catalog.head(name)
+            except AWAY:
+                head = heads.last_read(name)
+        snapshots = self._catalog.snapshots.of_model(name)
+        return _Refs(None if head is None else heads.history_of(name, head), snapshots)
+
+    def _shown(self, entries: Iterable[Entry], refs: _Refs) -> list[Engine]:
+        now_s, leases = self.registry.clock(), self.registry.leases
+        return [
+            shown(each, refs.view(each.report.ref, each.report.version), now_s, leases) for each in entries
+        ]
+
+
+class _Refs:
+    """The refs of a model at one moment, beside its versions.
+
+    Args:
+        history: the model's; None if nothing is known of it.
+        snapshots: what this process knows of its versions beyond that.
+    """
+
+    def __init__(self, history: History | None, snapshots: Mapping[int, VersionSnapshot]) -> None:
+        self._history = history
+        self._snapshots = snapshots
+        self._named = {} if history is None else refs_of(history.head, snapshots)
+        self._behind: dict[tuple[int, int], int] = {}
+
+    def view(self, ref: str, served: int) -> RefView:
+        """What a ref names, and how far behind that an engine is which serves a version."""
+        named = self._named.get(ref, 0)
+        if not 0 < served < named:
+            return RefView(named)
+        span = served, named
+        if span not in self._behind:
+            self._behind[span] = self._between(served, named)
+        return RefView(named, self._behind[span])
+
+    def _between(self, served: int, named: int) -> int:
+        """How many visible versions there are above one, up to another; `MOST_BEHIND` for as many or more."""
+        most = min(MOST_BEHIND, named - served)
+        states = {number: known.version.state for number, known in self._snapshots.items()}
+        # of those that are stored the history has the ones that were not deleted since
+        numbers = {number for number, state in states.items() if state.visible and not state.stored}
+        if self._history is not None:
+            try:
+                numbers |= {entry.number for entry in self._history.newest(most, named + 1)}
+            except WeighbridgeError:  # the store is away: those that the head itself has
+                numbers |= self._history.head.recent.keys()
+        return min(sum(served < number <= named for number in numbers), most)

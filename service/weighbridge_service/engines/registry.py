@@ -1,0 +1,122 @@
+"""Registry of engines: the entries of those that have reported lately, as many as there is room for."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+
+from weighbridge._core.engines.facts import EngineReport
+from weighbridge.errors import ResourceExhausted
+from weighbridge_service.admission.quotas import may_have
+from weighbridge_service.engines.entries import Entry, Leases, Owner, after_report
+from weighbridge_service.runtime.clock import unix_ms
+
+MOST_ENGINES = 8192
+"""An entry takes some kilobytes at most. One identity, or one host of a service without a policy, has three fourths of them at most, and
+a fourth if others have many."""
+
+
+class EngineRegistry:
+    """The engines that this process knows. Thread-safe.
+
+    Args:
+        leases: how long an entry counts.
+        most: entries.
+        clock: seconds that go on evenly.
+        time_ms: gives milliseconds since 1970 UTC.
+
+    Attributes:
+        leases, clock: as given.
+    """
+
+    def __init__(
+        self,
+        leases: Leases,
+        most: int = MOST_ENGINES,
+        clock: Callable[[], float] = time.monotonic,
+        time_ms: Callable[[], int] = unix_ms,
+    ) -> None:
+        self.leases = leases
+        self.clock = clock
+        self._time_ms = time_ms
+        self._most = most
+        self._lock = threading.Lock()
+        self._entries: dict[tuple[str, str], Entry] = {}
+        self._of_quota: Counter[str] = Counter()
+
+    def take(
+        self, owner: Owner, report: EngineReport, *, age_s: float = 0.0, here: bool = True
+    ) -> tuple[Entry, bool]:
+        """Take note of a report; the engine's entry after that, and whether it says something that was not known.
+
+        Args:
+            owner: whose agent it is by.
+            report: a checked one.
+            age_s: how long ago another replica has heard it.
+            here: whether this process has heard it.
+
+        Raises:
+            ResourceExhausted: there are too many engines, in all or of this owner.
+        """
+        now_s = self.clock()
+        with self._lock:
+            before = self._entries.get((owner.identity, report.engine_id))
+            # one that has been silent for so long counts its reports anew
+            lasting = before if before is not None and now_s - before.heard_s < self.leases.gone_s else None
+            entry = after_report(lasting, owner, report, now_s, self._time_ms(), age_s=age_s, here=here)
+            if before is None:
+                self._make_room(entry, now_s)
+            else:
+                self._count(before, -1)
+            self._count(entry, 1)
+            self._entries[entry.key] = entry
+        return entry, before is None or before.facts != entry.facts
+
+    def _has_room(self, quota: str) -> bool:
+        """The lock is held."""
+        return may_have(self._most, len(self._entries), self._of_quota[quota])
+
+    def _forget(self, entry: Entry) -> None:
+        """The lock is held."""
+        del self._entries[entry.key]
+        self._count(entry, -1)
+
+    def _count(self, entry: Entry, more: int) -> None:
+        """The lock is held."""
+        quota = entry.owner.quota
+        self._of_quota[quota] += more
+        if not self._of_quota[quota]:
+            del self._of_quota[quota]
+
+    def _make_room(self, entry: Entry, now_s: float) -> None:
+        """Forget who is not there any more, and those whose place another agent has taken. The lock is held."""
+        for there in list(self._entries.values()):
+            replaced = bool(entry.report.address) and there.place == entry.place
+            forgotten = now_s - there.heard_s >= self.leases.forgotten_s
+            if forgotten or (replaced and there.is_gone(now_s, self.leases)):
+                self._forget(there)
+        quota = entry.owner.quota
+        if not self._has_room(quota):
+            for there in list(self._entries.values()):
+                if there.is_gone(now_s, self.leases):
+                    self._forget(there)
+        if not self._has_room(quota):
+            held = self._of_quota[quota]
+            raise ResourceExhausted(
+                f"{len(self._entries)} engines of {self._most} have reported, {held} of them by {quota or 'you'}",
+                fix="let each engine have one agent; those that report no more are forgotten",
+                retry_after=self.leases.report_s,
+            )
+
+    def all(self) -> list[Entry]:
+        """The engines that are not forgotten, by model, address and id."""
+        now_s = self.clock()
+        with self._lock:
+            found = [e for e in self._entries.values() if now_s - e.heard_s < self.leases.forgotten_s]
+        return sorted(found, key=lambda e: (e.report.model, e.report.address, e.report.engine_id, e.key))
+
+    def of_model(self, model: str) -> list[Entry]:
+        """Those of one model."""
+        return [entry for entry in self.all() if entry.report.model == model]

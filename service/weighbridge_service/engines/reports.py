@@ -1,0 +1,63 @@
+"""Checks of reports: an agent's name for its engine, and what it says of it, as they may be kept and shown. Pure."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import replace
+
+from weighbridge._core.engines.facts import ENGINE_STATES, EngineReport
+from weighbridge._core.text.shortening import shortened, shown
+from weighbridge.errors import InvalidArgument
+from weighbridge_storage.documents.names import REF_PATTERN, ModelName
+
+_MOST = 2**53
+_LONGEST_ERROR = 1000
+_LONGEST_S = 10 * 365 * 86_400.0
+_ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_KIND = re.compile(r"[a-z0-9_.-]{0,32}")
+_TEXT = re.compile(r"[!-~]{0,255}")
+"""Addresses and names of hosts, and what else has neither spaces nor control characters."""
+_REF = re.compile(rf"(?:{REF_PATTERN})?")
+_TRACEPARENT = re.compile(r"(?:[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2})?")
+_PATTERNS = {
+    "engine_id": (_ID, "1 to 64 letters, digits, '-', '_' or '.'"),
+    "kind": (_KIND, "at most 32 small letters, digits, '-', '_' or '.'"),
+    "address": (_TEXT, "at most 255 characters of ASCII without spaces"),
+    "host": (_TEXT, "at most 255 characters of ASCII without spaces"),
+    "ref": (_REF, "the name of a ref"),
+    "update_lane": (_KIND, "at most 32 small letters, digits, '-', '_' or '.'"),
+    "traceparent": (_TRACEPARENT, "as W3C Trace Context has it"),
+}
+_COUNTS = ("version", "target", "pid", "beat", "update_version", "update_bytes")
+_SECONDS = ("state_seconds", "update_age_seconds", "update_prepare_seconds", "update_pause_seconds")
+
+
+def checked_report(report: EngineReport) -> EngineReport:
+    """A report that can be kept: names are refused that are none, texts for people are made plain and short.
+
+    Raises:
+        InvalidArgument: says which of its fields cannot be.
+    """
+    ModelName.parse(report.model)
+    for field, (pattern, what) in _PATTERNS.items():
+        value = getattr(report, field)
+        if not pattern.fullmatch(value) or value.endswith("\n"):
+            raise InvalidArgument(f"{shown(value)} of a report is no {field}", fix=f"use {what}")
+    if report.state not in ENGINE_STATES:
+        raise InvalidArgument(
+            f"{shown(report.state)} of a report is no state", fix=f"say one of {', '.join(ENGINE_STATES)}"
+        )
+    for field in _COUNTS:
+        if not 0 <= getattr(report, field) <= _MOST:
+            raise InvalidArgument(f"{field} of a report is not from 0 to {_MOST}")
+    for field in _SECONDS:
+        if not (math.isfinite(getattr(report, field)) and 0.0 <= getattr(report, field) <= _LONGEST_S):
+            raise InvalidArgument(f"{field} of a report is no time that has passed")
+    return replace(report, error=_plain(report.error))
+
+
+def _plain(text: str) -> str:
+    """A text on one line, without control characters and what turns the direction of others, of at most `_LONGEST_ERROR` characters."""
+    printable = (character if character.isprintable() else " " for character in text[: 4 * _LONGEST_ERROR])
+    return shortened(" ".join("".join(printable).split()), _LONGEST_ERROR)

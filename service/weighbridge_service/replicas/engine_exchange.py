@@ -1,0 +1,132 @@
+"""Exchange of engines: what agents report to one replica, all others are told, so that each lists all engines and keeps what they serve.
+
+A replica tells of those that have reported to itself: at once when something has changed, and all of them as often as agents report. It tells
+each of the others that the directory knows. Nothing has to be taken back: what is told no more is stale, and forgotten in the end.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+
+from weighbridge._core.engines.facts import EngineFacts
+from weighbridge.errors import WeighbridgeError
+from weighbridge_service.engines.entries import Entry, ToldEngine
+from weighbridge_service.engines.known_engines import KnownEngines
+from weighbridge_service.plan.declarations import Home
+from weighbridge_service.replicas.links import Links
+
+log = logging.getLogger(__name__)
+
+_AT_ONCE = 128
+"""Engines that one call tells of: half a megabyte at most."""
+_LEAST_SECONDS = 0.1
+"""Between two rounds, however much changes."""
+_CALLS_AT_ONCE = 4
+
+
+@dataclass(eq=False, slots=True)
+class _Peer:
+    """What one other replica was told.
+
+    Attributes:
+        facts: of each engine, as it was told last.
+        all_s: when it was told of all of them; None if it is to be.
+        busy: whether it is being told.
+    """
+
+    facts: dict[tuple[str, str], EngineFacts] = field(default_factory=dict)
+    all_s: float | None = None
+    busy: bool = False
+
+
+def due(
+    entries: Iterable[Entry], told: Mapping[tuple[str, str], EngineFacts], *, everything: bool
+) -> list[Entry]:
+    """The engines that another replica is to be told of: all that have reported here, or those of which something has changed since."""
+    return [each for each in entries if each.here and (everything or told.get(each.key) != each.facts)]
+
+
+class EngineExchange:
+    """Tells other replicas of the engines that report here. Thread-safe.
+
+    Args:
+        links: connections to them.
+        others: says which there are.
+        engines: those of this process.
+        clock: seconds that go on evenly.
+    """
+
+    def __init__(
+        self,
+        links: Links,
+        others: Callable[[], Sequence[Home]],
+        engines: KnownEngines,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._links = links
+        self._others = others
+        self._engines = engines
+        self._clock = clock
+        self._peers: dict[Home, _Peer] = {}
+        self._news = threading.Event()
+        self._closing = threading.Event()
+        self._stack = ExitStack()
+        self._stack.enter_context(engines.changes.listening(lambda _name: self._news.set()))
+        self._pool = ThreadPoolExecutor(_CALLS_AT_ONCE, thread_name_prefix="engines")
+        self._thread = threading.Thread(target=self._run, name="engines", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Tell nothing more."""
+        self._stack.close()
+        self._closing.set()
+        self._news.set()
+        self._thread.join()
+        self._pool.shutdown(cancel_futures=True)
+
+    def _run(self) -> None:
+        while not self._closing.wait(_LEAST_SECONDS):
+            self._news.wait(self._engines.report_seconds)
+            self._news.clear()
+            try:
+                self._tell_all()
+            except Exception:  # the next round must come
+                log.exception("other replicas could not be told of engines")
+
+    def _tell_all(self) -> None:
+        others = self._others()
+        for gone in self._peers.keys() - set(others):
+            del self._peers[gone]
+        with suppress(RuntimeError):  # closed
+            for home in others:
+                peer = self._peers.setdefault(home, _Peer())
+                if not peer.busy:
+                    peer.busy = True
+                    self._pool.submit(self._tell, home, peer)
+
+    def _tell(self, home: Home, peer: _Peer) -> None:
+        try:
+            now_s = self._clock()
+            everything = peer.all_s is None or now_s - peer.all_s >= self._engines.report_seconds
+            found = due(self._engines.registry.all(), peer.facts, everything=everything)
+            for begin in range(0, len(found), _AT_ONCE):
+                part = found[begin : begin + _AT_ONCE]
+                told = [ToldEngine(e.owner, e.report, max(self._clock() - e.heard_s, 0.0)) for e in part]
+                self._links.exchange(home, (), told)
+                peer.facts |= {each.key: each.facts for each in part}
+            if everything:
+                peer.all_s = now_s
+                peer.facts = {each.key: each.facts for each in found}
+        except WeighbridgeError as error:
+            log.info("the replica %s is not told of engines: %s", home, error.message)
+            peer.all_s = None
+        except Exception:
+            log.exception("the replica %s could not be told of engines", home)
+        finally:
+            peer.busy = False

@@ -1,0 +1,131 @@
+"""Is it decided by an engine's reports alone, and by no clock of another machine, how it stands?"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from weighbridge._core.engines.facts import EngineReport
+from weighbridge_service.engines.entries import (
+    Entry,
+    Leases,
+    Owner,
+    RefView,
+    after_report,
+    served,
+    shown,
+    standing,
+)
+
+LEASES = Leases(5.0)
+OWNER = Owner("agent", "10.0.0.7")
+REPORT = EngineReport(
+    "e1", "acme/smol", "vllm", "http://node7:8000", "live", 16, state="serving", beat=3, state_seconds=40.0
+)
+
+
+def ms(now_s: float) -> int:
+    """The time at a moment of the monotonic clock."""
+    return round((now_s + 49_000) * 1000)
+
+
+def heard(now_s: float = 1000.0, **changes: object) -> Entry:
+    return after_report(None, OWNER, replace(REPORT, **changes), now_s, ms(now_s))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("ref", "version", "named", "silent_s", "expected"),
+    [
+        ("live", 16, 16, 0.0, "current"),
+        ("live", 16, 16, 14.9, "current"),
+        ("live", 16, 18, 0.0, "behind"),
+        ("live", 16, 12, 0.0, "behind"),
+        ("live", 0, 16, 0.0, "behind"),
+        ("live", 16, 0, 0.0, "unknown"),
+        ("", 16, 0, 0.0, "pinned"),
+        ("live", 16, 16, 15.0, "stale"),
+        ("live", 16, 18, 59.9, "stale"),
+        ("", 16, 0, 15.0, "stale"),
+        ("live", 16, 16, 60.0, "gone"),
+    ],
+)
+def test_an_engine_stands_by_what_its_ref_names_and_when_it_was_heard(
+    ref: str, version: int, named: int, silent_s: float, expected: str
+) -> None:
+    entry = heard(1000.0, ref=ref, version=version)
+    assert standing(entry, named, 1000.0 + silent_s, LEASES) == expected
+
+
+def test_an_engine_whose_agent_has_ended_is_gone_at_once() -> None:
+    assert standing(heard(state="ended"), 16, 1000.0, LEASES) == "gone"
+
+
+def test_a_report_that_comes_late_changes_nothing() -> None:
+    later = after_report(heard(1000.0), OWNER, replace(REPORT, version=17, beat=5), 1001.0, ms(1001))
+    assert after_report(later, OWNER, replace(REPORT, beat=4), 1002.0, ms(1002)) is later
+
+
+def test_a_report_that_comes_again_is_heard_again() -> None:
+    again = after_report(heard(1000.0), OWNER, REPORT, 1004.0, ms(1004))
+    assert again.heard_s == 1004.0
+    assert again.facts == heard().facts
+
+
+def test_what_another_replica_has_heard_counts_from_when_it_has_heard_it() -> None:
+    told = after_report(None, OWNER, REPORT, 1000.0, ms(1000), age_s=14.0, here=False)
+    assert standing(told, 16, 1002.0, LEASES) == "stale"
+    here = heard(1000.0)
+    assert after_report(here, OWNER, REPORT, 1001.0, ms(1001), age_s=3.0, here=False) is here, (
+        "it is not newer"
+    )
+
+
+def test_a_state_begins_when_it_began_and_reports_that_are_late_do_not_move_that() -> None:
+    first = heard(1000.0, state_seconds=40.0)
+    second = after_report(first, OWNER, replace(REPORT, beat=4, state_seconds=45.0), 1006.2, ms(1006.2))
+    assert first.since_ms == second.since_ms == ms(960)
+    updating = replace(REPORT, beat=5, state="updating", target=17, state_seconds=0.1)
+    assert after_report(second, OWNER, updating, 1007.0, ms(1007)).since_ms == ms(1006.9)
+
+
+def test_times_are_those_of_the_service_whatever_clock_the_agent_has() -> None:
+    entry = heard(1000.0, update_version=16, update_age_seconds=40.0)
+    engine = shown(entry, RefView(18, 2), 1003.0, LEASES)
+    assert (engine.heard_time_ms, engine.since_ms, engine.update_time_ms) == (ms(1000), ms(960), ms(960))
+    assert (engine.standing, engine.named, engine.behind) == ("behind", 18, 2)
+    never = shown(heard(), RefView(), 1000.0, LEASES)
+    assert never.update_time_ms == 0
+
+
+def test_what_engines_serve_or_are_taken_to_is_named_until_they_are_gone() -> None:
+    one = heard(1000.0)
+    two = heard(1000.0, engine_id="e2", address="http://node8:8000", target=17, state="updating")
+    none = heard(1000.0, engine_id="e3", version=0)
+    first, second = "vllm at http://node7:8000", "vllm at http://node8:8000"
+    assert served([one, two, none], 1059.0, LEASES) == {16: (first, second), 17: (second,)}
+    assert served([one, two, none], 1060.0, LEASES) == {}
+    assert served([heard(state="ended")], 1000.0, LEASES) == {}
+
+
+def test_a_clock_that_is_set_back_ends_no_lease_and_is_followed() -> None:
+    before = heard(1000.0)
+    after = after_report(
+        before, OWNER, replace(REPORT, beat=4, state_seconds=45.0), 1005.0, ms(1005) - 3_600_000
+    )
+    assert standing(after, 16, 1006.0, LEASES) == "current"
+    assert after.since_ms == ms(960) - 3_600_000
+
+
+def test_what_another_replica_told_is_kept_while_that_one_may_be_cut_off() -> None:
+    told = after_report(None, OWNER, REPORT, 1000.0, ms(1000), here=False)
+    assert standing(told, 16, 1060.0, LEASES) == "gone"
+    assert served([told], 1599.0, LEASES) == {16: ("vllm at http://node7:8000",)}
+    assert served([told], 1600.0, LEASES) == {}
+
+
+def test_of_a_fleet_some_are_named_and_the_others_counted() -> None:
+    fleet = [heard(engine_id=f"e{n}", address=f"http://node{n:03}:8000") for n in range(1000)]
+    named = served(fleet, 1000.0, LEASES)[16]
+    assert len(named) == 17
+    assert (named[0], named[-1]) == ("vllm at http://node000:8000", "984 more")
