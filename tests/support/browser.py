@@ -25,7 +25,9 @@ _LATE_MS = 15_000
 
 def chromium() -> str:
     """Path of the browser; skips the test if there is none."""
-    found = os.environ.get("WEIGHBRIDGE_CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
+    found = (
+        os.environ.get("WEIGHBRIDGE_CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
+    )
     if found is None:
         pytest.skip("there is no Chromium: apt-get install chromium")
     return found
@@ -63,7 +65,9 @@ class Tab:
     seen: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.page.on("console", lambda said: said.type in ("error", "warning") and self.problems.append(said.text))
+        self.page.on(
+            "console", lambda said: said.type in ("error", "warning") and self.problems.append(said.text)
+        )
         self.page.on("pageerror", lambda error: self.problems.append(str(error)))
         self.page.on("request", lambda asked: self._check(asked.url))
 
@@ -85,7 +89,9 @@ class Tab:
         found.first.wait_for(timeout=_LATE_MS)
         self.seen[f"{selector} {text}".strip()] = time.monotonic() - begun
 
-    def shot(self, name: str, *, dark: bool = False, size: tuple[int, int] = DESK, whole: bool = True) -> Path:
+    def shot(
+        self, name: str, *, dark: bool = False, size: tuple[int, int] = DESK, whole: bool = True
+    ) -> Path:
         """A screenshot."""
         self.page.emulate_media(color_scheme="dark" if dark else "light")
         self.page.set_viewport_size({"width": size[0], "height": size[1]})

@@ -63,7 +63,11 @@ def ranks_of(state: PushState, received: Mapping[int, tuple[int, int]]) -> tuple
     def of(rank: int) -> RankProgress:
         length = streams[rank].nbytes if rank in streams else 0
         come, meant = received.get(rank, (0, length))
-        elsewhere = rank not in share.ranks if share is not None else rank in declared.keys() - state.declarations.here.keys()
+        elsewhere = (
+            rank not in share.ranks
+            if share is not None
+            else rank in declared.keys() - state.declarations.here.keys()
+        )
         return RankProgress(
             rank,
             state.declared_ms.get(rank, 0),
@@ -83,7 +87,9 @@ def held_up(ranks: Sequence[RankProgress]) -> HeldUp | None:
 
 
 def _last(ranks: Sequence[RankProgress], *, declaring: bool) -> HeldUp | None:
-    times = {each.rank: each.declared_ms if declaring else each.sealed_ms for each in ranks if not each.elsewhere}
+    times = {
+        each.rank: each.declared_ms if declaring else each.sealed_ms for each in ranks if not each.elsewhere
+    }
     if len(times) < 2 or not all(times.values()):
         return None
     begun = min(each.declared_ms for each in ranks if each.declared_ms)

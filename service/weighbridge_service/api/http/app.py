@@ -135,7 +135,9 @@ _VERBS = {
     "start_export_form": Verb.MANAGE,
 }
 """What each route asks for, by its name."""
-_ASKING = frozenset({"start_export", "get_export", "cancel_export", "follow_export", "new_ref_form", "cancel_export_form"})
+_ASKING = frozenset(
+    {"start_export", "get_export", "cancel_export", "follow_export", "new_ref_form", "cancel_export_form"}
+)
 """Routes that ask themselves: only they know the model that they are about."""
 _SEND_SECONDS = 30.0
 """How long a client that follows an export may leave an event unread."""
@@ -445,5 +447,7 @@ def create_app(
             sizes=hub,
         )
     )
-    app.include_router(pages_router(service, exports))  # last: a model may be called as a part of their addresses
+    app.include_router(
+        pages_router(service, exports)
+    )  # last: a model may be called as a part of their addresses
     return app

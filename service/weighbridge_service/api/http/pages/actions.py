@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping
+from typing import Annotated
 from urllib.parse import parse_qsl
 
 from anyio import CapacityLimiter
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import HTMLResponse, RedirectResponse
-from typing import Annotated
 
 from weighbridge.errors import InvalidArgument
 from weighbridge_service.access.identities import Evidence
@@ -83,9 +83,7 @@ def add_actions(
 
     @router.post(of_model + "/refs/{ref}/delete")
     @acting
-    def delete_ref_form(
-        namespace: Namespace, name: Name, ref: Ref, form: Form, request: Request
-    ) -> Response:
+    def delete_ref_form(namespace: Namespace, name: Name, ref: Ref, form: Form, request: Request) -> Response:
         """Take a tag away, or ask for it."""
         model = f"{namespace}/{name}"
         asker = peer_of(request).asker(Verb.TAG, model, ref)
@@ -146,7 +144,10 @@ def _add_login(router: APIRouter, service: Weighbridge, sessions: Sessions, rend
         """Begin a session."""
         token, following = form.get("token", "").strip(), _own_path(form.get("next", ""))
         if not service.access.knows_tokens or not 0 < len(token) <= _LONGEST_TOKEN:
-            raise InvalidArgument("the form has no token that could be known here", fix="show one that the service's policy knows")
+            raise InvalidArgument(
+                "the form has no token that could be known here",
+                fix="show one that the service's policy knows",
+            )
         authorization = f"Bearer {token}"
         identity = service.access.identify(Evidence(authorization))
         if identity.problem:

@@ -206,4 +206,6 @@ def _timed(make: Callable[[], Fragments]) -> tuple[Fragments, float]:
 
 def digest(html: Mapping[str, str]) -> str:
     """What tells one state of all fragments from another."""
-    return format(hash(tuple((name, html[name]) for name in sorted(html) if name != TROUBLE)) & (2**64 - 1), "x")
+    return format(
+        hash(tuple((name, html[name]) for name in sorted(html) if name != TROUBLE)) & (2**64 - 1), "x"
+    )

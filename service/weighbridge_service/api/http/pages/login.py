@@ -53,7 +53,7 @@ class Sessions:
             for key in [key for key, each in self._sessions.items() if each.until <= now]:
                 del self._sessions[key]
             own = [key for key, each in self._sessions.items() if each.name == name]
-            for key in own[: len(own) - _MOST_OF_ONE + 1]:
+            for key in own[: max(0, len(own) - _MOST_OF_ONE + 1)]:
                 del self._sessions[key]
             while len(self._sessions) >= _MOST:
                 self._sessions.popitem(last=False)

@@ -243,8 +243,6 @@ class ModelView:
     exports: ExportsPart
 
 
-
-
 def model_view(facts: ModelFacts, viewer: Viewer, now_ms: int) -> ModelView:
     """The page of a model.
 
@@ -267,9 +265,7 @@ def model_view(facts: ModelFacts, viewer: Viewer, now_ms: int) -> ModelView:
         engines=engines_view(name, facts.engines),
         refs=_refs(facts, viewer),
         timeline=_timeline(facts, viewer),
-        keeping=KeepingPart(
-            name, _rules(facts.retention), _gate(facts.gate), viewer.may(Verb.MANAGE, name)
-        ),
+        keeping=KeepingPart(name, _rules(facts.retention), _gate(facts.gate), viewer.may(Verb.MANAGE, name)),
         exports=_exports(facts, viewer),
     )
 
@@ -317,7 +313,9 @@ def _summary(facts: ModelFacts) -> Summary:
 def _timeline(facts: ModelFacts, viewer: Viewer) -> Timeline:
     longest = max((_end_ms(each) - each.create_time_ms for each in facts.versions), default=0)
     named: dict[int, list[str]] = {}
-    for ref, number in sorted(facts.model.refs.items(), key=lambda item: (item[0] not in (REF_LIVE, REF_LATEST), item)):
+    for ref, number in sorted(
+        facts.model.refs.items(), key=lambda item: (item[0] not in (REF_LIVE, REF_LATEST), item)
+    ):
         named.setdefault(number, []).append(ref)
     served = serving(facts.engines)
     rows = tuple(
@@ -475,6 +473,10 @@ def _rules(retention: Retention) -> tuple[str, ...]:
 
 def _gate(gate: Gate) -> tuple[str, ...]:
     return (
-        "every version is held until it is approved" if gate.approval_required else "candidates are held until they are approved",
-        "NaN and infinity hold no version" if gate.allow_nonfinite else "a version with NaN or infinity is held",
+        "every version is held until it is approved"
+        if gate.approval_required
+        else "candidates are held until they are approved",
+        "NaN and infinity hold no version"
+        if gate.allow_nonfinite
+        else "a version with NaN or infinity is held",
     )

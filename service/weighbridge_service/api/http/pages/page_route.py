@@ -64,21 +64,29 @@ def _check_own(request: Request) -> None:
     """Refuse forms that no page of this service has sent. The guard has compared the origin with the service's name."""
     if "origin" not in request.headers:
         raise PermissionDenied(
-            "the form does not say which page has sent it", fix="use the service's own pages, or its API: /docs"
+            "the form does not say which page has sent it",
+            fix="use the service's own pages, or its API: /docs",
         )
 
 
 def _page_of(request: Request, error: Exception, renderer: Renderer) -> Response:
     viewer = viewer_of(request)
     if isinstance(error, Unauthenticated):
-        page = renderer.page("login", viewer, problem=error.message if _has_shown(request) else "", next=_path(request))
+        page = renderer.page(
+            "login", viewer, problem=error.message if _has_shown(request) else "", next=_path(request)
+        )
         return HTMLResponse(page, 401, {"WWW-Authenticate": "Bearer"})
     if isinstance(error, WeighbridgeError):
         status, message, fix, details = error.http_status, error.message, error.fix, tuple(error.details)
     elif isinstance(error, HTTPException):
         status, message, fix, details = error.status_code, str(error.detail), "", ()
     else:
-        status, message, fix, details = InvalidArgument.http_status, "the address is not one of a page", "", ()
+        status, message, fix, details = (
+            InvalidArgument.http_status,
+            "the address is not one of a page",
+            "",
+            (),
+        )
     page = renderer.page("error", viewer, status=status, message=message, fix=fix, details=details)
     return HTMLResponse(page, status)
 

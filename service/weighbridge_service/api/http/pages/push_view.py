@@ -83,7 +83,9 @@ def live_push(version: Version, ranks: Sequence[RankProgress], now_ms: int) -> L
         state=version.state,
         opened_ms=version.create_time_ms,
         percent=words.percent(received, total) if total else 0,
-        bytes_text=f"{readable_size(received)} of {readable_size(total)}" if total else readable_size(received),
+        bytes_text=f"{readable_size(received)} of {readable_size(total)}"
+        if total
+        else readable_size(received),
         rate=words.rate(received, now_ms - version.create_time_ms),
         ranks=cells(ranks),
         ranks_total=version.ranks,

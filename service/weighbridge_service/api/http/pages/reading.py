@@ -12,7 +12,7 @@ from weighbridge._core.lru import Cache
 from weighbridge._core.resources import Model, Version
 from weighbridge._signing.bundle import signed_by
 from weighbridge.errors import FailedPrecondition, NotFound
-from weighbridge_service.api.http.pages import index_view, model_view, version_view
+from weighbridge_service.api.http.pages import index_view, model_view
 from weighbridge_service.api.http.pages.version_view import (
     Contents,
     FileFacts,
@@ -80,7 +80,8 @@ class Reader:
         for each in self._service.engines.listed(sees=sees):
             engines.setdefault(each.model, []).append(each)
         found = tuple(
-            self._line(ModelName.parse(model.name), model, engines.get(model.name, ())) for model in shown[:MODELS]
+            self._line(ModelName.parse(model.name), model, engines.get(model.name, ()))
+            for model in shown[:MODELS]
         )
         return FoundModels(found, len(shown) > MODELS)
 
@@ -130,9 +131,7 @@ class Reader:
             signatures=self._signatures(name, version),
         )
 
-    def _line(
-        self, name: ModelName, model: Model, engines: Sequence[Engine]
-    ) -> index_view.ModelFacts:
+    def _line(self, name: ModelName, model: Model, engines: Sequence[Engine]) -> index_view.ModelFacts:
         catalog = self._service.catalog
         known = catalog.snapshots.of_model(name)
         head = catalog.heads.last_read(name)
@@ -186,10 +185,11 @@ def _of_manifest(manifest: Manifest) -> Contents:
             for name, each in sorted(manifest.files.items())
         ),
         tuple(
-            TensorFacts(name, each.dtype.name, each.shape, each.nbytes, each.file, each.xxh3_128, each.nonfinite)
+            TensorFacts(
+                name, each.dtype.name, each.shape, each.nbytes, each.file, each.xxh3_128, each.nonfinite
+            )
             for name, each in sorted(manifest.tensors.items(), key=lambda item: in_order(item[0]))
         ),
         as_pairs(manifest.lineage),
         as_pairs(manifest.provenance),
     )
-

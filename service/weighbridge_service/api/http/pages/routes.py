@@ -101,7 +101,12 @@ def pages_router(service: Weighbridge, exports: Exports) -> APIRouter:
     @router.get("/models/{namespace}/{name}/versions/{version}")
     @making
     def version_page(
-        namespace: Namespace, name: Name, version: VersionOrRef, request: Request, q: Search = "", first: First = 0
+        namespace: Namespace,
+        name: Name,
+        version: VersionOrRef,
+        request: Request,
+        q: Search = "",
+        first: First = 0,
     ) -> Response:
         """One version."""
         viewer, model = viewer_of(request), f"{namespace}/{name}"
@@ -130,11 +135,16 @@ def pages_router(service: Weighbridge, exports: Exports) -> APIRouter:
     @router.get("/models/{namespace}/{name}/versions/{version}/distribution.svg")
     @in_threads(CapacityLimiter(_SAMPLED))
     def distribution(
-        namespace: Namespace, name: Name, version: VersionOrRef, tensor: Annotated[str, Query(max_length=4096)]
+        namespace: Namespace,
+        name: Name,
+        version: VersionOrRef,
+        tensor: Annotated[str, Query(max_length=4096)],
     ) -> Response:
         """How the values of a tensor are distributed, as a picture of a sample of them."""
         picture = distributions.picture(f"{namespace}/{name}", version, tensor)
-        return Response(picture, media_type="image/svg+xml", headers={"Cache-Control": f"private, max-age={_DAY}"})
+        return Response(
+            picture, media_type="image/svg+xml", headers={"Cache-Control": f"private, max-age={_DAY}"}
+        )
 
     @router.get("/assets/{digest}/{file}")
     async def asset(digest: str, file: str) -> Response:
@@ -155,7 +165,9 @@ class _Pages:
     def __init__(self, service: Weighbridge, reader: Reader, renderer: Renderer) -> None:
         self._reader = reader
         self._renderer = renderer
-        self._live = LiveViews((service.catalog.changes, service.engines.changes), service.catalog.stopping.is_set)
+        self._live = LiveViews(
+            (service.catalog.changes, service.engines.changes), service.catalog.stopping.is_set
+        )
 
     def index(self, viewer: Viewer, query: str, after: str) -> tuple[index_view.IndexView, Fragments]:
         """The page of all models."""

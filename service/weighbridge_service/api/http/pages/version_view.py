@@ -250,14 +250,16 @@ def is_busy(view: VersionView) -> bool:
     )
 
 
-def in_order(name: str) -> Sequence[str | int]:
+def in_order(name: str) -> list[str | int]:
     """What names of tensors are sorted by: ``layers.2`` before ``layers.10``."""
     return [int(part) if part.isdecimal() else part for part in _NUMBERS.split(name)]
 
 
 def as_pairs(fields: Mapping[str, object]) -> tuple[tuple[str, str], ...]:
     """Fields of a document as text."""
-    return tuple((str(name), value if isinstance(value, str) else str(value)) for name, value in fields.items())
+    return tuple(
+        (str(name), value if isinstance(value, str) else str(value)) for name, value in fields.items()
+    )
 
 
 def _life(version: Version) -> Life:
@@ -316,7 +318,11 @@ def _about(facts: VersionFacts) -> About:
         *([] if facts.contents.provenance else [("ranks", str(version.ranks))]),
         *facts.contents.lineage,
         *facts.contents.provenance,
-        *([("non-finite elements", words.count(version.nonfinite_elements))] if version.nonfinite_elements else []),
+        *(
+            [("non-finite elements", words.count(version.nonfinite_elements))]
+            if version.nonfinite_elements
+            else []
+        ),
         *([("approved", approval)] if version.approved_reasons else []),
     )
     return About(pairs, as_pairs(version.metadata), facts.signatures)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from weighbridge._core.resources import Protection, RefRequest
 from weighbridge_service.access.identities import EVERYBODY, Identity
-from weighbridge_service.access.scopes import Scope, Verb
 from weighbridge_service.access.peer import Peer
+from weighbridge_service.access.scopes import Scope, Verb
 
 
 @dataclass(frozen=True, slots=True)

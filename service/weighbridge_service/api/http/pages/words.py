@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 
 from weighbridge._core.text.sizes import readable_size
 
-NONE = "–"
+NONE = "\u2013"
 """Where there is no figure."""
 _SECOND, _MINUTE, _HOUR = 1000, 60_000, 3_600_000
 

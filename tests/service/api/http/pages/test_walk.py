@@ -45,7 +45,8 @@ def test_a_newcomers_walk_is_seen_on_the_page(place: Place, opened: Tab, shots: 
         for rank in early:
             assigned[rank] = raw.declare(MODEL, number, layouts[rank], rank=rank)
         pieces = {
-            rank: cut(stream_of(place.source.arrays, layouts[rank], assigned[rank]), 500) for rank in range(RANKS)
+            rank: cut(stream_of(place.source.arrays, layouts[rank], assigned[rank]), 500)
+            for rank in range(RANKS)
         }
         for rank in early:
             half = pieces[rank][: len(pieces[rank]) * (rank + 2) // (RANKS + 1)]
