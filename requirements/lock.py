@@ -20,6 +20,7 @@ BASES: Mapping[str, tuple[str, ...]] = {
     "bench": ("service", "dev"),
     "fuzz": ("service", "dev"),
     "audit": ("service", "dev"),
+    "page": ("service", "dev"),
 }
 """The extras that are locked, and those whose locks each goes with."""
 EXCLUDED = ("torch",)

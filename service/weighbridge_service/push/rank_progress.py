@@ -62,7 +62,7 @@ def ranks_of(state: PushState, received: Mapping[int, tuple[int, int]]) -> tuple
 
     def of(rank: int) -> RankProgress:
         length = streams[rank].nbytes if rank in streams else 0
-        come, meant = received.get(rank, (0, length))
+        come, meant = received.get(rank, (length if rank in state.sealed else 0, length))
         elsewhere = (
             rank not in share.ranks
             if share is not None

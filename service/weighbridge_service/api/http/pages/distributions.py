@@ -22,6 +22,8 @@ _PART_BYTES = 4096
 _BINS = 32
 _SIGMAS = 5.0
 """Standard deviations from the mean that the picture shows; what lies further out counts for its first or last bar."""
+_MOST = 1e150
+"""Magnitude beyond which values count as this: their squares are to be finite."""
 _KEPT = 2048
 _WIDTH, _HEIGHT = 96, 20
 
@@ -109,11 +111,12 @@ def distribution(values: np.ndarray) -> Distribution:
     finite = values[np.isfinite(values)]
     if not finite.size:
         return Distribution((0,) * _BINS, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, values.size, values.size)
-    mean, sigma = float(finite.mean()), float(finite.std())
     least, greatest = float(finite.min()), float(finite.max())
+    finite = np.clip(finite, -_MOST, _MOST)
+    mean, sigma = float(finite.mean()), float(finite.std())
     low, high = max(least, mean - _SIGMAS * sigma), min(greatest, mean + _SIGMAS * sigma)
     if not low < high:
-        low, high = least - 0.5, greatest + 0.5
+        low, high = mean - max(abs(mean), 1.0) / 2, mean + max(abs(mean), 1.0) / 2
     counts, _ = np.histogram(np.clip(finite, low, high), bins=_BINS, range=(low, high))
     return Distribution(
         tuple(int(each) for each in counts),
