@@ -12,7 +12,7 @@ import json
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 
 import anyio.to_thread
@@ -32,6 +32,8 @@ _BUSY_PERIOD = 0.25
 """Seconds between two looks at something that changes by itself."""
 _PERIOD = 1.5
 """Seconds between two looks at something else: other replicas may change it."""
+_LOOK_SECONDS = 5.0
+"""Between two questions whether a page may still be told, while nothing changes."""
 _MOST_VIEWS = 512
 _THREADS = 2
 """Views that are made at one time."""
@@ -128,15 +130,13 @@ class LiveViews:
             while not (ended() or self._stopping()):
                 news = live.news
                 if live.sequence > sequence:
-                    if sequence or digest(live.html) != seen:
-                        yield live.since(sequence)
-                    sequence = live.sequence
+                    before, sequence = sequence, live.sequence
+                    if before or digest(live.html) != seen:
+                        yield live.since(before)
                     continue
-                try:
-                    async with asyncio.timeout(5.0):
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(_LOOK_SECONDS):
                         await news.wait()
-                except TimeoutError:
-                    continue
 
     @contextmanager
     def _entered(
@@ -174,11 +174,10 @@ class LiveViews:
                 busy, cost = await self._make(live)
                 least = cost * len(self._live) / _SHARE
                 await asyncio.sleep(max(_BUSY_PERIOD, least))
-                try:
+                with suppress(TimeoutError):
                     async with asyncio.timeout(0 if busy else max(_PERIOD, least)):
                         await live.wanted.wait()
-                except TimeoutError:
-                    pass
+        live.news.set()  # nobody waits for a service that goes down
 
     async def _make(self, live: _Live) -> tuple[bool, float]:
         """Make a view; gives whether it changes by itself, and what it cost, in seconds of a core."""
