@@ -22,7 +22,7 @@ from tests.support.megatron_ranks import RankError, run_ranks
 from tests.support.megatron_training import TrainingRank, wholes
 from tests.support.reference import tiny_config
 from tests.support.services import RunningService, running_service
-from weighbridge import TrainerClient
+from weighbridge import CheckpointManager, TrainerClient
 from weighbridge_demo.megatron_cpu import Parallel, build_model
 
 MODELS = [("llama", "bfloat16"), ("qwen2", "bfloat16"), ("qwen3_moe", "bfloat16"), ("qwen3_moe", "float32")]
@@ -102,6 +102,13 @@ class Loop:
         assert handle.training is not None
         handle.wait(timeout=120)
         return handle.training.wait(timeout=120).number
+
+    def manager(self, trainer: TrainerClient, name: str, rank_state: dict[str, Any]) -> CheckpointManager:
+        """What saves it while it goes on."""
+        return CheckpointManager(
+            trainer, name, self.training.model, self.training.optimizer, state=self.state, rank_state=rank_state,
+            until="optimizer_step",
+        )  # fmt: skip
 
     def restore(self, trainer: TrainerClient, name: str, **options: Any) -> None:
         """Restore it."""
@@ -214,3 +221,58 @@ def test_training_goes_on_after_all_ranks_were_killed(
         there = run_ranks(parallel, _elsewhere, service.address, case, parallel, number, run, timeout=300)
         _same(wholes(each for each, _ in there), own)
         number = there[0][1]
+
+
+def _managed(rank: int, address: str, case: Case, folder: str) -> None:
+    loop = case.loop(case.parallel, seed=0)
+    own_state: dict[str, Any] = {}
+    with TrainerClient(address, run=folder) as trainer:
+        checkpoints = loop.manager(trainer, case.name, own_state)
+        for step in range(BEFORE):
+            loop.step()  # waits for what is left of the save before
+            own_state["random"] = loop.random.get_state()
+            own = loop.training.own_state()
+            number = checkpoints.save(step).number
+        seen = _after(loop, number, own)
+        checkpoints.wait(timeout=120)
+        torch.save(seen, Path(folder, str(rank)))
+        torch.distributed.barrier()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _managed_again(rank: int, address: str, case: Case, as_function: bool) -> Seen:
+    del rank
+    loop = case.loop(case.parallel, seed=1)
+    kept: dict[str, Any] = {"random": None}
+    with TrainerClient(address) as trainer:
+        checkpoints = loop.manager(trainer, case.name, kept)
+        if as_function:
+            checkpoints = CheckpointManager(
+                trainer, case.name, loop.training.sharded_state_dict, loop.training.optimizer, state=loop.state, rank_state=kept
+            )  # fmt: skip
+        version = checkpoints.restore()
+    assert version is not None
+    assert version.step == BEFORE - 1
+    loop.random.set_state(kept["random"])
+    return _after(loop, version.number, loop.training.own_state())
+
+
+@pytest.mark.parametrize(
+    "case",
+    [Case("llama", Parallel(tp=2, dp=2), True), Case("qwen2", Parallel(pp=2), False)],
+    ids=["distributed", "plain"],
+)
+def test_a_manager_saves_every_step_while_training_goes_on_and_brings_back_the_last(
+    service: RunningService, tmp_path: Path, case: Case
+) -> None:
+    with pytest.raises(RankError, match="exit code -9"):
+        run_ranks(case.parallel, _managed, service.address, case, str(tmp_path), timeout=300)
+    expected = [
+        torch.load(tmp_path / str(rank), weights_only=False) for rank in range(case.parallel.world_size)
+    ]
+    for as_function in (False, True):
+        again = run_ranks(case.parallel, _managed_again, service.address, case, as_function, timeout=300)
+        for found, before in zip(again, expected, strict=True):
+            assert (found.number, found.losses, found.rates) == (before.number, before.losses, before.rates)
+            assert torch.equal(found.drawn, before.drawn)
+        _same(wholes(each.own for each in again), wholes(each.own for each in expected))

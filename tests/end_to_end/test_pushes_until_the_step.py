@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from tests.support.services import RunningService, running_service
 from tests.support.training_states import same_bits
-from weighbridge import EngineClient, TrainerClient, errors
+from weighbridge import CheckpointManager, EngineClient, TrainerClient, errors
 from weighbridge._clients.copying_behind import Copying, StepGate
 from weighbridge._clients.pushing import _PUSHES_AT_ONCE
 from weighbridge._formats.training.steady import steady_until_step
@@ -93,6 +93,21 @@ def test_versions_hold_what_was_there_before_the_steps_that_followed(client: Tra
         assert all(same_bits(found[name], tensor) for name, tensor in held[0].items())
         other = Trainer(seed=1)
         client.restore_state_dict(MODEL, other.module, optimizer=other.optimizer, version=number)
+        assert_alike(other.held(), held)
+
+
+def test_a_manager_keeps_each_step_as_it_was_while_the_loop_goes_on(client: TrainerClient) -> None:
+    trainer = Trainer()
+    checkpoints = CheckpointManager(client, MODEL, trainer.module, trainer.optimizer, until="optimizer_step")
+    expected = {}
+    for step in range(4):
+        trainer.train()
+        expected[checkpoints.save(step).number] = trainer.held()
+    trainer.train()
+    assert checkpoints.wait(timeout=60).step == 3
+    for number, held in expected.items():
+        other = Trainer(seed=1)
+        CheckpointManager(client, MODEL, other.module, other.optimizer).restore(number)
         assert_alike(other.held(), held)
 
 

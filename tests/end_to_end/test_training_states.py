@@ -47,6 +47,7 @@ from weighbridge import (
     TrainerClient,
     VersionFailed,
     VersionState,
+    WeighbridgeError,
 )
 from weighbridge._core import dtypes
 from weighbridge._core.references import training_of
@@ -497,6 +498,7 @@ def test_a_manager_begins_anew_without_a_state_and_saves_a_step_again_in_another
         register(service, module, tmp_path / "hf")
         client.push_state_dict(MODEL, module, step=1).wait(timeout=60)
         assert checkpoints.latest() is None
+        assert checkpoints.find(1) is None
         assert checkpoints.restore() is None
         checkpoints.save(2)
         saved = checkpoints.wait(timeout=60)
@@ -509,5 +511,30 @@ def test_a_manager_begins_anew_without_a_state_and_saves_a_step_again_in_another
         handle = again.save(2)
         repeated = again.wait(timeout=60)
         assert (repeated.step, repeated.number) == (2, handle.number) == (2, saved.number + 1)
-        assert again.latest() == repeated
+        assert again.latest() == again.find(2) == repeated
+        assert again.find(1) is None
         assert again.restore(saved.number) == saved
+
+
+class Unsayable:
+    """A version whose name cannot be said."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("it has no name")
+
+
+def _restoring_what_cannot_be_said(rank: int, address: str) -> str:
+    module = layers(1)
+    with TrainerClient(address) as client:
+        checkpoints = CheckpointManager(client, MODEL, module, adamw(module))
+        with pytest.raises(WeighbridgeError) as error:
+            checkpoints.restore(Unsayable() if rank == 0 else "latest")  # type: ignore[arg-type]
+    return str(error.value)
+
+
+def test_all_ranks_are_told_of_whatever_keeps_rank_0_from_finding_a_state(
+    service: RunningService, tmp_path: Path
+) -> None:
+    register(service, layers(1), tmp_path / "hf")
+    told = run_ranks(2, _restoring_what_cannot_be_said, service.address, timeout=60)
+    assert told == [f"rank 0 cannot find a training state of {MODEL}: RuntimeError('it has no name')"] * 2

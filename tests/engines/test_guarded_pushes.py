@@ -35,7 +35,7 @@ def test_a_step_that_some_ranks_have_pushed_is_pushed_by_none(
             pushes = GuardedPushes(client, "a/b", None, strict=False, logger=logger)
             pushes._pushed_step = 7 if others[0] else None
             monkeypatch.setattr(
-                guarded_pushes, "_of_all_ranks", lambda mine, _, others=others: [mine, ("", others[1])]
+                guarded_pushes, "of_all_ranks", lambda mine, _, others=others: [mine, ("", others[1])]
             )
             pushed.clear()
 

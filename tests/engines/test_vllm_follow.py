@@ -126,7 +126,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
             server.wait_ready()
             engine = vllm_driver.VllmServer(server.url, MODEL, gate.address)
             engine.connect()
-            engine.label(f"{MODEL}@1")
+            assert server.weight_version() == f"{MODEL}@1", "it says so from its start"
             yield Place(
                 running, gate, trainer, client, server, engine, folders, {1: said_by_transformers(model).text}
             )
@@ -145,6 +145,12 @@ def ask(place: Place, path: str, body: Any = None) -> Any:
     request = urllib.request.Request(place.server.url + path, data, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=60) as answer:
         return json.load(answer)
+
+
+def test_a_server_that_no_agent_reports_reports_itself(place: Place) -> None:
+    eventually(lambda: place.client.engines(MODEL))
+    (found,) = place.client.engines(MODEL)
+    assert (found.kind, found.version, found.standing) == ("vllm", place.served(), "pinned")
 
 
 def test_vllm_starts_from_the_service_with_config_and_tokenizer(place: Place) -> None:

@@ -58,6 +58,13 @@ def _count_steps_by_torch(optimizer: Any) -> None:
     optimizer._set_main_param_and_optimizer_states = set_without_step
 
 
+def _take_steps_of_groups(optimizer: torch.optim.Optimizer) -> None:
+    """Let torch's Adam take the steps that Megatron has loaded to where Transformer Engine's and Apex's count them: each parameter by a tensor of its own."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            optimizer.state[parameter]["step"] = torch.tensor(float(group["step"]))
+
+
 class TrainingRank:
     """One rank of a training loop: its stage of a model, and Megatron's optimizer of it. Its methods are collective.
 
@@ -198,6 +205,8 @@ class TrainingRank:
         )
         self.model.load_state_dict(loaded.pop("model"))
         self.optimizer.load_state_dict(loaded.pop("optimizer"))
+        for each in distributed:
+            _take_steps_of_groups(each.optimizer)
         return loaded
 
 

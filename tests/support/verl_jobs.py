@@ -37,6 +37,18 @@ def verl_job(folder: Path) -> Iterator[Job]:
             yield job
 
 
+@contextmanager
+def checkpoint_job(folder: Path, server: str, model: str) -> Iterator[Job]:
+    """A job of ranks that save and load by verl's checkpoint managers, which keep what they save as training states of a model."""
+    environment = _environment(str(folder)) | {
+        "PYTHONPATH": os.pathsep.join(map(str, (ROOT, HERE))),
+        "WEIGHBRIDGE_SERVER": server,
+        "WEIGHBRIDGE_CHECKPOINTS": model,
+    }
+    with running([PYTHON, HERE / "checkpoint_job.py"], folder / "verl.log", environment) as job:
+        yield job
+
+
 def _environment(folder: str) -> dict[str, str]:
     mine = {
         name: value for name, value in os.environ.items() if not name.startswith(("HF_", "RAY_", "VERL_"))

@@ -22,6 +22,7 @@ from weighbridge._core.text.sizes import readable_size
 
 if TYPE_CHECKING:
     from weighbridge._core.engines.facts import Engine
+    from weighbridge._core.engines.status import AgentStatus
     from weighbridge.follow.agent import Followed
     from weighbridge.follow.sglang import SglangServer
     from weighbridge.follow.vllm import VllmServer
@@ -72,6 +73,13 @@ if TYPE_CHECKING:
     help="Take only versions that are signed by one of the public keys, or by a certificate of one of the authorities, in this file (PEM); "
     "given several times, by one of each file.",
 )
+@click.option(
+    "--status",
+    "status_path",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Keep a file of JSON that says how the engine stands: its version, how many versions it is behind, since when the service cannot be reached.",
+)
 @click.option("--force", is_flag=True, help="Also if the engine says that it serves another model.")
 @client_options
 @click.pass_context
@@ -87,6 +95,7 @@ def follow_command(
     lane: str | None,
     count: int | None,
     required: tuple[Path, ...],
+    status_path: Path | None,
     force: bool,
     server: str,
     as_json: bool,
@@ -99,14 +108,16 @@ def follow_command(
     """
     from weighbridge._clients.engine import EngineClient
     from weighbridge.follow.agent import Follower
+    from weighbridge.follow.status_file import status_file
 
     end_tidily()  # else the engine would stay paused
     trusts = trusted(required)
+    listener = _nobody if status_path is None else status_file(status_path)
     engine = _engine(kind, url, model, engine_server or server, lane, pause_mode, engine_key)
     with EngineClient(server, retry_seconds=RETRY_SECONDS) as client:
         say_if_absent(client.model(model), ref)
         done = None
-        reporter = client.report_engine(model, kind=kind, address=engine.url, ref=ref)
+        reporter = client.report_engine(model, kind=kind, address=engine.url, ref=ref, listener=listener)
         with closing(reporter):
             follower = Follower(client, model, engine, ref, force=force, required=trusts, reporter=reporter)
             for done in itertools.islice(follower.run(), count):
@@ -115,6 +126,10 @@ def follow_command(
                 else:
                     click.echo(_line(done))
     ctx.exit(1 if done is not None and done.error else 0)
+
+
+def _nobody(_status: AgentStatus) -> None:
+    """Is told how the engine stands where there is no file."""
 
 
 def _engine(
@@ -138,14 +153,16 @@ def _engine(
     mode: Any = modes[pause_mode]
     if kind == "sglang":
         url = url or "http://127.0.0.1:30000"
-        return SglangServer(url, server, model, api_key=engine_key, lane=lane, pause_mode=mode)
-    return VllmServer(url or "http://127.0.0.1:8000", model, server, lane=lane, pause_mode=mode)
+        return SglangServer(url, server, model, api_key=engine_key, lane=lane, pause_mode=mode, reported=True)
+    url = url or "http://127.0.0.1:8000"
+    return VllmServer(url, model, server, lane=lane, pause_mode=mode, reported=True)
 
 
 def _line(done: Followed) -> str:
     if done.error:
         serves = "no version" if done.serves is None else f"version {done.serves}"
-        return f"{done.model}@{done.version}: failed, and the engine serves {serves}: {done.error}"
+        behind = f", {counted(done.behind, 'version')} behind" if done.behind else ""
+        return f"{done.model}@{done.version}: failed, and the engine serves {serves}{behind}: {done.error}"
     if not done.nbytes:
         return f"{done.model}@{done.version}: the engine has it"
     return (
@@ -158,9 +175,9 @@ def _line(done: Followed) -> str:
 @click.argument("model", required=False)
 @client_options
 def engines_command(model: str | None, server: str, as_json: bool) -> None:
-    """Show the engines that serve versions of MODEL, or of all models, as their agents report.
+    """Show what engines serve, and how far behind they are.
 
-    An engine is stale when its agent was not heard for three reports (15 s), and gone after a minute. What engines serve that are not gone
+    Those of MODEL, or of all models, as their agents report. An engine is stale when its agent was not heard for three reports (15 s), and gone after a minute. What engines serve that are not gone
     is kept, whatever the retention says.
     """
     from weighbridge._clients.client import Client

@@ -125,6 +125,14 @@ from weighbridge._core.text.extras import needs_extra
     help="How often versions that need not be kept are deleted; 0 leaves that to others.",
 )
 @click.option(
+    "--report-every",
+    type=click.FloatRange(min=0.1, max=3600),
+    default=5.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How often agents report what their engines serve. An engine is stale after three reports that do not come, and gone after twelve.",
+)
+@click.option(
     "--grace",
     "grace_seconds",
     type=click.FloatRange(min=1, max=10**9),
@@ -209,6 +217,7 @@ def serve_command(
     drain_seconds: float,
     advertise: str | None,
     collect_every: float,
+    report_every: float,
     grace_seconds: float,
     scratch: Path | None,
     exports: Path | None,
@@ -248,6 +257,7 @@ def serve_command(
         drain_seconds=drain_seconds,
         advertise=advertise or "",
         collect_every=collect_every,
+        report_every=report_every,
         grace_seconds=grace_seconds,
         redirect_downloads=redirect_downloads,
         http_hosts=http_hosts,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import MutableMapping
-from typing import TYPE_CHECKING, Any, Unpack
+from collections.abc import Callable, MutableMapping
+from functools import partial
+from typing import Any, Unpack
 
 from weighbridge._clients.push_handle import PushHandle
 from weighbridge._clients.push_options import PushOptions, check_options
@@ -13,26 +14,26 @@ from weighbridge._clients.trainer import TrainerClient
 from weighbridge._core.references import training_of
 from weighbridge._core.resources import REF_LATEST, Version
 from weighbridge._formats.torch_state import rank_and_world
+from weighbridge._formats.training.megatron_chunks import sharded_chunks, unwrapped
 from weighbridge.errors import FailedPrecondition, NotFound, WeighbridgeError
-
-if TYPE_CHECKING:
-    import torch
 
 log = logging.getLogger(__name__)
 
 
 class CheckpointManager:
-    """Saves a torch module, its optimizer and whatever else a loop needs, and restores them. Every rank has one, and calls the same methods.
+    """Saves a module of torch or Megatron-core, its optimizer and whatever else a loop needs, and restores them. Every rank has one, and calls the same methods.
 
     Each save is a version of the weights, which engines can pull, and one of the training state with the same step.
 
     Args:
         client: makes pushes and restores; stays open.
         model: ``namespace/name``, registered before.
-        module: the module; after ``fully_shard`` or whatever else replaces its parameters.
-        optimizer: of the module's parameters; one, or several.
+        module: the torch module, after ``fully_shard`` or whatever else replaces its parameters; or Megatron-core's, which has ``sharded_state_dict()``,
+            as ``DistributedDataParallel`` wraps it or not, or a list of the rank's model chunks; or a function that gives a sharded state dict.
+        optimizer: of the module's parameters: torch's, one or several, or what ``get_megatron_optimizer`` returned.
         state: values by name, the same on all ranks; as for `TrainerClient.push_state_dict`.
         rank_state: likewise, of this rank alone.
+        until: as for `TrainerClient.push_state_dict`: ``"optimizer_step"`` copies behind the loop, during the next forward and backward.
         options: of each push, as for `TrainerClient.push`.
 
     Attributes:
@@ -43,11 +44,12 @@ class CheckpointManager:
         self,
         client: TrainerClient,
         model: str,
-        module: torch.nn.Module,
+        module: Any,
         optimizer: Any = None,
         *,
         state: MutableMapping[str, Any] | None = None,
         rank_state: MutableMapping[str, Any] | None = None,
+        until: Any = None,
         **options: Unpack[PushOptions],
     ) -> None:
         check_options(options)
@@ -55,27 +57,34 @@ class CheckpointManager:
         self._client = client
         self._model = model
         self._module = module
+        self._sharded = _sharded_state_of(module)
+        self._until = until
         self._optimizer = optimizer
         self._state: MutableMapping[str, Any] = {} if state is None else state
         self._rank_state = rank_state
         self._options = options
 
     def save(self, step: int) -> PushHandle:
-        """Save everything as it is after a step. Returns once it is copied out: training may go on, and the bytes travel behind it.
+        """Save everything as it is after a step. Training may go on when it returns: all is copied out, or with ``until`` will be before the optimizer's
+        next step; and the bytes travel behind it.
 
         A save before it that has failed meanwhile is told in the log; `wait` raises it.
 
         Raises:
-            WeighbridgeError: as `TrainerClient.push_state_dict`.
+            WeighbridgeError: as `TrainerClient.push_state_dict`, or `TrainerClient.push` with Megatron-core.
         """
         self._tell()
-        self.last = self._client.push_state_dict(
+        push: Callable[..., PushHandle] = self._client.push_state_dict
+        if self._sharded is not None:
+            push = self._client.push
+        self.last = push(
             self._model,
-            self._module,
+            self._held(),
             step=step,
             optimizer=self._optimizer,
             state=self._state,
             rank_state=self._rank_state,
+            until=self._until,
             **self._options,
         )
         return self.last
@@ -92,6 +101,14 @@ class CheckpointManager:
             self._client.model(self._model)
             return None
 
+    def find(self, step: int) -> Version | None:
+        """The newest training state of a step that is in the store; None if there is none. With several ranks of torch.distributed, all get what rank 0 finds.
+
+        Raises:
+            NotFound: the model is not registered.
+        """
+        return self._agreed(partial(self._of_step, step))
+
     def restore(self, version: int | str | None = None, *, rank_state: bool = True) -> Version | None:
         """Bring everything back. With several ranks of torch.distributed, all restore what rank 0 finds.
 
@@ -103,14 +120,17 @@ class CheckpointManager:
             The version, whose ``step`` is that of the save; None if ``version`` is not given and there is none: training begins anew.
 
         Raises:
-            WeighbridgeError: as `TrainerClient.restore_state_dict`.
+            WeighbridgeError: as `TrainerClient.restore_state_dict`, or `TrainerClient.restore` with Megatron-core.
         """
-        found = self._agreed(version)
+        found = self._agreed(partial(self._found, version))
         if found is None:
             return None
-        return self._client.restore_state_dict(
+        restore: Callable[..., Version] = self._client.restore_state_dict
+        if self._sharded is not None:
+            restore = self._client.restore
+        return restore(
             self._model,
-            self._module,
+            self._held(),
             version=found.number,
             optimizer=self._optimizer,
             state=self._state,
@@ -132,6 +152,9 @@ class CheckpointManager:
         left = None if timeout is None else max(timeout - (time.monotonic() - started), 0.0)
         return self.last.training.wait(timeout=left)
 
+    def _held(self) -> Any:
+        return self._module if self._sharded is None else self._sharded()
+
     def _tell(self) -> None:
         """Say in the log what has become of the save before."""
         before = [] if self.last is None else [self.last, self.last.training]
@@ -143,23 +166,46 @@ class CheckpointManager:
             except WeighbridgeError as error:
                 log.error("%s@%d was not saved: %s", handle.model, handle.number, error)
 
-    def _agreed(self, version: int | str | None) -> Version | None:
+    def _agreed(self, find: Callable[[], Version | None]) -> Version | None:
         """The version that rank 0 finds: what is newest may be another one a moment later."""
         rank, ranks = rank_and_world(None, None)
         found: list[tuple[Version | None, WeighbridgeError | None]] = [(None, None)]
+        cause: Exception | None = None
         if rank == 0:
             try:
-                found = [(self._found(version), None)]
+                found = [(find(), None)]
             except WeighbridgeError as error:
                 found = [(None, error)]
+            except (
+                Exception
+            ) as error:  # the other ranks wait for what is said, and may not be able to unpickle it
+                problem = f"rank 0 cannot find a training state of {self._model}: {error!r}"
+                found, cause = [(None, WeighbridgeError(problem))], error
         if ranks > 1:
             import torch.distributed as dist
 
             dist.broadcast_object_list(found, src=0)
         there, refused = found[0]
         if refused is not None:
-            raise refused
+            raise refused from cause
         return there
+
+    def _of_step(self, step: int) -> Version | None:
+        self._client.model(self._model)
+        try:
+            there = self._client.versions(training_of(self._model))
+        except NotFound:  # nothing has been pushed to it
+            return None
+        return next((each for each in there if each.step == step and each.state.stored), None)
 
     def _found(self, version: int | str | None) -> Version | None:
         return self.latest() if version is None else self._client.version(training_of(self._model), version)
+
+
+def _sharded_state_of(module: Any) -> Callable[[], Any] | None:
+    """What gives the sharded state dict of a module of Megatron-core as it is then; None if it is torch's."""
+    chunks = list(module) if isinstance(module, list | tuple) else [module]
+    if chunks and all(hasattr(unwrapped(chunk), "sharded_state_dict") for chunk in chunks):
+        return partial(sharded_chunks, chunks)
+    # a torch module can be called as well
+    return module if callable(module) and not hasattr(module, "state_dict") else None

@@ -19,6 +19,7 @@ from weighbridge._clients.pulling import PullRun
 from weighbridge._clients.reporting.places import first_facts
 from weighbridge._clients.reporting.reporter import EngineReporter
 from weighbridge._core import dtypes
+from weighbridge._core.engines.status import AgentStatus
 from weighbridge._core.layouts import TensorSpec
 from weighbridge._core.resources import Version
 from weighbridge._core.slices import FullTensors, LayoutRequest
@@ -233,7 +234,15 @@ class EngineClient(Client):
         return plan.version
 
     def report_engine(
-        self, model: str, *, kind: str, address: str = "", ref: str = "", version: int = 0
+        self,
+        model: str,
+        *,
+        kind: str,
+        address: str = "",
+        ref: str = "",
+        version: int = 0,
+        listener: Callable[[AgentStatus], None] = lambda _status: None,
+        delay: float = 0.0,
     ) -> EngineReporter:
         """Report to the service what an engine serves, until that is closed; see `EngineReporter`.
 
@@ -245,6 +254,8 @@ class EngineClient(Client):
             address: where it is reached.
             ref: that it follows; empty if it follows none.
             version: that it serves; 0 if none.
+            listener: is told how it stands before and after each report, in the thread that reports.
+            delay: seconds before the first report; if the reporter ends before, nothing is reported.
         """
         facts = replace(first_facts(model, kind, address, ref), version=version)
-        return EngineReporter(self._connection.another(), facts)
+        return EngineReporter(self._connection.another(), facts, listener, delay)

@@ -6,6 +6,7 @@ May import: `_clients` and folders below, and no engine: adapters inside engines
 - `updates`: one update of running engines.
 - `engines`: what an engine must be able to do.
 - `status`: what each of its ranks says of itself.
+- `status_file`: how the engine stands, in a file.
 - `wanted`: the version that a request to SGLang names.
 - `vllm`: vLLM over HTTP.
 - `sglang`: SGLang over HTTP.

@@ -36,6 +36,7 @@ class Followed(JsonValue):
         prepare_seconds: while it served.
         pause_seconds: from asking it to pause until it went on; waiting for requests under way is a part of it.
         error: why it failed; empty if it did not.
+        behind: how many versions there are behind the one that it serves, up to the one that the ref names, if the service has said so.
     """
 
     model: str
@@ -45,6 +46,7 @@ class Followed(JsonValue):
     prepare_seconds: float = 0.0
     pause_seconds: float = 0.0
     error: str = ""
+    behind: int = 0
 
 
 class Follower:
@@ -117,7 +119,7 @@ class Follower:
                 serving = quietly(self._engine.serving)
                 version = serving.version if serving else None
                 self._say(state=ENGINE_WAITING, version=version or 0, target=0, error=problem)
-                yield Followed(self._model, number, version, error=problem)
+                yield Followed(self._model, number, version, error=problem, behind=self._behind)
                 said = problem
             time.sleep(self._signed_seconds)
             if named(self._client, self._model, self._ref) not in (number, None):
@@ -191,6 +193,7 @@ class Follower:
             round(prepared.seconds, 3),
             round(pause, 3),
             problem,
+            self._behind if problem else 0,
         )
         self._say_done(done)
         return done
@@ -209,6 +212,10 @@ class Follower:
             update_prepare_seconds=done.prepare_seconds,
             update_pause_seconds=done.pause_seconds,
         )
+
+    @property
+    def _behind(self) -> int:
+        return 0 if self._reporter is None else self._reporter.status.behind
 
     def _say(self, **changes: Any) -> None:
         if self._reporter is not None:

@@ -14,7 +14,7 @@ from typing import Any
 from weighbridge.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, Unavailable
 from weighbridge.follow.engines import Prepared, Serving, serving_of, wait_prepared
 from weighbridge.follow.status import Status
-from weighbridge.follow.wanted import DISCARD, LOAD_FORMAT, PREPARE, STATUS, Wanted
+from weighbridge.follow.wanted import DISCARD, LOAD_FORMAT, PREPARE, REPORTED, STATUS, Wanted
 
 PAUSE_MODES = ("retract", "in_place", "abort")
 
@@ -35,6 +35,7 @@ class SglangServer:
         pause_mode: what happens to requests under way. ``retract`` lets them wait, and computes what they have so far again, by the new
             weights; ``in_place`` lets them go on from what the old weights have computed; ``abort`` ends them.
         timeout: seconds for each call; for `prepare`, for all of it.
+        reported: whether the agent reports to the service what the engine serves, which then does not report it itself.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class SglangServer:
         lane: str | None = None,
         pause_mode: str = "retract",
         timeout: float = 600.0,
+        reported: bool = False,
     ) -> None:
         if not url.startswith(("http://", "https://")):
             raise InvalidArgument(f"{url!r} is no HTTP address", fix="as in http://127.0.0.1:30000")
@@ -58,6 +60,7 @@ class SglangServer:
         self.model = model
         self.pause_mode = pause_mode
         self.timeout = timeout
+        self._status = f"{STATUS} {REPORTED}" if reported else STATUS
         self._requests: dict[int, dict[str, Any]] = {}
         self._wanted = Wanted(service, model, lane=lane)
         self._headers = {"Content-Type": "application/json"}
@@ -150,7 +153,7 @@ class SglangServer:
         return Wanted(wanted.server, wanted.model, str(version), wanted.lane, wanted.retry_seconds).to_json()
 
     def _ranks(self) -> list[Status]:
-        return [Status.from_json(found) for found in self._control(STATUS)["ranks"]]
+        return [Status.from_json(found) for found in self._control(self._status)["ranks"]]
 
     def _control(self, action: str) -> Any:
         message = self._call("/weights_checker", {"action": action})["message"]

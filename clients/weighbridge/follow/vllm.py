@@ -34,6 +34,7 @@ class VllmServer:
         pause_mode: what becomes of requests that are being answered: ``wait`` for them, ``keep`` them where they are, to go on
             with the new weights, or ``abort`` them.
         timeout: seconds that one call may take.
+        reported: whether the agent reports to the service what the engine serves, which then does not report it itself.
     """
 
     def __init__(
@@ -45,10 +46,12 @@ class VllmServer:
         lane: str | None = None,
         pause_mode: PauseMode = "wait",
         timeout: float = 600.0,
+        reported: bool = False,
     ) -> None:
         self.url = url.rstrip("/")
         self._model = model
-        self._init_info = {"server": server, "model": model} | ({"lane": lane} if lane else {})
+        more: dict[str, Any] = ({"lane": lane} if lane else {}) | ({"reported": True} if reported else {})
+        self._init_info = {"server": server, "model": model, **more}
         self._pause_mode = pause_mode
         self._timeout = timeout
 

@@ -18,6 +18,8 @@ ACTION = "weighbridge."
 """What the ``action`` of a request to ``/weights_checker`` begins with that is about versions."""
 PREPARE, DISCARD, STATUS = ACTION + "prepare", ACTION + "discard", ACTION + "status"
 """Actions; behind the first one and a blank comes a `Wanted` as JSON."""
+REPORTED = "reported"
+"""Behind the last one and a blank: who asks reports to the service what the engine serves."""
 
 
 @dataclass(frozen=True)

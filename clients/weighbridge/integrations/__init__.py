@@ -7,8 +7,8 @@ May import: `follow`, `_lazy`, `_clients` and folders below, and each the librar
 - `sglang`: plug-in of SGLang.
 - `transformers`: models of transformers that start from the service and follow it.
 - `megatron_saving`: Megatron's save, with a push.
-- `megatron_shards`: shards of Megatron's chunks, as trainers wrap them.
-- `verl`: checkpoint engine of verl.
+- `megatron_saved_state`: the state that Megatron's save is given besides the model.
+- `verl`: checkpoint engine and checkpoint managers of verl.
 - `nemo_rl`: checkpoint engine of NeMo-RL.
 - `trl`: weight transfer of TRL.
 - `slime`: updater of weights of slime and Miles.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -83,14 +84,22 @@ class GuardedPushes:
     def wait(
         self, until: VersionState | str = VersionState.DURABLE, *, timeout: float | None = None
     ) -> Version:
-        """Wait for the newest version that this rank has pushed to; as `PushHandle.wait`.
+        """Wait for the newest version that this rank has pushed to, and for its training state if there is one; as `PushHandle.wait`.
+
+        Returns:
+            The version of the weights.
 
         Raises:
             FailedPrecondition: it has pushed nothing.
         """
         if self.last is None:
             raise FailedPrecondition(f"nothing of {self._model} has been pushed", fix="the log says why")
-        return self.last.wait(until, timeout=timeout)
+        started = time.monotonic()
+        version = self.last.wait(until, timeout=timeout)
+        if self.last.training is not None:
+            left = None if timeout is None else max(timeout - (time.monotonic() - started), 0.0)
+            self.last.training.wait(until, timeout=left)
+        return version
 
     def begin_anew(self) -> None:
         """The steps that come are not those that were pushed before."""
@@ -111,10 +120,12 @@ class GuardedPushes:
         handle = push(weights, step, rank, world_size)
         self.last, self._pushed_step = handle, step
         if self._strict:
-            handle.wait(VersionState.READY)
+            self.wait(VersionState.READY)
         # not a daemon: a trainer that ends after its last save must still say that it was not pushed
-        arguments = (handle, step, rank, self._logger)
-        threading.Thread(target=follow, args=arguments, name=f"follow-{handle.number}").start()
+        for each in (handle, handle.training):
+            if each is not None:
+                arguments = (each, step, rank, self._logger)
+                threading.Thread(target=follow, args=arguments, name=f"follow-{each.number}").start()
 
     def _reach(self, rank: int) -> None:
         if self._away:
@@ -142,7 +153,7 @@ class GuardedPushes:
             self._away = self._away or isinstance(error, Unavailable)
             problem = f"rank {rank}: {error}"
         has_pushed = not problem and step == self._pushed_step
-        of_ranks = _of_all_ranks((problem, has_pushed), world_size)
+        of_ranks = of_all_ranks((problem, has_pushed), world_size)
         if any(found for found, _ in of_ranks):
             raise FailedPrecondition(
                 "not all ranks can push", details=[found for found, _ in of_ranks if found][:5]
@@ -156,7 +167,8 @@ class GuardedPushes:
         return step, weights
 
 
-def _of_all_ranks(value: tuple[str, bool], world_size: int) -> list[tuple[str, bool]]:
+def of_all_ranks(value: tuple[str, bool], world_size: int) -> list[tuple[str, bool]]:
+    """What each rank says; all ranks call it."""
     import torch.distributed as dist
 
     values = [value] * world_size

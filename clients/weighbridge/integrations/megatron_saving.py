@@ -2,8 +2,8 @@
 
 `push_on_save` wraps ``megatron.core.dist_checkpointing.save``, through which both Megatron-LM's training loop (with
 ``--ckpt-format torch_dist``, its default) and users of plain ``dist_checkpointing`` save. Of the state dict that is saved,
-the model's weights are pushed first, and then the save takes its course. Taking hold there, rather than in a save
-strategy, is what works for both: only that function sees the whole state dict, the iteration included, and newer training
+the model's weights are pushed first, behind them all else that is saved as a training state, and then the save takes its course. Taking hold there,
+rather than in a save strategy, is what works for both: only that function sees the whole state dict, the iteration included, and newer training
 loops make their strategies themselves.
 """
 
@@ -22,9 +22,10 @@ from weighbridge._clients.trainer import TrainerClient
 from weighbridge._core.resources import Version, VersionState
 from weighbridge._formats.megatron_state import sharded_tensors
 from weighbridge._transport.credentials import Credentials
-from weighbridge.errors import InvalidArgument
+from weighbridge.errors import FailedPrecondition, InvalidArgument
 from weighbridge.integrations.checkpoint_names import step_named
-from weighbridge.integrations.guarded_pushes import GuardedPushes
+from weighbridge.integrations.guarded_pushes import GuardedPushes, of_all_ranks
+from weighbridge.integrations.megatron_saved_state import OptimizerNotes, SavedState
 
 logger = logging.getLogger(__name__)
 
@@ -37,13 +38,18 @@ def push_on_save(
     run: str = "default",
     step: Callable[[], int] | None = None,
     weights: Callable[[Mapping[str, Any]], Any] | None = None,
+    training: bool = True,
     strict: bool = False,
     lane: str | None = None,
     retry_seconds: float = 60.0,
     credentials: Credentials | None = None,
     **options: Unpack[PushOptions],
 ) -> PushOnSave:
-    """Push the model's weights whenever a distributed checkpoint is saved. All ranks call it, before the first save.
+    """Push what is saved whenever a distributed checkpoint is saved. All ranks call it, before the first save.
+
+    Each save is a version of the model, and if an optimizer is saved with it one of its training state: the optimizer, which is pushed as it is, without what
+    Megatron gathers of it, and everything else in the state dict by its names, such as ``opt_param_scheduler``, ``rng_state`` and ``args``.
+    `TrainerClient.restore` brings it back, and so does Megatron-LM's ``--load`` of what `TrainerClient.export_training` writes.
 
     Modules that import ``save`` by name have to be imported after this call.
 
@@ -57,7 +63,8 @@ def push_on_save(
             which the checkpoint's folder ends.
         weights: takes the weights out of the state dict. By default what it has under ``model``, ``model0``, ``model1`` and so
             on, as Megatron-LM names them, or else all of it.
-        strict: a push that fails, or a version that cannot be completed, raises before anything is saved, and each save waits
+        training: False pushes weights alone.
+        strict: a push that fails, a training state that cannot be pushed, or a version that cannot be completed, raises before anything is saved, and each save waits
             until its version is ready. Otherwise it is logged, and the save goes on.
         lane, retry_seconds, credentials: as for `TrainerClient`.
         options: ``metadata``, ``candidate`` and ``allow_nonfinite`` of each version, as for `TrainerClient.push`. A version that is held is
@@ -68,7 +75,16 @@ def push_on_save(
     """
     check_options(options)
     client = TrainerClient(server, run=run, retry_seconds=retry_seconds, lane=lane, credentials=credentials)
-    return PushOnSave(client, model, hf_dir, step, weights or model_weights, strict=strict, options=options)
+    return PushOnSave(
+        client,
+        model,
+        hf_dir,
+        step,
+        weights or model_weights,
+        training=training,
+        strict=strict,
+        options=options,
+    )
 
 
 def model_weights(state_dict: Mapping[str, Any]) -> Any:
@@ -92,6 +108,7 @@ class PushOnSave:
         step: Callable[[], int] | None,
         weights: Callable[[Mapping[str, Any]], Any],
         *,
+        training: bool,
         strict: bool,
         options: PushOptions | None = None,
     ) -> None:
@@ -105,6 +122,8 @@ class PushOnSave:
         self._options = options or {}
         register = None if hf_dir is None else functools.partial(client.register_model, model, hf_dir)
         self._pushes = GuardedPushes(client, model, register, strict=strict, logger=logger)
+        self._strict = strict
+        self._notes = OptimizerNotes() if training else None
         self._in_place = True
         self._places = (dist_checkpointing, serialization)
         self._original = dist_checkpointing.save
@@ -118,6 +137,8 @@ class PushOnSave:
         for module in self._places:
             if module.save is self._wrapper:
                 module.save = self._original
+        if self._notes is not None:
+            self._notes.close()
         self._pushes.close()
 
     @property
@@ -136,7 +157,10 @@ class PushOnSave:
     def wait(
         self, until: VersionState | str = VersionState.DURABLE, *, timeout: float | None = None
     ) -> Version:
-        """Wait for the newest version that this rank has pushed to; as `PushHandle.wait`.
+        """Wait for the newest version that this rank has pushed to, and for its training state; as `PushHandle.wait`.
+
+        Returns:
+            The version of the weights.
 
         Raises:
             FailedPrecondition: it has pushed nothing.
@@ -155,6 +179,8 @@ class PushOnSave:
         return save
 
     def _push(self, state_dict: Mapping[str, Any], folder: str) -> None:
+        optimizer = (None, None) if self._notes is None else self._notes.taken(state_dict)
+
         def prepare() -> tuple[int, Any]:
             step = step_of(state_dict, folder) if self._step is None else self._step()
             weights = self._weights(state_dict)
@@ -162,11 +188,47 @@ class PushOnSave:
             return step, weights
 
         def push(weights: Any, step: int, rank: int, world_size: int) -> PushHandle:
+            beside = self._beside(state_dict, weights, optimizer, rank, world_size)
             return self._client.push(
-                self.model, weights, step=step, rank=rank, world_size=world_size, **self._options
+                self.model,
+                weights if beside is None else beside.sharded,
+                step=step,
+                rank=rank,
+                world_size=world_size,
+                optimizer=None if beside is None else beside.optimizer,
+                state=None if beside is None else beside.state,
+                **self._options,
             )
 
         self._pushes.push(f"what is saved in {folder}", "the save", prepare, push)
+
+    def _beside(
+        self,
+        state_dict: Mapping[str, Any],
+        weights: Any,
+        optimizer: tuple[str | None, Any],
+        rank: int,
+        world_size: int,
+    ) -> SavedState | None:
+        """What is pushed beside the weights; None if nothing is. All ranks call it, and push something beside them or nothing, all of them."""
+        problem, found = "", None
+        if self._notes is not None:
+            try:
+                found = SavedState.of(state_dict, weights, optimizer)
+                found.check(rank)
+            except Exception as error:
+                problem = f"rank {rank}: {error}"
+        of_ranks = of_all_ranks((problem, optimizer[1] is not None), world_size)
+        if not any(has_optimizer for _, has_optimizer in of_ranks):
+            return None
+        problems = [each for each, _ in of_ranks if each]
+        if not problems:
+            return found
+        refused = FailedPrecondition("not all ranks can push a training state", details=problems[:5])
+        if self._strict:
+            raise refused
+        logger.error("%s: the weights are pushed alone. %s", self.model, refused)
+        return None
 
 
 def step_of(state_dict: Mapping[str, Any], folder: str) -> int:

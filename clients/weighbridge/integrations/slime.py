@@ -23,12 +23,12 @@ from weighbridge._clients.push_handle import PushHandle
 from weighbridge._clients.trainer import TrainerClient
 from weighbridge._core.resources import Version, VersionState
 from weighbridge._core.text.suggestions import did_you_mean
+from weighbridge._formats.training.megatron_chunks import sharded_chunks
 from weighbridge._transport.addresses import Addresses
 from weighbridge.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, NotFound
 from weighbridge.follow.sglang import PAUSE_MODES, SglangServer
 from weighbridge.follow.updates import update
 from weighbridge.integrations.engine_rank.agreement import ProcessGroup, RanksFailed, exchange
-from weighbridge.integrations.megatron_shards import sharded_chunks
 from weighbridge.integrations.weight_updates import TICKET, Update
 
 NAME = "weighbridge"

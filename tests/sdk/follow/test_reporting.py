@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from pathlib import Path
@@ -19,7 +21,9 @@ from tests.support.sglang_fakes import fake_sglang
 from tests.support.waiting import eventually
 from weighbridge import Engine, EngineClient, TrainerClient, WeighbridgeError
 from weighbridge._cli import commands
-from weighbridge.follow.agent import Follower
+from weighbridge._cli.following import _line
+from weighbridge._clients.calls.engine_calls import REPORT_SECONDS
+from weighbridge.follow.agent import Followed, Follower
 from weighbridge.follow.engines import Prepared, Serving
 
 
@@ -153,3 +157,56 @@ def test_an_engine_tells_its_clients_what_it_serves_before_the_service_can_be_re
         eventually(lambda: reporter.status.unreachable_since_ms)
     assert engine.labels == [f"{MODEL}@1"]
     assert reporter.status.version == 1
+
+
+def test_a_file_says_how_the_engine_stands_from_the_start_and_while_the_service_is_away(
+    running: RunningService, source: TinyModel, tmp_path: Path
+) -> None:
+    path = tmp_path / "status.json"
+
+    def status() -> dict[str, object]:
+        return dict(json.loads(path.read_text())) if path.exists() else {}
+
+    with fake_sglang() as engine:
+        engine.refuse = {"2": "prepare"}
+        proxy = MortalProxy(running.address)
+        agent = follow(proxy.address, engine.url, "--engine-server", running.address, "--status", str(path))
+        agent.start()
+        eventually(lambda: status().get("standing") == "current")
+        push(running, source, 2)
+        eventually(lambda: status()["behind"] == 1)
+        assert (status()["version"], status()["named"], status()["unreachable_since_ms"]) == (1, 2, 0)
+        proxy.close()
+        eventually(lambda: status()["standing"] == "stale")
+        away = status()
+        assert away["unreachable_since_ms"]
+        assert proxy.address in str(away["unreachable"])
+        assert (away["version"], away["named"]) == (1, 2)
+
+
+def test_a_status_file_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> None:
+    line = ["follow", MODEL, "--status", str(tmp_path / "none" / "status.json"), "--server", "127.0.0.1:1"]
+    done = CliRunner().invoke(commands, line)
+    assert done.exit_code == 1
+    assert "No such file or directory" in done.output
+
+
+def test_a_line_says_how_far_behind_an_engine_is_that_failed() -> None:
+    failed = Followed(MODEL, 18, 16, error="made up", behind=2)
+    assert (
+        _line(failed) == f"{MODEL}@18: failed, and the engine serves version 16, 2 versions behind: made up"
+    )
+
+
+def test_a_service_that_takes_reports_and_answers_none_delays_no_update(client: EngineClient) -> None:
+    engine = Recording(Serving(None))
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        host, port = silent.getsockname()
+        with EngineClient(f"{host}:{port}") as nobody:
+            reporter = nobody.report_engine(MODEL, kind="mine", ref="latest")
+            follower = Follower(client, MODEL, engine, reporter=reporter)
+            begun = time.monotonic()
+            assert [follower.take_to(1).error for _ in range(20)] == [""] * 20
+            assert time.monotonic() - begun < REPORT_SECONDS, "less than one report takes to fail"
+            reporter.close()
+            assert time.monotonic() - begun < 2 * REPORT_SECONDS

@@ -372,7 +372,7 @@ def test_retention_over_http(bench: Bench) -> None:
     done = bench.http.post(f"{url}/collect", json={"dry_run": False}).json()
     assert done == planned | {"dry_run": False}
     assert done["retired"] == [1]
-    assert done["kept"][-1] == {"number": 3, "rules": ["keep_last"], "refs": ["latest"]}
+    assert done["kept"][-1] == {"number": 3, "rules": ["keep_last"], "refs": ["latest"], "engines": []}
     deleted = bench.http.delete(f"{url}/versions/2")
     assert (deleted.status_code, deleted.json()["number"]) == (200, 2)
     bench.clock.ms += GRACE_MS

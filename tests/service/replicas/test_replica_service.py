@@ -40,6 +40,7 @@ from weighbridge_service.api.grpc.requests import RequestLimits
 from weighbridge_service.api.grpc.server import GrpcListener
 from weighbridge_service.api.grpc.weight_handlers import BulkHandlers
 from weighbridge_service.api.grpc.workers import Workers
+from weighbridge_service.engines.entries import ToldEngine
 from weighbridge_service.plan.declarations import Home
 from weighbridge_service.push.handover import HandedVersion
 from weighbridge_service.replicas.heartbeat import Heartbeat
@@ -83,6 +84,7 @@ class Replica:
         self.gone: list[tuple[Home, VersionFailed]] = []
         self.ended: Progress | None = None
         self.met: list[Home] = []
+        self.engines: list[ToldEngine] = []
         self.reads = 0
         self.leases = 0
         self.links = Links(self.home)
@@ -104,7 +106,7 @@ class Replica:
             lambda _: 0.0,
             RequestLimits(),
         )
-        handlers = ReplicaHandlers(self.home, self, self, streams, self.met.append, self)
+        handlers = ReplicaHandlers(self.home, self, self, streams, self.met.append, self, self.engines.extend)
         contract = {
             pb.DESCRIPTOR.services_by_name["ReplicaService"]: handlers,
             bulk_service_pb2.DESCRIPTOR.services_by_name["BulkService"]: BulkHandlers(Tickets(b""), 0),

@@ -553,7 +553,7 @@ def test_a_report_is_json(bench: Bench) -> None:
     report = bench.collect()
     document = json.loads(json.dumps(report.to_json()))
     assert document["retired"] == [3, 4]
-    assert document["kept"] == [{"number": 5, "rules": ["keep_last"], "refs": ["latest"]}]
+    assert document["kept"] == [{"number": 5, "rules": ["keep_last"], "refs": ["latest"], "engines": []}]
     assert document["deleted"] == [{"number": 1, "nbytes": NBYTES}]
     assert document["swept"][0] == {"number": 6, "objects": 1}
 

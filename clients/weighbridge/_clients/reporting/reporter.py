@@ -6,6 +6,7 @@ import logging
 import random
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
 
@@ -37,18 +38,28 @@ class EngineReporter:
     Args:
         connection: to the service, closed in the end.
         facts: of the engine, as it begins.
+        listener: is told how the engine stands, in the reporter's thread: before and after each report, and so at once.
+        delay: seconds before the first report; if it ends before, nothing is reported.
     """
 
-    def __init__(self, connection: Connection, facts: EngineFacts) -> None:
+    def __init__(
+        self,
+        connection: Connection,
+        facts: EngineFacts,
+        listener: Callable[[AgentStatus], None] = lambda _status: None,
+        delay: float = 0.0,
+    ) -> None:
         now_s = time.monotonic()
         self._connection = connection
+        self._listener = listener
+        self._delay = delay
         self._lock = threading.Lock()
         self._said = Said(facts, now_s, now_s)
         self._contact = Contact()
         self._beat = 0
         self._refused = ""
         self._wake = threading.Event()
-        self._closing = False
+        self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, name="engine-reports", daemon=True)
         self._thread.start()
 
@@ -71,21 +82,34 @@ class EngineReporter:
             said, contact = self._said, self._contact
         return status_of(said, contact, time.monotonic(), round(time.time() * 1000))
 
+    def stop(self) -> None:
+        """Report once more, that the agent ends, and then no more. Waits for nothing."""
+        if not self._ending.is_set():
+            self.say(state=ENGINE_ENDED, target=0)
+            self._ending.set()
+            self._wake.set()
+
     def close(self) -> None:
-        """Report that the agent ends, if the service takes that within seconds, and report no more."""
-        if self._closing:
-            return
-        self._closing = True
-        self.say(state=ENGINE_ENDED, target=0)
+        """As `stop`, and wait some seconds for the last report."""
+        self.stop()
         self._thread.join(_LAST_SECONDS)
         self._connection.close()
 
     def _run(self) -> None:
+        try:
+            if not self._ending.wait(self._delay) or not self._delay:
+                self._report_until_the_end()
+        finally:
+            self._connection.close()
+
+    def _report_until_the_end(self) -> None:
         while True:
             self._wake.clear()
-            last = self._closing
+            last = self._ending.is_set()
             try:
+                self._listener(self.status)
                 pause = self._report()
+                self._listener(self.status)
             except Exception:  # the engine goes on, and so do its reports
                 log.exception("reporting what the engine serves failed")
                 pause = _REFUSED_SECONDS
@@ -124,6 +148,6 @@ class EngineReporter:
         """A service that takes no reports is no reason to update nothing. It is told once."""
         with self._lock:
             self._contact = replace(self._contact, lost_s=None, problem=error.message)
-        if error.message != self._refused and not self._closing:
+        if error.message != self._refused and not self._ending.is_set():
             log.warning("the service takes no reports of this engine: %s", error)
         self._refused = error.message

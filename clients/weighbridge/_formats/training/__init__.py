@@ -5,6 +5,7 @@ May import: what `_formats` may, and `_formats` itself.
 - `training_state`: the values that ranks push and are filled from, whatever their trainer.
 - `boxed_tensors`: tensors with the boxes of them that a rank holds.
 - `blobs`: the values of a rank that are no tensors with boxes, as bytes.
+- `plain_values`: values of a trainer as blobs take them.
 - `checkpoint_values`: what is no tensor of a training state, as checkpoints on disk have it, and back.
 - `checkpoint_folder`: such a checkpoint as a training state.
 - `megatron_common`: the common state of Megatron-core's checkpoints.
@@ -15,6 +16,7 @@ May import: what `_formats` may, and `_formats` itself.
 - `steady`: what nothing changes but the optimizer's next step.
 - `torch_training`: torch modules and their optimizers.
 - `megatron_training`: training states of Megatron-core ranks.
+- `megatron_chunks`: model chunks of a Megatron-core rank, as trainers wrap them.
 - `megatron_optimizer`: the state that Megatron-core's optimizers keep of elements.
 - `megatron_values`: what they keep besides.
 - `megatron_pieces`: where elements of its parameters lie in the tensors of checkpoints.

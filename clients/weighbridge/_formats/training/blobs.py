@@ -43,6 +43,14 @@ def encode(values: Mapping[str, Any]) -> torch.Tensor:
     return torch.frombuffer(written.getbuffer(), dtype=torch.uint8)
 
 
+def is_plain(value: Any) -> bool:
+    """Whether `encode` takes a value."""
+    try:
+        return _loads(_without_data(_prepared(value, "")))
+    except InvalidArgument:
+        return False
+
+
 def decode(blob: torch.Tensor, name: str) -> dict[str, Any]:
     """The values of a blob; tensors in host memory.
 

@@ -8,8 +8,8 @@ from areal.engine.megatron_engine import MegatronPPOActor
 
 from weighbridge._clients.push_handle import PushHandle
 from weighbridge._clients.trainer import TrainerClient
+from weighbridge._formats.training.megatron_chunks import sharded_chunks
 from weighbridge.integrations.areal.updates import UpdatesByWeighbridge
-from weighbridge.integrations.megatron_shards import sharded_chunks
 
 
 class WeighbridgeMegatronActor(UpdatesByWeighbridge, MegatronPPOActor):  # type: ignore[misc]  # AReaL is seen as untyped

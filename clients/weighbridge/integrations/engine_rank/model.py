@@ -31,7 +31,12 @@ class EngineModel(ABC):
 
     Args:
         model: a `torch.nn.Module`, with a ``load_weights`` unless `load` is overridden.
+
+    Attributes:
+        kind: what the engine is, in lists of the service's engines; one without a kind is not reported.
     """
+
+    kind = ""
 
     def __init__(self, model: Any) -> None:
         self._model = model

@@ -12,13 +12,15 @@ from typing import Any, cast
 
 from weighbridge import _lazy as lazy
 from weighbridge._clients.engine import EngineClient
+from weighbridge._core.engines.facts import ENGINE_FAILING, ENGINE_SERVING, ENGINE_UPDATING
 from weighbridge._core.resources import REF_LATEST
-from weighbridge.errors import FailedPrecondition, NotFound
+from weighbridge.errors import FailedPrecondition, NotFound, WeighbridgeError
 from weighbridge.follow.status import Status
 from weighbridge.integrations.engine_rank.agreement import RanksFailed, agree
 from weighbridge.integrations.engine_rank.model import EngineModel
 from weighbridge.integrations.engine_rank.preparation import Preparation, RecordingStale
 from weighbridge.integrations.engine_rank.recording import Recorded, check_version
+from weighbridge.integrations.engine_rank.reports import RankReports
 from weighbridge.integrations.engine_rank.source import Held, ModelSource
 
 _ATTRIBUTE = "_weighbridge_rank"
@@ -48,6 +50,7 @@ class EngineRank:
         self._recorded: Recorded | None = None
         self._preparation: Preparation | None = None
         self._broken = ""
+        self._reports = RankReports(engine.kind)
 
     def client(self, source: ModelSource | None = None) -> EngineClient:
         """A client of the service that a model's versions come from; None for the source that is known.
@@ -87,6 +90,7 @@ class EngineRank:
             nbytes = update.nbytes
             self._recorded = Recorded(source.model, found.specs, self.engine.configuration(), recording)
         self.source, self.held = source, Held(source, found.version, nbytes)
+        self._say(state=ENGINE_SERVING)
         return found, recording
 
     def connect(self, source: ModelSource | None = None, version: str | int = REF_LATEST) -> None:
@@ -168,11 +172,21 @@ class EngineRank:
             RanksFailed: says what went wrong on which ranks, and which version the engine has. `errors` is there if nothing was touched.
         """
         had = self.held
-        self._prepare_and_wait(number, source)
+        self._say(state=ENGINE_UPDATING, target=number)
         try:
-            self._fill(f"version {number} could not be applied")
-        except RanksFailed as error:
-            self._go_back(had, number, error)
+            self._prepare_and_wait(number, source)
+            try:
+                self._fill(f"version {number} could not be applied")
+            except RanksFailed as error:
+                self._go_back(had, number, error)
+        except WeighbridgeError as error:
+            self._say(state=ENGINE_FAILING, error=str(error))
+            raise
+        self._say(
+            state=ENGINE_SERVING,
+            update_version=number,
+            update_bytes=0 if self.held is None else self.held.nbytes,
+        )
 
     def status(self) -> Status:
         """What this rank serves and prepares."""
@@ -185,6 +199,27 @@ class EngineRank:
         if there.error is not None:
             return replace(found, error=str(there.error), nbytes=there.nbytes, seconds=there.seconds)
         return replace(found, prepared=there.label, nbytes=there.nbytes, seconds=there.seconds)
+
+    def end_reports(self) -> None:
+        """Report no more to the service what the engine serves: it ends, or an agent reports it."""
+        self._reports.end()
+
+    def _say(self, *, state: str, target: int = 0, error: str = "", **update: int) -> None:
+        """Have the first rank report how the engine stands, if it is of a kind that is reported."""
+        source = self.source if self.held is None else self.held.source
+        if not self.engine.kind or source is None or self.engine.ranks.rank:
+            return
+        version = 0 if self.held is None else self.held.version.number
+        with suppress(WeighbridgeError):  # there is no client of that service: the update itself says so
+            self._reports.say(
+                self.client(source),
+                source.model,
+                state=state,
+                version=version,
+                target=target,
+                error=error,
+                **update,
+            )
 
     def close(self) -> None:
         """Close the clients, and give memory back."""

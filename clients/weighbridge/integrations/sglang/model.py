@@ -22,6 +22,8 @@ log = logging.getLogger(__name__)
 class SglangModel(EngineModel):
     """A model that SGLang's tensor-parallel ranks update together."""
 
+    kind = "sglang"
+
     @property
     def ranks(self) -> Ranks:
         """Those of the tensor-parallel group; SGLang sends each request to all of them."""

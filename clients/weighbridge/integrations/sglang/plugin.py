@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from weighbridge.errors import WeighbridgeError
-from weighbridge.follow.wanted import ACTION, DISCARD, LOAD_FORMAT, PREPARE, STATUS, Wanted
+from weighbridge.follow.wanted import ACTION, DISCARD, LOAD_FORMAT, PREPARE, REPORTED, STATUS, Wanted
 from weighbridge.integrations.sglang import releases
 
 
@@ -70,6 +70,8 @@ def control(original: Callable[..., Any], manager: Any, request: Any) -> Any:
             rank.discard()
         elif action != STATUS:
             return CheckWeightsReqOutput(success=False, message=f"there is no action {action!r}")
+        elif order == REPORTED:
+            rank.end_reports()
     except WeighbridgeError as error:
         return CheckWeightsReqOutput(success=False, message=str(error))
     ranks = rank.engine.ranks.all_gather_object(rank.status().to_json())

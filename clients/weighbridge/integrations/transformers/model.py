@@ -33,6 +33,8 @@ class TransformersModel(EngineModel):
         cast: whether its dtype may be another one than the recipe's.
     """
 
+    kind = "transformers"
+
     def __init__(
         self,
         model: PreTrainedModel,

@@ -29,6 +29,8 @@ class VllmModel(EngineModel):
         model_config: vLLM's configuration of this model; None for that of the engine's configuration.
     """
 
+    kind = "vllm"
+
     def __init__(self, model: torch.nn.Module, vllm_config: Any, model_config: Any = None) -> None:
         super().__init__(model)
         self._vllm_config = vllm_config

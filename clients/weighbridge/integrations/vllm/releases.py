@@ -7,6 +7,8 @@ its that `remember_configurations` and `leave_models_whole` wrap; newer releases
 from __future__ import annotations
 
 import inspect
+import sys
+from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
@@ -110,3 +112,25 @@ def leave_models_whole() -> None:
         start(self, is_checkpoint_format=False)
 
     Worker.start_weight_update = start_weight_update
+
+
+def label_first_version(label_of: Callable[[VllmConfig], str]) -> None:
+    """Let an engine tell its clients which version it has started with, where vLLM calls it ``default`` until somebody says otherwise.
+
+    Only where the engine's core is imported: other processes have none. vLLM 0.24 tells no version.
+
+    Args:
+        label_of: gives the version's label; empty if the weights came from elsewhere.
+    """
+    core = getattr(sys.modules.get("vllm.v1.engine.core"), "EngineCore", None)
+    if core is None or hasattr(core._initialize_kv_caches, "__wrapped__"):
+        return
+    initialize = core._initialize_kv_caches  # after the model has been loaded, and before the first request
+
+    @wraps(initialize)
+    def initialize_kv_caches(self: Any, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> Any:
+        if getattr(self, "_weight_version", None) == "default":
+            self._weight_version = label_of(vllm_config) or self._weight_version
+        return initialize(self, vllm_config, *args, **kwargs)
+
+    core._initialize_kv_caches = initialize_kv_caches

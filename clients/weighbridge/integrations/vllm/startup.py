@@ -19,8 +19,9 @@ from typing import Any
 from vllm.logger import init_logger
 
 from weighbridge._lazy.remembered import cache_folder
+from weighbridge.follow.status import label
 from weighbridge.integrations.vllm import NAME
-from weighbridge.integrations.vllm.releases import remember_configurations
+from weighbridge.integrations.vllm.releases import label_first_version, remember_configurations
 from weighbridge.integrations.vllm.settings import Settings
 
 logger = init_logger(f"vllm.plugins.{__name__}")
@@ -34,6 +35,7 @@ def install() -> None:
     from vllm.config.weight_transfer import WeightTransferConfig
     from vllm.engine.arg_utils import EngineArgs
 
+    label_first_version(_first_label)
     if hasattr(EngineArgs, _MARK):
         return
     _register_loader()
@@ -48,9 +50,19 @@ def install() -> None:
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         # again: arguments may be changed after they were made, and those that were made first have loaded this plug-in
         _complete(self, WeightTransferConfig)
+        label_first_version(_first_label)
         return configured(self, *args, **kwargs)
 
     EngineArgs.__post_init__, EngineArgs.create_engine_config = post_init, create_engine_config
+
+
+def _first_label(configuration: Any) -> str:
+    """The version that an engine starts with, as ``acme/smol@17``; empty if it does not come from the service."""
+    load = configuration.load_config
+    if load.load_format != NAME:
+        return ""
+    settings = Settings.read(load.model_loader_extra_config or {}, configuration.model_config.model)
+    return label(settings.model, int(settings.version)) if settings.version.isdecimal() else ""
 
 
 def _register_loader() -> None:

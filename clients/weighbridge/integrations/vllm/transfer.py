@@ -100,6 +100,7 @@ class WeighbridgeTransferEngine(WeightTransferEngine):  # type: ignore[misc]  # 
 
     def shutdown(self) -> None:
         """End the connection to the service."""
+        self.rank.end_reports()
         self.rank.close()
 
     @staticmethod

@@ -26,10 +26,13 @@ class WorkerExtension:
     model_runner: Any
 
     def weighbridge_connect(self, info: str) -> dict[str, Any]:
-        """Say where versions come from: JSON with ``model``, ``server`` and ``lane``, of which any may be left out."""
+        """Say where versions come from: JSON with ``model``, ``server`` and ``lane``, of which any may be left out; and ``reported`` by an agent
+        that reports to the service what the engine serves."""
         said = json.loads(info)
 
         def connect(rank: EngineRank) -> None:
+            if said.get("reported"):
+                rank.end_reports()
             rank.connect(source_for(rank.source, said.get("model"), said.get("server"), said.get("lane")))
 
         return self._weighbridge_do(connect)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
 from weighbridge._transport import pieces, rpc
@@ -11,7 +11,7 @@ from weighbridge.v1 import replica_service_pb2 as pb
 from weighbridge_service.admission.byte_budget import Direction
 from weighbridge_service.api.grpc.bulk_streams import BulkStreams
 from weighbridge_service.api.grpc.call import Call
-from weighbridge_service.engines.known_engines import KnownEngines
+from weighbridge_service.engines.entries import ToldEngine
 from weighbridge_service.plan.declarations import Home
 from weighbridge_service.push.handover import HandedVersion
 from weighbridge_service.replicas.heartbeat import SharedPushes
@@ -58,7 +58,7 @@ class ReplicaHandlers:
         streams: who may stream weights.
         met: takes note of a replica that has called.
         takeovers: takes versions over.
-        engines: those that report here or elsewhere.
+        heard: takes note of engines that have reported to another replica.
     """
 
     def __init__(
@@ -69,12 +69,12 @@ class ReplicaHandlers:
         streams: BulkStreams,
         met: Callable[[Home], None],
         takeovers: VersionTaker,
-        engines: KnownEngines,
+        heard: Callable[[Iterable[ToldEngine]], None],
     ) -> None:
         self._home = home
         self._met = met
         self._takeovers = takeovers
-        self._engines = engines
+        self._heard = heard
         self._pushes = pushes
         self._files = files
         self._streams = streams
@@ -87,7 +87,7 @@ class ReplicaHandlers:
             raise InvalidArgument(error.message) from error
         sender = home_from_proto(request.sender)
         self._met(sender)
-        self._engines.heard(map(told_from_proto, request.engines))
+        self._heard(map(told_from_proto, request.engines))
         for progress in told:
             if progress is not None:
                 self._pushes.heard(sender, progress)

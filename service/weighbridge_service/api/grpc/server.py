@@ -273,7 +273,7 @@ class GrpcServer:
                     bulk,
                     service.directory.met,
                     service.takeovers,
-                    service.engines,
+                    service.engines.heard,
                 ),
             ),
         ]

@@ -11,7 +11,7 @@ import torch
 from tests.support.megatron_families import build_family_model
 from tests.support.megatron_ranks import run_ranks
 from tests.support.reference import tiny_config
-from weighbridge.integrations.megatron_shards import sharded_chunks
+from weighbridge._formats.training.megatron_chunks import sharded_chunks
 from weighbridge_demo.megatron_cpu import Parallel
 
 PARALLEL = Parallel(pp=2, vpp=2)

@@ -28,11 +28,16 @@ def sharded_chunks(chunks: Sequence[Any]) -> dict[str, Any]:
     return found
 
 
+def unwrapped(chunk: Any) -> Any:
+    """A module without what wraps it."""
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    return chunk
+
+
 def _sharded(chunk: Any) -> Any:
     from megatron.core.transformer import utils
 
-    while hasattr(chunk, "module"):
-        chunk = chunk.module
     # stages with multi-token prediction do not find the group themselves
     complete = getattr(utils, "ensure_metadata_has_dp_cp_group", lambda metadata: metadata)
-    return chunk.sharded_state_dict(metadata=complete(None))
+    return unwrapped(chunk).sharded_state_dict(metadata=complete(None))

@@ -1,0 +1,140 @@
+"""State that Megatron's save is given besides the model, as what a training state is pushed of.
+
+A save is given the state dict of an optimizer, for which the distributed optimizer has gathered or renamed its state. A training state is pushed of
+the optimizer itself, without either. So it is noted which optimizer a state dict is of, where optimizers make theirs.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from weighbridge._clients.training import training_state
+from weighbridge._formats.megatron_state import sharded_entries, sharded_tensors
+from weighbridge._formats.training.megatron_training import training_tensors
+from weighbridge._formats.training.plain_values import plain
+from weighbridge.errors import InvalidArgument
+
+_METHOD = "sharded_state_dict"
+
+
+class OptimizerNotes:
+    """A hook that notes which of Megatron's optimizers has made the newest sharded state dict of an optimizer. `close` undoes it."""
+
+    def __init__(self) -> None:
+        from megatron.core.optimizer.optimizer import MegatronOptimizer
+
+        # the state dict is kept until it is saved: a dict takes no weak reference, and its id alone may be another's later
+        self._newest: tuple[Any, weakref.ref[Any]] | None = None
+        self._in_place = True
+        self._wrapped: list[tuple[type, Any, Any]] = []
+        for kind in (MegatronOptimizer, *_below(MegatronOptimizer)):
+            if _METHOD in vars(kind):
+                original = vars(kind)[_METHOD]
+                noting = self._noting(original)
+                setattr(kind, _METHOD, noting)
+                self._wrapped.append((kind, original, noting))
+
+    def taken(self, state_dict: Mapping[str, Any]) -> tuple[str | None, Any]:
+        """Under which name a state dict has that of an optimizer, and the optimizer; None if it has none. Forgets it."""
+        newest, self._newest = self._newest, None
+        if newest is not None:
+            made, optimizer = newest
+            for name, value in state_dict.items():
+                if value is made:
+                    return name, optimizer()
+        return None, None
+
+    def close(self) -> None:
+        """Undo the hook."""
+        self._newest, self._in_place = None, False
+        for kind, original, noting in self._wrapped:
+            if vars(kind)[_METHOD] is noting:
+                setattr(kind, _METHOD, original)
+
+    def _noting(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def sharded_state_dict(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            made = original(optimizer, *args, **kwargs)
+            is_loading = kwargs.get("is_loading", args[1] if len(args) > 1 else False)
+            if self._in_place and not is_loading:  # of optimizers in each other the outermost returns last
+                self._newest = made, weakref.ref(optimizer)
+            return made
+
+        return sharded_state_dict
+
+
+def _below(kind: type[Any]) -> Iterator[type[Any]]:
+    child: type[Any]
+    for child in kind.__subclasses__():
+        yield child
+        yield from _below(child)
+
+
+@dataclass(frozen=True)
+class SavedState:
+    """What a save is given besides the model.
+
+    Attributes:
+        optimizer: Megatron's; None on a rank that has none.
+        sharded: the model's weights, and with them all ``ShardedObject``s, whose data is plain.
+        state: everything else by its names, as plain values.
+    """
+
+    optimizer: Any
+    sharded: Mapping[str, Any]
+    state: Mapping[str, Any]
+
+    @staticmethod
+    def of(
+        state_dict: Mapping[str, Any], weights: Mapping[str, Any], optimizer: tuple[str | None, Any]
+    ) -> SavedState:
+        """Sort a state dict.
+
+        Args:
+            state_dict: what is saved.
+            weights: what of it is the model.
+            optimizer: what `OptimizerNotes.taken` has found.
+
+        Raises:
+            InvalidArgument: it has shards of tensors that are neither the model's nor the optimizer's.
+        """
+        from megatron.core.dist_checkpointing import ShardedObject
+        from megatron.core.dist_checkpointing.dict_utils import extract_matching_values
+        from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase
+
+        def is_sharded(value: Any) -> bool:
+            return isinstance(value, ShardedBase | LocalNonpersistentObject)
+
+        name, found = optimizer
+        objects: list[Any] = []
+        state: dict[str, Any] = {}
+        of_model = {id(entry) for entry in sharded_entries(weights)}
+        for key, value in state_dict.items():
+            if key == name or value is weights or any(value is each for each in weights.values()):
+                continue
+            if is_sharded(value):
+                sharded, others = value, None
+            elif isinstance(value, dict | list):
+                sharded, others = extract_matching_values(value, is_sharded)
+            else:
+                sharded, others = {}, value
+            entries = [entry for entry in sharded_entries(sharded) if id(entry) not in of_model]
+            for entry in entries:
+                if not isinstance(entry, ShardedObject):
+                    raise InvalidArgument(
+                        f"{key} has shards of {entry.key}, which is neither of the model nor of its optimizer",
+                        fix="save it by a call of its own, or push weights alone: push_on_save(..., training=False)",
+                    )
+                objects.append(replace(entry, data=plain(entry.data)))
+            if others or not sharded:
+                state[key] = plain(others)
+        return SavedState(found, {"model": weights, "objects": objects}, state)
+
+    def check(self, rank: int) -> None:
+        """Refuse what `TrainerClient.push` would refuse. Raises as that does."""
+        held = functools.partial(training_tensors, sharded_tensors(self.sharded), self.optimizer)
+        training_state(held, rank, optimizer=self.optimizer, state=self.state, rank_state=None)

@@ -1,0 +1,231 @@
+"""verl's checkpoint managers with the service as their store, instead of a file of each rank.
+
+verl has no setting that names a checkpoint manager. It imports what ``model.external_lib`` names, in each worker before its engine is made: this module, which
+then puts its managers where verl's engines find theirs.
+
+    actor_rollout_ref.model.external_lib=weighbridge.integrations.verl.checkpoints
+
+``WEIGHBRIDGE_CHECKPOINTS`` names the model, ``WEIGHBRIDGE_SERVER`` the service. A critic's checkpoints remain verl's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import os
+import sys
+from collections.abc import MutableMapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from verl.utils.checkpoint import fsdp_checkpoint_manager
+from verl.utils.checkpoint.checkpoint_manager import get_checkpoint_tracker_filename
+
+from weighbridge._clients.checkpoint_manager import CheckpointManager
+from weighbridge._clients.trainer import TrainerClient
+from weighbridge._formats.training.plain_values import plain
+from weighbridge.errors import InvalidArgument, NotFound
+from weighbridge.integrations.checkpoint_names import step_named
+
+MODEL = "WEIGHBRIDGE_CHECKPOINTS"
+"""The variable that names the model."""
+RUN = "verl-checkpoints"
+"""Name of the run in the versions' lineage: a save is no update of weights of the same step."""
+_CRITIC = "critic"
+_RANDOM = "random"
+_SCHEDULER = "lr_scheduler"
+
+
+class _StoredCheckpoints:
+    """A checkpoint manager's ``save_checkpoint`` and ``load_checkpoint``, before those of verl's class in the order of bases.
+
+    The folder is made, and holds nothing: verl looks for it and its number when it resumes. What ``save_contents`` and ``load_contents`` list counts, but
+    that parameters are always saved, and no Hugging Face folder is written (``weighbridge export``).
+    """
+
+    def _module(self) -> Any:
+        raise NotImplementedError
+
+    def _random_states(self) -> Any:
+        raise NotImplementedError
+
+    def _set_random_states(self, states: Any) -> None:
+        raise NotImplementedError
+
+    def _loads_scheduler(self) -> bool:
+        raise NotImplementedError
+
+    def _is_stored(self, local_path: str | None) -> bool:
+        """Whether a checkpoint goes to the service."""
+        return local_path is not None and Path(local_path).name != _CRITIC
+
+    def save_checkpoint(
+        self: Any, local_path: str, hdfs_path: Any = None, global_step: int = 0, max_ckpt_to_keep: Any = None
+    ) -> None:
+        """Push all that training needs to go on, and return when it is in the store: verl writes then that there is a checkpoint.
+
+        Raises:
+            WeighbridgeError: as `CheckpointManager.save` and `CheckpointManager.wait`.
+        """
+        if not self._is_stored(local_path):
+            super().save_checkpoint(local_path, hdfs_path, global_step, max_ckpt_to_keep)  # type: ignore[misc]
+            return
+        self.previous_global_step = global_step
+        saves_extra = self.should_save_extra
+        checkpoints = self._checkpoints(
+            self.optimizer if self.should_save_optimizer else None,
+            {_SCHEDULER: self.lr_scheduler} if saves_extra and self.lr_scheduler is not None else {},
+            {_RANDOM: plain(self._random_states())} if saves_extra else None,
+        )
+        checkpoints.save(global_step)
+        checkpoints.wait()
+        Path(local_path).mkdir(parents=True, exist_ok=True)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            if getattr(
+                self.checkpoint_config, "async_save", False
+            ):  # verl leaves the tracker file to whoever saves
+                root = str(Path(local_path).parent.parent)
+                Path(get_checkpoint_tracker_filename(root)).write_text(str(global_step))
+            self.register_checkpoint(local_path, max_ckpt_to_keep)
+
+    def load_checkpoint(
+        self: Any, local_path: str, hdfs_path: Any = None, del_local_after_load: bool = False
+    ) -> None:
+        """Restore the newest training state of the step that a folder ``global_step_<step>`` is of; of another number of ranks all but random states.
+
+        Raises:
+            NotFound: there is none.
+            WeighbridgeError: as `CheckpointManager.restore`.
+        """
+        if not self._is_stored(local_path):
+            super().load_checkpoint(local_path, hdfs_path, del_local_after_load)  # type: ignore[misc]
+            return
+        step = _step_of(local_path)
+        loads_extra = self.should_load_extra
+        kept: dict[str, Any] = {_RANDOM: None}
+        state = (
+            {_SCHEDULER: self.lr_scheduler}
+            if self.lr_scheduler is not None and self._loads_scheduler()
+            else {}
+        )
+        checkpoints = self._checkpoints(
+            self.optimizer if self.should_load_optimizer else None, state, kept if loads_extra else None
+        )
+        found = checkpoints.find(step)
+        if found is None:
+            raise NotFound(
+                f"there is no training state of step {step} of {_model()}",
+                fix=f"weighbridge versions {_model()}:training lists them; {local_path} was saved without {MODEL}, or it is gone",
+            )
+        fits = found.ranks == dist.get_world_size()
+        checkpoints.restore(found.number, rank_state=fits)
+        if loads_extra and fits:
+            self._set_random_states(kept[_RANDOM])
+        dist.barrier()
+
+    def _checkpoints(
+        self: Any,
+        optimizer: Any,
+        state: MutableMapping[str, Any],
+        rank_state: MutableMapping[str, Any] | None,
+    ) -> CheckpointManager:
+        return CheckpointManager(
+            _client(), _model(), self._module(), optimizer, state=state, rank_state=rank_state
+        )
+
+
+class WeighbridgeFSDPCheckpointManager(
+    _StoredCheckpoints,
+    fsdp_checkpoint_manager.FSDPCheckpointManager,  # type: ignore[misc]  # verl is seen as untyped
+):
+    """verl's manager of FSDP2 actors, with the service as its store."""
+
+    def _module(self) -> Any:
+        return self.model
+
+    def _random_states(self) -> Any:
+        return self.get_rng_state()
+
+    def _set_random_states(self, states: Any) -> None:
+        self.load_rng_state(states)
+
+    def _loads_scheduler(self) -> bool:
+        return bool(self.should_load_extra)
+
+
+@functools.cache
+def megatron_manager() -> type[Any]:
+    """verl's manager of Megatron actors, with the service as its store.
+
+    Raises:
+        ImportError: Megatron-core is not there.
+    """
+    from verl.utils.checkpoint.megatron_checkpoint_manager import MegatronCheckpointManager
+
+    class WeighbridgeMegatronCheckpointManager(_StoredCheckpoints, MegatronCheckpointManager):  # type: ignore[misc]
+        def _is_stored(self, local_path: str | None) -> bool:
+            return not self.use_megatron_fsdp and super()._is_stored(local_path)
+
+        def _module(self) -> Any:
+            return list(self.model)
+
+        def _random_states(self) -> Any:
+            return self.get_rng_state(use_dist_ckpt=False)
+
+        def _set_random_states(self, states: Any) -> None:
+            self.load_rng_states(states, use_dist_ckpt=False)
+
+        def _loads_scheduler(self) -> bool:
+            return bool(self.should_load_optimizer and self.use_checkpoint_opt_param_scheduler)
+
+    return WeighbridgeMegatronCheckpointManager
+
+
+def put_in_place() -> None:
+    """Let verl's engines make these managers. Engines that are imported already look their managers up in their own modules, others where verl defines them."""
+    managers = {"fsdp_checkpoint_manager.FSDPCheckpointManager": WeighbridgeFSDPCheckpointManager}
+    with contextlib.suppress(ImportError):  # there are no Megatron actors then
+        managers["megatron_checkpoint_manager.MegatronCheckpointManager"] = megatron_manager()
+    for place, manager in managers.items():
+        module, _, name = place.rpartition(".")
+        holders = [importlib.import_module(f"verl.utils.checkpoint.{module}")]
+        holders += [
+            found
+            for engine in ("fsdp", "megatron")
+            if (found := sys.modules.get(f"verl.workers.engine.{engine}.transformer_impl"))
+        ]
+        for holder in holders:
+            if hasattr(holder, name):
+                setattr(holder, name, manager)
+
+
+def _step_of(local_path: str) -> int:
+    for part in reversed(Path(local_path).parts):
+        step = step_named(part)
+        if step is not None:
+            return step
+    raise InvalidArgument(
+        f"{local_path} says of no step that it is of",
+        fix="name the folder as verl does: global_step_<step>/actor",
+    )
+
+
+def _model() -> str:
+    model = os.environ.get(MODEL, "")
+    if not model:
+        raise InvalidArgument(
+            f"{MODEL} does not say which model the checkpoints are of",
+            fix=f"set it on all workers: +ray_kwargs.ray_init.runtime_env.env_vars.{MODEL}=acme/policy",
+        )
+    return model
+
+
+@functools.cache
+def _client() -> TrainerClient:
+    return TrainerClient(run=RUN)
+
+
+put_in_place()

@@ -1,0 +1,284 @@
+"""Does one line in a Megatron trainer keep all that is needed to go on, and does training go on from it, both ways back?
+
+The ranks save as Megatron-LM's ``save_checkpoint`` does: a state dict with arguments, iteration, model, optimizer, scheduler and random states. They are killed,
+their folders are lost, and others go on: by `TrainerClient.restore`, and by loading as ``--load`` does what `TrainerClient.export_training` has written. The
+run that was killed had gone on for a few steps: its losses are the independent answer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import enum
+import io
+import logging
+import os
+import random
+import shutil
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.megatron_ranks import RankError, run_ranks
+from tests.support.megatron_training import TrainingRank, wholes
+from tests.support.reference import tiny_config
+from tests.support.services import RunningService, running_service
+from weighbridge import FailedPrecondition, NotFound, TrainerClient
+from weighbridge.integrations.megatron_saving import push_on_save
+from weighbridge_demo.megatron_cpu import Parallel
+
+MODEL = "tests/saved"
+CONFIG = tiny_config("llama", tied=False, torch_dtype="bfloat16")
+BEFORE, AFTER = 3, 3
+
+
+class Backend(enum.Enum):
+    """A value as Megatron-LM has it among its arguments, which no loader asks for."""
+
+    AUTO = 5
+
+
+class Loop:
+    """One rank of a training loop that draws random numbers of each kind, and saves and loads as Megatron-LM does."""
+
+    def __init__(self, parallel: Parallel, *, distributed: bool, seed: int) -> None:
+        from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+        self.training = TrainingRank(
+            CONFIG, parallel, distributed=distributed, dtype=torch.bfloat16, seed=seed
+        )
+        self.scheduler = OptimizerParamScheduler(
+            self.training.optimizer, init_lr=0.0, max_lr=1e-2, min_lr=1e-3, lr_warmup_steps=16, lr_decay_steps=80,
+            lr_decay_style="cosine", start_wd=0.01, end_wd=0.1, wd_incr_steps=80, wd_incr_style="linear",
+        )  # fmt: skip
+        self.args = argparse.Namespace(tensor_model_parallel_size=parallel.tp, attention_backend=Backend.AUTO)
+        self.iteration = 0
+        own = 100 * seed + torch.distributed.get_rank()
+        random.seed(own)
+        np.random.seed(own)
+        torch.manual_seed(own)
+
+    def step(self) -> float | None:
+        loss = self.training.step(self.iteration)
+        self.scheduler.step(8)
+        self.iteration += 1
+        return loss
+
+    def random_states(self) -> Any:
+        """As Megatron-LM's ``get_rng_state``, of a job without pipeline parallelism whose ranks all have theirs."""
+        from megatron.core.dist_checkpointing import ShardedObject
+
+        rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        found = {
+            "random_rng_state": random.getstate(),
+            "np_rng_state": np.random.get_state(),
+            "torch_rng_state": torch.get_rng_state(),
+        }
+        return ShardedObject("rng_state", [found], (ranks,), (rank,))
+
+    def go_on_at_random(self, states: Any) -> None:
+        """As Megatron-LM's ``load_checkpoint``."""
+        (found,) = states
+        random.setstate(found["random_rng_state"])
+        np.random.set_state(found["np_rng_state"])
+        torch.set_rng_state(found["torch_rng_state"])
+
+    def save(self, folder: Path, **others: Any) -> None:
+        """As Megatron-LM's ``save_checkpoint``."""
+        there = folder / f"iter_{self.iteration:07d}"
+        there.mkdir(parents=True, exist_ok=True)
+        torch.distributed.barrier()
+        common = {
+            "args": self.args,
+            "checkpoint_version": 3.0,
+            "iteration": self.iteration,
+            "opt_param_scheduler": self.scheduler.state_dict(),
+            "rng_state": self.random_states(),
+            "num_floating_point_operations_so_far": 7e9,
+        }
+        self.training.save(there, {**common, **others})
+
+    def after(self) -> After:
+        losses = [self.step() for _ in range(AFTER)]
+        drawn = (random.random(), float(np.random.rand()), torch.rand(3))
+        return After(losses, drawn, [group["lr"] for group in self.training.optimizer.param_groups])
+
+
+@dataclass(frozen=True)
+class After:
+    """What one rank saw after it had saved, or gone on."""
+
+    losses: list[float | None]
+    drawn: tuple[float, float, Tensor]
+    rates: list[float]
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What the rank's own checkpoint would have had, and what it saw afterwards."""
+
+    own: Any
+    after: After
+
+
+def _killed(
+    rank: int, address: str, hf_dir: str, folder: Path, parallel: Parallel, distributed: bool
+) -> None:
+    loop = Loop(parallel, distributed=distributed, seed=0)
+    with push_on_save(MODEL, address, hf_dir=hf_dir, run=str(folder), strict=True) as hook:
+        for _ in range(BEFORE):
+            loop.step()
+        random.random()
+        own = loop.training.own_state()
+        loop.save(folder / "lost")
+        saved = Saved(own, loop.after())  # what is pushed has been copied out by now
+        hook.wait(timeout=120)
+        torch.save(saved, folder / f"saved-{rank}")
+        torch.distributed.barrier()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _restored(rank: int, address: str, parallel: Parallel, distributed: bool) -> Saved:
+    del rank
+    loop = Loop(parallel, distributed=distributed, seed=1)
+    states = loop.random_states()
+    state: dict[str, Any] = {"opt_param_scheduler": loop.scheduler, "iteration": 0, "args": None}
+    with TrainerClient(address) as trainer:
+        trainer.restore(
+            MODEL,
+            {"model": loop.training.sharded_state_dict(), "rng_state": states},
+            optimizer=loop.training.optimizer,
+            state=state,
+        )
+    loop.iteration = state["iteration"]
+    loop.go_on_at_random(states.data)
+    assert state["args"] == {"tensor_model_parallel_size": parallel.tp}
+    return Saved(loop.training.own_state(), loop.after())
+
+
+def _loaded(rank: int, folder: Path, parallel: Parallel, distributed: bool) -> Saved:
+    del rank
+    from megatron.core import dist_checkpointing
+
+    loop = Loop(parallel, distributed=distributed, seed=2)
+    number = int((folder / "latest_checkpointed_iteration.txt").read_text())
+    there = folder / f"iter_{number:07d}"
+    common = loop.training.load(there)
+    loop.iteration = common["iteration"]
+    loop.scheduler.load_state_dict(common["opt_param_scheduler"])
+    assert common["args"] == argparse.Namespace(tensor_model_parallel_size=parallel.tp)
+    assert common["num_floating_point_operations_so_far"] == 7e9
+    loaded = dist_checkpointing.load({"rng_state": loop.random_states()}, str(there))
+    loop.go_on_at_random(loaded["rng_state"])
+    return Saved(loop.training.own_state(), loop.after())
+
+
+def _elsewhere(rank: int, address: str, parallel: Parallel, distributed: bool) -> Any:
+    del rank
+    loop = Loop(parallel, distributed=distributed, seed=3)
+    with TrainerClient(address) as trainer:
+        trainer.restore(
+            MODEL, {"model": loop.training.sharded_state_dict()}, optimizer=loop.training.optimizer
+        )
+    return loop.training.own_state()
+
+
+@pytest.fixture(scope="module")
+def hf_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("hf")
+    CONFIG.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[RunningService]:
+    with running_service(tmp_path / "store", drain_seconds=0.5) as running:
+        yield running
+
+
+def _same(found: Saved, expected: Saved) -> None:
+    assert found.after.losses == expected.after.losses
+    assert found.after.rates == expected.after.rates
+    assert found.after.drawn[:2] == expected.after.drawn[:2]
+    assert torch.equal(found.after.drawn[2], expected.after.drawn[2])
+
+
+@pytest.mark.parametrize(
+    ("parallel", "distributed", "other"),
+    [(Parallel(tp=2, dp=2), True, Parallel(pp=2)), (Parallel(pp=2), False, Parallel(tp=2))],
+    ids=["distributed", "plain"],
+)
+def test_a_loop_that_saves_as_megatron_lm_does_goes_on_to_the_bit_from_what_one_line_has_pushed(
+    service: RunningService,
+    tmp_path: Path,
+    hf_dir: Path,
+    parallel: Parallel,
+    distributed: bool,
+    other: Parallel,
+) -> None:
+    how = (parallel, distributed)
+    with pytest.raises(RankError, match="exit code -9"):
+        run_ranks(parallel, _killed, service.address, str(hf_dir), tmp_path, *how, timeout=300)
+    shutil.rmtree(tmp_path / "lost")
+    ranks = range(parallel.world_size)
+    saved = [torch.load(tmp_path / f"saved-{rank}", weights_only=False) for rank in ranks]
+    own = wholes(each.own for each in saved)
+    with TrainerClient(service.address) as trainer:
+        weights, training = trainer.version(MODEL), trainer.version(f"{MODEL}:training")
+        trainer.export_training(MODEL, None, tmp_path / "export")
+    assert (weights.step, weights.number) == (training.step, training.number) == (BEFORE, training.number)
+
+    restored = run_ranks(parallel, _restored, service.address, *how, timeout=300)
+    loaded = run_ranks(parallel, _loaded, tmp_path / "export", *how, timeout=300)
+    for each, again, expected in zip(restored, loaded, saved, strict=True):
+        _same(each, expected)
+        _same(again, expected)
+    there = wholes(run_ranks(other, _elsewhere, service.address, other, distributed, timeout=300))
+    assert there.keys() == own.keys()
+    for name, tensor in own.items():
+        assert torch.equal(there[name], tensor), name
+
+
+def _odd(rank: int, address: str, hf_dir: str, folder: Path) -> tuple[str, bool]:
+    from megatron.core.optimizer.optimizer import ChainedOptimizer
+
+    before = ChainedOptimizer.sharded_state_dict
+    heard = io.StringIO()
+    logging.getLogger("weighbridge").addHandler(logging.StreamHandler(heard))
+    loop = Loop(Parallel(tp=2), distributed=False, seed=0)
+    odd = {"odd": Backend.AUTO} if rank == 1 else {}
+    with push_on_save(MODEL, address, hf_dir=hf_dir) as hook:
+        loop.save(folder)  # before the optimizer's first step there is no state
+        loop.step()
+        loop.save(folder, **odd)
+        hook.wait(timeout=60)
+    with (
+        push_on_save(MODEL, address, run="strict", strict=True),
+        pytest.raises(FailedPrecondition, match="not all ranks can push a training state"),
+    ):
+        loop.save(folder / "strict", **odd)
+    loop.step()
+    with push_on_save(MODEL, address, training=False) as hook:
+        loop.save(folder)
+        hook.wait(timeout=60)
+    return heard.getvalue(), ChainedOptimizer.sharded_state_dict is before
+
+
+def test_weights_are_pushed_alone_when_one_rank_cannot_push_a_training_state(
+    service: RunningService, tmp_path: Path, hf_dir: Path
+) -> None:
+    seen = run_ranks(Parallel(tp=2), _odd, service.address, str(hf_dir), tmp_path / "run", timeout=240)
+    for log, undone in seen:
+        assert f"{MODEL}: the weights are pushed alone. not all ranks can push a training state" in log
+        assert "rank 1: state.odd is a tests.engines.test_megatron_saved_states.Backend" in log
+        assert undone
+    with TrainerClient(service.address) as trainer:
+        assert [version.step for version in trainer.versions(MODEL)] == [2, 1, 0]
+        with pytest.raises(NotFound):
+            trainer.version(f"{MODEL}:training")

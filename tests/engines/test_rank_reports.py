@@ -1,0 +1,94 @@
+"""Does an engine that no agent stands beside report itself, by its first rank, and leave that to an agent that reports?"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.reference import tiny_config, tiny_model
+from tests.support.services import RunningService, running_service
+from tests.support.waiting import eventually
+from weighbridge import Engine, EngineClient, TrainerClient
+from weighbridge.errors import WeighbridgeError
+from weighbridge.integrations.engine_rank import reports
+from weighbridge.integrations.transformers import from_weighbridge, live_model, update
+
+MODEL = "tests/llama"
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> Iterator[RunningService]:
+    folder = tmp_path / "hf"
+    tiny_model(tiny_config("llama", tied=False), 1).save_pretrained(folder)
+    with running_service(tmp_path / "store", report_every=0.5) as service:
+        with TrainerClient(service.address) as trainer:
+            trainer.register_model(MODEL, folder)
+            for step in (1, 2):
+                trainer.push_folder(MODEL, folder, step=step).wait(timeout=60)
+        yield service
+
+
+@pytest.fixture
+def client(running: RunningService) -> Iterator[EngineClient]:
+    with EngineClient(running.address) as found:
+        yield found
+
+
+def only(client: EngineClient) -> Engine:
+    (found,) = client.engines(MODEL)
+    return found
+
+
+def test_a_transformers_model_reports_what_it_serves_and_what_it_could_not_be_taken_to(
+    running: RunningService, client: EngineClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reports, "_AGENT_SECONDS", 0.0)
+    model = from_weighbridge(f"{MODEL}@1", running.address)
+    eventually(lambda: client.engines(MODEL) and only(client).version == 1)
+    found = only(client)
+    assert (found.kind, found.state, found.standing) == ("transformers", "serving", "pinned")
+    assert client.collect(MODEL, dry_run=True).kept[0].engines == (found.label,)
+    update(model, 2)
+    eventually(lambda: only(client).version == 2)
+    assert only(client).update_version == 2
+    assert only(client).update_bytes == live_model(model).nbytes
+    with pytest.raises(WeighbridgeError):
+        live_model(model).rank.apply(9)
+    eventually(lambda: only(client).state == "failing")
+    assert (only(client).version, only(client).target) == (2, 0)
+    assert "9" in only(client).error
+    live_model(model).rank.end_reports()
+    eventually(lambda: only(client).standing == "gone")
+
+
+def test_an_engine_that_an_agent_reports_in_time_reports_nothing_itself(
+    running: RunningService, client: EngineClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reports, "_AGENT_SECONDS", 60.0)
+    model = from_weighbridge(f"{MODEL}@1", running.address)
+    rank = live_model(model).rank
+    reporter = rank._reports._reporter
+    assert reporter is not None
+    rank.end_reports()
+    reporter._thread.join(30)
+    assert not reporter._thread.is_alive()
+    update(model, 2)
+    assert client.engines(MODEL) == []
+
+
+def test_an_engine_that_is_no_more_reports_no_more(
+    running: RunningService, client: EngineClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reports, "_AGENT_SECONDS", 0.0)
+    model = from_weighbridge(f"{MODEL}@1", running.address)
+    eventually(lambda: client.engines(MODEL))
+    del model
+
+    def gone() -> bool:
+        gc.collect()
+        return only(client).standing == "gone"
+
+    eventually(gone)
