@@ -51,9 +51,11 @@ def page_route(sessions: Sessions, renderer: Renderer) -> type[APIRoute]:
                 try:
                     if request.method == "POST":
                         _check_own(request)
-                    return await answer(request)
+                    response = await answer(request)
                 except (WeighbridgeError, RequestValidationError, HTTPException) as error:
-                    return _page_of(request, error, renderer)
+                    response = _page_of(request, error, renderer)
+                response.headers.setdefault("Cache-Control", "no-store")
+                return response
 
             return handle
 

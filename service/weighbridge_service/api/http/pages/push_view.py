@@ -86,7 +86,8 @@ def live_push(version: Version, ranks: Sequence[RankProgress], now_ms: int) -> L
         bytes_text=f"{readable_size(received)} of {readable_size(total)}"
         if total
         else readable_size(received),
-        rate=words.rate(received, now_ms - version.create_time_ms),
+        # by whole seconds: a push that stands still is no news four times a second
+        rate=words.rate(received, max(1, (now_ms - version.create_time_ms) // 1000) * 1000),
         ranks=cells(ranks),
         ranks_total=version.ranks,
         ranks_text=f"{sealed} of {version.ranks} sealed",

@@ -36,7 +36,8 @@ _AT_ONCE = 8
 """Pages that are made at one time."""
 _SAMPLED = 2
 """Tensors that are sampled at one time."""
-_DAY = 86_400
+_PICTURE_SECONDS = 600
+"""For how long a browser keeps a picture: it is of a number, which another model of the same name may have later."""
 
 Before = Annotated[int, Query(ge=0, le=MAX_VERSION)]
 Search = Annotated[str, Query(max_length=_LONGEST_QUERY)]
@@ -143,7 +144,9 @@ def pages_router(service: Weighbridge, exports: Exports) -> APIRouter:
         """How the values of a tensor are distributed, as a picture of a sample of them."""
         picture = distributions.picture(f"{namespace}/{name}", version, tensor)
         return Response(
-            picture, media_type="image/svg+xml", headers={"Cache-Control": f"private, max-age={_DAY}"}
+            picture,
+            media_type="image/svg+xml",
+            headers={"Cache-Control": f"private, max-age={_PICTURE_SECONDS}"},
         )
 
     @router.get("/assets/{digest}/{file}")
@@ -207,7 +210,7 @@ class _Pages:
             trouble=TROUBLE,
             **values,
         )
-        return HTMLResponse(page, headers={"Cache-Control": "no-store"})
+        return HTMLResponse(page)
 
     def follow(
         self,

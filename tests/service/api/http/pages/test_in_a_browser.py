@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.service.api.http.pages.conftest import Place, place_of
+from tests.service.api.http.web import held_at
 from tests.support.browser import PHONE, Tab, tab
 from tests.support.identities import identity, policy_file
 from tests.support.raw_clients import RawClient
@@ -114,6 +115,26 @@ def test_a_request_is_approved_by_keyboard_alone(place: Place, opened: Tab) -> N
     page.keyboard.press("Enter")
     page.locator("li:has(.ref:text-is('prod')) .number", has_text="1").wait_for()
     assert refs(MODEL)["prod"] == 1
+    assert opened.problems == []
+
+
+def test_an_export_is_begun_followed_and_ended(opened: Tab, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = opened.page
+    with held_at(monkeypatch, 0.5) as go_on:
+        page.locator("#new-export summary").click()
+        page.locator("#export-dtype").select_option("bf16")
+        page.get_by_role("button", name="Export", exact=True).click()
+        opened.shows(".exports .meter .num", "%")
+        page.locator(".exports .state", has_text="running").wait_for()
+        opened.shot("12-exporting")
+        go_on.set()
+        opened.shows(".exports .state", "done")
+    with held_at(monkeypatch, 0.5) as go_on:
+        page.locator("#new-export summary").click()
+        page.get_by_role("button", name="Export", exact=True).click()
+        page.get_by_role("button", name="Cancel").click()
+        go_on.set()
+        opened.shows(".exports .state", "cancelled")
     assert opened.problems == []
 
 

@@ -80,7 +80,7 @@ def test_a_newcomers_walk_is_seen_on_the_page(
             raw.seal(MODEL, number, rank=rank)
         page.locator(".ranks .r-sealed").nth(1).wait_for(state="attached", timeout=15_000)
         opened.shot("03-receiving")
-        page.locator(".push").screenshot(path=shots / "03-push.png")
+        page.screenshot(path=shots / "03-push.png", clip={"x": 0, "y": 0, "width": 1280, "height": 370})
         opened.shot("03-receiving-dark", dark=True)
         opened.shot("03-receiving-phone", size=PHONE)
         for rank in (*range(2, LATE), *range(LATE + 1, RANKS), LATE):
