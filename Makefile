@@ -46,6 +46,7 @@ AUDIT_STAMP := $(VENV)/.installed-audit
 PAGE_STAMP := $(VENV)/.installed-page
 PAGE_TOOLS := .page-tools
 AXE_VERSION := 4.14.1
+DOCS_STAMP := $(VENV)/.installed-docs
 
 PIP_VERSION := 26.3
 TORCH_VERSION := 2.13.0
@@ -58,7 +59,7 @@ TEST_SECONDS ?= 4200
 ARGS ?=
 STORE ?= .weighbridge
 
-.PHONY: help docs install install-vllm install-sglang demo demo-s3 demo-vllm serve test test-fast test-hub test-transformers test-vllm test-vllm-newest test-sglang test-engines-older test-frameworks test-page bench-frameworks bench-slime bench bench-peers bench-nodes bench-asyncio bench-reading bench-planning bench-convert bench-upload bench-vllm bench-history bench-counting bench-ranks bench-control bench-siege bench-first bench-torch bench-training bench-tls bench-quotas bench-page fuzz audit lock lint format protos protos-check protos-baseline clean
+.PHONY: help docs pictures release install install-vllm install-sglang demo demo-s3 demo-vllm serve test test-fast test-hub test-transformers test-vllm test-vllm-newest test-sglang test-engines-older test-frameworks test-page bench-frameworks bench-slime bench bench-peers bench-nodes bench-asyncio bench-reading bench-planning bench-convert bench-upload bench-vllm bench-history bench-counting bench-ranks bench-control bench-siege bench-first bench-torch bench-training bench-tls bench-quotas bench-page fuzz audit lock lint format protos protos-check protos-baseline clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -252,6 +253,11 @@ $(AUDIT_STAMP): $(STAMP) requirements/audit.txt
 	@$(LOCKED) --requirement requirements/audit.txt
 	@touch $@
 
+$(DOCS_STAMP): $(STAMP) requirements/docs.txt
+	@echo "== what the documentation's site is made with"
+	@$(LOCKED) --requirement requirements/docs.txt
+	@touch $@
+
 # A target takes seconds to minutes; ARGS="manifests --inputs 1000000" runs one, ARGS="manifests --replay FILE" an input of before.
 fuzz: $(FUZZ_STAMP) ## fuzz every parser under coverage guidance; ARGS="TARGET ... --inputs N --seed S --json FILE --replay FILE"
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -W ignore -m tests.fuzz $(ARGS)
@@ -349,8 +355,15 @@ lint: $(STAMP) protos-check ## check style, types and the contract
 	@cd protos && ../$(BIN)/buf breaking --against baseline.binpb \
 		|| { echo "Whoever uses the contract as it was would break. If that is intended, accept it: make protos-baseline" >&2; exit 1; }
 
-docs: $(STAMP) ## draw the pictures of docs/architecture.md anew, from the imports
+docs: $(DOCS_STAMP) pictures ## make the documentation's site in build/site; fails on any warning
+	@$(BIN)/python -m docs.website $(ARGS)
+
+pictures: $(STAMP) ## draw the pictures in docs/ anew, from the imports and from benchmarks/results
 	@$(BIN)/python docs/draw.py
+	@$(BIN)/python -m docs.website.pictures
+
+release: $(STAMP) ## commit and tag a release, VERSION=0.2.0, of what CHANGELOG.md has as unreleased; publishes nothing
+	@$(BIN)/python deploy/release.py $(VERSION)
 
 format: $(STAMP) ## rewrite the code to the house style
 	@$(BIN)/ruff check --fix-only --quiet .

@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import statistics
+import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,17 @@ def machine() -> dict[str, object]:
         "load": os.getloadavg()[0],
         "python": platform.python_version(),
         "torch": torch.__version__,
+        "commit": _commit(),
     }
+
+
+def _commit() -> str:
+    """The commit of this checkout, with ``-dirty`` if it has been changed since; empty if it is none."""
+    line = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude=*"]
+    try:
+        return subprocess.run(line, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
 
 
 def write_json(path: Path, **content: Any) -> None:

@@ -21,6 +21,7 @@ BASES: Mapping[str, tuple[str, ...]] = {
     "fuzz": ("service", "dev"),
     "audit": ("service", "dev"),
     "page": ("service", "dev"),
+    "docs": ("service", "dev"),
 }
 """The extras that are locked, and those whose locks each goes with."""
 EXCLUDED = ("torch",)

@@ -155,6 +155,7 @@ class Weighbridge:
             grace,
             self._guarded,
             kept_models=config.kept_models,
+            kept_shards=config.kept_shards,
             open_names=config.policy is None,
         )
         self.key = ticket_key(self.catalog.store)

@@ -19,9 +19,12 @@ from torch import Tensor, nn
 
 from tests.support.services import RunningService, running_service
 from tests.support.training_states import same_bits
-from weighbridge import CheckpointManager, EngineClient, TrainerClient, errors
-from weighbridge._clients.copying_behind import Copying, StepGate
+from weighbridge import CheckpointManager, EngineClient, Layout, Shard, TensorSpec, TrainerClient, errors
+from weighbridge._clients.copying.behind import CopyingBehind, StepGate
 from weighbridge._clients.pushing import _PUSHES_AT_ONCE
+from weighbridge._core import dtypes
+from weighbridge._core.boxes import Box
+from weighbridge._formats.push_sources import StagingPool, TensorSource
 from weighbridge._formats.training.steady import steady_until_step
 
 MODEL = "tests/steps"
@@ -147,7 +150,7 @@ def test_a_step_waits_for_copies_and_no_step_after_it() -> None:
     trainer, gate = Trainer(), StepGate()
     trainer.backward()
     before = trainer.held()[0]
-    copying = [Copying(()), Copying(())]
+    copying = [CopyingBehind(()), CopyingBehind(())]
     for each in copying:
         gate.hold(steady_until_step(trainer.optimizer).optimizers, each)
     thread = threading.Thread(target=trainer.optimizer.step)
@@ -156,7 +159,7 @@ def test_a_step_waits_for_copies_and_no_step_after_it() -> None:
     thread.join(0.2)
     assert thread.is_alive()
     assert all(same_bits(trainer.module.state_dict()[name], before[name]) for name in before)
-    with copying[1].behind():
+    with copying[1].made():
         pass
     thread.join(STEP_SECONDS)
     assert not thread.is_alive()
@@ -164,7 +167,7 @@ def test_a_step_waits_for_copies_and_no_step_after_it() -> None:
 
 
 def test_a_wait_that_is_interrupted_is_made_by_the_next_step() -> None:
-    trainer, gate, copying = Trainer(), StepGate(), Copying(())
+    trainer, gate, copying = Trainer(), StepGate(), CopyingBehind(())
     trainer.backward()
     before = trainer.held()[0]
     gate.hold([trainer.optimizer], copying)
@@ -186,7 +189,7 @@ def test_a_wait_that_is_interrupted_is_made_by_the_next_step() -> None:
 
 
 def test_steps_of_several_threads_all_wait() -> None:
-    trainers, gate, copying = [Trainer(), Trainer(1)], StepGate(), Copying(())
+    trainers, gate, copying = [Trainer(), Trainer(1)], StepGate(), CopyingBehind(())
     for each in trainers:
         each.backward()
     gate.hold([each.optimizer for each in trainers], copying)
@@ -226,9 +229,9 @@ def test_a_push_that_is_interrupted_while_others_are_on_their_way_keeps_no_step(
 
 
 def test_copies_that_fail_keep_no_step() -> None:
-    trainer, gate, copying = Trainer(), StepGate(), Copying(())
+    trainer, gate, copying = Trainer(), StepGate(), CopyingBehind(())
     gate.hold([trainer.optimizer], copying)
-    with pytest.raises(RuntimeError, match="full"), copying.behind():
+    with pytest.raises(RuntimeError, match="full"), copying.made():
         raise RuntimeError("full")
     trainer.train()
 
@@ -244,3 +247,50 @@ def test_parameters_and_moments_are_steady_and_buffers_are_not() -> None:
     trainer.backward()
     assert all(a.data_ptr() != b.data_ptr() for a, b in zip(settled, buffers, strict=True))
     assert not same_bits(settled[0], buffers[0])
+
+
+def test_what_something_else_may_change_is_copied_once_for_weights_and_training_state() -> None:
+    trainer, gate = Trainer(), StepGate()
+    frozen = torch.nn.Parameter(torch.ones(1000), requires_grad=False)
+    both = [*trainer.module.parameters(), frozen]
+    copies = gate.until(trainer.optimizer, None, [*both, *(each.detach() for each in both)])
+    layout = Layout.stream(
+        [TensorSpec("frozen", dtypes.parse("f32"), (1000,))], [Shard("frozen", Box.whole((1000,)))]
+    )
+    read = []
+    for _ in range(2):
+        source, copying = copies.source([frozen], StagingPool())
+        copying.release()
+        opened = source([0], layout)
+        assert isinstance(opened, TensorSource)
+        read += opened._tensors
+    assert read[0] is read[1]
+    assert read[0].data_ptr() != frozen.data_ptr()
+
+
+def test_a_push_that_is_interrupted_when_its_thread_has_begun_gives_its_slot_back_once(
+    client: TrainerClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = Trainer()
+    client.push_state_dict(MODEL, trainer.module, step=1).wait("ready", timeout=60)
+    started: list[threading.Thread] = []
+    start = threading.Thread.start
+
+    def start_and_interrupt(thread: threading.Thread) -> None:
+        start(thread)
+        if thread.name.startswith(f"push-{MODEL}"):
+            started.append(thread)
+            thread.join(STEP_SECONDS)
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", start_and_interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            client.push_state_dict(MODEL, trainer.module, step=2)
+    assert len(started) == 1
+    slots = client._pusher._slots
+    assert [slots.acquire(blocking=False) for _ in range(_PUSHES_AT_ONCE + 1)] == [True] * _PUSHES_AT_ONCE + [
+        False
+    ]
+    slots.release(_PUSHES_AT_ONCE)
+    client.push_state_dict(MODEL, trainer.module, step=3).wait("ready", timeout=60)

@@ -45,6 +45,7 @@ from weighbridge import (
 from weighbridge._cli import commands
 from weighbridge._core import dtypes
 from weighbridge._formats.push_sources import CastingSource
+from weighbridge._formats.training import checkpoint_folder
 from weighbridge._formats.training.torch_training import training_tensors
 from weighbridge._formats.training.training_state import RankValues, TrainingState
 from weighbridge_demo.megatron_cpu import Parallel, build_model
@@ -291,13 +292,22 @@ def _load_torch(rank: int, folder: Path, way: str | None, flat: bool) -> Any:
     return loop.gathered(), own["rank_state"][str(rank)]["drawn"]
 
 
-def _restore_torch(rank: int, address: str, number: int, way: str | None) -> Any:
+def _restore_torch(
+    rank: int, address: str, number: int, way: str | None, own: dict[str, Any] | None = None
+) -> Any:
     loop = Loop(way, 1)
     with TrainerClient(address) as trainer:
         trainer.restore_state_dict(
-            TORCH, loop.module, version=number, optimizer=loop.optimizer, state={"scheduler": loop.scheduler}
-        )
-    return loop.gathered()
+            TORCH, loop.module, version=number, optimizer=loop.optimizer, state={"scheduler": loop.scheduler},
+            rank_state=own,
+        )  # fmt: skip
+    return loop.gathered() if own is None else own
+
+
+def _refused(rank: int, address: str, number: int) -> str:
+    with pytest.raises(InvalidArgument) as error:
+        _restore_torch(rank, address, number, None, {"drawn": None})
+    return error.value.message
 
 
 def _equal(found: Any, expected: Any) -> None:
@@ -321,7 +331,12 @@ def test_torch_loads_what_is_exported_and_what_it_saved_is_restored(
     with TrainerClient(service.address) as trainer:
         ours = trainer.export_training(TORCH, number, tmp_path / "ours", checkpoint_format="dcp").folder
         imported = trainer.import_training(TORCH, theirs, step=7).wait(timeout=120)
+        again = trainer.import_training(TORCH, ours, step=8).wait(timeout=120).number
 
+    restored = torch_ranks.run_ranks(2, _restore_torch, service.address, again, "fsdp", {"drawn": None})
+    assert [own["drawn"].tolist() for own in restored] == [[rank] * 3 for rank in range(2)]
+    [told] = torch_ranks.run_ranks(1, _refused, service.address, again)
+    assert "was imported with what is their own of 2 ranks, and rank_state= is asked for on 1" in told
     assert not (ours / "common.pt").exists()
     for size, way in ((2, "fsdp"), (1, None)):
         for rank, (found, drawn) in enumerate(torch_ranks.run_ranks(size, _load_torch, ours, way, flat)):
@@ -375,6 +390,18 @@ def test_the_format_is_that_of_the_trainer(service: RunningService, small: int, 
     said = "checkpoints are dcp, not torch_dist"
     with TrainerClient(service.address) as trainer, pytest.raises(InvalidArgument, match=said):
         trainer.export_training(TORCH, small, tmp_path / "new", checkpoint_format="torch_dist")
+    assert not (tmp_path / "new").exists()
+
+
+def test_values_that_take_more_memory_than_an_export_may_are_refused(
+    service: RunningService, small: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint_folder, "MAX_VALUES_BYTES", 1000)
+    with (
+        TrainerClient(service.address) as trainer,
+        pytest.raises(InvalidArgument, match="at most 1000 in memory"),
+    ):
+        trainer.export_training(TORCH, small, tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
 

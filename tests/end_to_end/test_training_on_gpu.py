@@ -84,9 +84,16 @@ def _trained(address: str, folder: str, lane: str) -> dict[str, bool]:
                 optimizer, filled = make(module.parameters()), make(other.parameters())
                 train(module, optimizer, range(3))
                 random = RandomStates()
-                handle = client.push_state_dict(
-                    MODEL, module, step=2 * step + (dtype == torch.float32), run=lane, optimizer=optimizer, rank_state={"random": random}
-                )  # fmt: skip
+                for again in range(2):  # the second time, copies are begun before it is known where they go
+                    number = 4 * step + 2 * (dtype == torch.float32) + again
+                    handle = client.push_state_dict(
+                        MODEL,
+                        module,
+                        step=number,
+                        run=lane,
+                        optimizer=optimizer,
+                        rank_state={"random": random},
+                    )
                 expected = train(module, optimizer, range(3, 8))
                 assert handle.training is not None
                 number = handle.training.wait(timeout=100).number

@@ -7,6 +7,7 @@ in one test.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -41,10 +42,12 @@ from weighbridge import (
     LayoutError,
     NotFound,
     RandomStates,
+    Retention,
     Shard,
     TensorSpace,
     TensorSpec,
     TrainerClient,
+    Unavailable,
     VersionFailed,
     VersionState,
     WeighbridgeError,
@@ -53,6 +56,7 @@ from weighbridge._core import dtypes
 from weighbridge._core.references import training_of
 from weighbridge._formats.push_sources import CastingSource
 from weighbridge_demo.ranks import RankError
+from weighbridge_storage.documents.names import MANIFEST_FILE
 
 MODEL = "acme/smol"
 TRAINING = training_of(MODEL)
@@ -382,7 +386,8 @@ def test_an_optimizer_of_another_model_is_refused_before_anything_is_pushed(
         assert "parameter 0 of group 0 is torch.float32[8, 8]" in told.details
     with TrainerClient(service.address) as client:
         assert [each.step for each in client.versions(MODEL)] == [1]
-        assert [each.step for each in client.versions(TRAINING, include_invisible=True)] == [1]
+        told = client.versions(TRAINING, include_invisible=True)
+        assert [(each.step, each.state.given_up) for each in told] == [(2, True), (1, False)]
         client.restore_state_dict(MODEL, layers(2))
 
 
@@ -462,6 +467,67 @@ def test_the_state_of_another_model_names_what_differs_and_changes_nothing(
         assert f"{TRAINING}@1 is the training state of another model" in error.value.message
         assert "model.2.weight is missing from the version" in error.value.details
         assert all(map(torch.equal, other.parameters(), before))
+
+
+def test_a_restore_that_breaks_off_says_what_has_become_of_the_rank_and_can_be_made_again(
+    service: RunningService, tmp_path: Path
+) -> None:
+    module = torch.nn.Linear(1024, 1024, bias=False)
+    register(service, module, tmp_path / "hf")
+    proxy = MortalProxy(service.address)
+    with TrainerClient(service.address) as client:
+        handle = client.push_state_dict(MODEL, module, step=1, state={"epoch": 3})
+        assert handle.training is not None
+        handle.training.wait(timeout=60)
+        expected = module.weight.detach().clone()
+        torch.nn.init.zeros_(module.weight)
+        with (
+            contextlib.closing(proxy),
+            TrainerClient(proxy.address, lane="grpc", retry_seconds=0.5) as broken,
+        ):
+            proxy.die_after(3 << 20)
+            with pytest.raises(WeighbridgeError) as error:
+                broken.restore_state_dict(MODEL, module, state={"epoch": 0})
+        assert f"Of {TRAINING}@1 this rank has been filled in part: restore again" in str(
+            error.value.__notes__
+        )
+        client.restore_state_dict(MODEL, module, state={"epoch": 0})
+        assert torch.equal(module.weight, expected)
+
+
+def test_a_state_that_is_half_collected_is_told_as_deleted_and_weights_and_newer_states_stay_usable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, files = tmp_path / "store", "*.safetensors*"
+    with running_service(folder, grace_seconds=0.2) as service, TrainerClient(service.address) as client:
+        register(service, layers(1), tmp_path / "hf")
+        for step in (1, 2):
+            pushed_by(service, 1, step)
+            for name in (MODEL, TRAINING):
+                client.wait_for(name, step, VersionState.DURABLE, timeout=60)
+        client.set_retention(TRAINING, Retention(keep_last=1))
+        [state] = folder.glob("training/acme/smol/versions/*1")
+        store = service.service.catalog.store
+        delete = store.delete
+
+        def cut_off(key: str) -> None:
+            """What comes after the manifest, without which a folder is no version, stays."""
+            if not (state / MANIFEST_FILE).exists():
+                raise Unavailable("the store is away")
+            delete(key)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(store, "delete", cut_off)
+            eventually(lambda: client.collect(TRAINING).problems)
+        assert list(state.glob(files))
+    with running_service(folder, grace_seconds=0.2) as service, TrainerClient(service.address) as client:
+        module = layers(1)
+        with pytest.raises(NotFound, match=f"{TRAINING}@1"):
+            client.restore_state_dict(MODEL, module, optimizer=adamw(module), version=1)
+        assert client.restore_state_dict(MODEL, module, optimizer=adamw(module)).step == 2
+        assert client.restore_state_dict(MODEL, module, version=1).step == 1
+        pushed_by(service, 1, 3)
+        eventually(lambda: client.collect(TRAINING) and not state.exists())
 
 
 def test_a_version_without_a_ranks_blob_is_refused_by_the_name_of_that(

@@ -4,15 +4,16 @@ May import: all private folders below it, not `_lazy`, `_cli`, `aio`, `follow` o
 
 - `client`: models, versions, refs.
 - `trainer`: the client of a trainer rank.
-- `restorer`: its base, which restores.
+- `importer`: its base, which takes folders in.
+- `push_client`: that one's base, which pushes shards.
+- `restorer`: that one's base, which restores.
 - `engine`: the client of an engine rank.
 - `connection`: control calls with retries and failover.
 - `transport`: what carries one client's weights.
 - `calls`: what is asked of the service, and what the answers mean, as steps without I/O.
 - `pushing`: the run of a push.
 - `rank_stream`: the stream of a rank's bytes, resumed where it breaks.
-- `copying_behind`: shards that are copied out while training goes on, up to the optimizer's step.
-- `delivery`: shards on their way, by memory that is lent and by gRPC.
+- `copying`: how shards are copied out of the trainer's tensors, and where to.
 - `push_options`: what a trainer says of a version beside its weights.
 - `push_handle`: its progress and cost.
 - `push_routes`: which part of a push goes to which replica.

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from weighbridge._clients.calls import version_calls
 from weighbridge._clients.connection import Connection
-from weighbridge._clients.copying_behind import Copying
+from weighbridge._clients.copying.copies import Copying
 from weighbridge._core.resources import Version, VersionState, why_held
 from weighbridge.errors import DeadlineExceeded
 

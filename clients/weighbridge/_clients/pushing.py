@@ -7,20 +7,21 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 from weighbridge._clients.calls import push_calls, version_calls
 from weighbridge._clients.connection import Connection
-from weighbridge._clients.copying_behind import Copying
-from weighbridge._clients.delivery import Delivery, copy_out, lend, take_passing
+from weighbridge._clients.copying.copies import Copying
+from weighbridge._clients.copying.delivery import Delivery, copy_out, lend, take_passing
 from weighbridge._clients.push_handle import PushHandle, PushReport
 from weighbridge._clients.push_options import check_heard
 from weighbridge._clients.push_routes import routes_of
 from weighbridge._clients.rank_stream import RankStream
-from weighbridge._core.layouts import Layout
+from weighbridge._core.layouts import Layout, Shard
 from weighbridge._core.resources import Version
 from weighbridge._core.tensor_spaces import TensorSpace
 from weighbridge._core.text.counts import counted
@@ -37,6 +38,9 @@ from weighbridge.errors import (
 )
 from weighbridge.v1 import checkpoint_service_pb2 as pb
 
+if TYPE_CHECKING:
+    import torch
+
 log = logging.getLogger(__name__)
 
 _NAMED_IN_REPORT, _NAMED_IN_LOG = 20, 5
@@ -47,6 +51,8 @@ _MOST_REASON = 400
 """Characters of a reason that the other ranks are told."""
 _PUSHES_AT_ONCE = 2
 """Pushes of one client whose bytes may still be on their way; a further one waits."""
+_MOST_COMPARED = 0.25
+"""Part of what a rank pushes that it may read besides, to compare it with other ranks, and still be said to expect what it pushes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +74,17 @@ class _Taken:
     seconds: float
 
 
+class _Turn:
+    """Who ends a push: the caller that has begun it, or the thread that goes on with it. Whoever is first, even if both are told to."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def take(self) -> bool:
+        """Whether it is the one who asks."""
+        return self._lock.acquire(blocking=False)
+
+
 class Pusher:
     """Makes the pushes of one client. Thread-safe.
 
@@ -82,6 +99,25 @@ class Pusher:
         self._slots = threading.BoundedSemaphore(_PUSHES_AT_ONCE)
         self._replicas = ReplicaChecksums()
         self._staging = StagingPool()
+        self._pushed: dict[str, frozenset[Shard]] = {}
+
+    def expected(
+        self, model: str, layout: Layout, tensors: Sequence[torch.Tensor]
+    ) -> Sequence[torch.Tensor] | None:
+        """Those of a rank's tensors that it will probably be told to push: what it was told last time.
+
+        None if that is not known, or most of what the rank holds was others' to push, too.
+
+        Args:
+            model: which model.
+            layout: the shards that the rank holds.
+            tensors: one for each.
+        """
+        before = self._pushed.get(model)
+        if before is None:
+            return None
+        each = zip(layout.placements, tensors, strict=True)
+        return [tensor for placement, tensor in each if placement.shard in before]
 
     def push(
         self,
@@ -95,7 +131,7 @@ class Pusher:
         behind: pb.OpenVersionRequest | None = None,
         copying: Copying | None = None,
     ) -> PushHandle:
-        """Push the shards of a rank. Returns once they are copied out, or with ``copying`` once it is known which.
+        """Push the shards of a rank. Returns once they are copied out, or once it is known that ``copying`` copies them behind the caller.
 
         Args:
             opening: says which version; the same of all ranks, but for the client's id.
@@ -105,15 +141,16 @@ class Pusher:
             open_source: is called for the bytes of the shards that this rank is to push; and, for those that other ranks hold, too, before
                 that to compare them. Shards that pass by are held by no other rank.
             hold_seal: leave it to `PushHandle.seal` to seal the rank.
-            behind: opening of what all ranks push next. If this rank fails where the others do not, they are told that it will not come.
-            copying: copies the shards behind the caller; they do not pass by, and the seal is not held.
+            behind: opening of what all ranks push next. If this rank fails, they are told that it will not come.
+            copying: how the shards are copied; by default in the call. Behind the caller, they do not pass by, and the seal is not held.
 
         Raises:
             WeighbridgeError: as `TrainerClient.push` says.
         """
         started = time.monotonic()
         connection, model = self._connection, opening.model
-        has_slot, number, all_declared = False, 0, False
+        copying = Copying() if copying is None else copying
+        has_slot, number, turn = False, 0, _Turn()
         taken: _Taken | None = None
         try:
             has_slot = self._slots.acquire()
@@ -122,28 +159,27 @@ class Pusher:
             check_heard(opening, opened)
             header = pb.PushHeader(model=model, number=number, rank=rank, client_id=opening.client_id)
             declared = connection.run(push_calls.declare(header, layout, space), at=at)
-            all_declared = True
+            needed = [*declared.assigned, *declared.shared]
             chosen = layout.select(list(declared.assigned))
+            self._expect(model, layout, declared)
             report: Future[PushReport] = Future()
             placed = [PlacedPart(each.start, each.end, each.places) for each in declared.placed]
             counts = PushCounts(chosen, placed)
             stream = RankStream(connection, header, at, routes_of(declared, rank), counts)
-            take = partial(self._take, stream, layout, declared, chosen, open_source)
-            if copying is None:
+            take = partial(self._take, stream, layout, declared, chosen, open_source, copying)
+            if not copying.is_behind(needed):
                 taken = take()
-                held_seconds = time.monotonic() - started
-                rest = partial(self._deliver, report, stream, held_seconds, taken, hold_seal=hold_seal)
-            else:
-                rest = partial(self._take_behind, report, stream, started, take, copying)
+            held_seconds = time.monotonic() - started
+            rest = partial(self._go_on, turn, report, stream, held_seconds, taken or take, copying, hold_seal)
             # not a daemon: a trainer that ends after its last push must not lose it
             threading.Thread(target=rest, name=f"push-{model}@{number}").start()
         except BaseException as error:
-            if copying is not None:
-                copying.ended.set()
-            if has_slot:
-                self._slots.release()
-            if taken is not None:
-                taken.delivery.release()
+            if turn.take():  # an interrupt may come when the thread has begun
+                if has_slot:
+                    self._slots.release()
+                if taken is not None:
+                    taken.delivery.release()
+                copying.release()
             # Without this rank the version cannot be completed: do not let the others wait for it. But a rank that
             # belongs to another process is that process's business.
             if not number and isinstance(error, InvalidArgument):
@@ -152,7 +188,12 @@ class Pusher:
                 self._give_up(
                     pb.PushHeader(model=model, number=number, rank=rank, client_id=opening.client_id), error
                 )
-                if behind is not None and all_declared and isinstance(error, Exception):
+                # others may have come so far: they wait for no rank whose shards are those of the push before
+                if (
+                    behind is not None
+                    and isinstance(error, Exception)
+                    and not isinstance(error, VersionFailed)
+                ):
                     behind.at_least = number
                     self._refuse(behind, rank, error)
             raise
@@ -161,6 +202,16 @@ class Pusher:
         seal = partial(stream.seal, taken.replicas) if taken is not None and hold_seal else None
         return PushHandle(connection, model, number, chosen.nbytes, report, seal, copying)
 
+    def _expect(self, model: str, layout: Layout, declared: pb.DeclareLayoutResponse) -> None:
+        """Take note of what a rank was told to push."""
+        places = layout.placements
+        assigned, shared = set(declared.assigned), set(declared.shared)
+        compared = sum(places[index].nbytes for index in shared - assigned)
+        if compared <= _MOST_COMPARED * declared.stream_bytes:
+            self._pushed[model] = frozenset(places[index].shard for index in assigned | shared)
+        else:
+            self._pushed.pop(model, None)
+
     def _take(
         self,
         stream: RankStream,
@@ -168,6 +219,7 @@ class Pusher:
         declared: pb.DeclareLayoutResponse,
         chosen: Layout,
         open_source: OpenSource | OpenPassing,
+        copying: Copying,
     ) -> _Taken:
         """Copy out the shards of a rank.
 
@@ -176,8 +228,19 @@ class Pusher:
             layout: of all that the rank holds.
             declared: the service's answer to it.
             chosen: of the shards that the rank is to push.
-            open_source: as for `push`.
+            open_source, copying: as for `push`.
         """
+        with copying.made():
+            return self._taken(stream, layout, declared, chosen, open_source)
+
+    def _taken(
+        self,
+        stream: RankStream,
+        layout: Layout,
+        declared: pb.DeclareLayoutResponse,
+        chosen: Layout,
+        open_source: OpenSource | OpenPassing,
+    ) -> _Taken:
         begun, header, counts = time.monotonic(), stream.header, stream.counts
         replicas: Sequence[pb.ReplicaChecksum] = ()
         if isinstance(open_source, OpenPassing):
@@ -200,25 +263,35 @@ class Pusher:
             delivery = copy_out(lent, chosen, source, counts)
         return _Taken(delivery, casts, replicas, chosen.nbytes, time.monotonic() - begun)
 
-    def _take_behind(
+    def _go_on(
         self,
+        turn: _Turn,
         report: Future[PushReport],
         stream: RankStream,
-        started: float,
-        take: Callable[[], _Taken],
+        held_seconds: float,
+        taken: _Taken | Callable[[], _Taken],
         copying: Copying,
+        hold_seal: bool,
     ) -> None:
-        """Copy out the shards of a rank behind its back, and deliver them."""
-        header, held_seconds = stream.header, time.monotonic() - started
-        try:
-            with copying.behind():
-                taken = take()
-        except BaseException as error:  # goes to whoever waits
-            self._slots.release()
-            self._give_up(header, error)
-            report.set_exception(error)
+        """Copy out the shards of a rank behind its back if that has not been done, and deliver them."""
+        if not turn.take():
             return
-        self._deliver(report, stream, held_seconds, taken, hold_seal=False)
+        try:
+            if not isinstance(taken, _Taken):
+                taken = self._taken_behind(stream, taken)
+            report.set_result(self._deliver(stream, held_seconds, taken, hold_seal))
+        except BaseException as error:  # goes to whoever waits
+            report.set_exception(error)
+        finally:
+            copying.release()
+            self._slots.release()
+
+    def _taken_behind(self, stream: RankStream, take: Callable[[], _Taken]) -> _Taken:
+        try:
+            return take()
+        except BaseException as error:
+            self._give_up(stream.header, error)
+            raise
 
     def _give_up(self, header: pb.PushHeader, error: BaseException) -> None:
         """Give up a version of which a rank cannot push its part."""
@@ -229,12 +302,14 @@ class Pusher:
             )
 
     @contextlib.contextmanager
-    def telling(self, opening: pb.OpenVersionRequest, rank: int) -> Iterator[None]:
-        """Where the block refuses what a rank would push, tell the other ranks of the push, which would wait for it."""
+    def telling(self, openings: Iterable[pb.OpenVersionRequest | None], rank: int) -> Iterator[None]:
+        """Where the block refuses what a rank would push, tell the other ranks of these pushes, which would wait for it."""
         try:
             yield
         except Exception as error:
-            self._refuse(opening, rank, error)
+            for opening in openings:
+                if opening is not None:
+                    self._refuse(opening, rank, error)
             raise
 
     def _refuse(self, opening: pb.OpenVersionRequest, rank: int, error: Exception) -> None:
@@ -272,14 +347,7 @@ class Pusher:
             opened = self._connection.run(push_calls.open_version(opening), at=at)
         return opened, at
 
-    def _deliver(
-        self,
-        report: Future[PushReport],
-        stream: RankStream,
-        held_seconds: float,
-        taken: _Taken,
-        hold_seal: bool,
-    ) -> None:
+    def _deliver(self, stream: RankStream, held_seconds: float, taken: _Taken, hold_seal: bool) -> PushReport:
         started, counts, delivery = time.monotonic(), stream.counts, taken.delivery
         try:
             if delivery.lent.loan is not None:
@@ -292,26 +360,21 @@ class Pusher:
                 log.warning(_told(stream.header, broken))
             if not hold_seal:
                 stream.seal(taken.replicas)
-            report.set_result(
-                PushReport(
-                    held_seconds=held_seconds,
-                    copy_seconds=taken.seconds,
-                    stream_bytes=taken.nbytes,
-                    stream_seconds=time.monotonic() - started,
-                    lane=delivery.lent.lane,
-                    lane_reason=delivery.lent.why_not_local,
-                    local_bytes=delivery.local_bytes,
-                    cast_tensors=taken.casts[0],
-                    widened_tensors=taken.casts[1],
-                    nonfinite_elements=counts.total,
-                    nonfinite_tensors=tuple(itertools.islice(broken.items(), _NAMED_IN_REPORT)),
-                )
+            return PushReport(
+                held_seconds=held_seconds,
+                copy_seconds=taken.seconds,
+                stream_bytes=taken.nbytes,
+                stream_seconds=time.monotonic() - started,
+                lane=delivery.lent.lane,
+                lane_reason=delivery.lent.why_not_local,
+                local_bytes=delivery.local_bytes,
+                cast_tensors=taken.casts[0],
+                widened_tensors=taken.casts[1],
+                nonfinite_elements=counts.total,
+                nonfinite_tensors=tuple(itertools.islice(broken.items(), _NAMED_IN_REPORT)),
             )
-        except BaseException as error:  # goes to whoever waits
-            report.set_exception(error)
         finally:
             delivery.release()
-            self._slots.release()
 
 
 def _told(header: pb.PushHeader, broken: Mapping[str, int]) -> str:

@@ -1,105 +1,33 @@
-"""Client of a trainer rank: pushes the shards it holds; restores are its base's."""
+"""Client of a trainer rank: pushes the shards it holds; folders, and restores, are its bases'."""
 
 from __future__ import annotations
 
-import logging
-import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-from weighbridge._clients.copying_behind import Deferral, StepGate
+from weighbridge._clients.importer import ImportingClient
 from weighbridge._clients.push_handle import PushHandle
-from weighbridge._clients.push_options import PushOptions, check_options, opening_of, say
-from weighbridge._clients.pushing import Pusher
-from weighbridge._clients.restorer import RestoringClient
-from weighbridge._clients.training import TrainingPushes, training_state
-from weighbridge._clients.transport import ConnectionOptions
-from weighbridge._core import dtypes
-from weighbridge._core.layouts import Layout, TensorSpec
-from weighbridge._core.references import is_training, training_of
-from weighbridge._core.resources import Model
+from weighbridge._clients.push_options import PushOptions, check_options, say
+from weighbridge._clients.training import training_state
 from weighbridge._core.tensor_spaces import TensorSpace
-from weighbridge._formats import hf_folder, safetensors_files
-from weighbridge._formats.folder_weights import FolderWeights
-from weighbridge._formats.push_sources import (
-    OpenSource,
-    ShardSource,
-    StagingPool,
-    TensorSource,
-    cast_dtypes,
-)
-from weighbridge.errors import InvalidArgument
-from weighbridge.v1 import checkpoint_service_pb2 as pb
+from weighbridge._formats.push_sources import cast_dtypes
 
 if TYPE_CHECKING:
     import torch
 
-log = logging.getLogger(__name__)
 
-
-class TrainerClient(RestoringClient):
+class TrainerClient(ImportingClient):
     """The trainer's side of the service; one for each rank.
 
     Args:
         server: ``host:port`` of the gRPC face; by default ``WEIGHBRIDGE_SERVER``, or 127.0.0.1:50051.
         run: name of the training run, the same on all ranks; part of the version's lineage.
+        ahead_bytes: host memory for the copies of a push with a training state, page-locked if they are of a GPU. So many bytes are copied to
+            it while the service is asked where they go, and delivered from there behind the caller. Larger pushes are copied when that is known. Each of two
+            pushes that are on their way takes as much.
         options: as for `Client`.
     """
-
-    def __init__(
-        self, server: str | None = None, *, run: str = "default", **options: Unpack[ConnectionOptions]
-    ) -> None:
-        super().__init__(server, **options)
-        self.run = run
-        self._staging = StagingPool()
-        self._pusher = Pusher(self._connection)
-        self._steps = StepGate()
-        self._training = TrainingPushes(self._connection)
-
-    def register_model(
-        self,
-        model: str,
-        hf_dir: str | Path,
-        *,
-        dtype: str | torch.dtype = "",
-        tensors: Any = None,
-        weight_map: bool = True,
-    ) -> Model:
-        """Register a model by a Hugging Face folder: its ``config.json``, tokenizer and so on, not its weights.
-
-        A model type without a weight map is registered by its tensors: by the headers of the folder's weights, or by ``tensors``. Such a
-        model has Hugging Face's names alone. Repeating it is harmless, so every rank may call it, with its own part of ``tensors``.
-
-        Args:
-            model: ``namespace/name``.
-            hf_dir: the folder. If it has weights, their headers are compared with ``config.json``.
-            dtype: of the weights, such as ``bf16``; by default each tensor's own if they are known, and otherwise what
-                ``config.json`` says. Without a weight map, only floating-point tensors of 16 bits or more get it.
-            tensors: a torch module, a state dict, or pairs of a name and a tensor, as for `push_state_dict`, by whose names, global
-                shapes and dtypes the model is registered; by default the folder's weights. Data is not read: the meta device will do.
-            weight_map: False registers it by its tensors alone, although there may be a weight map for its model type: of a quantised
-                model, or one with layers of its own.
-
-        Raises:
-            InvalidArgument: its model type has no weight map and its tensors are not known, or they are not what ``config.json``
-                describes (names the tensors).
-            LayoutError: ``tensors`` has LoRA adapters that are not merged, or what is no tensor.
-            DataLoss: a file of weights is damaged.
-            FailedPrecondition: the model is registered already, with other tensors.
-        """
-        folder = Path(hf_dir)
-        files = hf_folder.side_files(folder)
-        _tell_of_tokenizer(model, folder, files)
-        specs: Iterable[TensorSpec] = ()
-        if tensors is not None:
-            from weighbridge._formats.torch_state import tensor_specs
-
-            specs = tensor_specs(tensors)
-        elif safetensors_files.has_weights(folder):
-            specs = FolderWeights.read(folder, files["config.json"]).layout.tensors.values()
-        return self.register_files(model, files, dtype, specs, weight_map=weight_map)
 
     def push(
         self,
@@ -156,15 +84,15 @@ class TrainerClient(RestoringClient):
 
         rank, world_size = rank_and_world(rank, world_size)
         opening = self._opening(model, step, run, world_size, request_id)
-        with self._pusher.telling(opening, rank):
+        with self._telling_both(opening, rank, optimizer, state, rank_state):
             say(opening, options)
             shards = sharded_tensors(sharded_state_dict)
             opening.cast_from.extend(cast_dtypes(shards.layout, shards.tensors))
             held = partial(training_tensors, shards, optimizer)
             training = training_state(held, rank, optimizer=optimizer, state=state, rank_state=rank_state)
-            deferral = self._steps.until(until, optimizer)
-        push = self._push_of(opening, rank, shards.layout, TensorSpace.MEGATRON, shards.tensors, deferral)
-        return self._training.beside(push, opening, rank, training, deferral)
+            copies = self._copies(model, shards.layout, shards.tensors, training, until, optimizer)
+        push = self._push_of(opening, rank, shards.layout, TensorSpace.MEGATRON, shards.tensors, copies)
+        return self._training.beside(push, opening, rank, training, copies)
 
     def push_state_dict(
         self,
@@ -229,7 +157,7 @@ class TrainerClient(RestoringClient):
         rank, world_size = rank_and_world(rank, world_size)
         opening = self._opening(model, step, run, world_size, request_id)
         with self._tensors(model) as tensors:
-            with self._pusher.telling(opening, rank):
+            with self._telling_both(opening, rank, optimizer, state, rank_state):
                 say(opening, options)
                 shards = torch_shards(
                     state_dict_or_module, tensors, cast=cast, whole=world_size == 1, of=model
@@ -242,10 +170,10 @@ class TrainerClient(RestoringClient):
                     state=state,
                     rank_state=rank_state,
                 )
-                deferral = self._steps.until(until, optimizer)
+                copies = self._copies(model, shards.layout, shards.tensors, training, until, optimizer)
             space = TensorSpace.HUGGING_FACE
-            push = self._push_of(opening, rank, shards.layout, space, shards.tensors, deferral)
-            return self._training.beside(push, opening, rank, training, deferral)
+            push = self._push_of(opening, rank, shards.layout, space, shards.tensors, copies)
+            return self._training.beside(push, opening, rank, training, copies)
 
     def push_gathered(
         self,
@@ -305,7 +233,7 @@ class TrainerClient(RestoringClient):
             rank, ranks = rank_and_world(rank, world_size)
             opening = self._opening(model, step, run, ranks, request_id)
             with self._tensors(model) as tensors:
-                with self._pusher.telling(opening, rank):
+                with self._pusher.telling([opening], rank):
                     say(opening, options)
                     if held is None:
                         shares = share_layout(tensors, rank, ranks)
@@ -323,220 +251,3 @@ class TrainerClient(RestoringClient):
             ):  # the other ranks gather them together with this one: they would wait for it for ever
                 pass
             raise
-
-    def _opening(
-        self,
-        model: str,
-        step: int,
-        run: str | None,
-        ranks: int,
-        request_id: str | None,
-        *,
-        part: bool = False,
-    ) -> pb.OpenVersionRequest:
-        run, client_id = self.run if run is None else run, self._connection.client_id
-        if is_training(model) and not part:
-            raise InvalidArgument(
-                f"{model} takes training states alone, which are pushed beside weights",
-                fix=f"push to {model.partition(':')[0]}, with optimizer= or state=",
-            )
-        return opening_of(model, step=step, run=run, ranks=ranks, client_id=client_id, request_id=request_id)
-
-    def _push_of(
-        self,
-        opening: pb.OpenVersionRequest,
-        rank: int,
-        layout: Layout,
-        space: TensorSpace,
-        tensors: Sequence[torch.Tensor],
-        deferral: Deferral | None,
-    ) -> Callable[[pb.OpenVersionRequest | None], PushHandle]:
-        """A push of tensors that is made when it is called, with the opening of what comes behind."""
-
-        def push(behind: pb.OpenVersionRequest | None) -> PushHandle:
-            settled, copying = (tensors, None) if deferral is None else deferral.copying(tensors)
-            source = self._source_of(settled)
-            return self._pusher.push(opening, rank, layout, space, source, behind=behind, copying=copying)
-
-        return push
-
-    def _source_of(self, tensors: Sequence[torch.Tensor]) -> OpenSource:
-        def chosen(indexes: Sequence[int], stream: Layout) -> ShardSource:
-            return TensorSource(self._staging, stream, [tensors[i] for i in indexes])
-
-        return chosen
-
-    def import_folder(
-        self,
-        model: str,
-        hf_dir: str | Path,
-        *,
-        dequantize: str = "",
-        step: int = 0,
-        run: str | None = None,
-        weight_map: bool = True,
-        **options: Unpack[PushOptions],
-    ) -> PushHandle:
-        """Register a model by a Hugging Face folder, and push its weights.
-
-        Args:
-            model: ``namespace/name``.
-            hf_dir: the folder.
-            dequantize: the dtype, such as ``bf16``, that block-quantised fp8 weights are turned into on the way; by default
-                they are kept as they are.
-            step: recorded with the version.
-            run: overrides the client's.
-            weight_map: as for `register_model`.
-            options: as for `push`.
-
-        Raises:
-            As `register_model` and `push_folder` do, and:
-            InvalidArgument: ``dequantize`` is given, and there is nothing to dequantise or a scale is missing.
-        """
-        check_options(options)
-        dtype = dtypes.parse(dequantize) if dequantize else None
-        if dtype is not None and not dtype.is_float:
-            raise InvalidArgument(f"fp8 weights cannot become {dtype}", fix="use bf16, fp16 or fp32")
-        files = hf_folder.side_files(Path(hf_dir))
-        _tell_of_tokenizer(model, hf_dir, files)
-        weights = FolderWeights.read(Path(hf_dir), files["config.json"], dequantize=dtype)
-        files["config.json"] = weights.config_json
-        self.register_files(model, files, "", weights.layout.tensors.values(), weight_map=weight_map)
-        return self._push_weights(model, weights, step, run, str(uuid.uuid4()), options)
-
-    def import_training(
-        self,
-        model: str,
-        folder: str | Path,
-        *,
-        step: int | None = None,
-        run: str | None = None,
-        **options: Unpack[PushOptions],
-    ) -> PushHandle:
-        """Push a checkpoint of Megatron-core (``torch_dist``) or torch (``dcp``) as a training state, with its optimizer.
-
-        Its layout is what is declared, and the bytes of tensors are read from where they lie. Entries that are no tensors are kept as the bytes
-        that they are, unopened.
-
-        Args:
-            model: ``namespace/name``, registered before.
-            folder: the checkpoint; of Megatron-LM that of one iteration.
-            step: recorded with the version; by default the iteration that the folder is named by, or 0.
-            run: overrides the client's.
-            options: as for `push`. Elements that are not finite do not hold it.
-
-        Raises:
-            NotFound: the model is not registered, there is no checkpoint, or a file of it is missing.
-            DataLoss: it is damaged or cut short.
-            InvalidArgument: a tensor has a dtype or name that is not supported, or what is no tensor has more than a GiB.
-            LayoutError: a part of a tensor is missing, or there twice; names each tensor.
-        """
-        check_options(options)
-        from weighbridge._formats.training.checkpoint_folder import CheckpointFolder
-
-        options["allow_nonfinite"] = True
-        found = CheckpointFolder.read(Path(folder))
-        return self.push_shards(
-            training_of(model), found.layout, found.space, found.open_source, step=found.step if step is None else step,
-            rank=0, world_size=1, run=run, request_id=str(uuid.uuid4()), **options,
-        )  # fmt: skip
-
-    def push_folder(
-        self,
-        model: str,
-        hf_dir: str | Path,
-        *,
-        step: int = 0,
-        run: str | None = None,
-        request_id: str | None = None,
-        cast: str = "allow",
-        hold_seal: bool = False,
-        **options: Unpack[PushOptions],
-    ) -> PushHandle:
-        """Push the weights of a Hugging Face folder as a new version of a registered model.
-
-        Args:
-            model: ``namespace/name``, registered before.
-            hf_dir: a folder with safetensors files. Which tensors are tied says its ``config.json``, or the model's own if it has none.
-            step: recorded with the version.
-            run: overrides the client's.
-            request_id: what makes a repeated call find its version; unique by default.
-            cast: ``allow`` casts floating-point tensors of another dtype than the model's as they are read, ``exact`` does so if the model's
-                is wider, ``never`` refuses them. The report says how many were cast.
-            hold_seal: as for `push_shards`.
-            options: as for `push`.
-
-        Raises:
-            NotFound: the model is not registered, or the folder has no safetensors files.
-            LayoutError: the folder's tensors are not those of the model.
-            DataLoss: a file is damaged.
-        """
-        check_options(options)
-        config = Path(hf_dir) / "config.json"
-        config_json = config.read_bytes() if config.is_file() else self.model_files(model)["config.json"]
-        weights = FolderWeights.read(Path(hf_dir), config_json)
-        with self._tensors(model) as tensors:
-            weights = weights.as_model_has_them(tensors, cast)
-            request_id = request_id or str(uuid.uuid4())
-            return self._push_weights(model, weights, step, run, request_id, options, hold_seal=hold_seal)
-
-    def _push_weights(
-        self,
-        model: str,
-        weights: FolderWeights,
-        step: int,
-        run: str | None,
-        request_id: str,
-        options: PushOptions,
-        *,
-        hold_seal: bool = False,
-    ) -> PushHandle:
-        return self.push_shards(
-            model, weights.layout, TensorSpace.HUGGING_FACE, weights.open_source, step=step, rank=0, world_size=1, run=run,
-            request_id=request_id, hold_seal=hold_seal, cast_from=weights.cast_from, **options,
-        )  # fmt: skip
-
-    def push_shards(
-        self,
-        model: str,
-        layout: Layout,
-        space: TensorSpace,
-        open_source: OpenSource,
-        *,
-        step: int,
-        rank: int,
-        world_size: int,
-        run: str | None = None,
-        request_id: str | None = None,
-        hold_seal: bool = False,
-        cast_from: Iterable[str] = (),
-        **options: Unpack[PushOptions],
-    ) -> PushHandle:
-        """Push the shards of any layout; what `push` and `push_folder` do in the end.
-
-        Args:
-            model: ``namespace/name``, registered before.
-            layout: the shards this rank holds, as one stream.
-            space: ``TensorSpace.MEGATRON`` or ``TensorSpace.HUGGING_FACE``, to which the names belong.
-            open_source: is called for the bytes of the shards that this rank is to push; and, for those that other ranks hold, too, before
-                that to compare them.
-            step, rank, world_size, run, request_id, options: as for `push`.
-            hold_seal: leave it to `PushHandle.seal` to say that this rank has pushed everything: until then no version becomes visible.
-            cast_from: safetensors' names of the dtypes that the source casts from; the version's manifest has them.
-        """
-        opening = self._opening(model, step, run, world_size, request_id, part=True)
-        opening.cast_from.extend(cast_from)
-        with self._pusher.telling(opening, rank):
-            say(opening, options)
-        return self._pusher.push(opening, rank, layout, space, open_source, hold_seal=hold_seal)
-
-    def close(self) -> None:
-        """Wait until what was pushed has arrived or failed, then close the connection."""
-        self._pusher.close()
-        self._training.close()
-        super().close()
-
-
-def _tell_of_tokenizer(model: str, folder: str | Path, files: Iterable[str]) -> None:
-    if not hf_folder.has_tokenizer(files):
-        log.warning("%s: %s has no tokenizer: engines that need one will not find it here", model, folder)

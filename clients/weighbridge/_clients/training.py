@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from weighbridge._clients import restoring
 from weighbridge._clients.calls import pull_calls
 from weighbridge._clients.calls.known_layouts import KnownLayouts
 from weighbridge._clients.connection import Connection
-from weighbridge._clients.copying_behind import Deferral
+from weighbridge._clients.copying.copies import Copies
 from weighbridge._clients.push_handle import PushHandle
 from weighbridge._clients.pushing import Pusher
 from weighbridge._core.boxes import Box
@@ -18,12 +18,14 @@ from weighbridge._core.references import Reference, training_of
 from weighbridge._core.resources import REF_LATEST, Version
 from weighbridge._core.slices import FullTensors
 from weighbridge._core.text.counts import counted
-from weighbridge._formats.push_sources import StagingPool, TensorSource
+from weighbridge._formats.push_sources import StagingPool
 from weighbridge._formats.training import stateful
 from weighbridge.errors import DataLoss, InvalidArgument
 from weighbridge.v1 import checkpoint_service_pb2 as pb
 
 if TYPE_CHECKING:
+    import torch
+
     from weighbridge._formats.training.training_state import Fit, RankValues, TrainingState, TrainingTensors
 
 
@@ -67,49 +69,57 @@ class TrainingPushes:
         self._pusher = Pusher(connection)
         self._staging = StagingPool()
 
+    @staticmethod
+    def opening(weights: pb.OpenVersionRequest) -> pb.OpenVersionRequest:
+        """The opening of the training state that is pushed beside these weights, which have not been opened yet."""
+        own = pb.OpenVersionRequest()
+        own.CopyFrom(weights)
+        own.model = training_of(weights.model)
+        own.ClearField("cast_from")
+        # held versions are for engines to pass by; a trainer that goes on wants the newest state as it was
+        own.candidate, own.allow_nonfinite = False, True
+        return own
+
+    def expected(self, model: str, state: TrainingState) -> Sequence[torch.Tensor] | None:
+        """As `Pusher.expected`, of the state beside a model's weights. Its blob is no other rank's."""
+        found = self._pusher.expected(training_of(model), state.layout, state.tensors)
+        return None if found is None else [*found, state.tensors[-1]]
+
     def beside(
         self,
         weights: Callable[[pb.OpenVersionRequest | None], PushHandle],
         opening: pb.OpenVersionRequest,
         rank: int,
         state: TrainingState | None,
-        deferral: Deferral | None = None,
+        copies: Copies,
     ) -> PushHandle:
-        """Push weights, and behind them the training state that belongs to them. Returns once both are copied out.
+        """Push weights, and behind them the training state that belongs to them. Returns once both are copied out, as ``copies`` says.
 
         Args:
             weights: pushes them; is given the opening of what comes behind.
             opening: of the weights.
             rank: which rank.
             state: what is pushed beside them; None for nothing.
-            deferral: puts its copies off; None makes them now.
+            copies: those of both.
 
         Returns:
             The handle of the weights.
         """
-        if state is None:
-            return weights(None)
-        own = pb.OpenVersionRequest()
-        own.CopyFrom(opening)
-        own.model = training_of(opening.model)
-        own.ClearField("cast_from")
-        # held versions are for engines to pass by; a trainer that goes on wants the newest state as it was
-        own.candidate, own.allow_nonfinite = False, True
-        handle = weights(own)
-        own.at_least = handle.number
-        tensors, copying = state.tensors, None
-        if deferral is not None:
-            tensors, copying = deferral.copying(tensors)
-
-        def source(indexes: Any, stream: Layout) -> TensorSource:
-            return TensorSource(self._staging, stream, [tensors[index] for index in indexes])
-
-        try:
-            handle.training = self._pusher.push(own, rank, state.layout, state.space, source, copying=copying)
-        except Exception as error:
-            error.add_note(f"This rank had pushed the weights by then: {handle.model}@{handle.number}.")
-            raise
-        return handle
+        with copies:
+            if state is None:
+                return weights(None)
+            own = self.opening(opening)
+            handle = weights(own)
+            own.at_least = handle.number
+            try:
+                source, copying = copies.source(state.tensors, self._staging)
+                handle.training = self._pusher.push(
+                    own, rank, state.layout, state.space, source, copying=copying
+                )
+            except Exception as error:
+                error.add_note(f"This rank had pushed the weights by then: {handle.model}@{handle.number}.")
+                raise
+            return handle
 
     def close(self) -> None:
         """Wait until what was pushed has arrived or failed."""
@@ -126,7 +136,7 @@ def restore_training(
     state: MutableMapping[str, Any] | None,
     rank_state: MutableMapping[str, Any] | None,
 ) -> Version:
-    """Fill what a rank holds from a training state. Nothing is changed unless all of it fits.
+    """Fill what a rank holds from a training state. Nothing is changed unless all of it fits; what breaks off after that says so.
 
     Only the rank's boxes come, and one blob: its own, if as many ranks have pushed; otherwise that of rank 0.
 
@@ -149,7 +159,7 @@ def restore_training(
     """
     import torch
 
-    from weighbridge._formats.training.checkpoint_values import opened
+    from weighbridge._formats.training.checkpoint_values import checkpoint_ranks, opened
     from weighbridge._formats.training.training_state import StoredState, without_blobs
 
     meant = Reference.of(model, version, REF_LATEST)
@@ -160,18 +170,29 @@ def restore_training(
     pushed_by = found.ranks or len(tensors) - len(others)
     rank, world_size = ranks
     name = f"{found.model}@{found.number}"
-    if rank_state is not None and pushed_by != world_size:
+    kept = rank_values(connection, found, tensors, rank if pushed_by == world_size else 0)
+    own = checkpoint_ranks(kept, name)
+    if rank_state is not None and (pushed_by if own is None else own) != world_size:
+        by = f"was pushed by {counted(pushed_by, 'rank')}"
+        of = f"was imported with what is their own of {counted(own or 0, 'rank')}"
         raise InvalidArgument(
-            f"{name} was pushed by {counted(pushed_by, 'rank')}, and rank_state= is asked for on {world_size}",
+            f"{name} {by if own is None else of}, and rank_state= is asked for on {world_size}",
             fix="what is each rank's own fits as many ranks alone: leave rank_state= out, and begin it anew",
         )
-    values = opened(rank_values(connection, found, tensors, rank if pushed_by == world_size else 0), name)
+    values = opened(kept, name, None if rank_state is None else rank)
     stateful.check_kept(state, values.state, "state", name)
     stateful.check_kept(rank_state, values.rank_state, "rank_state", name)
     filling = fit(StoredState(name, others, values.trainer))
     with torch.no_grad():
-        restoring.hugging_face_shards(connection, part, filling.layout, filling.tensors, found.number)
-        filling.finish()
+        try:
+            restoring.hugging_face_shards(connection, part, filling.layout, filling.tensors, found.number)
+            filling.finish()
+        except BaseException as error:
+            filling.undo()
+            error.add_note(
+                f"Of {name} this rank has been filled in part: restore again before anything is trained or pushed."
+            )
+            raise
     stateful.give_back(state, values.state)
     stateful.give_back(rank_state, values.rank_state)
     return found

@@ -58,6 +58,7 @@ def write_checkpoint(
     """Write a training state as a checkpoint; see `RestoringClient.export_training`."""
     from weighbridge._formats.torch_dist.metadata import METADATA_FILE
     from weighbridge._formats.torch_dist.writing import write_torch_dist
+    from weighbridge._formats.training.checkpoint_folder import MAX_VALUES_BYTES
     from weighbridge._formats.training.checkpoint_values import CheckpointValues
     from weighbridge._formats.training.training_state import without_blobs
 
@@ -70,6 +71,12 @@ def write_checkpoint(
     found, all_tensors = plan.version, plan.layout.tensors
     tensors = without_blobs(all_tensors)
     ranks = found.ranks or len(all_tensors) - len(tensors)
+    nbytes = sum(spec.nbytes for name, spec in all_tensors.items() if name not in tensors)
+    if nbytes > MAX_VALUES_BYTES:
+        raise InvalidArgument(
+            f"{found.model}@{found.number} has {nbytes} bytes that are no tensors, and an export holds at most {MAX_VALUES_BYTES} in memory",
+            fix="give tensors to optimizer= rather than to state= or rank_state=; restore it as it is",
+        )
     blobs = [rank_values(connection, found, all_tensors, rank) for rank in range(max(ranks, 1))]
     values = CheckpointValues.of(blobs, tensors, found.step)
     _check_format(found, values.format, checkpoint_format)

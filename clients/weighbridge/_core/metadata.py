@@ -14,6 +14,7 @@ from weighbridge.errors import InvalidArgument
 
 MetadataValue: TypeAlias = str | int | float | bool
 Metadata: TypeAlias = Mapping[str, MetadataValue]
+"""What is said of a version by who pushes it: texts, finite numbers and booleans."""
 
 MAX_KEYS = 32
 MAX_BYTES = 4096

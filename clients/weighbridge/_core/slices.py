@@ -108,3 +108,4 @@ class Boxes:
 
 
 LayoutRequest = FullTensors | TensorParallel | Boxes
+"""What a pull asks for of a version."""

@@ -117,7 +117,7 @@ class WeighbridgeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # Ne
         """Pull the refit's tensors, whole, once all policy workers have pushed, in batches that fit into a bucket.
 
         Raises:
-            As `UpdateReceiver.receive`.
+            WeighbridgeError: as `UpdateReceiver.receive`.
         """
         batch: list[tuple[str, torch.Tensor]] = []
         size = 0

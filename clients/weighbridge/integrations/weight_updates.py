@@ -139,7 +139,7 @@ class UpdateSender:
             held: as for `TrainerClient.push_gathered`.
 
         Raises:
-            As `TrainerClient.push_gathered`.
+            WeighbridgeError: as `TrainerClient.push_gathered`.
         """
         self._sent += 1
         return self._client.push_gathered(

@@ -39,7 +39,7 @@ from weighbridge_service.catalog.known_models import KnownModels
 from weighbridge_service.catalog.snapshots import Snapshots
 from weighbridge_service.catalog.store_readers import DEFAULT_GRACE, StoreReaders, reading_since
 from weighbridge_service.models.listed_tensors import has_tensor_list, write_tensor_list
-from weighbridge_service.models.registered_model import RegisteredModel
+from weighbridge_service.models.registered_model import KEPT_SHARDS, RegisteredModel
 from weighbridge_service.models.registration import (
     files_key,
     is_listed,
@@ -84,6 +84,7 @@ class Catalog:
         grace: how long what was taken out of history can still be read.
         guarded: the same store, for heads and configs: somebody waits for these, and it does not wait for long; None for ``store``.
         kept_models: models that are remembered.
+        kept_shards: of declared layouts that each of them remembers.
         open_names: whether every caller may know which models there are, so that errors may suggest some.
 
     Attributes:
@@ -103,6 +104,7 @@ class Catalog:
         guarded: ObjectStore | None = None,
         *,
         kept_models: int = 128,
+        kept_shards: int = KEPT_SHARDS,
         open_names: bool = True,
     ) -> None:
         self.store = store
@@ -113,7 +115,7 @@ class Catalog:
         self.stopping = threading.Event()
         self.changes = Changes()
         self.snapshots = Snapshots(self.changes)
-        self.known_models = KnownModels(kept_models, self.snapshots.any_unfinished)
+        self.known_models = KnownModels(kept_models, self.snapshots.any_unfinished, kept_shards)
 
     def register_model(
         self,
@@ -175,7 +177,7 @@ class Catalog:
             FailedPrecondition: versions of the part of a model of this name that was deleted are still being received.
         """
         of = self.head(name.model)
-        if self._registered(name) is None:
+        if self._registered(name, of) is None:
             now_ms = unix_ms()
             self.heads.update(name, lambda head: (with_part(name, head, of, now_ms), None), create=True)
         return of
@@ -259,12 +261,13 @@ class Catalog:
             )
         return found
 
-    def _registered(self, name: ModelName) -> History | None:
-        """What the store says of a model; None if it was never registered to the end, or deleted."""
+    def _registered(self, name: ModelName, of: Head | None = None) -> History | None:
+        """What the store says of a model; None if it was never registered to the end, or deleted. Of a part, of which model may be known."""
         found = self.heads.history(name)
         if name.part and found is not None:
-            of = self.heads.history(name.model)
-            found = found if of is not None and is_part_of(found.head, of.head) else None
+            if of is None and (model := self.heads.read(name.model)) is not None:
+                of = model[0]
+            found = found if of is not None and is_part_of(found.head, of) else None
         self.snapshots.forget_deleted(name, None if found is None else found.head)
         return found
 

@@ -6,7 +6,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 
-from weighbridge_service.models.registered_model import RegisteredModel
+from weighbridge_service.models.registered_model import KEPT_SHARDS, RegisteredModel
 from weighbridge_storage.documents.names import ModelName
 
 _MOST_BYTES = 1 << 30
@@ -19,10 +19,12 @@ class KnownModels:
     Args:
         most: models that are remembered.
         in_use: whether something is under way for a model.
+        shards: of declared layouts that each model remembers.
     """
 
-    def __init__(self, most: int, in_use: Callable[[ModelName], bool]) -> None:
+    def __init__(self, most: int, in_use: Callable[[ModelName], bool], shards: int = KEPT_SHARDS) -> None:
         self._most = most
+        self._shards = shards
         self._in_use = in_use
         self._lock = threading.Lock()
         self._known: OrderedDict[ModelName, RegisteredModel] = OrderedDict()
@@ -47,6 +49,7 @@ class KnownModels:
             there = self._known.get(model.name)
             if there is not None and unless(there):
                 return there
+            model.remember(self._shards)
             self._known[model.name] = model
             self._known.move_to_end(model.name)
             count, nbytes = len(self._known), sum(each.nbytes for each in self._known.values())

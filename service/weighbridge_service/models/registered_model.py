@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 from weighbridge._core.layouts import Layout, TensorSpec
 from weighbridge._core.lru import Cache
@@ -14,7 +14,7 @@ from weighbridge._core.slices import LayoutRequest
 from weighbridge._core.tensor_spaces import TensorSpace
 from weighbridge._core.text.counts import counted
 from weighbridge._formats.safetensors_files import FilesLayout, lay_out_files
-from weighbridge.errors import FailedPrecondition, InvalidArgument, LayoutError
+from weighbridge.errors import InvalidArgument, LayoutError
 from weighbridge_service.families import model_types, no_weight_map
 from weighbridge_service.models.bridges import Bridge, bridge_for, parse_config
 from weighbridge_service.models.engine_layouts import EngineLayouts, padding_of
@@ -30,8 +30,8 @@ from weighbridge_storage.documents.names import (
     ModelName,
 )
 
-_KEPT_SHARDS = 2_000_000
-"""Shards of declared layouts, and slices of pulls, that a model remembers: some 1 KB each."""
+KEPT_SHARDS = 2_000_000
+"""Shards of declared layouts, and slices of pulls, that a model remembers by default: some 1 KB each."""
 _KEPT_OFFERS = 100_000
 """Layouts of which a model remembers that other replicas can find them; and of which it remembers the shifts."""
 _SHARD_BYTES, _PART_BYTES = 2 << 10, 300
@@ -43,6 +43,10 @@ _KEPT_DECLARED = 4
 _NAMED = 20
 IDENTITY_FORMAT = 2
 """Of `RegisteredModel.identity`. Heads of another format are compared by their tensors alone."""
+
+
+DeclaredLayout: TypeAlias = tuple[TensorSpace, Layout]
+"""What a rank has declared, and the tensor space of its names."""
 
 
 class RegisteredModel:
@@ -74,15 +78,18 @@ class RegisteredModel:
         self.side_files = tuple(side_files)
         self.config_json = config_json
         self.known_set: KnownSet | None = None
-        self._layouts: Cache[tuple[TensorSpace, Layout]] = Cache(
-            _KEPT_SHARDS, lambda entry: 1 + len(entry[1].placements)
-        )
+        self._layouts: Cache[DeclaredLayout]
+        self.remember(KEPT_SHARDS)
         self._offered: Cache[bool] = Cache(_KEPT_OFFERS)
         self._pushes: Cache[PreparedPush] = Cache(4)
         self._reads: Cache[Transfer] = Cache(_KEPT_PARTS, lambda transfer: 1000 + transfer.parts)
         self._shifts: Cache[Mapping[str, float]] = Cache(_KEPT_OFFERS)
-        self._requests: Cache[Layout] = Cache(_KEPT_SHARDS // 4, lambda layout: 1 + len(layout.placements))
+        self._requests: Cache[Layout] = Cache(KEPT_SHARDS // 4, lambda layout: 1 + len(layout.placements))
         self._declared: Cache[RegisteredModel] = Cache(_KEPT_DECLARED)
+
+    def remember(self, shards: int) -> None:
+        """Remember as many shards of the layouts that are declared from now on, and none that were."""
+        self._layouts = Cache(shards, lambda entry: 1 + len(entry[1].placements))
 
     @cached_property
     def bridge(self) -> Bridge:
@@ -100,24 +107,23 @@ class RegisteredModel:
         """Whether each version has the tensors that its ranks declare, under the names that they give them: that of a part."""
         return bool(self.name.part)
 
-    def declared_by(self, digests: Sequence[str]) -> RegisteredModel:
+    def declared_by(self, layouts: Iterable[Layout]) -> RegisteredModel:
         """The model with the tensors of one version; itself, if all versions have the same.
 
         Args:
-            digests: of the layouts that the version's ranks have declared.
+            layouts: what the version's ranks have declared, in their order.
 
         Raises:
             LayoutError: two ranks give one tensor another dtype or shape, or none of them holds any.
-            FailedPrecondition: a layout has been forgotten since it was declared.
         """
         if not self.by_version:
             return self
         specs: dict[str, TensorSpec] = {}
         problems = []
-        for rank, digest in enumerate(digests):
+        for rank, layout in enumerate(layouts):
             problems += [
                 f"{spec}: rank {rank} holds it, and a rank before it {specs[spec.name]}"
-                for spec in self.declared_layout(digest)[1].tensors.values()
+                for spec in layout.tensors.values()
                 if specs.setdefault(spec.name, spec) != spec
             ]
         if problems or not any(spec.nbytes for spec in specs.values()):
@@ -203,10 +209,6 @@ class RegisteredModel:
     def _engine_layouts(self) -> EngineLayouts:
         return EngineLayouts(self.tensors, lambda: self.bridge, self.kept.block)
 
-    def knows_layout(self, digest: str) -> bool:
-        """Whether a layout with this digest has been declared."""
-        return self._layouts.get(digest) is not None
-
     def add_layout(self, space: TensorSpace, layout: Layout) -> None:
         """Keep a declared layout under its digest.
 
@@ -217,12 +219,9 @@ class RegisteredModel:
             raise _not_mapped(self)
         self._layouts.put(layout.digest, (space, layout))
 
-    def declared_layout(self, digest: str) -> tuple[TensorSpace, Layout]:
-        """A declared layout and its tensor space. Raises FailedPrecondition if it has been forgotten."""
-        found = self._layouts.get(digest)
-        if found is None:
-            raise FailedPrecondition("a declared layout has been forgotten", fix="push again")
-        return found
+    def declared_layout(self, digest: str) -> DeclaredLayout | None:
+        """A layout that was declared, if it is remembered: those that were used last are."""
+        return self._layouts.get(digest)
 
     def is_offered(self, digest: str) -> bool:
         """Whether other replicas can find a layout, as far as this process knows."""
@@ -232,24 +231,23 @@ class RegisteredModel:
         """Take note that other replicas can find a layout."""
         self._offered.put(digest, True)
 
-    def prepare(self, digests: Sequence[str], homes: Sequence[int]) -> PreparedPush:
+    def prepare(self, declared: Sequence[DeclaredLayout], homes: Sequence[int]) -> PreparedPush:
         """What the declared layouts of all ranks lead to.
 
         Args:
-            digests: of the layouts, in the order of the ranks.
+            declared: the layouts, in the order of the ranks.
             homes: for each rank, the number of the replica of the service that it pushes to.
 
         Raises:
             LayoutError: they contradict the model or each other.
-            FailedPrecondition: a layout has been forgotten since it was declared.
         """
+        digests = tuple(layout.digest for _, layout in declared)
 
         def make() -> PreparedPush:
-            found = [self.declared_layout(digest) for digest in digests]
-            spaces = {space for space, _ in found}
+            spaces = {space for space, _ in declared}
             if len(spaces) != 1:
                 raise InvalidArgument("some ranks push Megatron-core's tensors and others Hugging Face's")
-            layouts = [layout for _, layout in found]
+            layouts = [layout for _, layout in declared]
             space = spaces.pop()
             try:
                 return prepare_push(
@@ -261,7 +259,7 @@ class RegisteredModel:
                     self._layouts.drop(digest)
                 raise
 
-        return self._pushes.get_or_make((tuple(digests), tuple(homes)), make)
+        return self._pushes.get_or_make((digests, tuple(homes)), make)
 
     def _relate(self, space: TensorSpace, tensors: Mapping[str, TensorSpec]) -> WeightMap:
         if space == TensorSpace.MEGATRON and not self.by_version:

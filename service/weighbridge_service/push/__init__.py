@@ -14,6 +14,7 @@ May import: `admission`, `catalog`, `models`, `plan`, `runtime`, `weighbridge_st
 - `rank_progress`: how far each rank is, and who was waited for; pure.
 - `ended`: what is remembered of a push that has ended.
 - `pending`: an answer that has not come yet.
+- `declared_layouts`: what the ranks of one version have declared.
 - `image_writer`: the data plane: pieces into the image.
 - `sample`: parts that are compared again when the version is verified.
 - `image_allocator`: images of versions, and memory ahead of them.

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from weighbridge.errors import DeadlineExceeded, Unavailable, VersionFailed, WeighbridgeError
 from weighbridge_service.plan.declarations import Agreement, Declaration, Home, numbers_of
+from weighbridge_service.push.declared_layouts import DeclaredLayouts
 from weighbridge_service.push.handover import HandedShare, HandedVersion, Successors
 from weighbridge_service.push.image_allocator import ImageAllocator, VersionRequest
 from weighbridge_service.push.image_writer import ImageWriter
@@ -73,6 +74,7 @@ class EffectRunner:
     Attributes:
         model: the registration under which the version was opened; with the tensors that its ranks have declared, once there is a plan, if
             each version has its own.
+        layouts: what its ranks have declared.
         writer: the data plane; None before there is an image.
         image: what the version's files are put together in; None before that, and when it was released.
     """
@@ -85,6 +87,7 @@ class EffectRunner:
         image: Image | None = None,
     ) -> None:
         self.model = publisher.model
+        self.layouts = DeclaredLayouts(publisher.model)
         self.writer: ImageWriter | None = None
         self.image = image
         self._publisher = publisher
@@ -126,9 +129,9 @@ class EffectRunner:
         match effect:
             case do.MakePlan():
                 declared = state.declarations.declared
-                digests = [declared[rank].digest for rank in range(len(declared))]
-                model = self.model.declared_by(digests)
-                prepared = model.prepare(digests, numbers_of(declared))
+                layouts = [self.layouts.find(declared[rank].digest) for rank in range(len(declared))]
+                model = self.model.declared_by(layout for _, layout in layouts)
+                prepared = model.prepare(layouts, numbers_of(declared))
                 if model is not self.model:
                     self.model, self._publisher = model, replace(self._publisher, model=model)
                 return on.Planned(prepared)
@@ -253,10 +256,16 @@ class EffectRunner:
         if self._request is not None:
             self._request.leave()
 
+    def planned(self, state: PushState) -> None:
+        """The ranks have agreed: layouts are needed only as long as other replicas have to be told of them."""
+        spreading = state.limits.spreading
+        self.layouts.let_go(lambda digest: spreading and not self.model.is_offered(digest))
+
     def forget(self) -> None:
         """Drop what nobody asks for once the push has ended: its session is kept for a while, and digests are large."""
         self.writer = None
         self._digests, self._handed_in = {}, {}
+        self.layouts.let_go(lambda _digest: False)
         self._publisher.forget()
 
     def _image_there(self) -> Image:
@@ -337,7 +346,7 @@ class EffectRunner:
     def _tell(self, here: Mapping[int, Declaration]) -> on.Event:
         for digest in {declaration.digest for declaration in here.values()}:
             if not self.model.is_offered(digest):
-                self._exchange.offer_layout(digest, *self.model.declared_layout(digest))
+                self._exchange.offer_layout(digest, *self.layouts.find(digest))
                 self.model.offered(digest)
         self._exchange.tell(here)
         return on.ReplicasTold(frozenset(here))
@@ -347,8 +356,8 @@ class EffectRunner:
         try:
             for batch in self._exchange.listen():
                 for declaration in batch.values():
-                    if not self.model.knows_layout(declaration.digest):
-                        self.model.add_layout(*self._exchange.layout(declaration.digest))
+                    if not self.layouts.knows(declaration.digest):
+                        self.layouts.add(*self._exchange.layout(declaration.digest))
                 heard += batch.items()
         except WeighbridgeError:
             if not heard:

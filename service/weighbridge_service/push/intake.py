@@ -111,8 +111,8 @@ class Intake:
         if layout is not None:
             if layout.digest != digest:
                 raise LayoutError("the layout does not have the digest that was sent with it")
-            session.model.add_layout(space, layout)
-        elif not session.model.knows_layout(digest):
+            session.layouts.add(space, layout)
+        elif not session.layouts.knows(digest):
             return settled(Declared(layout_needed=True))
         found = session.declare(rank, client_id, digest)
 

@@ -27,6 +27,7 @@ from weighbridge.errors import (
 from weighbridge_service.catalog.snapshots import VersionSnapshot
 from weighbridge_service.models.registered_model import RegisteredModel
 from weighbridge_service.plan.declarations import Agreement
+from weighbridge_service.push.declared_layouts import DeclaredLayouts
 from weighbridge_service.push.effect_pools import EffectPools
 from weighbridge_service.push.effect_runner import EffectRunner
 from weighbridge_service.push.image_writer import ImageWriter, MemoryGrant
@@ -161,6 +162,11 @@ class PushSession:
         writer = self._runner.writer
         return ranks_of(self._state, {} if writer is None else writer.received_of_ranks)
 
+    @property
+    def layouts(self) -> DeclaredLayouts:
+        """What its ranks have declared (`EffectRunner.layouts`)."""
+        return self._runner.layouts
+
     def takes_part(self, client_id: str) -> bool:
         """Whether this client has declared a rank of the version."""
         return any(each.client_id == client_id for each in self._state.declarations.here.values())
@@ -211,6 +217,8 @@ class PushSession:
         with self._lock:
             self._state = after
         self._start_all((effect for effect in effects if not isinstance(effect, do.Awaited)), after)
+        if after.agreed is not None:
+            self._runner.planned(after)
         if after.phase in FINAL and (after.agreed is None or after.agreed.alone):
             self._runner.forget()  # other replicas may still ask for their part
         self._waiting.give(after)  # before threads begin that would compete with those who wait for them

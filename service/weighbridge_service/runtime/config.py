@@ -69,6 +69,8 @@ class ServiceConfig:
         most_streams: most pushes, pulls and restores over gRPC at one time, each of which takes a thread; what replicas read from each other
             may be as many again.
         kept_models: models that the process remembers; of others the store is asked. Those that it receives versions of come on top.
+        kept_shards: shards of the layouts that ranks have declared lately that are remembered of each model, so that ranks need not send them
+            again. Those of a version that is being received are known until it is planned.
         kept_images: images of durable versions that are kept so that they can be read in memory. Each takes whole pages, two descriptors and
             a mapping, and with it stays the push's session.
         kept_pushes: ended pushes of all models together that are remembered, so that whoever pushed learns what became of them.
@@ -110,6 +112,7 @@ class ServiceConfig:
     sha256: bool = False
     most_streams: int = 1024
     kept_models: int = 128
+    kept_shards: int = 2_000_000
     kept_images: int = 64
     kept_pushes: int = 1000
 

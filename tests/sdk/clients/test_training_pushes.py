@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +16,17 @@ import pytest
 import torch
 
 from tests.support.services import RunningService, running_service
-from weighbridge import CheckpointManager, Layout, ShardSource, TensorSpace, TrainerClient, VersionFailed
+from tests.support.waiting import eventually
+from weighbridge import (
+    CheckpointManager,
+    InvalidArgument,
+    Layout,
+    ShardSource,
+    TensorSpace,
+    TrainerClient,
+    VersionFailed,
+)
+from weighbridge._clients.copying.copies import CopiesInCall
 from weighbridge._clients.push_handle import PushHandle
 from weighbridge._clients.push_options import opening_of
 from weighbridge._clients.pushing import Pusher
@@ -122,7 +133,7 @@ def pushed(client: TrainerClient, rank: int, step: int, *, broken: bool = False)
     pusher, training = Pusher(connection), TrainingPushes(connection)
     return training.beside(
         lambda behind: pusher.push(opening, rank, weights, TensorSpace.HUGGING_FACE, source, behind=behind),
-        opening, rank, state,
+        opening, rank, state, CopiesInCall(),
     )  # fmt: skip
 
 
@@ -149,6 +160,72 @@ def test_a_rank_whose_weights_fail_once_all_have_declared_is_not_waited_for_with
             assert handle.training is not None
             handle.wait(timeout=60)
             handle.training.wait(timeout=60)
+
+
+def test_a_rank_that_is_refused_before_it_opens_anything_is_not_waited_for_with_the_training_state(
+    service: RunningService,
+) -> None:
+    """The other rank's shards are those of the push before, so with its weights it waits for nobody."""
+    with (
+        TrainerClient(service.address) as first,
+        TrainerClient(service.address) as second,
+        ThreadPoolExecutor(2) as pool,
+    ):
+
+        def push(client: TrainerClient, rank: int, step: int, value: object) -> PushHandle:
+            state = {"value": value}
+            return client.push_state_dict(MODEL, module(), step=step, rank=rank, world_size=2, state=state)
+
+        for each in [pool.submit(push, client, rank, 1, 1) for rank, client in enumerate((first, second))]:
+            each.result().wait(timeout=60)
+        begun = time.monotonic()
+        fine = pool.submit(push, first, 0, 2, 1)
+        states = partial(second.versions, f"{MODEL}:training", include_invisible=True)
+        eventually(lambda: any(each.step == 2 for each in states()))
+        with pytest.raises(InvalidArgument, match="a builtins"):
+            push(second, 1, 2, object())
+        with pytest.raises(VersionFailed, match="a builtins"):
+            fine.result()
+        assert time.monotonic() - begun < 100
+
+
+def test_a_rank_that_has_no_memory_for_its_copies_is_not_waited_for(
+    service: RunningService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What may change before the step is copied in the call, of all that is pushed."""
+    own = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))
+    with (
+        TrainerClient(service.address) as first,
+        TrainerClient(service.address) as second,
+        ThreadPoolExecutor(2) as pool,
+    ):
+        first.register_model("acme/norms", tmp_path, tensors=own, weight_map=False)
+
+        def push(client: TrainerClient, rank: int) -> PushHandle:
+            made = deepcopy(own)
+            optimizer = torch.optim.AdamW(made.parameters())
+            return client.push_state_dict(
+                "acme/norms",
+                made,
+                step=1,
+                rank=rank,
+                world_size=2,
+                optimizer=optimizer,
+                until="optimizer_step",
+            )
+
+        def full(*_: object) -> None:
+            raise torch.OutOfMemoryError("the device is full")
+
+        begun = time.monotonic()
+        fine = pool.submit(push, first, 0)
+        with monkeypatch.context() as patched:
+            patched.setattr(second._steps, "until", full)
+            with pytest.raises(torch.OutOfMemoryError):
+                push(second, 1)
+        with pytest.raises(VersionFailed, match="the device is full"):
+            fine.result()
+        assert time.monotonic() - begun < 100
 
 
 def test_a_second_push_does_not_wait_until_the_first_ones_state_has_arrived(service: RunningService) -> None:

@@ -145,6 +145,23 @@ def test_each_state_has_the_tensors_that_its_ranks_declare(
             assert_equal(engine, TRAINING, number, arrays)
 
 
+@pytest.mark.parametrize("spreading", [False, True])
+def test_a_version_keeps_what_its_ranks_have_declared_however_little_its_model_remembers(
+    folder: Path, spreading: bool
+) -> None:
+    """As with a job whose ranks hold more shards together than are remembered of a model."""
+    settings = {"advertise": "127.0.0.1:0"} if spreading else {}
+    with running_service(folder, kept_shards=1, **settings) as running:
+        register(running.address)
+        with RawClient(running.address) as client, EngineClient(running.address) as engine:
+            for step in (1, 2):
+                arrays = state(4, step=step)
+                assert_equal(engine, TRAINING, push(client, arrays, 4, step=step), arrays)
+            layouts = running.service.catalog.known_models.get(ModelName.parse(TRAINING))
+            assert layouts is not None
+            assert len(layouts._layouts.keys) == 1
+
+
 def test_ranks_that_contradict_each_other_are_told_in_which_tensor(client: RawClient) -> None:
     number = client.open(TRAINING, ranks=2, request_id="r")
     for rank, shape in enumerate([(4, 4), (4, 5)]):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 CheckpointFormat = Literal["torch_dist", "dcp"]
 _CHECKPOINT = "checkpoint"
 _RANK_STATE = "rank_state"
+_OWN = re.compile(rf"{_RANK_STATE}/shard_(\d{{1,9}})_(\d{{1,9}})")
+"""Name of the entry of Megatron-core's checkpoints that is a rank's own: which rank, of how many."""
 _COMMON_ENTRY = "common_state/shard_0_1"
 """Megatron-core 0.19 has no ``common.pt``."""
 
@@ -125,12 +128,31 @@ def _read(checkpoint: Any, name: str) -> CheckpointValues:
     )
 
 
-def opened(values: RankValues, name: str) -> RankValues:
+def checkpoint_ranks(values: RankValues, name: str) -> int | None:
+    """Of how many ranks a checkpoint that was taken in has what is each rank's own; None if these values are of none.
+
+    Args:
+        values: of a rank.
+        name: of the version, for errors.
+
+    Raises:
+        DataLoss: they are not what this client has kept of a checkpoint.
+    """
+    if _CHECKPOINT not in values.trainer:
+        return None
+    found = _read(values.trainer[_CHECKPOINT], name)
+    if found.format == "torch_dist":
+        return max((int(match[2]) for key in found.objects if (match := _OWN.fullmatch(key))), default=0)
+    return len({path[1] for path in found.paths.values() if path[0] == _RANK_STATE and len(path) > 1})
+
+
+def opened(values: RankValues, name: str, own: int | None = None) -> RankValues:
     """The values of a rank as its trainer wants them back: those of a checkpoint that was taken in are opened now, each when it is asked for.
 
     Args:
         values: of a rank.
         name: of the version, for errors.
+        own: the rank whose own values are wanted of a checkpoint that was taken in, which has them of all; None for none.
 
     Raises:
         DataLoss: they are not what Megatron or torch writes.
@@ -142,8 +164,10 @@ def opened(values: RankValues, name: str) -> RankValues:
         common = _common_of(found, name)
         optimizer = megatron_common.optimizer_values(common, name)
         objects = _Opened(found.objects, lambda key: _loaded(found.objects[key], f"{key} of {name}")[0])
+        keys = [key for key in objects if (match := _OWN.fullmatch(key)) and int(match[1]) == own]
+        of_rank = blobs.by_name(objects[keys[0]], f"{keys[0]} of {name}") if keys else {}
         return RankValues(
-            {"optimizer": optimizer, "objects": objects}, megatron_common.named_values(common), {}
+            {"optimizer": optimizer, "objects": objects}, megatron_common.named_values(common), of_rank
         )
     by_top: dict[str, dict[KeyPath, str]] = {}
     for key in found.objects:
@@ -161,7 +185,15 @@ def opened(values: RankValues, name: str) -> RankValues:
     if of_optimizer:
         trainer["optimizer"] = torch_entries.optimizer_values(of_optimizer)
     others = by_top.keys() - {model, torch_entries.OPTIMIZER, _RANK_STATE}
-    return RankValues(trainer, _Opened(others, lambda top: torch_entries.nested(entries(top))), {})
+    state = _Opened(others, lambda top: torch_entries.nested(entries(top)))
+    kept = by_top.get(_RANK_STATE, {})
+    of_own: dict[KeyPath, Any] = {
+        path[1:]: _loaded(found.objects[key], f"{key} of {name}")
+        for path, key in kept.items()
+        if path and path[0] == str(own)
+    }
+    where = f"{_RANK_STATE}.{own} of {name}"
+    return RankValues(trainer, state, blobs.by_name(torch_entries.nested(of_own), where))
 
 
 def _common_of(found: CheckpointValues, name: str) -> dict[str, Any]:

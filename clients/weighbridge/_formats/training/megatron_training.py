@@ -76,12 +76,16 @@ def megatron_fit(model: ShardedTensors, optimizer: Any) -> Fit:
         _check_trainer(stored)
         values = FittedValues(optimizers, stored.values["optimizer"])
         fresh = [each for each in optimizers if each.allocate()]
+
+        def undo() -> None:
+            for each in fresh:
+                each.drop()
+
         try:
             held = _Held.of(model, optimizers)
             layout, tensors = held.fitted(stored.tensors, stored.name)
         except BaseException:
-            for each in fresh:
-                each.drop()
+            undo()
             raise
 
         @torch.no_grad()
@@ -94,7 +98,7 @@ def megatron_fit(model: ShardedTensors, optimizer: Any) -> Fit:
                 if found.unique_key in stored.values["objects"]:
                     found.data = as_data(stored.values["objects"][found.unique_key])
 
-        return Filling(layout, tensors, finish)
+        return Filling(layout, tensors, finish, undo)
 
     return fitted
 

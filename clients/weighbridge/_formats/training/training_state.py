@@ -121,11 +121,13 @@ class Filling:
         layout: the shards that it takes, as one stream.
         tensors: one for each of its placements, of the extent of its box and in the dtype that is stored, on any device.
         finish: is called when they have been filled: brings tensors and values to where they belong.
+        undo: is called if they were not: takes away what was made to be filled, so that it is not taken for a state.
     """
 
     layout: Layout
     tensors: tuple[torch.Tensor, ...]
     finish: Callable[[], None]
+    undo: Callable[[], None] = lambda: None
 
 
 Fit: TypeAlias = Callable[[StoredState], Filling]

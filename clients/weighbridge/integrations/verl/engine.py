@@ -159,7 +159,7 @@ class WeighbridgeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # ve
         """Pull the update's tensors, whole, once all actors have pushed; none of them has been given to verl if one has failed.
 
         Raises:
-            As `UpdateReceiver.receive`.
+            WeighbridgeError: as `UpdateReceiver.receive`.
         """
         if self._mode == "slices":
             raise FailedPrecondition(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from weighbridge._formats.training.checkpoint_values import CheckpointValues, opened
+from weighbridge._formats.training.checkpoint_values import CheckpointValues, checkpoint_ranks, opened
 from weighbridge._formats.training.training_state import RankValues
 from weighbridge.errors import DataLoss, InvalidArgument
 
@@ -110,6 +110,23 @@ def test_of_objects_the_first_rank_that_has_one_is_taken() -> None:
         "rank_state/shard_0_2": [{"seed": 0}],
         "rank_state/shard_1_2": [{"seed": 1}],
     }
+
+
+def test_each_rank_gets_its_own_values_of_a_checkpoint_back() -> None:
+    megatrons = [
+        RankValues({"optimizer": {"groups": [], "grad_scalers": []}, "objects": {}}, {}, own)
+        for own in ({"seed": 0}, {}, {"seed": 2})
+    ]
+    torchs = [RankValues({"model": {}}, {}, {"seed": rank, "loader": {"at": [rank, 5]}}) for rank in range(3)]
+    for ranks in (megatrons, torchs):
+        kept = CheckpointValues.of(ranks, ["w"], 0).kept()
+        assert checkpoint_ranks(kept, "tests/tiny:training@1") == 3
+        for rank, values in enumerate(ranks):
+            assert dict(opened(kept, "tests/tiny:training@1", rank).rank_state) == values.rank_state
+        assert not opened(kept, "tests/tiny:training@1").rank_state
+    assert checkpoint_ranks(torchs[0], "tests/tiny:training@1") is None
+    without = CheckpointValues.of([RankValues({"model": {}})], ["w"], 0).kept()
+    assert checkpoint_ranks(without, "tests/tiny:training@1") == 0
 
 
 def test_the_common_state_is_found_where_later_releases_have_it() -> None:

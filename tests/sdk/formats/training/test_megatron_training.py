@@ -124,19 +124,28 @@ def _train(rank: int, case: Case) -> tuple[Any, Any, Any]:
 
 
 def _filled(
-    case: Case, training: TrainingRank, stored: Mapping[str, Tensor], values: Mapping[str, Any]
+    case: Case,
+    training: TrainingRank,
+    stored: Mapping[str, Tensor],
+    values: Mapping[str, Any],
+    *,
+    broken_off: bool = False,
 ) -> None:
     specs = {
         name: TensorSpec(name, from_torch(each.dtype), tuple(each.shape)) for name, each in stored.items()
     }
     fit = megatron_fit(sharded_tensors(training.sharded_state_dict(case.metadata)), training.optimizer)
     filling = fit(StoredState("tests/tiny:training@1", specs, values))
+    each = list(zip(filling.layout.placements, filling.tensors, strict=True))
     with torch.no_grad():
-        for placement, tensor in zip(filling.layout.placements, filling.tensors, strict=True):
+        for placement, tensor in each[: len(each) // 2 if broken_off else None]:
             name, box, _ = placement.shard
             where = tuple(slice(o, e) for o, e in zip(box.offset, box.end, strict=True))
             tensor.copy_(stored[name][where].view(tensor.shape))
-    filling.finish()
+    if broken_off:
+        filling.undo()
+    else:
+        filling.finish()
 
 
 def _steps(training: TrainingRank) -> set[float]:
@@ -205,6 +214,13 @@ def _mistakes(rank: int) -> dict[str, str]:
             each: tensor for each, tensor in stored.items() if name != "fresh" or ".exp_avg_sq." not in each
         }
         tried(f"{name} filled", _filled, case, training, kept, values)
+        training.step(0)
+        assert _steps(training) == {1.0}
+    for case in (distributed, plain):  # a state without a step count would make the step fail
+        training, other = case.rank(Parallel()), case.rank(Parallel())
+        other.step(0)
+        pushed, of_kind = _pushed(case, other)
+        _filled(case, training, wholes([pushed]), of_kind, broken_off=True)
         training.step(0)
         assert _steps(training) == {1.0}
     without = {**values, "optimizer": {"groups": [], "grad_scalers": []}}

@@ -21,6 +21,8 @@ from weighbridge_service.api.http.pages import words
 
 _SHOWN = 200
 """Engines of which each has a line; those that need a look come first."""
+_NAMED = 8
+"""Engines that are named where a version is said to be served by them."""
 _ORDER = (STANDING_STALE, STANDING_BEHIND, STANDING_CURRENT, STANDING_PINNED)
 _SILENT = (STANDING_STALE, STANDING_GONE)
 
@@ -82,6 +84,15 @@ def summary(engines: Sequence[Engine]) -> tuple[str, ...]:
 def serving(engines: Sequence[Engine]) -> dict[int, int]:
     """How many engines serve which version, of those that somebody counts on."""
     return dict(Counter(each.version for each in engines if each.version and each.standing != STANDING_GONE))
+
+
+def serving_it(engines: Sequence[Engine], number: int) -> tuple[str, ...]:
+    """The engines that serve a version, of those that somebody counts on: the first of many, and how many more."""
+    found = sorted(
+        each.label for each in engines if each.version == number and each.standing != STANDING_GONE
+    )
+    more = len(found) - _NAMED
+    return (*found[:_NAMED], f"{more} more") if more > 0 else tuple(found)
 
 
 def _urgency(each: Engine) -> tuple[bool, int, str, str]:

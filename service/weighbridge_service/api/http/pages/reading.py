@@ -129,6 +129,7 @@ class Reader:
             ranks=() if push is None else push.rank_progress,
             contents=self._contents_of(model, version),
             signatures=self._signatures(name, version),
+            engines=tuple(service.engines.listed(name)),
         )
 
     def _line(self, name: ModelName, model: Model, engines: Sequence[Engine]) -> index_view.ModelFacts:

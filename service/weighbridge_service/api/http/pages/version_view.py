@@ -6,11 +6,13 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from weighbridge._core.engines.facts import Engine
 from weighbridge._core.resources import Version, VersionState, why_failed, why_held
 from weighbridge._core.text.sizes import readable_size
 from weighbridge._core.text.waits import ranks_text
 from weighbridge_service.access.scopes import Verb
 from weighbridge_service.api.http.pages import words
+from weighbridge_service.api.http.pages.engine_view import serving_it
 from weighbridge_service.api.http.pages.model_view import Span, spans_of
 from weighbridge_service.api.http.pages.push_view import LivePush, RankCell, cells, held_up_text, live_push
 from weighbridge_service.api.http.pages.viewer import Viewer
@@ -75,6 +77,7 @@ class VersionFacts:
         ranks: how far its ranks are, or were; none where that is not known.
         contents: what lies in it.
         signatures: of it.
+        engines: that serve its model, as their agents tell.
     """
 
     version: Version
@@ -82,6 +85,7 @@ class VersionFacts:
     ranks: tuple[RankProgress, ...]
     contents: Contents
     signatures: tuple[SignatureFacts, ...]
+    engines: tuple[Engine, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +99,11 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What is said first: the version, refs that name it, why it failed or is held, and whether who looks may approve it."""
+    """What is said first: the version, refs that name it, engines that serve it, why it failed or is held, and whether who looks may approve it."""
 
     version: Version
     refs: tuple[str, ...]
+    engines: tuple[str, ...]
     reason: str
     details: tuple[str, ...]
     held: str
@@ -219,6 +224,7 @@ def version_view(
         head=Head(
             version=version,
             refs=facts.refs,
+            engines=serving_it(facts.engines, version.number),
             reason=why_failed(version) if version.state.given_up else version.error,
             details=version.error_details[:_DETAILS],
             held=why_held(version) if version.held else "",

@@ -119,6 +119,7 @@ def test_a_newcomers_walk_is_seen_on_the_page(
     opened.shot("06-models-dark", dark=True)
     opened.shot("06-models-phone", size=PHONE)
     opened.open(f"/models/{MODEL}/versions/3")
+    opened.shows(".served", "sglang at")
     page.locator("img").first.scroll_into_view_if_needed()
     opened.shot("07-version")
     opened.shot("07-version-dark", dark=True)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from weighbridge._clients.copying.copies import Copies, Copying, key_of, on_streams, points_of, staged_source
+from weighbridge._formats.push_sources import OpenSource, StagingPool
 from weighbridge._formats.training.steady import Steady, steady_until_step
 from weighbridge.errors import InvalidArgument
 
@@ -18,34 +20,25 @@ OPTIMIZER_STEP = "optimizer_step"
 """What ``until=`` of a push may be: the next step of the optimizer that is pushed along."""
 
 
-class Copying:
+class CopyingBehind(Copying):
     """One push's copies, which are made by a thread of their own, on streams of their own.
 
     Args:
         tensors: what is copied, as it is when the current streams have done what they have been given by now.
-
-    Attributes:
-        ended: set when the tensors may change: they are copied, or will not be.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        import torch
+        super().__init__()
+        self._points = points_of(tensors)
 
-        self.ended = threading.Event()
-        devices = {tensor.device for tensor in tensors if tensor.is_cuda}
-        self._points = {device: torch.cuda.current_stream(device).record_event() for device in devices}
+    def is_behind(self, shards: Iterable[int]) -> bool:
+        """See `Copying.is_behind`."""
+        return True
 
     @contextmanager
-    def behind(self) -> Iterator[None]:
-        """The block copies; it is run by the thread, and has made all its copies when it ends."""
-        import torch
-
-        with ExitStack() as stack:
-            stack.callback(self.ended.set)
-            for device, point in self._points.items():
-                stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-                stream.wait_event(point)
-                stack.enter_context(torch.cuda.stream(stream))
+    def made(self) -> Iterator[None]:
+        """See `Copying.made`."""
+        with super().made(), on_streams(self._points):
             yield
 
 
@@ -57,25 +50,24 @@ class StepGate:
         self._waited_for: list[threading.Event] = []
         self._hooked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
-    def until(self, wanted: Any, optimizer: Any) -> Deferral | None:
-        """Up to when the shards of a push are copied; None if that is at once.
+    def until(self, wanted: Any, optimizer: Any, tensors: Iterable[torch.Tensor]) -> CopiesUntilStep:
+        """Copies that are made until a step.
 
         Args:
             wanted: ``until`` of `TrainerClient.push`.
             optimizer: the one that is pushed along; None if none is.
+            tensors: what is pushed.
 
         Raises:
             InvalidArgument: it is neither `OPTIMIZER_STEP` nor an optimizer, or no optimizer is named at all.
         """
-        if wanted is None:
-            return None
         named = optimizer if isinstance(wanted, str) else wanted
         if isinstance(wanted, str) and (wanted != OPTIMIZER_STEP or optimizer is None):
             raise InvalidArgument(
                 f"until={wanted!r} names no optimizer",
                 fix=f"push the optimizer along, optimizer=... and until={OPTIMIZER_STEP!r}; or name it, until=optimizer",
             )
-        return Deferral(self, steady_until_step(named))
+        return CopiesUntilStep(self, steady_until_step(named), tensors)
 
     def hold(self, optimizers: Sequence[torch.optim.Optimizer], copying: Copying) -> None:
         """Let the next step of each of these optimizers wait for the copies."""
@@ -96,21 +88,24 @@ class StepGate:
             self._waited_for = [each for each in self._waited_for if not each.is_set()]
 
 
-class Deferral:
-    """Copies of the shards of one push, put off until a step.
+class CopiesUntilStep(Copies):
+    """Copies of the pushes of one call, put off until a step. What something else may change before is copied now, once.
 
     Args:
         gate: lets steps wait.
         steady: what stays as it is until then.
+        tensors: what is pushed.
     """
 
-    def __init__(self, gate: StepGate, steady: Steady) -> None:
+    def __init__(self, gate: StepGate, steady: Steady, tensors: Iterable[torch.Tensor]) -> None:
+        distinct = {key_of(each): each for each in tensors}
         self._gate = gate
-        self._steady = steady
+        self._optimizers = steady.optimizers
+        self._settled = dict(zip(distinct, steady.settled(distinct.values()), strict=True))
 
-    def copying(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], Copying]:
-        """The same tensors, of which those are copied now that something else than the step may change; and how the others will be."""
-        settled = self._steady.settled(tensors)
-        copying = Copying(settled)
-        self._gate.hold(self._steady.optimizers, copying)
-        return settled, copying
+    def source(self, tensors: Sequence[torch.Tensor], staging: StagingPool) -> tuple[OpenSource, Copying]:
+        """See `Copies.source`."""
+        settled = [self._settled[key_of(each)] for each in tensors]
+        copying = CopyingBehind(settled)
+        self._gate.hold(self._optimizers, copying)
+        return staged_source(settled, staging), copying

@@ -1,0 +1,52 @@
+"""Layouts that the ranks of one version have declared: known until its plan is made of them, whatever the model remembers meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from weighbridge._core.layouts import Layout
+from weighbridge._core.tensor_spaces import TensorSpace
+from weighbridge.errors import FailedPrecondition
+from weighbridge_service.models.registered_model import DeclaredLayout, RegisteredModel
+
+
+class DeclaredLayouts:
+    """The layouts of one version, and those that its model remembers. Thread-safe.
+
+    Args:
+        model: remembers those that were declared last, for the next versions.
+    """
+
+    def __init__(self, model: RegisteredModel) -> None:
+        self._model = model
+        self._held: dict[str, DeclaredLayout] = {}
+
+    def knows(self, digest: str) -> bool:
+        """Whether a layout was declared; then it stays known."""
+        found = self._held.get(digest) or self._model.declared_layout(digest)
+        if found is None:
+            return False
+        self._held[digest] = found
+        return True
+
+    def add(self, space: TensorSpace, layout: Layout) -> None:
+        """Take a declared layout. Raises as `RegisteredModel.add_layout`."""
+        self._model.add_layout(space, layout)
+        self._held[layout.digest] = (space, layout)
+
+    def find(self, digest: str) -> DeclaredLayout:
+        """A layout that was declared.
+
+        Raises:
+            FailedPrecondition: it was let go, and the model does not remember it.
+        """
+        found = self._held.get(digest) or self._model.declared_layout(digest)
+        if found is None:
+            raise FailedPrecondition("a declared layout has been forgotten", fix="push again")
+        return found
+
+    def let_go(self, needed: Callable[[str], bool]) -> None:
+        """Leave them to what the model remembers, but for those, by their digests, that are still needed."""
+        for digest in list(self._held):
+            if not needed(digest):
+                self._held.pop(digest, None)
