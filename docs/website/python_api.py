@@ -42,7 +42,7 @@ PAGES: Mapping[str, Page] = {
         "What trainers, engines and tools call. How it goes together: [trainers](../trainers.md), [pulling](../pulling.md), [asyncio](../asyncio.md).",
         {
             "Trainers": _public("TrainerClient", "PushOptions", "PushHandle", "PushReport"),
-            "Engines": _public("EngineClient", "Pull", "PullPlan", "Filled", "HostSlices", "Slices"),
+            "Engines": _public("EngineClient", "EngineReporter", "Pull", "PullPlan", "Filled", "HostSlices", "Slices"),
             "Asyncio": _public("AsyncEngineClient", "AsyncPull"),
             "Training states": _public("CheckpointManager", "RandomStates", "WrittenCheckpoint"),
             "Any client": _public("Client", "ConnectionOptions", "Credentials"),
@@ -63,6 +63,7 @@ PAGES: Mapping[str, Page] = {
             ),
             "Signatures": _public("Signature", "Signed", "Signer", "Signing", "Trusted"),
             "Retention": _public("Retention", "Collection", "KeptVersion", "DeletedVersion", "SweptVersion", "WaitingVersion"),
+            "Engines that serve": _public("Engine", "AgentStatus"),
             "Memory and limits": _public("WarmMemory", "Quota", "Usage"),
         },
     ),
