@@ -50,8 +50,9 @@ def shots(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
+    """The browser; of each file its own, as Playwright runs an event loop in the thread of the tests."""
     with running_browser() as found:
         yield found
 
