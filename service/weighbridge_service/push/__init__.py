@@ -11,7 +11,6 @@ May import: `admission`, `catalog`, `models`, `plan`, `runtime`, `weighbridge_st
 - `effect_runner`: effects carried out, and what pushes share for that.
 - `effect_pools`: threads for effects.
 - `timers`: wake-ups of sessions.
-- `rank_progress`: how far each rank is, and who was waited for; pure.
 - `ended`: what is remembered of a push that has ended.
 - `pending`: an answer that has not come yet.
 - `declared_layouts`: what the ranks of one version have declared.

@@ -42,11 +42,11 @@ from weighbridge_service.push.machine.answers import (
     check_not_failed,
 )
 from weighbridge_service.push.machine.phases import BEFORE_SEALED, FINAL, INCOMPLETE, VISIBLE, Phase
+from weighbridge_service.push.machine.rank_progress import RankProgress, ranks_of
 from weighbridge_service.push.machine.shown import version_of, waits_for
 from weighbridge_service.push.machine.state import Moment, PushState
 from weighbridge_service.push.machine.transitions import step
 from weighbridge_service.push.pending import WaitingCalls, uncancelled
-from weighbridge_service.push.rank_progress import RankProgress, ranks_of
 from weighbridge_service.push.replica_checksums import ReplicaChecksum, ReplicaChecksums
 from weighbridge_service.push.timers import Timers
 from weighbridge_service.runtime.clock import unix_ms

@@ -11,7 +11,7 @@ import pytest
 from tests.support.raw_clients import RawClient, cut, rows_layout, stream_of, tiny_folder
 from tests.support.services import running_service
 from tests.support.waiting import eventually
-from weighbridge_service.push.rank_progress import HeldUp, RankProgress, held_up
+from weighbridge_service.push.machine.rank_progress import HeldUp, RankProgress, held_up
 from weighbridge_storage.documents.names import ModelName
 
 

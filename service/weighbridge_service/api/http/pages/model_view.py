@@ -26,7 +26,7 @@ from weighbridge_service.api.http.pages.engine_view import Engines, engines_view
 from weighbridge_service.api.http.pages.push_view import LivePush, held_up_text, live_push
 from weighbridge_service.api.http.pages.viewer import Viewer
 from weighbridge_service.exports.jobs import ExportJob, ExportState
-from weighbridge_service.push.rank_progress import RankProgress
+from weighbridge_service.push.machine.rank_progress import RankProgress
 
 _UNITS = 1000
 """Width of the picture of a version's times."""

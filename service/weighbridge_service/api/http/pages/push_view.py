@@ -9,7 +9,7 @@ from weighbridge._core.resources import Version, VersionState
 from weighbridge._core.text.sizes import readable_size
 from weighbridge._core.text.waits import ranks_text
 from weighbridge_service.api.http.pages import words
-from weighbridge_service.push.rank_progress import RankProgress, held_up
+from weighbridge_service.push.machine.rank_progress import RankProgress, held_up
 
 _SHOWN = 1024
 """Ranks of which each has a cell."""

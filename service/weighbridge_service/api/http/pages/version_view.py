@@ -16,7 +16,7 @@ from weighbridge_service.api.http.pages.engine_view import serving_it
 from weighbridge_service.api.http.pages.model_view import Span, spans_of
 from weighbridge_service.api.http.pages.push_view import LivePush, RankCell, cells, held_up_text, live_push
 from weighbridge_service.api.http.pages.viewer import Viewer
-from weighbridge_service.push.rank_progress import RankProgress
+from weighbridge_service.push.machine.rank_progress import RankProgress
 
 TENSORS = 100
 """Tensors on a page."""

@@ -16,7 +16,7 @@ from weighbridge_service.api.http.pages.engine_view import engines_view, serving
 from weighbridge_service.api.http.pages.model_view import spans_of
 from weighbridge_service.api.http.pages.push_view import live_push
 from weighbridge_service.api.http.pages.version_view import in_order
-from weighbridge_service.push.rank_progress import RankProgress
+from weighbridge_service.push.machine.rank_progress import RankProgress
 from weighbridge_storage.memory.file_bytes import MappedBytes
 
 
