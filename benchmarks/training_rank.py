@@ -66,7 +66,8 @@ def measure(
 
     ``plain``, ``until``, ``held_step``, ``dcp_async`` and ``megatron_async`` are of a step on the average of ``steps`` that follow each other;
     ``copy`` of torch's copy of the state's bytes into memory that it has touched, ``held`` of a push that returns once all is copied,
-    ``durable`` until that is in the store, ``dcp_save`` of a save that waits, ``restore`` and ``dcp_load`` of what brings it back.
+    ``durable`` until that is in the store, ``dcp_save`` and ``megatron_save`` of saves that wait, ``restore``, ``dcp_load`` and ``megatron_load`` of
+    what brings it back.
     """
     torch.set_num_threads(threads)
     if device == "cuda":
@@ -112,6 +113,8 @@ class _Rank:
         local = [(torch.float32, tuple(tensor.shape)) for tensor in self._state()]
         self._copy = WarmCopy(local, device)
         self._megatron = _MegatronCalls()
+        # DCP's thread communicates while the next step does
+        self._writers = dist.new_group(backend="gloo")
 
     def close(self) -> None:
         """End the processes that write for Megatron-core."""
@@ -137,6 +140,7 @@ class _Rank:
 
     def round(self) -> Iterator[tuple[str, float]]:
         """Everything once; names and seconds."""
+        megatron = self._megatron
         yield "plain", self._each_step(lambda: None)
         handles: list[PushHandle] = []
         yield "until", self._each_step(lambda: handles.append(self._push(until="optimizer_step")))
@@ -146,11 +150,10 @@ class _Rank:
         saves: list[Any] = []
         yield "dcp_async", self._each_step(lambda: self._save_async(saves))
         saves.pop().result()
-        if self._device == "cuda":  # the process that writes for Megatron-core chooses a GPU
-            megatron = self._megatron
+        if self._device == "cuda":  # Megatron-core synchronizes with one in each save
             yield (
                 "megatron_async",
-                self._each_step(lambda: megatron.save(self._sharded(), self._new("megatron"))),
+                self._each_step(lambda: megatron.save_async(self._sharded(), self._new("megatron"))),
             )
             megatron.wait()
         yield "copy", self._timed(lambda: self._copy.run(self._state()))
@@ -168,6 +171,10 @@ class _Rank:
         )
         yield "restore", self._timed(self._restore)
         yield "dcp_load", self._timed(lambda: self._load(checkpoint))
+        if self._device == "cuda":
+            folder = self._new("megatron")
+            yield "megatron_save", self._timed(lambda: megatron.save(self._sharded(), folder))
+            yield "megatron_load", self._timed(lambda: self._load_megatron(folder))
 
     def _each_step(self, save: Callable[[], None]) -> float:
         def steps() -> None:
@@ -223,7 +230,11 @@ class _Rank:
     def _save_async(self, saves: list[Any]) -> None:
         if saves:
             saves.pop().result()
-        saves.append(state_dict_saver.async_save(self._dcp_state(), checkpoint_id=self._new("dcp")))
+        saves.append(
+            state_dict_saver.async_save(
+                self._dcp_state(), checkpoint_id=self._new("dcp"), process_group=self._writers
+            )
+        )
 
     def _load(self, checkpoint: Path) -> None:
         state = self._dcp_state()
@@ -246,6 +257,13 @@ class _Rank:
             for index, tensor in enumerate(self._state())
         }
 
+    def _load_megatron(self, checkpoint: Path) -> None:
+        from megatron.core import dist_checkpointing
+
+        loaded = dist_checkpointing.load(self._sharded(), str(checkpoint))
+        for index, tensor in enumerate(self._state()):
+            tensor.copy_(loaded[str(index)])
+
     def _new(self, kind: str) -> Path:
         """A folder for a checkpoint; the one before the last is deleted."""
         number = next(self._numbers)
@@ -262,7 +280,7 @@ class _Rank:
 
 
 class _MegatronCalls:
-    """Megatron-core's asynchronous saves."""
+    """Megatron-core's saves."""
 
     def __init__(self) -> None:
         from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
@@ -272,6 +290,13 @@ class _MegatronCalls:
         self._queue = AsyncCallsQueue(persistent=True)
 
     def save(self, sharded: dict[str, Any], folder: Path) -> None:
+        """Save, and return once all ranks have written."""
+        from megatron.core import dist_checkpointing
+
+        dist_checkpointing.save(sharded, str(folder))
+
+    def save_async(self, sharded: dict[str, Any], folder: Path) -> None:
+        """Begin to save, once the save before has ended."""
         from megatron.core import dist_checkpointing
 
         self.wait()
@@ -283,6 +308,9 @@ class _MegatronCalls:
 
     def close(self) -> None:
         self._queue.close()
+        for child in multiprocessing.active_children():  # the server of a queue, which Megatron-core leaves
+            child.terminate()
+            child.join()
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ May import: neither storage nor service. A folder imports only those listed befo
 - `_formats`: files and processes in which weights lie, as streams.
 - `_lane`: the local lane's client.
 - `_clients`: clients, pushes and pulls.
-- `aio`, `_lazy`, `relay`: the asyncio client; lazy tensors; step folders between machines.
+- `aio`, `_lazy`, `relay`, `_comparing`: the asyncio client; lazy tensors; step folders between machines; what has changed between versions.
 - `follow`: the agent beside an engine.
 - `integrations`: trainers, frameworks of reinforcement learning, and inference engines.
 - `_cli`: the command line.

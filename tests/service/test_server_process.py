@@ -187,6 +187,7 @@ def test_grpc_answers_health_and_reflection(tmp_path: Path) -> None:
         names = {found.name for found in answer.list_services_response.service}
         assert names == {
             "weighbridge.v1.ModelService",
+            "weighbridge.v1.EngineService",
             "weighbridge.v1.ReplicaService",
             "weighbridge.v1.CheckpointService",
             "weighbridge.v1.BulkService",

@@ -6,7 +6,8 @@ with ``device="cuda"``, and ``Tensor.type()`` is compared with the types of CUDA
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -58,6 +59,17 @@ def _count_steps_by_torch(optimizer: Any) -> None:
     optimizer._set_main_param_and_optimizer_states = set_without_step
 
 
+def let_it_write() -> None:
+    """Let Megatron write checkpoints here: its writers are processes that report to a server process; ranks are daemons, which may start none."""
+    import multiprocessing
+    import queue
+
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    filesystem_async._results_queue = queue.Queue()
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+
+
 def _take_steps_of_groups(optimizer: torch.optim.Optimizer) -> None:
     """Let torch's Adam take the steps that Megatron has loaded to where Transformer Engine's and Apex's count them: each parameter by a tensor of its own."""
     for group in optimizer.param_groups:
@@ -99,7 +111,7 @@ class TrainingRank:
         else:
             model_parallel_cuda_manual_seed(1)
         torch.manual_seed(1000 * seed + torch.distributed.get_rank())
-        self.parallel, self._vocabulary = parallel, config.vocab_size
+        self.parallel, self.distributed, self._vocabulary = parallel, distributed, config.vocab_size
         self.stage = build(config, parallel, dtype=dtype, **options).to(device)
         # there is no dropout; in training mode experts refuse tensor parallelism without sequence parallelism
         self.stage.eval()
@@ -171,23 +183,17 @@ class TrainingRank:
 
     def save(self, folder: Path, common: Mapping[str, Any]) -> None:
         """Save model and optimizer as Megatron-LM does by ``--ckpt-format torch_dist``, to a folder that is there."""
-        import multiprocessing
-        import queue
-
         from megatron.core import dist_checkpointing
-        from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-        # its writers are processes that report to a server process; ranks here are daemons, which may start none
-        filesystem_async._results_queue = queue.Queue()
-        multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+        let_it_write()
         weights = self.sharded_state_dict()
         optimizer = self.optimizer.sharded_state_dict(weights, metadata=dict(SHARDING))
         state = {"model": weights, "optimizer": optimizer, **common}
         dist_checkpointing.save(state, str(folder), content_metadata=dict(SHARDING))
 
-    def load(self, folder: Path) -> dict[str, Any]:
-        """Load model and optimizer from such a folder as Megatron-LM does. What it has besides."""
-        from megatron.core import dist_checkpointing
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Let Megatron load a checkpoint into the optimizer meanwhile, which is torch's Adam."""
         from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
         distributed = [
@@ -197,16 +203,23 @@ class TrainingRank:
             _count_steps_by_torch(each)
         if distributed:  # they ask a state that is there for its step count
             self.step(0)
-        sharding = dist_checkpointing.load_content_metadata(str(folder))
-        weights = self.sharded_state_dict(sharding)
-        optimizer = self.optimizer.sharded_state_dict(weights, is_loading=True, metadata=sharding)
-        loaded: dict[str, Any] = dist_checkpointing.load(
-            {"model": weights, "optimizer": optimizer}, str(folder)
-        )
-        self.model.load_state_dict(loaded.pop("model"))
-        self.optimizer.load_state_dict(loaded.pop("optimizer"))
+        yield
         for each in distributed:
             _take_steps_of_groups(each.optimizer)
+
+    def load(self, folder: Path) -> dict[str, Any]:
+        """Load model and optimizer from such a folder as Megatron-LM does. What it has besides."""
+        from megatron.core import dist_checkpointing
+
+        with self.loading():
+            sharding = dist_checkpointing.load_content_metadata(str(folder))
+            weights = self.sharded_state_dict(sharding)
+            optimizer = self.optimizer.sharded_state_dict(weights, is_loading=True, metadata=sharding)
+            loaded: dict[str, Any] = dist_checkpointing.load(
+                {"model": weights, "optimizer": optimizer}, str(folder)
+            )
+            self.model.load_state_dict(loaded.pop("model"))
+            self.optimizer.load_state_dict(loaded.pop("optimizer"))
         return loaded
 
 

@@ -22,8 +22,8 @@ _FOLDER = click.Path(file_okay=False, path_type=Path)
 @click.option(
     "--config",
     type=_FOLDER,
-    help="Hugging Face folder with the config.json, tokenizer and so on of a torch_dist SOURCE.  "
-    "[default: SOURCE/hf, or SOURCE itself]",
+    help="Hugging Face folder with the config.json, tokenizer and so on of a checkpoint.  "
+    "[default: SOURCE/hf, SOURCE/huggingface, or SOURCE itself]",
 )
 @click.option(
     "--keys",
@@ -81,9 +81,10 @@ def convert_command(
     restart: bool,
     as_json: bool,
 ) -> None:
-    """Convert a Hugging Face folder to torch_dist, or back.
+    """Convert a Hugging Face folder to torch_dist, or a checkpoint to a Hugging Face folder.
 
-    SOURCE is a Hugging Face folder or a torch_dist checkpoint of Megatron-core, and TARGET becomes the other kind. It is new,
+    Of a Hugging Face folder, TARGET becomes a torch_dist checkpoint of Megatron-core. Of a checkpoint it becomes a Hugging Face
+    folder: of torch_dist, and of DCP and FSDP (a file for each rank, as verl's) whose parameters have its names. TARGET is new,
     and appears when it is complete. No service is needed, and the model may be larger than memory. If the command is
     interrupted, running it again goes on where it stopped.
     """

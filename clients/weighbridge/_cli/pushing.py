@@ -12,6 +12,7 @@ import click
 from weighbridge._cli.output import print_json, print_left_out, progress_bar
 from weighbridge._cli.parsing import WholeNumber, key_values
 from weighbridge._cli.running import RETRY_SECONDS, Command, client_options
+from weighbridge._cli.showing import completing
 from weighbridge._core.metadata import Metadata
 from weighbridge._core.resources import why_held
 from weighbridge._core.text.counts import counted
@@ -55,12 +56,12 @@ def _push_options(function: F) -> F:
 
 @click.command("import", cls=Command)
 @click.argument("folder", type=_FOLDER)
-@click.argument("model")
+@click.argument("model", shell_complete=completing.models)
 @click.option(
     "--config",
     type=_FOLDER,
-    help="Hugging Face folder with the config.json, tokenizer and so on of a torch_dist FOLDER.  "
-    "[default: FOLDER/hf, or FOLDER itself]",
+    help="Hugging Face folder with the config.json, tokenizer and so on of a checkpoint.  "
+    "[default: FOLDER/hf, FOLDER/huggingface, or FOLDER itself]",
 )
 @click.option(
     "--dtype",
@@ -105,9 +106,9 @@ def import_command(
 ) -> None:
     """Register a model and push its first weights.
 
-    FOLDER is a folder that save_pretrained() has written, or a torch_dist checkpoint of Megatron-core; its config.json,
-    tokenizer and so on become MODEL's. If MODEL is registered already, its files are replaced and the weights become a
-    further version. With --training, a checkpoint becomes a version of MODEL:training, tensor by tensor as it is.
+    FOLDER is a folder that save_pretrained() has written, or a checkpoint: torch_dist of Megatron-core, DCP of torch, or one
+    of FSDP with a file for each rank, as verl's; its config.json, tokenizer and so on become MODEL's. If MODEL is registered
+    already, its files are replaced and the weights become a further version. With --training, a checkpoint becomes a version of MODEL:training, tensor by tensor as it is.
     """
     options: PushOptions = {"allow_nonfinite": allow_nonfinite, "candidate": candidate, "metadata": metadata}
     if training:
@@ -129,7 +130,7 @@ def import_command(
         _report_pushed(version, as_json)
         return
     step = step or 0
-    if (folder / ".metadata").exists():
+    if (folder / ".metadata").exists() or any(folder.glob("model_world_size_*_rank_*.pt")):
         if dequantize or no_weight_map:
             option = "--dequantize" if dequantize else "--no-weight-map"
             raise InvalidArgument(f"{option} is for Hugging Face folders: leave it out")
@@ -137,7 +138,7 @@ def import_command(
     else:
         if config is not None:
             raise InvalidArgument(
-                f"--config is for torch_dist checkpoints, and {folder} is none",
+                f"--config is for checkpoints, and {folder} is none",
                 fix="leave it out: a Hugging Face folder has its own config.json",
             )
         # before anything is registered: a model keeps the dtypes that it was registered with
@@ -186,7 +187,7 @@ def _import_checkpoint(
 
 @click.command("push", cls=Command)
 @click.argument("hf_dir", type=_FOLDER)
-@click.argument("model")
+@click.argument("model", shell_complete=completing.models)
 @click.option("--step", type=WholeNumber(min=0), required=True, help="Recorded with the version.")
 @click.option(
     "--run", default="default", show_default=True, help="Name of the training run, recorded as well."

@@ -141,7 +141,7 @@ def tensor_specs(state: Any) -> list[TensorSpec]:
         )
     own: dict[Any, TensorSpec] = {}
     for name, (_, value) in zip(names, entries, strict=True):
-        local = _local(value)
+        local = held_tensor(value)
         # by the storage and not by addresses: there are none on the meta device, nor of what is empty
         where = local.untyped_storage()._cdata, local.storage_offset(), local.stride()
         own.setdefault(
@@ -412,11 +412,12 @@ def shards_of(value: torch.Tensor) -> list[tuple[Box, torch.Tensor]]:
     return zero3.partition_shards(value) if zero3.is_partitioned(value) else local_shards(value)
 
 
-def _local(value: torch.Tensor) -> torch.Tensor:
+def held_tensor(value: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a tensor, as it lies in memory."""
     held: torch.Tensor = value.ds_tensor if zero3.is_partitioned(value) else local_tensor(value)  # type: ignore[attr-defined]
     return held
 
 
 def memory_of(value: torch.Tensor) -> tuple[int, tuple[int, ...]]:
     """Where a tensor's elements lie, and its shape: the same for two names of one tensor."""
-    return _local(value).data_ptr(), shape_of(value)
+    return held_tensor(value).data_ptr(), shape_of(value)

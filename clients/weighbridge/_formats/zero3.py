@@ -35,7 +35,7 @@ def partition_shards(parameter: Any) -> list[tuple[Box, torch.Tensor]]:
     if getattr(getattr(held, "status", None), "name", "AVAILABLE") != "AVAILABLE":
         raise LayoutError("its partition is not in memory; do not offload parameters to NVMe")
     size = held.numel()
-    parts = parts_of_range(_rank(parameter) * size, size, StridedView.dense(shape))
+    parts = parts_of_range(partition_rank(parameter) * size, size, StridedView.dense(shape))
     return [(part.box, part.of(held.detach())) for part in parts]
 
 
@@ -54,7 +54,7 @@ def partitioned_state(module: torch.nn.Module) -> Mapping[str, Any] | None:
     return state
 
 
-def _rank(parameter: Any) -> int:
+def partition_rank(parameter: Any) -> int:
     """This rank among those that share a parameter."""
     known = getattr(parameter, "ds_zero_partition_rank", None)
     if known is not None:

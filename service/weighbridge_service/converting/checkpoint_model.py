@@ -21,6 +21,7 @@ from weighbridge_service.plan.relations import WeightMap
 
 SIDE_FOLDER = "hf"
 """Folder inside of a checkpoint in which the model's config, tokenizer and so on are kept."""
+_SIDE_FOLDER_OF_VERL = "huggingface"
 _FIRST_KEYS = ("embedding.word_embeddings.weight", "decoder.final_layernorm.weight")
 _PREFIXES = ("", "module.", "model.", "module.module.")
 """What may stand before all keys: Megatron-LM, verl and slime write none, NeMo the names of its wrappers."""
@@ -67,6 +68,11 @@ def model_part(checkpoint: TorchDistCheckpoint) -> tuple[Layout, dict[str, int]]
     ), dict(sorted(left_out.items()))
 
 
+def is_megatron(checkpoint: TorchDistCheckpoint) -> bool:
+    """Whether keys of a checkpoint are those that Megatron-core gives weights."""
+    return any(prefix + key in checkpoint.layout.tensors for prefix in _PREFIXES for key in _FIRST_KEYS)
+
+
 def side_files_of(source: Path, config: Path | None) -> dict[str, bytes]:
     """The files of a checkpoint's model besides its weights.
 
@@ -79,12 +85,12 @@ def side_files_of(source: Path, config: Path | None) -> dict[str, bytes]:
     """
     if config is not None:
         return hf_folder.side_files(config)
-    for folder in (source / SIDE_FOLDER, source):
+    for folder in (source / SIDE_FOLDER, source / _SIDE_FOLDER_OF_VERL, source):
         if (folder / "config.json").is_file():
             found = hf_folder.side_files(folder)
             return {name: data for name, data in found.items() if name != CONFIG_FILE}
     raise NotFound(
-        f"{source} has no config.json: a checkpoint of Megatron-core does not say which model it is of",
+        f"{source} has no config.json: a checkpoint does not say which model it is of",
         fix="name a Hugging Face folder that has it, and the tokenizer, with --config",
     )
 

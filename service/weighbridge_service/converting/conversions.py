@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from weighbridge._core.block_scales import SCALE_SUFFIX
+from weighbridge._core.boxes import Box
 from weighbridge._core.layouts import Layout, Placement, TensorSpec
 from weighbridge._core.slices import MAX_VOCAB_MULTIPLE
 from weighbridge._core.text.counts import counted
@@ -22,9 +24,9 @@ from weighbridge._formats.torch_dist.folder import (
     FramedFile,
     iterations_in,
     lay_out_torch_dist,
-    read_torch_dist,
 )
 from weighbridge._formats.torch_dist.metadata import COMMON_FILE, CONFIG_FILE, METADATA_FILE
+from weighbridge._formats.torch_dist.rank_files import has_rank_files
 from weighbridge.errors import InvalidArgument, LayoutError, NotFound
 from weighbridge_service.converting.checkpoint_keys import (
     KeyForm,
@@ -39,6 +41,7 @@ from weighbridge_service.converting.checkpoint_model import (
     model_part,
     side_files_of,
 )
+from weighbridge_service.converting.named_model import named_model, read_checkpoint
 from weighbridge_service.models.bridges import Bridge, bridge_for, parse_config
 from weighbridge_service.models.model_tensors import tensors_found
 from weighbridge_service.models.weight_maps import derive_weight_map
@@ -46,7 +49,8 @@ from weighbridge_service.plan.planning import Plan, make_plan
 from weighbridge_service.plan.relations import Link, WeightMap
 from weighbridge_storage.documents.names import BLOCKS_SUFFIX, MANIFEST_FILE
 
-Kind = Literal["hugging_face", "torch_dist"]
+Kind = Literal["hugging_face", "torch_dist", "rank_files"]
+"""Of a source: a Hugging Face folder; a checkpoint of Megatron-core, or of torch (DCP); one of FSDP with a file for each rank."""
 
 DEFAULT_CHECKPOINT_FILE_BYTES = 2_000_000_000
 """Size of ``.distcp`` files unless asked otherwise: smaller than a Hugging Face file, so that several can be written at once."""
@@ -94,13 +98,13 @@ class ConvertOptions:
         default = ConvertOptions()
         if source == "hugging_face" and self.config is not None:
             raise InvalidArgument(
-                "--config is for torch_dist checkpoints, and the source is none",
+                "--config is for checkpoints, and the source is none",
                 fix="leave it out: a Hugging Face folder has its own config.json",
             )
         chosen = self.keys, self.spec, self.vocab_multiple
-        if source == "torch_dist" and chosen != (default.keys, default.spec, default.vocab_multiple):
+        if source != "hugging_face" and chosen != (default.keys, default.spec, default.vocab_multiple):
             raise InvalidArgument(
-                "--keys, --spec and --vocab-multiple are for a torch_dist target, and the source is one",
+                "--keys, --spec and --vocab-multiple are for a torch_dist target, and the source is a checkpoint",
                 fix="leave them out: a Hugging Face folder has one form only",
             )
 
@@ -166,16 +170,18 @@ def kind_of_folder(folder: Path) -> Kind:
     """
     if (folder / METADATA_FILE).exists():
         return "torch_dist"
+    if has_rank_files(folder):
+        return "rank_files"
     if (folder / safetensors_files.INDEX_FILE).exists() or any(folder.glob("*.safetensors")):
         return "hugging_face"
     if not folder.is_dir():
         raise NotFound(f"there is no folder {folder}")
-    inner = iterations_in(folder)
+    inner = iterations_in(folder) or sorted(path.name for path in folder.iterdir() if has_rank_files(path))
     raise NotFound(
-        f"{folder} holds neither safetensors files nor a torch_dist checkpoint",
-        fix=f"give the folder of one iteration, such as {', '.join(inner)}"
+        f"{folder} holds neither safetensors files nor a checkpoint of Megatron-core, torch or FSDP",
+        fix=f"give the folder of one checkpoint, such as {', '.join(inner)}"
         if inner
-        else "give a folder with *.safetensors, or one with .metadata and *.distcp",
+        else "give a folder with *.safetensors, one with .metadata and *.distcp, or one with model_world_size_*_rank_*.pt",
     )
 
 
@@ -197,7 +203,7 @@ def state_of(folder: Path, names: Iterable[str]) -> dict[str, tuple[int, int]]:
 
 
 def plan_conversion(source: Path, options: ConvertOptions) -> Conversion:
-    """Find out what is in a folder, and plan its conversion to the other kind.
+    """Find out what is in a folder, and plan its conversion: of a Hugging Face folder to torch_dist, of any checkpoint to such a folder.
 
     Raises:
         NotFound: there is no checkpoint, or no ``config.json`` for it.
@@ -210,7 +216,7 @@ def plan_conversion(source: Path, options: ConvertOptions) -> Conversion:
     options.check_for(kind)
     if kind == "hugging_face":
         return _from_hugging_face(source, options)
-    return _from_torch_dist(source, options)
+    return _from_checkpoint(source, options, kind)
 
 
 # -- Hugging Face to torch_dist -------------------------------------------------------------------------------------------
@@ -242,7 +248,7 @@ def _from_hugging_face(source: Path, options: ConvertOptions) -> Conversion:
         {name: spec for name, spec in there.tensors.items() if name not in left_out},
         tuple(p for p in there.placements if p.shard.tensor not in left_out),
     )
-    plan = _planned(relation.as_seen(kept), laid_out.layout, relation.inverse_links, relation)
+    plan = _planned(relation.as_seen(kept), laid_out.layout, relation.inverse_links, relation.padding)
     metadata = laid_out.metadata_files
     return Conversion(
         "hugging_face",
@@ -297,33 +303,55 @@ def _twins(there: Layout, relation: WeightMap) -> Iterable[Twin]:
                 yield Twin(copy.target, placed[copy.target], placed[link.target])
 
 
-# -- torch_dist to Hugging Face -------------------------------------------------------------------------------------------
+# -- checkpoints to Hugging Face ------------------------------------------------------------------------------------------
 
 
-def _from_torch_dist(source: Path, options: ConvertOptions) -> Conversion:
-    described = state_of(source, [METADATA_FILE])
-    checkpoint = read_torch_dist(source)
+def _from_checkpoint(source: Path, options: ConvertOptions, kind: Kind) -> Conversion:
+    described = state_of(source, [METADATA_FILE] if kind == "torch_dist" else [])
+    checkpoint, named = read_checkpoint(source)
     read = {**state_of(source, checkpoint.file_sizes), **described}
-    there, left_out = model_part(checkpoint)
+    most = options.max_file_bytes or safetensors_files.DEFAULT_SHARD_BYTES
     side = side_files_of(source, options.config)
-    tensors, relation = checkpoint_model(side["config.json"], there)
-    side = in_dtype_of(tensors.values(), side)
-    files = safetensors_files.lay_out_files(
-        list(tensors.values()), options.max_file_bytes or safetensors_files.DEFAULT_SHARD_BYTES
-    )
-    plan = _planned(there, relation.as_seen(files.layout), relation.links, relation, copies=relation.copies)
+    twins: tuple[Twin, ...] = ()
+    shifts: Mapping[str, float] = {}
+    if named:
+        model = named_model(side["config.json"], checkpoint)
+        tensors, left_out = model.tensors, {**model.left_out, **_other_files(source, read)}
+        twins = tuple(Twin(*each) for each in model.tied)
+        files = safetensors_files.lay_out_files(list(tensors.values()), most)
+        plan = _planned(model.layout, files.layout, list(model.links))
+    else:
+        there, left_out = model_part(checkpoint)
+        tensors, relation = checkpoint_model(side["config.json"], there)
+        files = safetensors_files.lay_out_files(list(tensors.values()), most)
+        target, shifts = relation.as_seen(files.layout), relation.shifts_there
+        plan = _planned(there, target, relation.links, relation.padding, relation.copies)
     index = files.index_json
     return Conversion(
-        "torch_dist",
+        kind,
         source,
         read,
         plan,
-        (),
+        twins,
         tuple(FramedFile(file.name, file.nbytes, ((0, file.header),)) for file in files.files),
-        {**side, **({safetensors_files.INDEX_FILE: index} if index is not None else {})},
+        {
+            **in_dtype_of(tensors.values(), side),
+            **({safetensors_files.INDEX_FILE: index} if index is not None else {}),
+        },
         left_out,
-        relation.shifts_there,
+        shifts,
     )
+
+
+def _other_files(source: Path, taken: Iterable[str]) -> dict[str, int]:
+    """What ranks have saved besides the model, by what it is."""
+    known = frozenset(taken)
+    stems = (
+        path.name.partition("_world_size_")[0]
+        for path in source.glob("*_world_size_*_rank_*.pt")
+        if path.name not in known
+    )
+    return {f"{stem} (files)": count for stem, count in sorted(Counter(stems).items())}
 
 
 def _not_taken(source: Path, taken: Iterable[str]) -> dict[str, int]:
@@ -334,10 +362,14 @@ def _not_taken(source: Path, taken: Iterable[str]) -> dict[str, int]:
 
 
 def _planned(
-    source: Layout, target: Layout, links: Sequence[Link], relation: WeightMap, copies: Sequence[Link] = ()
+    source: Layout,
+    target: Layout,
+    links: Sequence[Link],
+    padding: Sequence[tuple[str, Box]] = (),
+    copies: Sequence[Link] = (),
 ) -> Plan:
     try:
-        return make_plan(source, target, links, copies=copies, padding=relation.padding, use_all=True)
+        return make_plan(source, target, links, copies=copies, padding=padding, use_all=True)
     except LayoutError as error:
         raise LayoutError(
             f"the folder does not hold every tensor of the model exactly once: {error.message}",

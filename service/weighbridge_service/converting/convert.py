@@ -77,7 +77,7 @@ def convert_folder(
     on_progress: Callable[[int, int], None] = lambda _done, _total: None,
     on_resume: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> ConvertReport:
-    """Convert a Hugging Face folder to a torch_dist checkpoint, or a torch_dist checkpoint to a Hugging Face folder.
+    """Convert a Hugging Face folder to a torch_dist checkpoint, or any checkpoint to a Hugging Face folder.
 
     Needs memory for the plan and for a buffer in each worker, whatever the size of the model. The target appears when it is
     complete; until then everything lies in ``<target>.converting``, from which the same call goes on after an interruption.

@@ -208,7 +208,7 @@ class _Running:
         if what == DIFFERS:
             return DataLoss(
                 f"{path} is not the same as the tensor that it is a copy of, so that it cannot be left out",
-                fix="Megatron-core has one tensor in the place of both: the folder cannot be converted",
+                fix="the model has one tensor in the place of both: the folder cannot be converted",
             )
         if what == TOO_SHORT:
             return DataLoss(f"{path} ends before it should: it has changed since this conversion began")

@@ -14,6 +14,7 @@ from weighbridge._transport import rpc
 from weighbridge.errors import InvalidArgument, ResourceExhausted
 from weighbridge.v1 import (
     checkpoint_service_pb2,
+    engine_service_pb2,
     local_lane_pb2,
     model_service_pb2,
     replica_service_pb2,
@@ -41,7 +42,7 @@ def test_malformed_messages_and_unknown_methods_get_an_error_status(
     bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
     services = {
-        "ModelService": model_service_pb2, "CheckpointService": checkpoint_service_pb2,
+        "ModelService": model_service_pb2, "CheckpointService": checkpoint_service_pb2, "EngineService": engine_service_pb2,
         "WeightService": weight_service_pb2, "LocalLaneService": local_lane_pb2, "ReplicaService": replica_service_pb2,
     }  # fmt: skip
     garbage = [

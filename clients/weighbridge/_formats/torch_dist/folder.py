@@ -147,7 +147,7 @@ def read_objects(folder: Path, items: Mapping[str, Item | None], most: int) -> d
             raise DataLoss(
                 f"{METADATA_FILE} of {folder} does not say where {shown(name)} lies in a way that can be read"
             )
-        with _open(folder, item.file) as (fd, _):
+        with open_file(folder, item.file) as (fd, _):
             found[name] = os.pread(fd, item.length, item.offset)
         if len(found[name]) != item.length:
             raise DataLoss(
@@ -164,7 +164,7 @@ def read_common(folder: Path, most: int) -> bytes | None:
         DataLoss: it is no plain file.
     """
     try:
-        with _open(folder, COMMON_FILE) as (fd, size), open(fd, "rb", closefd=False) as file:
+        with open_file(folder, COMMON_FILE) as (fd, size), open(fd, "rb", closefd=False) as file:
             if size > most:
                 raise InvalidArgument(f"{COMMON_FILE} in {folder} has {size} bytes, more than {most}")
             return file.read(size)
@@ -179,7 +179,7 @@ def iterations_in(folder: Path) -> list[str]:
 
 def _read_metadata(folder: Path) -> bytes:
     try:
-        with _open(folder, METADATA_FILE) as (fd, size):
+        with open_file(folder, METADATA_FILE) as (fd, size):
             if size > MAX_METADATA_BYTES:
                 raise DataLoss(f"{METADATA_FILE} has {size} bytes, more than any checkpoint's")
             with open(fd, "rb", closefd=False) as file:
@@ -197,7 +197,7 @@ def _read_metadata(folder: Path) -> bytes:
 
 
 @contextmanager
-def _open(folder: Path, name: str) -> Iterator[tuple[int, int]]:
+def open_file(folder: Path, name: str) -> Iterator[tuple[int, int]]:
     """Descriptor and size of one file of a folder.
 
     Raises:
@@ -229,7 +229,7 @@ def _find_chunks(folder: Path, entries: Entries) -> tuple[list[int], dict[str, i
         by_file.setdefault(item.file, []).append(index)
     for file, indexes in by_file.items():
         indexes.sort(key=lambda i: entries.chunks[i][1].offset)
-        with _open(folder, file) as (fd, size):
+        with open_file(folder, file) as (fd, size):
             sizes[file] = size
             for index in indexes:
                 shard, item = entries.chunks[index]

@@ -27,6 +27,7 @@ _LEAST_BYTES, _FREE = 6, 1000
 """Bytes of a pickle for each container or instance that it makes, but for the first: one byte could make a set, which takes two hundred. What
 torch writes has ten."""
 SIZE = "torch.Size"
+GETATTR = ("__builtin__.getattr", "builtins.getattr")
 OTHER_DTYPES = (
     *("complex32", "complex128", "float8_e4m3fnuz", "float8_e5m2fnuz", "float4_e2m1fn_x2"),
     *(
@@ -177,7 +178,7 @@ class _Machine:
                 stack[-1] = (stack[-1],)
             elif op == 0x52:  # REDUCE
                 args = stack.pop()
-                stack[-1] = _reduce(_name(stack[-1]), args)
+                stack[-1] = self._called(_name(stack[-1]), args)
             elif op == 0x86:  # TUPLE2
                 last = stack.pop()
                 stack[-1] = (stack[-1], last)
@@ -269,6 +270,12 @@ class _Machine:
                 return stack[0]
             else:
                 raise ValueError(f"opcode {op:#04x} at {position - 1}")
+
+    def _called(self, name: str, args: Any) -> Any:
+        if name in GETATTR:  # how older protocols name a class inside of another one
+            owner, attribute = _tuple(args)
+            return self._global(_name(owner), attribute)
+        return _reduce(name, args)
 
     def _global(self, module: Any, name: Any) -> Named:
         if type(module) is not str or type(name) is not str:

@@ -13,6 +13,7 @@ May import: what `_formats` may, and `_formats` itself.
 - `stateful`: the mappings of values that a trainer gives and gets back.
 - `random_states`: the random number generators of this process.
 - `torch_optimizers`: the state of torch optimizers by the names of their parameters, and back.
+- `zero_optimizers`: the same of DeepSpeed's ZeRO optimizers.
 - `steady`: what nothing changes but the optimizer's next step.
 - `torch_training`: torch modules and their optimizers.
 - `megatron_training`: training states of Megatron-core ranks.

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from weighbridge._core import dtypes
+from weighbridge._core.boxes import Box
 from weighbridge._core.layouts import Layout, Shard, TensorSpec
-from weighbridge._formats.dtensors import local_shards, local_tensor
+from weighbridge._formats import zero3
+from weighbridge._formats.torch_state import held_tensor, shape_of, shards_of
 from weighbridge.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -14,7 +17,8 @@ if TYPE_CHECKING:
 
 
 class BoxedTensors:
-    """Tensors that are collected by name: DTensors of any mesh, and plain ones, which every rank that has them holds whole.
+    """Tensors that are collected by name: DTensors of any mesh, parameters that ZeRO-3 has partitioned, and plain tensors, which every rank
+    that has them holds whole.
 
     Attributes:
         tensors: one for each shard, of the extent of its box; they alias those that were given.
@@ -28,11 +32,14 @@ class BoxedTensors:
         self._specs: list[TensorSpec] = []
         self._shards: list[Shard] = []
 
-    def take(self, name: str, value: torch.Tensor) -> TensorSpec | None:
-        """Take one tensor; gives what it is, or None if it cannot be kept. A second one of that name cannot, unless it is the same."""
+    def take(self, name: str, value: torch.Tensor, *, filled: bool = False) -> TensorSpec | None:
+        """Take one tensor; gives what it is, or None if it cannot be kept. A second one of that name cannot, unless it is the same.
+
+        ``filled`` is whether it takes what is stored. Copies that this rank holds besides, as ZeRO-3 keeps them of small parameters, do so, too.
+        """
         try:
             spec = _spec(name, value)
-            held = local_shards(value)
+            held = shards_of(value)
         except InvalidArgument as error:
             self.problems.append(f"{name}: {error.message}")
             return None
@@ -42,10 +49,16 @@ class BoxedTensors:
                 return spec
             self.problems.append(taken_twice(name))
             return None
-        self._specs.append(spec)
-        self._shards += [Shard(name, box) for box, _ in held]
-        self.tensors += [tensor for _, tensor in held]
+        copy = zero3.gathered_copy(value) if filled and zero3.is_partitioned(value) else None
+        self.add(spec, held if copy is None else [*held, (Box.whole(spec.shape), copy)])
         return spec
+
+    def add(self, spec: TensorSpec, held: Iterable[tuple[Box, torch.Tensor]]) -> None:
+        """Take what this rank holds of a tensor: boxes of it, each with a tensor of its extent."""
+        self._specs.append(spec)
+        for box, tensor in held:
+            self._shards.append(Shard(spec.name, box))
+            self.tensors.append(tensor)
 
     @property
     def layout(self) -> Layout:
@@ -61,12 +74,12 @@ def _spec(name: str, value: torch.Tensor) -> TensorSpec:
     """
     import torch
 
-    local = local_tensor(value)
+    local = held_tensor(value)
     if local.is_meta:
         raise InvalidArgument("it is on the meta device, and without data")
     if type(local) is not torch.Tensor or local.layout != torch.strided:
         raise InvalidArgument(f"it is a {type(local).__name__} ({local.layout}), and no dense tensor")
-    return TensorSpec(name, dtypes.from_torch(value.dtype), tuple(value.shape))
+    return TensorSpec(name, dtypes.from_torch(local.dtype), shape_of(value))
 
 
 def taken_twice(name: str) -> str:
@@ -78,13 +91,13 @@ def place(value: torch.Tensor) -> tuple[object, ...]:
     """Where a tensor's elements lie: the same for two names of one tensor. By the storage, for what is empty has no address."""
     import torch
 
-    local = local_tensor(value)
+    local = held_tensor(value)
     if local.layout != torch.strided:
         return (id(value),)
     return (
         local.untyped_storage()._cdata,
         local.storage_offset(),
         local.stride(),
-        value.dtype,
-        tuple(value.shape),
+        local.dtype,
+        shape_of(value),
     )

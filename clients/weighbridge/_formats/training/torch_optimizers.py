@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     import torch
 
 _STATE = "state."
-_PARAMS = "params"
-_OWN = frozenset((_PARAMS, "param_names"))
+PARAMS = "params"
+_OWN = frozenset((PARAMS, "param_names"))
 """What says which parameters a group has, and does not come back."""
 Path = tuple[str, ...]
 
@@ -99,8 +99,7 @@ class NamedOptimizers:
             if found:
                 numbers[name] = found
         groups = [
-            {_PARAMS: [self.names[each] for each in group[_PARAMS]]}
-            | {key: value for key, value in group.items() if key not in _OWN}
+            {PARAMS: [self.names[each] for each in group[PARAMS]]} | own_options(group)
             for optimizer in self.optimizers
             for group in optimizer.param_groups
         ]
@@ -125,7 +124,7 @@ class NamedOptimizers:
     def _states(self) -> Iterator[tuple[str, torch.Tensor, Mapping[Any, Any]]]:
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                for parameter in group[_PARAMS]:
+                for parameter in group[PARAMS]:
                     # by get: asking a defaultdict makes an entry, which says that a step was made
                     yield self.names[parameter], parameter, optimizer.state.get(parameter, {})
 
@@ -156,7 +155,7 @@ def fit_optimizers(
         values: what `NamedOptimizers.values` gave.
         strict: whether both must have the same parameters. If not, what the other one does not have stays as it is.
     """
-    groups = _Groups(values["param_groups"])
+    groups = Groups(values["param_groups"])
     known = {name: parameter for parameter, name in own.names.items()}
     entries, foreign = _entries(stored, values["state"], known)
     problems = [*foreign, *groups.unlike(known, entries)] if strict else []
@@ -165,12 +164,12 @@ def fit_optimizers(
     options: list[tuple[dict[str, Any], Mapping[str, Any]]] = []
     for optimizer in own.optimizers:
         for number, group in enumerate(optimizer.param_groups):
-            members = [own.names[parameter] for parameter in group[_PARAMS]]
+            members = [own.names[parameter] for parameter in group[PARAMS]]
             found, problem = groups.of(members)
             if problem:
                 problems.append(f"group {number} of the optimizer {problem}")
             options.append((group, found))
-            for parameter, name in zip(group[_PARAMS], members, strict=True):
+            for parameter, name in zip(group[PARAMS], members, strict=True):
                 if name not in groups.names and name not in entries:
                     continue
                 there = dict(_leaves(optimizer.state.get(parameter, {})))
@@ -189,19 +188,18 @@ def fit_optimizers(
             else:
                 optimizer.state.pop(parameter, None)
         for group, found in options:
-            for key, value in found.items():
-                if key not in _OWN:
-                    _set(group, key, value)
+            for key, value in own_options(found).items():
+                set_option(group, key, value)
 
     return OptimizerFit(tensors, problems, finish)
 
 
-class _Groups:
+class Groups:
     """Stored parameter groups, by their parameters."""
 
     def __init__(self, groups: Sequence[Mapping[str, Any]]) -> None:
         self._groups = groups
-        self.names = {name: index for index, group in enumerate(groups) for name in group[_PARAMS]}
+        self.names = {name: index for index, group in enumerate(groups) for name in group[PARAMS]}
 
     def unlike(self, known: Collection[str], filled: Collection[str]) -> list[str]:
         """Parameters that only the stored groups have, or only the optimizer's; those that are filled although no group here has them are another rank's."""
@@ -243,7 +241,7 @@ def _parameters(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[tuple[s
     for which, optimizer in enumerate(optimizers):
         of = f" of optimizer {which}" if len(optimizers) > 1 else ""
         for number, group in enumerate(optimizer.param_groups):
-            for index, parameter in enumerate(group[_PARAMS]):
+            for index, parameter in enumerate(group[PARAMS]):
                 yield f"parameter {index} of group {number}{of}", parameter
 
 
@@ -316,7 +314,13 @@ def _target(
     return DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
-def _set(group: dict[str, Any], key: str, value: Any) -> None:
+def own_options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What a parameter group says besides which parameters it has."""
+    return {key: value for key, value in group.items() if key not in _OWN}
+
+
+def set_option(group: dict[str, Any], key: str, value: Any) -> None:
+    """Give a parameter group an option."""
     import torch
 
     there = group.get(key)

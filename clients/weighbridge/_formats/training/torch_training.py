@@ -1,4 +1,4 @@
-"""Training state of a torch module and its optimizers: FSDP2, HSDP, tensor parallelism, DDP, or one process.
+"""Training state of a torch module and its optimizers: FSDP2, HSDP, tensor parallelism, DDP, DeepSpeed's ZeRO, or one process.
 
 Names are those of ``torch.distributed.checkpoint.state_dict``: ``model.<name>`` for ``get_model_state_dict``, ``optimizer.state.<name>.exp_avg`` for
 ``get_optimizer_state_dict``. Of tied tensors, which share their memory, the first one is kept.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +17,9 @@ from weighbridge._core.text.counts import counted
 from weighbridge._formats import zero3
 from weighbridge._formats.torch_state import NAMED, WRAPPERS, check_not_copied
 from weighbridge._formats.training.boxed_tensors import BoxedTensors, place, taken_twice
-from weighbridge._formats.training.torch_optimizers import NamedOptimizers, fit_optimizers
+from weighbridge._formats.training.torch_optimizers import NamedOptimizers, OptimizerFit, fit_optimizers
 from weighbridge._formats.training.training_state import Filling, Fit, StoredState, TrainingTensors
+from weighbridge._formats.training.zero_optimizers import ZeroFit, ZeroOptimizer, is_zero
 from weighbridge.errors import InvalidArgument, LayoutError
 
 if TYPE_CHECKING:
@@ -52,10 +54,14 @@ def training_tensors(module: object, optimizers: object | None) -> TrainingTenso
             tied[name] = kept
     values: dict[str, Any] = {"model": others, "tied": tied}
     if optimizers is not None:
-        named = NamedOptimizers.of(optimizers, _parameter_names(root))
+        named = _named(root, optimizers)
         boxed.problems += [_OPTIMIZER + each for each in named.problems()]
-        for name, value in named.tensors():
-            boxed.take(_OPTIMIZER + name, value)
+        if isinstance(named, ZeroOptimizer):
+            for name, part in named.parts():
+                boxed.add(replace(part.spec, name=_OPTIMIZER + name), part.held)
+        else:
+            for name, value in named.tensors():
+                boxed.take(_OPTIMIZER + name, value)
         values["optimizer"] = named.values()
     if boxed.problems:
         raise LayoutError(
@@ -76,12 +82,15 @@ def torch_fit(module: object, optimizers: object | None, *, strict: bool = True)
         InvalidArgument, LayoutError: as `training_tensors`.
     """
     root = _root(module)
-    named = None if optimizers is None else NamedOptimizers.of(optimizers, _parameter_names(root))
+    named = None if optimizers is None else _named(root, optimizers)
     return partial(_fit, root, named, strict)
 
 
 def _fit(
-    module: torch.nn.Module, optimizers: NamedOptimizers | None, strict: bool, stored: StoredState
+    module: torch.nn.Module,
+    optimizers: NamedOptimizers | ZeroOptimizer | None,
+    strict: bool,
+    stored: StoredState,
 ) -> Filling:
     tensors = {name: spec for name, spec in stored.tensors.items() if name.startswith(_MODEL)}
     boxed = BoxedTensors()
@@ -101,7 +110,7 @@ def _fit(
     for name, value in own.items():
         spec = tensors.get(name)
         if spec is not None:
-            found = boxed.take(name, value)
+            found = boxed.take(name, value, filled=True)
             if found not in (spec, None):
                 problems.append(f"{found} of the module is {spec.dtype}{list(spec.shape)} in the version")
         elif strict and place(value) not in filled:
@@ -119,10 +128,16 @@ def _fit(
             )
         begin = len(_OPTIMIZER)
         states = {name[begin:]: spec for name, spec in stored.tensors.items() if name.startswith(_OPTIMIZER)}
-        fit = fit_optimizers(optimizers, states, values, strict=strict)
+        fit: ZeroFit | OptimizerFit
+        if isinstance(optimizers, ZeroOptimizer):
+            fit = optimizers.fit(states, values, strict=strict)
+            for part in fit.parts:
+                boxed.add(part.spec, part.held)
+        else:
+            fit = fit_optimizers(optimizers, states, values, strict=strict)
+            for name, value in fit.tensors.items():
+                boxed.take(name, value)
         problems += fit.problems
-        for name, value in fit.tensors.items():
-            boxed.take(name, value)
         finish_optimizers = fit.finish
     problems += boxed.problems
     if problems:
@@ -159,21 +174,29 @@ def _root(given: object) -> torch.nn.Module:
             "the training state of FullyShardedDataParallel (FSDP1) is not supported",
             fix="use fully_shard (FSDP2)",
         )
-    if any(zero3.is_partitioned(parameter) for parameter in module.parameters()):
-        raise InvalidArgument(
-            "the training state of a module that ZeRO-3 has partitioned is not supported",
-            fix="push its weights without optimizer=, state= and rank_state=",
-        )
     return module
 
 
+def _named(module: torch.nn.Module, optimizers: object) -> NamedOptimizers | ZeroOptimizer:
+    """Optimizers by the names of their parameters."""
+    if is_zero(optimizers):
+        return ZeroOptimizer(optimizers, _parameter_names(module))
+    if any(zero3.is_partitioned(parameter) for parameter in module.parameters()):
+        raise InvalidArgument(
+            f"a {type(optimizers).__name__} does not have the state of a module that ZeRO-3 has partitioned",
+            fix="give DeepSpeed's own: optimizer=engine.optimizer",
+        )
+    return NamedOptimizers.of(optimizers, _parameter_names(module))
+
+
 def _wrapped(module: torch.nn.Module) -> torch.nn.Module | None:
-    """What DDP or torch.compile has wrapped; by the type, for any module may have a child of that name."""
+    """What DDP, torch.compile or DeepSpeed has wrapped; by the type, for any module may have a child of that name."""
     import torch
 
     # of a compiled module; it is there only if something was compiled
     compiled = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", ())
-    if isinstance(module, torch.nn.parallel.DistributedDataParallel):
+    engine = getattr(sys.modules.get("deepspeed.runtime.engine"), "DeepSpeedEngine", ())
+    if isinstance(module, (torch.nn.parallel.DistributedDataParallel, engine)):
         inner = module.module
     elif isinstance(module, compiled):
         inner = module._orig_mod
@@ -183,7 +206,7 @@ def _wrapped(module: torch.nn.Module) -> torch.nn.Module | None:
 
 
 def _entries(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    for name, value in module.state_dict().items():
+    for name, value in (zero3.partitioned_state(module) or module.state_dict()).items():
         yield _canonical(name), value
 
 

@@ -382,12 +382,17 @@ def test_what_is_no_module_or_optimizer_is_refused_by_its_type() -> None:
         training_tensors(module, module)
 
 
-def test_a_module_that_zero_3_has_partitioned_is_refused() -> None:
+def test_a_module_that_zero_3_has_partitioned_wants_the_optimizer_of_deepspeed() -> None:
     module = Net(1)
+    optimizer = OPTIMIZERS["sgd"](module)
     for parameter in module.parameters():
         partition(parameter, 0, 2)
-    with pytest.raises(InvalidArgument, match="ZeRO-3 has partitioned"):
-        training_tensors(module, None)
+    with pytest.raises(InvalidArgument, match="ZeRO-3 has partitioned") as error:
+        training_tensors(module, optimizer)
+    assert "engine.optimizer" in error.value.fix
+    held = training_tensors(module, None).layout
+    for name, parameter in module.named_parameters():
+        assert held.tensors[f"model.{name}"].shape == tuple(parameter.ds_shape)  # type: ignore[attr-defined]
 
 
 def test_tensors_without_data_or_of_no_kept_dtype_are_named() -> None:

@@ -103,10 +103,7 @@ class Reader:
             versions=tuple(page[:VERSIONS]),
             before=before,
             more=len(page) > VERSIONS,
-            ranks={
-                push.state.opened.number: push.machine.rank_progress
-                for push in service.registry.of_model(model)
-            },
+            ranks={push.state.opened.number: push.rank_progress for push in service.registry.of_model(model)},
             protections=service.refs.protections(name),
             requests=service.refs.requests(name),
             gate=head.gate,
@@ -129,7 +126,7 @@ class Reader:
         return VersionFacts(
             version=version,
             refs=tuple(sorted(ref for ref, named in refs.items() if named == version.number)),
-            ranks=() if push is None else push.machine.rank_progress,
+            ranks=() if push is None else push.rank_progress,
             contents=self._contents_of(model, version),
             signatures=self._signatures(name, version),
             engines=tuple(service.engines.listed(name)),
