@@ -21,6 +21,7 @@ BASES: Mapping[str, tuple[str, ...]] = {
     "bench": ("service", "tracing", "dev"),
     "fuzz": ("service", "tracing", "dev"),
     "audit": ("service", "tracing", "dev"),
+    "page": ("service", "tracing", "dev"),
     "docs": ("service", "tracing", "dev"),
 }
 """The extras that are locked, and those whose locks each goes with."""

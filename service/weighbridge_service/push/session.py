@@ -42,6 +42,7 @@ from weighbridge_service.push.machine.answers import (
     check_not_failed,
 )
 from weighbridge_service.push.machine.phases import BEFORE_SEALED, FINAL, INCOMPLETE, VISIBLE, Phase
+from weighbridge_service.push.machine.rank_progress import RankProgress, ranks_of
 from weighbridge_service.push.machine.shown import version_of, waits_for
 from weighbridge_service.push.machine.state import Moment, PushState
 from weighbridge_service.push.machine.transitions import step
@@ -158,6 +159,12 @@ class PushSession:
     def share_number(self) -> int | None:
         """Which share of the version this session has; None before there is a plan."""
         return self._state.share_number
+
+    @property
+    def rank_progress(self) -> tuple[RankProgress, ...]:
+        """How far each rank is."""
+        writer = self._runner.writer
+        return ranks_of(self._state, {} if writer is None else writer.received_of_ranks)
 
     @property
     def layouts(self) -> DeclaredLayouts:

@@ -18,6 +18,7 @@ May import: `api.lane`, `service`, and folders below.
 - `connections`: limits of connections.
 - `guard`: refusal of requests that other sites' pages send.
 - `threads`: threads of handlers that wait for the store.
+- `pages`: pages for people.
 - `hub_routes`: routes of Hugging Face's clients.
 - `hub_documents`: a version as these clients see it.
 - `hub_reading`: lookup and reads of versions for them.
