@@ -152,7 +152,8 @@ def test_a_push_makes_one_connected_trace_from_the_trainers_to_an_engine_that_co
             line = ("weighbridge", "engines", MODEL, "--server", server, "--json")
             with start(*line, env={}) as listing:
                 by_command = json.loads(listing.communicate(timeout=60)[0])
-            by_http = httpx.get(f"{url}/v1/models/{MODEL}/engines").json()["engines"]
+            asked = httpx.get(f"{url}/v1/models/{MODEL}/engines", headers={"traceparent": kept})
+            by_http = asked.json()["engines"]
         spans = there.wait(
             lambda seen: {"weighbridge.durable", "weighbridge.pull"} <= {each.name for each in seen}
         )
