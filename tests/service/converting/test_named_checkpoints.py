@@ -380,6 +380,20 @@ def test_a_tensor_that_claims_more_than_the_files_hold_costs_nothing(
     assert "all files together" in str(error.value.details)
 
 
+@pytest.mark.parametrize("name", ["\x1b[2Jodd\n", "\udc80odd", "odd" * 100_000])
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_a_name_of_anything_is_told_in_a_short_line_that_can_be_printed(
+    saved: tuple[Path, dict[str, dict[str, Tensor]]], tmp_path: Path, name: str, options: list[str]
+) -> None:
+    source = _one_process(tmp_path / "odd", lambda state: state.update({name: 7}))
+    line = ["convert", str(source), str(tmp_path / "hf"), "--config", str(saved[0] / "configs/untied")]
+    done = CliRunner().invoke(commands, [*line, *options], color=True)
+    assert done.exit_code == 0, done.output
+    assert "odd" in done.stdout
+    assert len(done.stdout) < 2000
+    assert all(part.isprintable() for part in done.stdout.splitlines())
+
+
 class _Called:
     """What a pickle says is made by a call."""
 
