@@ -56,9 +56,7 @@ def _parts(length: int, cut: Cut) -> Iterator[tuple[int, int]]:
         yield first, min(first + part, end)
 
 
-def _between(
-    runs: Iterable[tuple[int, int]], parts: Iterable[tuple[int, int]]
-) -> Iterator[tuple[int, int]]:
+def _between(runs: Iterable[tuple[int, int]], parts: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
     """What of runs lies in parts, which say it by positions in all runs together; both in order."""
     at, left = 0, iter(runs)
     start, stop = next(left, (0, 0))

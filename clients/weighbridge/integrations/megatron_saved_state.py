@@ -95,9 +95,7 @@ class SavedState:
     state: Mapping[str, Any]
 
     @staticmethod
-    def of(
-        state_dict: Mapping[str, Any], weights: Any, optimizer: tuple[str | None, Any]
-    ) -> SavedState:
+    def of(state_dict: Mapping[str, Any], weights: Any, optimizer: tuple[str | None, Any]) -> SavedState:
         """Sort a state dict.
 
         Args:
@@ -137,7 +135,8 @@ class SavedState:
                         fix="save it by a call of its own, or push weights alone: push_on_save(..., training=False)",
                     )
                 objects.append(replace(entry, data=plain(entry.data)))
-            if not sharded or others:  # in this order: what is alone may be a tensor, which is neither true nor false
+            # in this order: what is alone may be a tensor, which is neither true nor false
+            if not sharded or others:
                 state[key] = plain(others)
         return SavedState(found, {"model": weights, "objects": objects}, state)
 
