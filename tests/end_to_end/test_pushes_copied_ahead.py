@@ -5,7 +5,9 @@ Copies made in this process when it pushed are the independent answer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from tests.support.training_states import same_bits
 from weighbridge import EngineClient, PushHandle, TrainerClient
 from weighbridge._clients.copying import ahead
 from weighbridge._clients.copying.ahead import CopiesAhead
+from weighbridge._clients.copying.copies import Points
 from weighbridge._formats.push_sources import StagingPool
 
 MODEL = "tests/ahead"
@@ -124,6 +127,24 @@ def test_a_failed_copy_is_raised_in_the_call_and_gives_both_versions_up(
     waited(client.push_state_dict(MODEL, module, step=3, optimizer=optimizer))
     for name in (MODEL, f"{MODEL}:training"):
         assert [each.step for each in client.versions(name)] == [3, 1]
+
+
+def test_a_push_says_that_it_keeps_the_rank_until_all_is_copied(
+    client: TrainerClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, optimizer = trainer()
+    waited(client.push_state_dict(MODEL, module, step=1, optimizer=optimizer))
+    on_streams = ahead.on_streams
+
+    @contextmanager
+    def slowly(points: Points) -> Iterator[Sequence[torch.cuda.Stream]]:
+        with on_streams(points) as streams:
+            time.sleep(1)
+            yield streams
+
+    monkeypatch.setattr(ahead, "on_streams", slowly)
+    handle = waited(client.push_state_dict(MODEL, module, step=2, optimizer=optimizer))
+    assert handle.report().held_seconds > 0.3  # of the second that copying takes, it begins a moment later
 
 
 def test_memory_goes_back_once_and_when_the_last_user_is_done() -> None:

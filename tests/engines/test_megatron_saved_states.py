@@ -30,6 +30,7 @@ from tests.support.megatron_training import TrainingRank, wholes
 from tests.support.reference import tiny_config
 from tests.support.services import RunningService, running_service
 from weighbridge import FailedPrecondition, NotFound, TrainerClient
+from weighbridge.integrations.megatron_saved_state import SavedState
 from weighbridge.integrations.megatron_saving import push_on_save
 from weighbridge_demo.megatron_cpu import Parallel
 
@@ -243,6 +244,52 @@ def test_a_loop_that_saves_as_megatron_lm_does_goes_on_to_the_bit_from_what_one_
     assert there.keys() == own.keys()
     for name, tensor in own.items():
         assert torch.equal(there[name], tensor), name
+
+
+def test_all_that_is_saved_beside_the_model_is_kept_whatever_it_is() -> None:
+    from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
+
+    def weights() -> dict[str, Any]:
+        return {"w": ShardedTensor.from_rank_offsets("w", torch.ones(4))}
+
+    first, second = weights(), weights()
+    seen, none, nothing = torch.arange(4), torch.empty(0), torch.zeros(1)
+    random_states = ShardedObject("rng", [1], (1,), (0,))
+    others = {"seen": seen, "none": none, "nothing": nothing, "iteration": 0, "empty": {}}
+    saved = {"model": first, "ema": second, "rng": random_states, **others}
+    for taken in ([first, second], (first, second), {"model": first, "ema": second}):
+        found = SavedState.of(saved, taken, (None, None))
+        assert found.state.keys() == others.keys()
+        assert all(torch.equal(found.state[name], others[name]) for name in ("seen", "none", "nothing"))
+        assert found.sharded["model"] is taken
+        assert [each.key for each in found.sharded["objects"]] == ["rng"]
+
+
+def _nested(rank: int, address: str, hf_dir: str, folder: Path) -> str:
+    from megatron.core import dist_checkpointing
+
+    del rank
+    heard = io.StringIO()
+    logging.getLogger("weighbridge").addHandler(logging.StreamHandler(heard))
+    loop = Loop(Parallel(), distributed=False, seed=0)
+    loop.step()
+    loop.save(folder)
+    weights = loop.training.sharded_state_dict()
+    optimizers = {"first": loop.training.optimizer.sharded_state_dict(weights)}
+    with push_on_save(MODEL, address, hf_dir=hf_dir) as hook:
+        folder = folder / "iter_0000002"
+        folder.mkdir()
+        dist_checkpointing.save({"model": weights, "optimizers": optimizers}, str(folder))
+        hook.wait(timeout=60)
+    return heard.getvalue()
+
+
+def test_it_is_said_that_an_optimizer_is_not_pushed_which_lies_where_none_is_looked_for(
+    service: RunningService, tmp_path: Path, hf_dir: Path
+) -> None:
+    (log,) = run_ranks(Parallel(), _nested, service.address, str(hf_dir), tmp_path / "run", timeout=240)
+    assert f"{MODEL}: the weights are pushed alone, for what is saved has no optimizer's" in log
+    assert "optimizers has shards of" in log
 
 
 def _odd(rank: int, address: str, hf_dir: str, folder: Path) -> tuple[str, bool]:

@@ -22,8 +22,8 @@ class PushReport:
     """What one rank's push cost.
 
     Attributes:
-        held_seconds: how long `push` kept the rank.
-        copy_seconds: of these, copying the shards out.
+        held_seconds: how long `push` kept the rank; of weights and a training state that are copied at once, each from its own beginning.
+        copy_seconds: of these, copying the shards out; behind the rank's back, if they were copied to host memory first or until a step.
         stream_bytes: bytes this rank pushed.
         stream_seconds: how long they were on their way, behind the rank's back.
         lane: how they went: ``local``, ``grpc``, or ``mixed`` if some belong to files that a replica of the service on another machine

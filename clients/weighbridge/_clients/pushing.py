@@ -183,8 +183,8 @@ class Pusher:
             take = partial(self._take, stream, layout, declared, chosen, open_source, copying)
             if not copying.is_behind(needed):
                 taken = take()
-            held_seconds = time.monotonic() - started
-            rest = partial(self._go_on, turn, report, stream, held_seconds, taken or take, copying, hold_seal)
+            kept = started, time.monotonic()
+            rest = partial(self._go_on, turn, report, stream, kept, taken or take, copying, hold_seal)
             # not a daemon: a trainer that ends after its last push must not lose it
             threading.Thread(target=rest, name=f"push-{model}@{number}").start()
         except BaseException as error:
@@ -284,17 +284,19 @@ class Pusher:
         turn: _Turn,
         report: Future[PushReport],
         stream: RankStream,
-        held_seconds: float,
+        kept: tuple[float, float],
         taken: _Taken | Callable[[], _Taken],
         copying: Copying,
         hold_seal: bool,
     ) -> None:
-        """Copy out the shards of a rank behind its back if that has not been done, and deliver them."""
+        """Copy out the shards of a rank behind its back if that has not been done, and deliver them. ``kept`` is when the push began and returned."""
         if not turn.take():
             return
         try:
             if not isinstance(taken, _Taken):
                 taken = self._taken_behind(stream, taken)
+            started, returned = kept
+            held_seconds = copying.kept_until(returned) - started
             report.set_result(self._deliver(stream, held_seconds, taken, hold_seal))
         except BaseException as error:  # goes to whoever waits
             stream.span.fail(error)

@@ -10,11 +10,8 @@ from __future__ import annotations
 import functools
 import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
 
 from weighbridge._core.boxes import Box
 from weighbridge.errors import LayoutError
@@ -39,23 +36,50 @@ class Cut(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)  # layers are cut alike
 def runs_after(length: int, cuts: tuple[Cut, ...]) -> tuple[tuple[int, int], ...]:
-    """What cuts, one after the other, leave of an axis: runs of indexes, the first of each and one past its last, in order."""
-    left = np.arange(length)
+    """What cuts, one after the other, leave of an axis: runs of indexes, the first of each and one past its last, in order.
+
+    The work goes by the pieces, and not by the length, which may be what a file claims.
+    """
+    left = [(0, length)] if length else []
     for cut in cuts:
-        left = np.concatenate([_chunk(piece, cut) for piece in _chunks(left, cut.pieces)])
-    ends = np.flatnonzero(np.diff(left) != 1)
-    starts = [*left[:1], *left[ends + 1]]
-    stops = [*left[ends], *left[-1:]]
-    return tuple((int(start), int(stop) + 1) for start, stop in zip(starts, stops, strict=True))
+        left = _joined(_between(left, _parts(sum(stop - start for start, stop in left), cut)))
+    return tuple(left)
 
 
-def _chunks(indexes: NDArray[np.int64], count: int) -> list[NDArray[np.int64]]:
-    return [_chunk(indexes, Cut(count, number)) for number in range(count)]
+def _parts(length: int, cut: Cut) -> Iterator[tuple[int, int]]:
+    """Where in so many indexes those are that a cut leaves, in order."""
+    size = -(-length // cut.pieces)
+    for begin in range(0, length, size or 1):
+        end = min(begin + size, length)
+        part = -(-(end - begin) // cut.ranks)
+        first = min(begin + cut.rank * part, end)
+        yield first, min(first + part, end)
 
 
-def _chunk(indexes: NDArray[np.int64], cut: Cut) -> NDArray[np.int64]:
-    size = -(-len(indexes) // cut.ranks)
-    return indexes[cut.rank * size : (cut.rank + 1) * size]
+def _between(runs: Iterable[tuple[int, int]], parts: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """What of runs lies in parts, which say it by positions in all runs together; both in order."""
+    at, left = 0, iter(runs)
+    start, stop = next(left, (0, 0))
+    for first, last in parts:
+        while first < last:
+            if first >= at + stop - start:
+                at += stop - start
+                start, stop = next(left)
+                continue
+            end = min(last, at + stop - start)
+            yield start + first - at, start + end - at
+            first = end
+
+
+def _joined(runs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Runs of which none goes on where the one before it ends."""
+    joined: list[tuple[int, int]] = []
+    for start, stop in runs:
+        if joined and joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], stop)
+        else:
+            joined.append((start, stop))
+    return joined
 
 
 def local_shards(tensor: Any) -> list[tuple[Box, torch.Tensor]]:

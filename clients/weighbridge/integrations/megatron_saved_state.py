@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -67,6 +67,12 @@ class OptimizerNotes:
         return sharded_state_dict
 
 
+def _children(weights: Any) -> Iterable[Any]:
+    if isinstance(weights, dict):
+        return weights.values()
+    return weights if isinstance(weights, list | tuple) else ()
+
+
 def _below(kind: type[Any]) -> Iterator[type[Any]]:
     child: type[Any]
     for child in kind.__subclasses__():
@@ -89,9 +95,7 @@ class SavedState:
     state: Mapping[str, Any]
 
     @staticmethod
-    def of(
-        state_dict: Mapping[str, Any], weights: Mapping[str, Any], optimizer: tuple[str | None, Any]
-    ) -> SavedState:
+    def of(state_dict: Mapping[str, Any], weights: Any, optimizer: tuple[str | None, Any]) -> SavedState:
         """Sort a state dict.
 
         Args:
@@ -113,8 +117,9 @@ class SavedState:
         objects: list[Any] = []
         state: dict[str, Any] = {}
         of_model = {id(entry) for entry in sharded_entries(weights)}
+        parts = [weights, *_children(weights)]
         for key, value in state_dict.items():
-            if key == name or value is weights or any(value is each for each in weights.values()):
+            if key == name or any(value is each for each in parts):
                 continue
             if is_sharded(value):
                 sharded, others = value, None
@@ -130,7 +135,8 @@ class SavedState:
                         fix="save it by a call of its own, or push weights alone: push_on_save(..., training=False)",
                     )
                 objects.append(replace(entry, data=plain(entry.data)))
-            if others or not sharded:
+            # in this order: what is alone may be a tensor, which is neither true nor false
+            if not sharded or others:
                 state[key] = plain(others)
         return SavedState(found, {"model": weights, "objects": objects}, state)
 

@@ -220,6 +220,12 @@ class PushOnSave:
                 problem = f"rank {rank}: {error}"
         of_ranks = of_all_ranks((problem, optimizer[1] is not None), world_size)
         if not any(has_optimizer for _, has_optimizer in of_ranks):
+            if problem and found is None:  # what is saved could not even be sorted: it may be an optimizer's
+                logger.warning(
+                    "%s: the weights are pushed alone, for what is saved has no optimizer's sharded state dict at its top. %s",
+                    self.model,
+                    problem,
+                )
             return None
         problems = [each for each, _ in of_ranks if each]
         if not problems:

@@ -11,6 +11,7 @@ from pathlib import Path
 from weighbridge._core.dtypes import DType
 from weighbridge._core.layouts import Layout, TensorSpec
 from weighbridge._core.text.counts import counted
+from weighbridge._core.text.shortening import readable
 from weighbridge._formats import hf_folder
 from weighbridge._formats.torch_dist.folder import TorchDistCheckpoint
 from weighbridge._formats.torch_dist.metadata import CONFIG_FILE
@@ -43,7 +44,7 @@ def model_part(checkpoint: TorchDistCheckpoint) -> tuple[Layout, dict[str, int]]
         key = name.rpartition("/")[0] or name
         state = _NOT_WEIGHTS.match(key)
         kind = "_extra_state" if key.endswith("._extra_state") else key
-        left_out[f"{state[1] if state else kind} (objects)"] += 1
+        left_out[f"{state[1] if state else readable(kind)} (objects)"] += 1
     weights = []
     for name in tensors:
         state = _NOT_WEIGHTS.match(name)

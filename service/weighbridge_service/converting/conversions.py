@@ -18,6 +18,7 @@ from weighbridge._core.boxes import Box
 from weighbridge._core.layouts import Layout, Placement, TensorSpec
 from weighbridge._core.slices import MAX_VOCAB_MULTIPLE
 from weighbridge._core.text.counts import counted
+from weighbridge._core.text.shortening import readable
 from weighbridge._formats import hf_folder, safetensors_files
 from weighbridge._formats.folder_weights import tied_copies
 from weighbridge._formats.torch_dist.folder import (
@@ -351,13 +352,15 @@ def _other_files(source: Path, taken: Iterable[str]) -> dict[str, int]:
         for path in source.glob("*_world_size_*_rank_*.pt")
         if path.name not in known
     )
-    return {f"{stem} (files)": count for stem, count in sorted(Counter(stems).items())}
+    return {f"{readable(stem)} (files)": count for stem, count in sorted(Counter(stems).items())}
 
 
 def _not_taken(source: Path, taken: Iterable[str]) -> dict[str, int]:
     """What lies in a Hugging Face folder and is not converted, by what it is."""
     known = {*taken, safetensors_files.INDEX_FILE, MANIFEST_FILE}
-    names = sorted(p.name for p in source.iterdir() if p.name not in known and p.suffix != BLOCKS_SUFFIX)
+    names = sorted(
+        readable(p.name) for p in source.iterdir() if p.name not in known and p.suffix != BLOCKS_SUFFIX
+    )
     return {f"files ({', '.join(names[:_NAMED])})": len(names)} if names else {}
 
 

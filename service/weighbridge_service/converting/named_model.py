@@ -17,6 +17,7 @@ from weighbridge._core.boxes import Box
 from weighbridge._core.dtypes import DType
 from weighbridge._core.layouts import Layout, Placement, Shard, TensorSpec
 from weighbridge._core.text.counts import counted
+from weighbridge._core.text.shortening import readable
 from weighbridge._formats.folder_weights import tied_copies
 from weighbridge._formats.memory_forms import Form, Part, TensorForms
 from weighbridge._formats.misfits import told
@@ -269,7 +270,7 @@ def _left_out(
                 state = _STATES.match(name)
                 path = checkpoint.paths.get(name, (name,))
                 kind = "inv_freq" if name.endswith("inv_freq") else state[1] if state else str(path[0])
-                counts[f"{kind} ({what})"] += 1
+                counts[f"{readable(kind)} ({what})"] += 1
     return dict(sorted(counts.items()))
 
 

@@ -11,8 +11,10 @@ import json
 import os
 import pickle
 import shutil
+import time
 import warnings
 import zipfile
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -376,6 +378,80 @@ def test_a_tensor_that_claims_more_than_the_files_hold_costs_nothing(
     with pytest.raises(LayoutError) as error:
         convert_folder(source, tmp_path / "hf", ConvertOptions(config=saved[0] / "configs/untied"))
     assert "all files together" in str(error.value.details)
+
+
+@pytest.mark.parametrize("name", ["\x1b[2Jodd\n", "\udc80odd", "odd" * 100_000])
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_a_name_of_anything_is_told_in_a_short_line_that_can_be_printed(
+    saved: tuple[Path, dict[str, dict[str, Tensor]]], tmp_path: Path, name: str, options: list[str]
+) -> None:
+    source = _one_process(tmp_path / "odd", lambda state: state.update({name: 7}))
+    line = ["convert", str(source), str(tmp_path / "hf"), "--config", str(saved[0] / "configs/untied")]
+    done = CliRunner().invoke(commands, [*line, *options], color=True)
+    assert done.exit_code == 0, done.output
+    assert "odd" in done.stdout
+    assert len(done.stdout) < 2000
+    assert all(part.isprintable() for part in done.stdout.splitlines())
+
+
+class _Called:
+    """What a pickle says is made by a call."""
+
+    def __init__(self, made_by: Any, *arguments: Any) -> None:
+        self.call = made_by, arguments
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+def _of_shape(*shape: int) -> _Called:
+    """A tensor of one element that is said to have this shape."""
+    storage = torch.zeros(1).untyped_storage()
+    typed = torch.storage.TypedStorage(wrap_storage=storage, dtype=torch.float32, _internal=True)
+    make = torch._utils._rebuild_tensor_v2  # type: ignore[attr-defined]
+    return _Called(make, typed, 0, shape, shape, False, OrderedDict())
+
+
+def _parameter_of(value: Any) -> _Called:
+    return _Called(torch._utils._rebuild_parameter, value, False, OrderedDict())  # type: ignore[attr-defined]
+
+
+def test_tensors_of_a_hundred_thousand_axes_and_parameters_of_parameters_are_refused_at_once(
+    saved: tuple[Path, dict[str, dict[str, Tensor]]], tmp_path: Path
+) -> None:
+    vast = 100_000 * (65535,)
+    nested: Any = torch.ones(64)
+    for _ in range(200):
+        nested = _parameter_of(nested)
+
+    def change(state: dict[str, Any]) -> None:
+        state.update({f"vast.{number}": _of_shape(*vast) for number in range(3)}, nested=nested)
+
+    source = _one_process(tmp_path / "vast", change)
+    started = time.monotonic()
+    with pytest.raises(LayoutError) as error:
+        convert_folder(source, tmp_path / "hf", ConvertOptions(config=saved[0] / "configs/untied"))
+    assert time.monotonic() - started < 5
+    told = str(error.value)
+    assert "'vast.0' in model_world_size_1_rank_0.pt: it has 100000 axes" in told
+    assert "'nested' in model_world_size_1_rank_0.pt: its pickle is not that of a plain tensor" in told
+    assert len(told) < 2000
+
+
+def test_a_length_that_nothing_but_an_empty_file_makes_room_for_costs_nothing(
+    saved: tuple[Path, dict[str, dict[str, Tensor]]], tmp_path: Path
+) -> None:
+    source = shutil.copytree(saved[0] / "fsdp4", tmp_path / "sparse")
+    path = source / f"model_world_size_{RANKS}_rank_0.pt"
+    with zipfile.ZipFile(io.BytesIO(path.read_bytes())) as archive, zipfile.ZipFile(path, "w") as changed:
+        for name in archive.namelist():
+            content = archive.read(name)
+            if name.endswith("data.pkl"):  # the shape of the embedding, 131 x 64
+                content = content.replace(b"K\x83K@", b"\x8a\x05\x00\x00\x00\x00\x02K@")
+            changed.writestr(name, content)
+    os.truncate(source / f"model_world_size_{RANKS}_rank_1.pt", 1 << 42)
+    with pytest.raises(DataLoss, match=r"rank_1\.pt"):
+        convert_folder(source, tmp_path / "hf", ConvertOptions(config=saved[0] / "configs/untied"))
 
 
 def test_ranks_that_disagree_about_a_tensor_are_named(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -49,6 +50,7 @@ class CopiesAhead(Copies):
             for start, (key, each) in zip(starts, distinct.items(), strict=True)
         }
         self.ended = threading.Event()
+        self.ended_at = 0.0
         self.error: BaseException | None = None
         self._lock = threading.Lock()
         self._users = 2  # the call, and the thread
@@ -95,6 +97,7 @@ class CopiesAhead(Copies):
         except BaseException as error:  # goes to the call and its pushes
             self.error = error
         finally:
+            self.ended_at = time.monotonic()
             self.ended.set()
             self.release()
 
@@ -123,6 +126,10 @@ class _CopyingAhead(Copying):
         if self._ahead.error is not None:
             raise self._ahead.error
         yield
+
+    def kept_until(self, returned: float) -> float:
+        """See `Copying.kept_until`. The call waits for the copies."""
+        return max(returned, self._ahead.ended_at)
 
     def release(self) -> None:
         """See `Copying.release`."""

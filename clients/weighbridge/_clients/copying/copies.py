@@ -41,6 +41,10 @@ class Copying:
         finally:
             self.ended.set()
 
+    def kept_until(self, returned: float) -> float:
+        """When the caller may go on after a push that has returned at a moment, by the monotonic clock; is asked when all copies are made."""
+        return returned
+
     def release(self) -> None:
         """The push reads the shards no more; whoever has ended it says so once."""
         self.ended.set()

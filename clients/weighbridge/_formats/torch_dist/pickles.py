@@ -177,6 +177,7 @@ class _Machine:
                 next(room)
                 stack[-1] = (stack[-1],)
             elif op == 0x52:  # REDUCE
+                next(room)
                 args = stack.pop()
                 stack[-1] = self._called(_name(stack[-1]), args)
             elif op == 0x86:  # TUPLE2

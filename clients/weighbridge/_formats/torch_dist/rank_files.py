@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from weighbridge._core import dtypes
 from weighbridge._core.boxes import Box
-from weighbridge._core.layouts import Layout, Placement, Shard, TensorSpec, check_spec
+from weighbridge._core.layouts import MAX_RANK, Layout, Placement, Shard, TensorSpec, check_spec
 from weighbridge._core.text.counts import counted
 from weighbridge._core.text.shortening import shown
 from weighbridge._formats.dtensors import Cut, runs_after
@@ -194,8 +194,8 @@ def _tensor(name: str, value: Any, most: _Most) -> tuple[TensorSpec, Sequence[_P
     if type(value) is not Instance:
         return None
     if value.kind == _PARAMETER:
-        return _tensor(name, _items(value.args, 1)[0], most)
-    if value.kind != _FROM_TYPE:
+        value = _items(value.args, 1)[0]
+    if type(value) is not Instance or value.kind != _FROM_TYPE:
         whole = described(value)
         return _spec(name, whole.dtype, whole.shape), [_Piece(Box.whole(whole.shape), whole, 0)]
     make, kind, made_of, state = _items(value.args, 4)
@@ -259,13 +259,14 @@ def _of_dtensor(shape: tuple[int, ...], state: Any, most: int) -> Iterator[_Piec
         raise LayoutError("its mesh does not say where this rank is in it")
     where = tuple(_list(coordinate))
     extents, placements = _mesh_shape(mesh), _items(spec.get("placements"), 0)
-    if not are_sizes(where) or not len(where) == len(extents) == len(placements):
+    if not are_sizes(where) or not len(where) == len(extents) == len(placements) <= MAX_RANK:
         raise DataLoss("its mesh and its placements are of different numbers of axes")
     for order in _list(spec.get("shard_order") or ()):
         over = _items(getattr(order, "args", None), 2)[1]
         if not are_sizes(over) or list(over) != sorted(over):
             raise LayoutError("an axis of it is cut over the axes of the mesh in another order than theirs")
     cuts: list[list[Cut]] = [[] for _ in shape]
+    parts = 1
     for placement, ranks, rank in zip(placements, extents, where, strict=True):
         kind = _PLACEMENTS.get(getattr(placement, "kind", ""))
         if kind == "Replicate":
@@ -280,6 +281,9 @@ def _of_dtensor(shape: tuple[int, ...], state: Any, most: int) -> Iterator[_Piec
             or not (rank < ranks <= most and 0 < pieces <= most)
         ):
             raise DataLoss("a placement of it is not one")
+        parts *= pieces
+        if parts > most**2:  # each is of the ranks on further axes of the mesh
+            raise DataLoss("its placements cut it into more parts than there are ranks for")
         cuts[axis].append(Cut(ranks, rank, pieces))
     runs = [runs_after(length, tuple(each)) for length, each in zip(shape, cuts, strict=True)]
     extent = tuple(sum(stop - start for start, stop in of_axis) for of_axis in runs)
@@ -313,7 +317,7 @@ def _mesh_shape(mesh: Mapping[Any, Any]) -> tuple[int, ...]:
         shape = shape if type(shape) is tuple else (shape,)
     else:
         shape = tuple(_fields(axis).get("shape") for axis in _items(axes, 0))
-    extents = tuple(math.prod(each) if are_sizes(each) else each for each in shape)
+    extents = tuple(math.prod(each) if are_sizes(each) and len(each) <= MAX_RANK else each for each in shape)
     if not are_sizes(extents):
         raise DataLoss("its mesh does not say how many ranks are on each axis")
     return extents

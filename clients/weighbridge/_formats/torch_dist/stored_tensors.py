@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from weighbridge._core.dtypes import DTYPES
+from weighbridge._core.layouts import MAX_RANK
 from weighbridge._formats.torch_dist.archives import Archive
 from weighbridge._formats.torch_dist.pickles import OTHER_DTYPES, Instance, Named, Persistent, are_sizes
 from weighbridge.errors import DataLoss
@@ -103,6 +104,8 @@ def described(call: object) -> DescribedTensor:
     itemsize = _ITEMSIZES[dtype]
     if not (are_sizes(shape) and are_sizes(stride) and are_sizes((first, elements))):
         raise DataLoss("its pickle has a size, a stride or an offset that is not a number")
+    if len(shape) > MAX_RANK:
+        raise DataLoss(f"it has {len(shape)} axes, more than {MAX_RANK}")
     volume = _check_dense(shape, stride)
     storage_nbytes = elements if kind == _UNTYPED else elements * itemsize
     if (first + volume) * itemsize > storage_nbytes:
@@ -126,5 +129,5 @@ def _check_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
         dense = dense and (extent == 1 or step == volume)
         volume *= extent
     if volume and not dense:
-        raise DataLoss(f"it is not dense and row-major: size {list(shape)}, stride {list(stride)}")
+        raise DataLoss(f"it is not dense and row-major: size {list(shape)}, stride {list(stride[:MAX_RANK])}")
     return volume

@@ -19,8 +19,9 @@ def plain(value: Any) -> Any:
     import numpy as np
     import torch
 
-    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
-        return torch.from_numpy(value.copy())
+    # torch has neither long doubles nor a byte order
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc" and value.dtype.char not in "gG":
+        return torch.from_numpy(value.astype(value.dtype.newbyteorder("="), order="C"))
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, argparse.Namespace):

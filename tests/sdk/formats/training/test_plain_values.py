@@ -39,6 +39,14 @@ def test_numbers_of_numpy_are_pythons_and_the_value_that_was_given_stays_as_it_i
     assert given["array"].tolist() == [0, 1, 2]
 
 
+def test_arrays_of_any_order_are_tensors_and_what_torch_does_not_have_is_named() -> None:
+    numbers = np.arange(6.0).reshape(2, 3)
+    for given in (numbers.astype(">f4"), numbers[::-1, ::-1], numbers.T, np.array(3, np.float32)):
+        assert plain({"of": [given]})["of"][0].tolist() == given.tolist()
+    with pytest.raises(InvalidArgument, match=r"of\[0\] is a numpy.ndarray"):
+        blobs.encode(plain({"of": [numbers.astype(np.longdouble)]}))
+
+
 def test_of_a_namespace_those_attributes_stay_that_a_blob_takes() -> None:
     arguments = argparse.Namespace(
         hidden_size=64,
