@@ -439,7 +439,9 @@ class Catalog:
             else with_approval(known.version, approval_in(history.head, number))
         )
         if there is None:
-            raise NotFound(f"{name} has no version {number}")
+            raise NotFound(
+                f"{name} has no version {number}", fix=f"those that it has: weighbridge versions {name} --all"
+            )
         if invisible or there.state.visible:
             return there
         if there.state.given_up:

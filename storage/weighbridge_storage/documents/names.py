@@ -362,7 +362,10 @@ def check_ref_name(name: str) -> str:
             fix=f"add a letter, e.g. v{name}",
         )
     if name in RESERVED_REFS:
-        raise InvalidArgument(f"the ref {name!r} moves by itself", fix="choose another name")
+        raise InvalidArgument(
+            f"the ref {name!r} moves by itself, as versions become visible",
+            fix="give the version a tag, such as prod, and let engines follow that",
+        )
     return name
 
 

@@ -72,8 +72,9 @@ def test_model_names_are_those_of_the_hub(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["latest", "live", "0", "17", "000000000017"])
 def test_a_ref_is_never_taken_for_a_number_or_for_one_that_moves_by_itself(name: str) -> None:
-    with pytest.raises(InvalidArgument):
+    with pytest.raises(InvalidArgument) as caught:
         check_ref_name(name)
+    assert ("give the version a tag" in caught.value.fix) == name.isalpha()
 
 
 @pytest.mark.parametrize("name", ["prod", "v1.2", "a", "_x", "x" * 64, "1a", "Latest"])

@@ -201,8 +201,11 @@ def timed_out(state: PushState, missing: tuple[str, ...], now: Moment) -> Transi
     message = f"{state.name} was given up: nothing was heard of its ranks for {seconds:g} s"
     fix = "push the step again on all ranks"
     if silent := silent_ranks(state):
-        who = ranks_text(silent)
-        message += f", and {who} {'has' if len(silent) == 1 else 'have'} not pushed everything"
+        undeclared = [rank for rank in silent if rank in state.declarations.absent]
+        who = ranks_text(undeclared or silent)
+        verb = "has" if len(undeclared or silent) == 1 else "have"
+        missed = "declared a layout" if undeclared else "pushed everything"
+        message += f", and {who} {verb} not {missed}"
         fix = f"look what became of {who}: a process that was killed, or a push that has failed; then {fix}"
     error = VersionFailed(message, details=missing, fix=fix)
     return end(state, Phase.FAILED, error)

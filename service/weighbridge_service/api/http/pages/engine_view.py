@@ -35,6 +35,7 @@ class EngineRow:
         label: what it is and where.
         host: machine and process of its agent.
         follows: the ref that it follows; empty if it follows none.
+        named: the version that this ref names now; 0 if none, or nobody knows.
         version, target: that it serves, and is being taken to; 0 if none.
         state: as its agent says.
         standing: as the service sees it.
@@ -48,6 +49,7 @@ class EngineRow:
     label: str
     host: str
     follows: str
+    named: int
     version: int
     target: int
     state: str
@@ -108,6 +110,7 @@ def _row(each: Engine) -> EngineRow:
         label=each.label,
         host=f"{each.host}, process {each.pid}" if each.pid else each.host,
         follows=each.ref,
+        named=each.named,
         version=each.version,
         target=each.target,
         state=each.state,

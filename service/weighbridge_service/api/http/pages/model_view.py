@@ -79,6 +79,7 @@ class Summary:
         live_number, latest_number: their numbers; 0 if none.
         last: the last version that is complete; None if there is none.
         push_time, push_rate, durable_time: what that cost.
+        given_up: the newest version, if it has failed or was aborted; None otherwise.
         news: the newest thing that has happened, for screen readers.
     """
 
@@ -94,6 +95,7 @@ class Summary:
     push_time: str
     push_rate: str
     durable_time: str
+    given_up: Version | None
     news: str
 
 
@@ -306,6 +308,7 @@ def _summary(facts: ModelFacts) -> Summary:
         push_time=words.duration(push_ms) if last else words.NONE,
         push_rate=words.rate(last.tensor_bytes, push_ms) if last else words.NONE,
         durable_time=words.span(last.create_time_ms, last.durable_time_ms) if last else words.NONE,
+        given_up=newest if newest and newest.state.given_up else None,
         news=f"Version {newest.number} is {newest.state.value}" if newest else "",
     )
 
@@ -468,7 +471,7 @@ def _rules(retention: Retention) -> tuple[str, ...]:
         (retention.keep_every, f"of each {words.count(retention.keep_every)} numbers the first is kept"),
         (retention.keep_younger_s, f"younger than {words.duration(1000 * retention.keep_younger_s)}: kept"),
     )
-    return (*(text for value, text in rules if value), "whatever a ref names is kept")
+    return (*(text for value, text in rules if value), "whatever a ref names or an engine serves is kept")
 
 
 def _gate(gate: Gate) -> tuple[str, ...]:

@@ -89,12 +89,14 @@ def test_a_newcomers_walk_is_seen_on_the_page(
         opened.shows("tr:has-text('ppo-7') .state", "durable", since=time.monotonic())
         opened.shows(".note", f"rank {LATE} was")
         opened.shows(".engines tbody .num", "3", since=time.monotonic())
+        opened.shows(".engines [data-label='Follows']", "latest \u2192 3")
 
         failing = raw.open(MODEL, ranks=RANKS, step=40, run="ppo-7")
         for rank in range(3):
             with_retry(raw, failing, rank, layouts)
         opened.shows(".push .bad", "ranks 3-7")
-        opened.shows(".reason", "ranks", since=time.monotonic())
+        opened.shows(".reason", "ranks 3-7 have not declared", since=time.monotonic())
+        opened.shows(".figures div:has-text('version 3')", f"{failing} failed")
         opened.shot("04-failed")
 
     tag(opened, "prod", 3)
