@@ -41,7 +41,9 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Non
     for column in columns:
         table.add_column(column, overflow="fold")
     for row in rows:
-        table.add_row(*(Text(plain(str(cell), lines=True)) for cell in row))  # as text: a name may look like markup
+        table.add_row(
+            *(Text(plain(str(cell), lines=True)) for cell in row)
+        )  # as text: a name may look like markup
     with console.capture() as captured:
         console.print(table)
     click.echo("\n".join(line.rstrip() for line in captured.get().splitlines()))

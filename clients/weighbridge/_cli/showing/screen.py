@@ -165,7 +165,10 @@ def _engine_cells(engine: Engine) -> tuple[Sequence[Text], ...]:
             Text(plain(standing), style=_STANDINGS.get(engine.standing, "")),
         ),
         (Text(plain(state), style=colour),),
-        (Text(plain(f"{engine.ref}={engine.named or '?'}" if engine.ref else "-")), Text(plain(engine.error))),
+        (
+            Text(plain(f"{engine.ref}={engine.named or '?'}" if engine.ref else "-")),
+            Text(plain(engine.error)),
+        ),
     )
 
 
