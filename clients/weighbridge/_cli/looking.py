@@ -20,6 +20,7 @@ from weighbridge._core.metadata import Metadata, conditions
 from weighbridge._core.references import Reference, is_training, training_of
 from weighbridge._core.resources import REF_LATEST, REF_LIVE, why_held
 from weighbridge._core.text.counts import counted
+from weighbridge._core.text.plain import plain
 from weighbridge._core.text.sizes import readable_size
 from weighbridge._core.text.suggestions import did_you_mean
 from weighbridge.errors import FailedPrecondition, InvalidArgument, NotFound
@@ -187,7 +188,7 @@ def show_command(reference: Reference, with_tensors: bool, server: str, as_json:
         *(_version_lines(version, model.refs) if version else [("version", "none yet")]),
     ]
     for label, text in lines:
-        click.echo(f"{label + ':':<10}{text}")
+        click.echo(f"{label + ':':<10}{plain(text, lines=True)}")
     if tensors is not None:
         click.echo()
         print_table(("TENSOR", "DTYPE", "SHAPE"), [(t.name, t.dtype, list(t.shape)) for t in tensors])
@@ -271,7 +272,7 @@ def watch_command(model: str, ref: str, count: int | None, server: str, as_json:
             if as_json:
                 print_json(version.to_json(), one_line=True)
             else:
-                click.echo(str(version))
+                click.echo(plain(str(version)))
 
 
 def say_if_absent(model: Model, ref: str) -> None:
@@ -356,7 +357,7 @@ def verify_command(
         )
     else:
         for problem in found.problems:
-            click.echo(problem)
+            click.echo(plain(problem))
         verdict = counted(len(found.problems), "problem") if found.problems else "all is well"
         checked = f"{counted(found.tensors_checked, 'tensor')}, {readable_size(found.bytes_checked)} checked"
         click.echo(f"{reference.model}@{found.number}: {verdict} ({checked})")

@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from weighbridge._core.text.plain import plain
 from weighbridge.errors import WeighbridgeError
 
 _WIDE = 10_000
@@ -40,7 +41,9 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Non
     for column in columns:
         table.add_column(column, overflow="fold")
     for row in rows:
-        table.add_row(*(Text(str(cell)) for cell in row))  # as text: a name may look like markup
+        table.add_row(
+            *(Text(plain(str(cell), lines=True)) for cell in row)
+        )  # as text: a name may look like markup
     with console.capture() as captured:
         console.print(table)
     click.echo("\n".join(line.rstrip() for line in captured.get().splitlines()))
@@ -60,7 +63,7 @@ def print_error(error: WeighbridgeError, *, as_json: bool) -> None:
             }
         )
     else:
-        click.echo(f"Error: {error}", err=True)
+        click.echo(f"Error: {plain(str(error), lines=True)}", err=True)
 
 
 @contextmanager

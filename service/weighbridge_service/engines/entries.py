@@ -28,6 +28,8 @@ _SLACK_MS = 2000
 
 _MOST_NAMED = 16
 """Engines that are named where a version is kept for them."""
+MOST_KEPT = 64
+"""Versions of a model that are kept for the engines of one owner: who may only pull does not decide how much is stored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,14 +225,20 @@ def standing(entry: Entry, named: int, now_s: float, leases: Leases) -> str:
 def served(entries: Iterable[Entry], now_s: float, leases: Leases) -> dict[int, tuple[str, ...]]:
     """The versions that engines of one model serve or are being taken to, by number, and which engines these are, for people.
 
-    What another replica has told counts until it would be forgotten: if that one is cut off, its engines serve all the same.
+    Of each owner's those that most engines serve, and of those the newest, `MOST_KEPT` at most. What another replica has told counts until
+    it would be forgotten: if that one is cut off, its engines serve all the same.
     """
-    found: dict[int, list[str]] = {}
+    of_owner: dict[str, dict[int, list[str]]] = {}
     for entry in entries:
         last_s = leases.gone_s if entry.here else leases.forgotten_s
         if not entry.report.ended and now_s - entry.heard_s < last_s:
+            own = of_owner.setdefault(entry.owner.quota, {})
             for number in {entry.report.version, entry.report.target} - {0}:
-                found.setdefault(number, []).append(entry.report.label)
+                own.setdefault(number, []).append(entry.report.label)
+    found: dict[int, list[str]] = {}
+    for own in of_owner.values():
+        for number in sorted(own, key=lambda each: (len(own[each]), each), reverse=True)[:MOST_KEPT]:
+            found.setdefault(number, []).extend(own[number])
     return {number: _named(labels) for number, labels in sorted(found.items())}
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,34 +36,58 @@ if TYPE_CHECKING:
 
 _STORE = "store"
 _PAGE = 100
+_CONDITIONS_SECONDS = 10.0
+"""For how long it is known whether a store keeps conditions."""
 
 
-def examine_service(service: Weighbridge) -> list[Check]:
-    """All checks of a service that runs."""
-    report = service.memory()
-    checks = check_memory(report)
-    store = None if is_remote(service.config.store) else read_disk(service.config.store)
-    largest = 0
-    try:
-        for model in _models(service):
-            largest = max(largest, model.nbytes)
-            checks.append(check_model(model, report))
-    except WeighbridgeError as error:
-        checks.append(
-            Check(
-                "models",
-                CheckStatus.FAIL,
-                f"they cannot be listed: {error.message}",
-                error.fix or "see the service's log",
+class Examiner:
+    """All checks of a service that runs. Whether its store keeps conditions takes some forty writes: who only observes has them made once
+    in a while. For one thread at a time.
+
+    Args:
+        service: which one.
+        clock: seconds that only grow.
+    """
+
+    def __init__(self, service: Weighbridge, clock: Callable[[], float] = time.monotonic) -> None:
+        self._service = service
+        self._clock = clock
+        self._conditions: Check | None = None
+        self._asked_s = 0.0
+
+    def checks(self) -> list[Check]:
+        """What is found now."""
+        service = self._service
+        report = service.memory()
+        checks = check_memory(report)
+        store = None if is_remote(service.config.store) else read_disk(service.config.store)
+        largest = 0
+        try:
+            for model in _models(service):
+                largest = max(largest, model.nbytes)
+                checks.append(check_model(model, report))
+        except WeighbridgeError as error:
+            checks.append(
+                Check(
+                    "models",
+                    CheckStatus.FAIL,
+                    f"they cannot be listed: {error.message}",
+                    error.fix or "see the service's log",
+                )
             )
-        )
-    if store is not None:
-        checks.append(check_store_disk(store, largest))
-    with suppress(
-        WeighbridgeError
-    ):  # that it does not answer, or takes no writes, are findings of the service's health
-        checks.append(store_checks_of(service).conditions())
-    return checks
+        if store is not None:
+            checks.append(check_store_disk(store, largest))
+        with suppress(
+            WeighbridgeError
+        ):  # that it does not answer, or takes no writes, are findings of the service's health
+            checks.append(self._conditions_kept())
+        return checks
+
+    def _conditions_kept(self) -> Check:
+        if self._conditions is None or self._clock() - self._asked_s >= _CONDITIONS_SECONDS:
+            self._conditions = store_checks_of(self._service).conditions()
+            self._asked_s = self._clock()
+        return self._conditions
 
 
 def examine_store(location: str | Path, grace_seconds: float) -> list[Check]:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
 from weighbridge import Model, Version, VersionState
+from weighbridge._cli.output import print_error, print_table
 from weighbridge._cli.showing.overview import MemoryUse, Overview, Reading, overview, unfinished
 from weighbridge._cli.showing.screen import draw, memory_text, rate_text, seconds_text
 from weighbridge._clients.calls.push_calls import RankState
 from weighbridge._core.engines.facts import Engine
+from weighbridge.errors import Unavailable
 
 NOW_MS = 1_800_000_000_000
 GB = 10**9
@@ -123,10 +126,29 @@ def test_a_service_that_is_away_is_said_to_be_beside_what_was_seen_last() -> Non
 
 
 def test_what_others_have_written_does_not_move_the_cursor() -> None:
-    engine = Engine("e", "acme/smol", "vllm\x1b[2J", "http://\x07x", error="bad\x1b]0;title\x07")
-    found = overview("s", None, Reading(1.0, NOW_MS, models=reading(1.0, 0).models, engines=(engine,)))
-    assert "\x1b" not in "".join(text_of(found, 200))
-    assert "\x07" not in "".join(text_of(found, 200))
+    bad = "x\x1b]0;title\x07\u202e"
+    engine = Engine("e", bad, bad, bad, ref=bad, state=bad, standing=bad, error=bad)
+    durable = version(17, VersionState.DURABLE, error=bad)
+    model = replace(reading(1.0, 0).models[0], name=bad, refs={bad: 17}, model_type=bad, dtype=bad)
+    durable = replace(durable, model=bad)
+    pushed = replace(version(18, VersionState.RECEIVING, waits_for=(bad,)), model=bad)
+    found = overview(
+        bad, None, Reading(1.0, NOW_MS, models=(model,), versions=(durable, pushed), engines=(engine,))
+    )
+    text = "".join(text_of(found, 300))
+    assert text.count("title") > 12
+    assert not {"\x1b", "\x07", "\u202e"} & set(text)
+
+
+def test_no_table_and_no_error_is_obeyed_by_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    bad = "x\x1b]0;title\x07\u202e"
+    print_table(("NOTE",), [(bad,)])
+    print_error(Unavailable(bad, fix=bad, details=[bad]), as_json=False)
+    said = capsys.readouterr()
+    for text in said:
+        assert "title" in text
+        assert not {"\x1b", "\x07", "\u202e"} & set(text)
+    assert "\n  What to do: x" in said.err
 
 
 def test_an_overview_is_json() -> None:

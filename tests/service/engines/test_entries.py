@@ -8,6 +8,7 @@ import pytest
 
 from weighbridge._core.engines.facts import EngineReport
 from weighbridge_service.engines.entries import (
+    MOST_KEPT,
     Entry,
     Leases,
     Owner,
@@ -129,3 +130,11 @@ def test_of_a_fleet_some_are_named_and_the_others_counted() -> None:
     named = served(fleet, 1000.0, LEASES)[16]
     assert len(named) == 17
     assert (named[0], named[-1]) == ("vllm at http://node000:8000", "984 more")
+
+
+def test_who_may_only_pull_does_not_keep_ever_more_versions() -> None:
+    greedy = [heard(engine_id=f"g{number}", version=number) for number in range(1, 1001)]
+    fleet = [heard(engine_id=f"f{n}", version=3) for n in range(2)]
+    assert list(served([*greedy, *fleet], 1000.0, LEASES)) == [3, *range(1002 - MOST_KEPT, 1001)]
+    other = after_report(None, Owner("other", "10.0.0.8"), replace(REPORT, version=5), 1000.0, ms(1000))
+    assert 5 in served([*greedy, other], 1000.0, LEASES), "each owner's engines count by themselves"

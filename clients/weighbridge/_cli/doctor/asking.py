@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import time
 import urllib.error
 import urllib.request
 from dataclasses import dataclass
@@ -18,6 +19,16 @@ if TYPE_CHECKING:
 
 HTTP_PORT = 8080
 DEFAULT_HTTP = f"127.0.0.1:{HTTP_PORT}"
+_LONGEST = 16 << 20
+"""Bytes of an answer."""
+_PART = 64 << 10
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """Follows no redirect: a service sends none, and the token is for the address that was named."""
+
+    def redirect_request(self, *_: object) -> None:
+        """None: the redirect is an error."""
 
 
 def guessed_addresses(server: str) -> list[str]:
@@ -68,10 +79,13 @@ def ask(address: str, path: str, seconds: float, credentials: Credentials | None
         if url.startswith("http://"):
             credentials.check_address(request.host)
         request.add_header(*credentials.bearer())
+    until_s = time.monotonic() + seconds
     tls = credentials.for_https() if url.startswith("https://") else None
     try:
-        with urllib.request.urlopen(request, timeout=seconds, context=tls) as response:  # noqa: S310  # likewise
-            return Answer(json.load(response), url, _date(response.headers.get("Date")))
+        handlers = [] if tls is None else [urllib.request.HTTPSHandler(context=tls)]
+        opener = urllib.request.build_opener(_NoRedirects, *handlers)
+        with opener.open(request, timeout=seconds) as response:
+            return Answer(json.loads(_read(response, url, until_s)), url, _date(response.headers.get("Date")))
     except urllib.error.HTTPError as error:
         if error.code in (401, 403):
             raise PermissionDenied(
@@ -88,6 +102,16 @@ def ask(address: str, path: str, seconds: float, credentials: Credentials | None
         ) from error
     except ValueError as error:
         raise no_service(url) from error
+
+
+def _read(response: http.client.HTTPResponse, url: str, until_s: float) -> bytes:
+    """An answer, whose size and time are bounded, whatever it is that answers."""
+    found = bytearray()
+    while part := response.read1(_PART):
+        found += part
+        if len(found) > _LONGEST or time.monotonic() > until_s:
+            raise no_service(url)
+    return bytes(found)
 
 
 def no_service(url: str) -> Unavailable:

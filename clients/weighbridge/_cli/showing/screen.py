@@ -23,6 +23,7 @@ from weighbridge._core.engines.facts import (
 )
 from weighbridge._core.resources import Model, VersionState
 from weighbridge._core.text.counts import counted
+from weighbridge._core.text.plain import plain
 from weighbridge._core.text.sizes import readable_size
 
 T = TypeVar("T")
@@ -71,14 +72,14 @@ def draw(seen: Overview, width: int, most_versions: int = _MOST_VERSIONS) -> Ren
 
 def _head(seen: Overview, width: int) -> RenderableType:
     time = datetime.fromtimestamp(seen.time_ms / 1000).astimezone().strftime("%H:%M:%S")
-    head = Text.assemble(("weighbridge top", "bold"), "  ", _clean(seen.server), "  ", time)
+    head = Text.assemble(("weighbridge top", "bold"), "  ", plain(seen.server), "  ", time)
     lines = [head]
     if seen.away_s:
         lines.append(
-            Text(f"no answer for {seconds_text(seen.away_s)}: {_clean(seen.away_reason)}", style="bold red")
+            Text(f"no answer for {seconds_text(seen.away_s)}: {plain(seen.away_reason)}", style="bold red")
         )
     if seen.memory is not None:
-        lines.append(Text(memory_text(seen.memory), overflow="ellipsis", no_wrap=width >= _NARROW))
+        lines.append(Text(plain(memory_text(seen.memory)), overflow="ellipsis", no_wrap=width >= _NARROW))
     return Group(*lines)
 
 
@@ -111,7 +112,7 @@ def push_lines(push: Push, now_ms: int, width: int) -> Iterator[Text]:
     age = seconds_text(max(now_ms - version.create_time_ms, 0) / 1000)
     left = "" if push.left_s is None else f", {seconds_text(push.left_s)} left"
     parts = (
-        Text.assemble((f"{version.model}@{version.number}", "bold"), f"  step {version.step}"),
+        Text.assemble((plain(f"{version.model}@{version.number}"), "bold"), f"  step {version.step}"),
         Text.assemble(
             ("█" * filled, "cyan"),
             ("░" * (_BAR - filled), "dim"),
@@ -127,9 +128,9 @@ def push_lines(push: Push, now_ms: int, width: int) -> Iterator[Text]:
         yield parts[0]
         yield from (Text.assemble("  ", part) for part in parts[1:])
     for what in version.waits_for:
-        yield Text(f"  waits for {_clean(what)}", style="yellow")
+        yield Text(f"  waits for {plain(what)}", style="yellow")
     if version.error:
-        yield Text(f"  {_clean(version.error)}", style="red")
+        yield Text(f"  {plain(version.error)}", style="red")
     behind = sorted((each for each in push.ranks if not each.state.sealed), key=_part)
     for rank in behind[:_SLOWEST]:
         state = rank.state
@@ -158,13 +159,16 @@ def _engine_cells(engine: Engine) -> tuple[Sequence[Text], ...]:
     colour = {ENGINE_FAILING: "red", ENGINE_UPDATING: "cyan"}.get(engine.state, "")
     return (
         (
-            Text(_clean(engine.label)),
-            Text(engine.model),
+            Text(plain(engine.label)),
+            Text(plain(engine.model)),
             Text(str(engine.version or "-")),
-            Text(standing, style=_STANDINGS.get(engine.standing, "")),
+            Text(plain(standing), style=_STANDINGS.get(engine.standing, "")),
         ),
-        (Text(state, style=colour),),
-        (Text(f"{engine.ref}={engine.named or '?'}" if engine.ref else "-"), Text(_clean(engine.error))),
+        (Text(plain(state), style=colour),),
+        (
+            Text(plain(f"{engine.ref}={engine.named or '?'}" if engine.ref else "-")),
+            Text(plain(engine.error)),
+        ),
     )
 
 
@@ -181,7 +185,7 @@ def _version_cells(past: Past, now_ms: int) -> tuple[Sequence[Text], ...]:
     note = version.error or (f"held: {', '.join(version.held)}" if version.held else "")
     return (
         (
-            Text(f"{version.model}@{version.number}"),
+            Text(plain(f"{version.model}@{version.number}")),
             Text(version.state.value, style=_COLOURS.get(version.state, "")),
             Text(readable_size(version.tensor_bytes)),
             Text(took_text(past.ready_s)),
@@ -189,9 +193,9 @@ def _version_cells(past: Past, now_ms: int) -> tuple[Sequence[Text], ...]:
         (
             Text(took_text(past.durable_s)),
             Text(seconds_text(max(now_ms - version.create_time_ms, 0) / 1000)),
-            Text(", ".join(past.refs) or "-"),
+            Text(plain(", ".join(past.refs) or "-")),
         ),
-        (Text(str(version.step)), Text(_clean(note))),
+        (Text(str(version.step)), Text(plain(note))),
     )
 
 
@@ -203,9 +207,9 @@ def _models(seen: Overview, width: int) -> Table:
 def _model_cells(model: Model) -> tuple[Sequence[Text], ...]:
     refs = ", ".join(f"{ref}={number}" for ref, number in sorted(model.refs.items()))
     return (
-        (Text(model.name), Text(refs or "-")),
+        (Text(plain(model.name)), Text(plain(refs or "-"))),
         (Text(readable_size(model.tensor_bytes)),),
-        (Text(model.model_type or "-"), Text(model.dtype)),
+        (Text(plain(model.model_type or "-")), Text(plain(model.dtype))),
     )
 
 
@@ -249,8 +253,3 @@ def seconds_text(seconds: float) -> str:
         if seconds < most:
             return f"{seconds / scale:.0f} {unit}"
     return f"{seconds / 86_400:.0f} d"
-
-
-def _clean(text: str) -> str:
-    """What others have written, without what a terminal would obey."""
-    return "".join(each if each.isprintable() else " " for each in text)

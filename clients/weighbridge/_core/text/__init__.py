@@ -6,6 +6,7 @@ May import: `weighbridge.errors`.
 - `counts`: numbers of things.
 - `waits`: what is waited for.
 - `shortening`: texts that are too long.
+- `plain`: texts of others, for a terminal.
 - `suggestions`: the name that was probably meant.
 - `extras`: what to install where an optional dependency is missing.
 """

@@ -25,8 +25,9 @@ from weighbridge_service.api.http.reports import (
     StatusOut,
     UsageOut,
 )
+from weighbridge_service.api.http.threads import in_threads
 from weighbridge_service.health import Health
-from weighbridge_service.health.doctor import examine_service
+from weighbridge_service.health.doctor import Examiner
 from weighbridge_service.service import Weighbridge
 
 CheckName = Annotated[str, Path(description="Name of the check.", examples=["store-reachable"])]
@@ -43,6 +44,7 @@ def operations_router(service: Weighbridge, metrics: Metrics, health: Health) ->
     router = APIRouter(tags=["operations"])
     # one scrape at a time, in a thread of its own: others may all be waiting for the store
     scraping = CapacityLimiter(1)
+    examiner = Examiner(service)
 
     @router.get("/livez")
     async def liveness() -> StatusOut:
@@ -83,9 +85,10 @@ def operations_router(service: Weighbridge, metrics: Metrics, health: Health) ->
         return MemoryOut.of(service.memory(), service.config.byte_budget, service.byte_budget.in_flight)
 
     @router.get("/v1/checks")
+    @in_threads(CapacityLimiter(1))  # it takes writes
     def list_checks() -> ChecksOut:
         """What `weighbridge doctor` finds: what `/readyz` says, memory, disk, and what a push of each model needs."""
-        return ChecksOut.model_validate({"checks": [*health.findings(), *examine_service(service)]})
+        return ChecksOut.model_validate({"checks": [*health.findings(), *examiner.checks()]})
 
     @router.get(
         "/metrics",

@@ -2,7 +2,8 @@
 
 A view is made again when something of its model has changed, and now and then by itself: other replicas change models, and bytes that
 arrive are no news to anybody else. However many look at it, it is made once. All views together take a small share of a core: what each
-costs is measured, and the more it is, the less often it is made.
+costs is measured, and the more it is, the less often it is made. Who looks at many shares that with those alone who look at few: of the
+core as of the number of views, each has a part.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import asyncio
 import json
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -18,7 +20,8 @@ from dataclasses import dataclass, field
 import anyio.to_thread
 from anyio import CapacityLimiter
 
-from weighbridge.errors import Unavailable, WeighbridgeError
+from weighbridge.errors import WeighbridgeError
+from weighbridge_service.admission.quotas import may_have
 from weighbridge_service.catalog.changes import Changes
 from weighbridge_storage.documents.names import ModelName
 
@@ -60,6 +63,7 @@ class _Live:
 
     model: ModelName | None
     make: Callable[[], Fragments]
+    quota: str
     viewers: int = 0
     sequence: int = 0
     html: dict[str, str] = field(default_factory=dict)
@@ -103,6 +107,7 @@ class LiveViews:
         self._changes = changes
         self._stopping = stopping
         self._live: dict[Hashable, _Live] = {}
+        self._of_quota: Counter[str] = Counter()
         self._threads: CapacityLimiter | None = None
 
     async def follow(
@@ -112,6 +117,7 @@ class LiveViews:
         make: Callable[[], Fragments],
         seen: str,
         ended: Callable[[], bool],
+        quota: str = "",
     ) -> AsyncIterator[str]:
         """What changes of a view, each time as JSON: HTML by the names of fragments.
 
@@ -121,11 +127,12 @@ class LiveViews:
             make: makes it, in a thread.
             seen: digest of the fragments that the page was made of; see `digest`.
             ended: whether to end; is asked now and then.
-
-        Raises:
-            Unavailable: there are too many different views.
+            quota: whose views are counted together. One that has too many is told so, as trouble, and nothing else: its browser asks again.
         """
-        with self._entered(key, model, make) as live:
+        if key not in self._live and not may_have(_MOST_VIEWS, len(self._live), self._of_quota[quota]):
+            yield json.dumps({TROUBLE: "too many different pages are open to be kept up to date; close some"})
+            return
+        with self._entered(key, model, make, quota) as live:
             sequence = 0
             while not (ended() or self._stopping()):
                 news = live.news
@@ -140,13 +147,12 @@ class LiveViews:
 
     @contextmanager
     def _entered(
-        self, key: Hashable, model: ModelName | None, make: Callable[[], Fragments]
+        self, key: Hashable, model: ModelName | None, make: Callable[[], Fragments], quota: str
     ) -> Iterator[_Live]:
         live = self._live.get(key)
         if live is None:
-            if len(self._live) >= _MOST_VIEWS:
-                raise Unavailable("too many different pages are open", fix="close some, or reload this one")
-            live = self._live[key] = _Live(model, make)
+            live = self._live[key] = _Live(model, make, quota)
+            self._of_quota[quota] += 1
             live.task = asyncio.get_running_loop().create_task(self._keep(live))
         live.viewers += 1
         try:
@@ -155,6 +161,9 @@ class LiveViews:
             live.viewers -= 1
             if not live.viewers:
                 del self._live[key]
+                self._of_quota[live.quota] -= 1
+                if not self._of_quota[live.quota]:
+                    del self._of_quota[live.quota]
                 if live.task is not None:
                     live.task.cancel()
 
@@ -172,7 +181,7 @@ class LiveViews:
             while not self._stopping():
                 live.wanted.clear()
                 busy, cost = await self._make(live)
-                least = cost * len(self._live) / _SHARE
+                least = cost * self._of_quota[live.quota] * len(self._of_quota) / _SHARE
                 await asyncio.sleep(max(_BUSY_PERIOD, least))
                 with suppress(TimeoutError):
                     async with asyncio.timeout(0 if busy else max(_PERIOD, least)):

@@ -12,7 +12,7 @@ from sse_starlette.event import ServerSentEvent
 from sse_starlette.sse import EventSourceResponse
 
 from weighbridge.errors import NotFound
-from weighbridge_service.api.http.callers import Standing
+from weighbridge_service.api.http.callers import Standing, peer_of
 from weighbridge_service.api.http.pages import index_view, model_view, version_view
 from weighbridge_service.api.http.pages.actions import add_actions
 from weighbridge_service.api.http.pages.distributions import Distributions
@@ -221,10 +221,11 @@ class _Pages:
         seen: str,
     ) -> EventSourceResponse:
         """The stream of events of a view."""
-        standing = Standing(request)
+        standing, peer = Standing(request), peer_of(request)
+        quota = peer.identity.name if peer.identity.proven else peer.host
 
         async def events() -> AsyncIterator[ServerSentEvent]:
-            async for data in self._live.follow(key, model, make, seen, lambda: standing.ended):
+            async for data in self._live.follow(key, model, make, seen, lambda: standing.ended, quota):
                 yield ServerSentEvent(data, event="fragments")
 
         return EventSourceResponse(events(), send_timeout=_SEND_SECONDS)

@@ -39,8 +39,8 @@ class Source:
         self.number = number
         self.changes.notify(model)
 
-    def follow(self, seen: str = "", key: str = "view") -> AsyncIterator[str]:
-        return self.views.follow(key, MODEL, self.make, seen, lambda: False)
+    def follow(self, seen: str = "", key: str = "view", quota: str = "") -> AsyncIterator[str]:
+        return self.views.follow(key, MODEL, self.make, seen, lambda: False, quota)
 
 
 @pytest.fixture(autouse=True)
@@ -131,13 +131,39 @@ def test_a_view_that_nobody_looks_at_is_made_no_more_and_views_are_so_many(
     monkeypatch.setattr(live_module, "_MOST_VIEWS", 2)
 
     async def check(source: Source) -> None:
-        streams: list[Any] = [source.follow(key=key) for key in "ab"]
+        streams: list[Any] = [source.follow(key=key, quota=key) for key in "ab"]
         await asyncio.gather(*map(following, streams))
-        with pytest.raises(Unavailable):
-            await following(source.follow(key="c"))
+        refused = [json.loads(each) async for each in source.follow(key="c", quota="c")]
+        assert [list(each) for each in refused] == [[TROUBLE]]
+        assert "too many" in refused[0][TROUBLE]
         for stream in streams:
             await stream.aclose()
-        await following(source.follow(key="c"))
+        assert await following(source.follow(key="c", quota="c")) == {
+            "number": "0",
+            "name": "smol",
+            TROUBLE: "",
+        }
+
+    run(check)
+
+
+def test_who_opens_ever_more_views_leaves_some_to_others_and_slows_their_own_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(live_module, "_MOST_VIEWS", 40)
+    monkeypatch.setattr(live_module, "_timed", lambda make: (make(), 0.05))
+    monkeypatch.setattr(live_module, "_SHARE", 1.0)
+
+    async def check(source: Source) -> None:
+        greedy = [source.follow(key=f"g{n}", quota="greedy") for n in range(41)]
+        told = await asyncio.gather(*map(following, greedy))
+        assert sum("number" in each for each in told) == 30, "three fourths"
+        streams = [source.follow(key=f"o{n}", quota="other") for n in range(2)]
+        assert all("number" in each for each in await asyncio.gather(*map(following, streams)))
+        begun = asyncio.get_running_loop().time()
+        source.set(1)
+        assert await asyncio.gather(*map(following, streams)) == [{"number": "1"}] * 2
+        assert asyncio.get_running_loop().time() - begun < 1.0, "0.05 s for each of 32 views were 1.6 s"
 
     run(check)
 

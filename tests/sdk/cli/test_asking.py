@@ -1,0 +1,74 @@
+"""Is a token shown to nobody but the address that was named, and is whatever answers there given so much time and memory?"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+import pytest
+
+from weighbridge import Credentials
+from weighbridge._cli.doctor.asking import ask
+from weighbridge.errors import Unavailable
+
+TOKEN = Credentials(token="a-token")
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n\r\n"
+
+
+@contextmanager
+def answering(answer: Callable[[socket.socket], None]) -> Iterator[tuple[str, list[bytes]]]:
+    """A server on loopback that answers each connection; its address, and what it was asked."""
+    asked: list[bytes] = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            while True:
+                try:
+                    connection, _ = server.accept()
+                except OSError:
+                    return
+                with connection, suppress(OSError):
+                    asked.append(connection.recv(65_536))
+                    answer(connection)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield "{}:{}".format(*server.getsockname()), asked
+        server.shutdown(socket.SHUT_RDWR)
+        thread.join()
+
+
+def test_a_token_does_not_follow_a_redirect() -> None:
+    with answering(lambda connection: connection.sendall(HEAD + b"{}")) as (other, stolen):
+        to_other = f"HTTP/1.1 302 Found\r\nLocation: http://{other}/\r\nContent-Length: 0\r\n\r\n".encode()
+        with answering(lambda connection: connection.sendall(to_other)) as (named, asked):
+            with pytest.raises(Unavailable, match="302"):
+                ask(named, "/v1/checks", 5.0, TOKEN)
+            assert b"a-token" in asked[0]
+    assert stolen == []
+
+
+def test_an_answer_without_end_is_left() -> None:
+    def endless(connection: socket.socket) -> None:
+        connection.sendall(HEAD)
+        while True:
+            connection.sendall(b" " * 65_536)
+
+    with answering(endless) as (named, _), pytest.raises(Unavailable, match="as a service does"):
+        ask(named, "/v1/checks", 60.0, TOKEN)
+
+
+def test_an_answer_that_trickles_is_left_in_time() -> None:
+    def trickling(connection: socket.socket) -> None:
+        connection.sendall(HEAD)
+        for _ in range(400):
+            connection.sendall(b" ")
+            time.sleep(0.05)  # that it is slow is the point
+
+    begun = time.monotonic()
+    with answering(trickling) as (named, _), pytest.raises(Unavailable, match="as a service does"):
+        ask(named, "/v1/checks", 0.5, TOKEN)
+    assert time.monotonic() - begun < 10.0
