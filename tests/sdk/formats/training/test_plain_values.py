@@ -30,6 +30,15 @@ def test_numpys_generator_goes_on_from_the_plain_form_of_its_state_that_a_blob_h
     assert np.array_equal(again.rand(5), generator.rand(5))
 
 
+def test_what_only_this_process_may_load_is_no_part_of_a_blob() -> None:
+    array = np.arange(3.0)
+    reconstruct = array.__reduce__()[0]
+    with torch.serialization.safe_globals([reconstruct, np.ndarray, np.dtype, type(array.dtype)]):
+        with pytest.raises(InvalidArgument, match=r"rng is a numpy.ndarray"):
+            blobs.encode({"rng": array})
+        assert blobs.decode(blobs.encode({"step": 3}), "kept") == {"step": 3}
+
+
 def test_numbers_of_numpy_are_pythons_and_the_value_that_was_given_stays_as_it_is() -> None:
     given = {"loss": np.float64(0.5), "step": (np.int64(3), [np.bool_(True)]), "array": np.arange(3)}
     made = plain(given)
