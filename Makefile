@@ -40,9 +40,12 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install -qq --constraint constraints.txt --build-constraint constraints.txt
 # What the locks list, which are complete: nothing is looked up, and a file of another hash is refused.
 LOCKED := $(PIP) install -qq --no-deps --require-hashes
-LOCKS := requirements/service.txt requirements/dev.txt
+LOCKS := requirements/service.txt requirements/tracing.txt requirements/dev.txt
 FUZZ_STAMP := $(VENV)/.installed-fuzz
 AUDIT_STAMP := $(VENV)/.installed-audit
+PAGE_STAMP := $(VENV)/.installed-page
+PAGE_TOOLS := .page-tools
+AXE_VERSION := 4.14.1
 DOCS_STAMP := $(VENV)/.installed-docs
 
 PIP_VERSION := 26.3
@@ -56,7 +59,7 @@ TEST_SECONDS ?= 4200
 ARGS ?=
 STORE ?= .weighbridge
 
-.PHONY: help docs pictures release install install-vllm install-sglang demo demo-s3 demo-vllm serve test test-fast test-hub test-transformers test-vllm test-vllm-newest test-sglang test-engines-older test-frameworks bench-frameworks bench-slime bench bench-peers bench-nodes bench-asyncio bench-reading bench-planning bench-convert bench-upload bench-vllm bench-history bench-counting bench-ranks bench-control bench-siege bench-first bench-torch bench-training bench-tls bench-quotas fuzz audit lock lint format protos protos-check protos-baseline clean
+.PHONY: help docs pictures release install install-vllm install-sglang demo demo-s3 demo-vllm serve test test-fast test-hub test-transformers test-vllm test-vllm-newest test-sglang test-engines-older test-frameworks test-page bench-frameworks bench-slime bench bench-peers bench-nodes bench-asyncio bench-reading bench-planning bench-convert bench-upload bench-vllm bench-history bench-counting bench-ranks bench-control bench-siege bench-first bench-torch bench-training bench-tls bench-quotas bench-tracing bench-page fuzz audit lock lint dashboards format protos protos-check protos-baseline clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -223,6 +226,17 @@ NEMO_RL_PLACE = $(if $(WEIGHBRIDGE_NEMO_RL),WEIGHBRIDGE_NEMO_RL=$(abspath $(WEIG
 test-frameworks: $(STAMP) $(VERL_STAMP) $(TRL_STAMP) $(AREAL_STAMP) $(if $(WEIGHBRIDGE_NEMO_RL),$(NEMO_RL_STAMP)) ## test the adapters to frameworks of reinforcement learning inside them, on CPUs; WEIGHBRIDGE_NEMO_RL=CHECKOUT takes NeMo-RL along
 	@$(VERL_PLACE) $(TRL_PLACE) $(AREAL_PLACE) $(NEMO_RL_PLACE) OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/python -m pytest tests/frameworks $(ARGS)
 
+# Chromium is the distribution's: apt-get install chromium. Screenshots go to SHOTS, or to a folder of the run.
+test-page: $(STAMP) $(PAGE_STAMP) ## test the pages in a real Chromium, with axe; SHOTS=DIR keeps the screenshots
+	@$(if $(SHOTS),WEIGHBRIDGE_SHOTS=$(abspath $(SHOTS))) OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 \
+		$(BIN)/python -m pytest tests/service/api/http/pages $(ARGS)
+
+$(PAGE_STAMP): $(STAMP) requirements/page.txt
+	@echo "== playwright and axe"
+	@$(LOCKED) --requirement requirements/page.txt
+	@npm install --silent --no-save --prefix $(PAGE_TOOLS) axe-core@$(AXE_VERSION)
+	@touch $@
+
 # What benchmarks compare with and draw with; nothing else needs it.
 $(BENCH_STAMP): $(STAMP)
 	@echo "== what benchmarks need besides"
@@ -324,6 +338,12 @@ bench-tls: $(STAMP) ## time pushes and pulls over TLS, and with tokens, next to 
 bench-quotas: $(STAMP) ## time pulls beside an identity at its limits that hammers, next to pulls alone; ARGS="--gb 0.25 --json FILE"
 	@$(BIN)/python -W ignore -m benchmarks.quotas $(ARGS)
 
+bench-tracing: $(STAMP) ## time pushes and pulls with traces, next to those without; ARGS="--gb 0.25 --lane local --json FILE"
+	@$(BIN)/python -W ignore -m benchmarks.tracing $(ARGS)
+
+bench-page: $(STAMP) ## time pages of 100 models with 1,000 versions each, and what 200 open pages cost, also while a push runs; ARGS="--json FILE"
+	@$(BIN)/python -W ignore -m benchmarks.pages $(ARGS)
+
 lint: $(STAMP) protos-check ## check style, types and the contract
 	@echo "== ruff"
 	@$(BIN)/ruff check .
@@ -347,6 +367,9 @@ pictures: $(STAMP) ## draw the pictures in docs/ anew, from the imports and from
 
 release: $(STAMP) ## commit and tag a release, VERSION=0.2.0, of what CHANGELOG.md has as unreleased; publishes nothing
 	@$(BIN)/python deploy/release.py $(VERSION)
+
+dashboards: $(STAMP) ## write the Grafana dashboard and the alert rules of deploy/ anew, from the declared metrics
+	@$(BIN)/python -m weighbridge_service.metrics.generated deploy
 
 format: $(STAMP) ## rewrite the code to the house style
 	@$(BIN)/ruff check --fix-only --quiet .

@@ -37,16 +37,23 @@ class Place:
         credentials: of the clients.
         layout: the model's whole tensors.
         held: what is pushed.
+        lane: how weights travel.
     """
 
     def __init__(
-        self, address: str, credentials: Credentials, layout: Layout, held: Sequence[torch.Tensor]
+        self,
+        address: str,
+        credentials: Credentials,
+        layout: Layout,
+        held: Sequence[torch.Tensor],
+        *,
+        lane: str = "grpc",
     ) -> None:
         self._layout = layout
         self._held = held
         self._tensors = [torch.ones(shape, dtype=dtype) for dtype, shape in models.shapes_of(layout)]
-        self.trainer = TrainerClient(address, lane="grpc", credentials=credentials)
-        self.engine = EngineClient(address, lane="grpc", credentials=credentials)
+        self.trainer = TrainerClient(address, lane=lane, credentials=credentials)
+        self.engine = EngineClient(address, lane=lane, credentials=credentials)
 
     def push(self, step: int) -> float:
         """Seconds until all bytes of a version are there."""

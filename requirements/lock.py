@@ -16,11 +16,13 @@ ROOT = Path(__file__).parents[1]
 FOLDER = Path(__file__).parent
 BASES: Mapping[str, tuple[str, ...]] = {
     "service": (),
-    "dev": ("service",),
-    "bench": ("service", "dev"),
-    "fuzz": ("service", "dev"),
-    "audit": ("service", "dev"),
-    "docs": ("service", "dev"),
+    "tracing": ("service",),
+    "dev": ("service", "tracing"),
+    "bench": ("service", "tracing", "dev"),
+    "fuzz": ("service", "tracing", "dev"),
+    "audit": ("service", "tracing", "dev"),
+    "page": ("service", "tracing", "dev"),
+    "docs": ("service", "tracing", "dev"),
 }
 """The extras that are locked, and those whose locks each goes with."""
 EXCLUDED = ("torch",)

@@ -8,13 +8,14 @@ May import: neither storage nor service. A folder imports only those listed befo
 
 - `errors`: what can go wrong, named by what the caller can do about it; `_version` is this distribution's.
 - `_core`: the vocabulary: boxes, layouts, dtypes, resources.
+- `_tracing`: spans of OpenTelemetry, where they are wanted.
 - `_transport`: messages, channels and streams on the wire.
 - `_signing`: signatures of versions.
 - `_memory`: memory that is shared with the service, and copies.
 - `_formats`: files and processes in which weights lie, as streams.
 - `_lane`: the local lane's client.
 - `_clients`: clients, pushes and pulls.
-- `aio`, `_lazy`, `relay`: the asyncio client; lazy tensors; step folders between machines.
+- `aio`, `_lazy`, `relay`, `_comparing`: the asyncio client; lazy tensors; step folders between machines; what has changed between versions.
 - `follow`: the agent beside an engine.
 - `integrations`: trainers, frameworks of reinforcement learning, and inference engines.
 - `_cli`: the command line.

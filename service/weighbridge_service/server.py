@@ -21,12 +21,14 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
+from weighbridge._tracing.settings import OF_PROCESS
 from weighbridge.errors import InvalidArgument, Unavailable, WeighbridgeError
 from weighbridge_service.access.certificates import Certificates
 from weighbridge_service.api.grpc.server import GrpcListener, GrpcServer
 from weighbridge_service.api.http.app import create_app
 from weighbridge_service.api.http.connections import Listener, connections
 from weighbridge_service.api.http.metrics import Metrics
+from weighbridge_service.api.http.tracing import trace_requests
 from weighbridge_service.api.lane.server import LaneServer
 from weighbridge_service.exports.jobs import Exports
 from weighbridge_service.health import Health
@@ -229,6 +231,9 @@ def run(config: ServiceConfig, grpc: str, http: str, log_level: str = "info") ->
     sys.setswitchinterval(_SWITCH_SECONDS)
     with _first_signal() as wait_for_signal, contextlib.ExitStack() as stack:
         try:
+            OF_PROCESS.service = "weighbridge"
+            if config.otlp:
+                OF_PROCESS.enable(config.otlp)
             for address in (grpc, http):
                 _check_private(_host_and_port(address)[0], config)
             certificates = None if config.tls is None else Certificates(config.tls)
@@ -248,12 +253,12 @@ def run(config: ServiceConfig, grpc: str, http: str, log_level: str = "info") ->
             stack.callback(service.close)
             lane = LaneServer(service, config.local_socket, shares.lane)
             stack.callback(lane.stop)
-            metrics = Metrics(service, lane, listener.calls)
             grpc_server = GrpcServer(listener, service, lane)
             exports = Exports(service)
             stack.callback(exports.close)
             health = Health.of(service)
             stack.callback(health.close)
+            metrics = Metrics(service, lane, listener.calls, health)
         except (WeighbridgeError, OSError) as error:
             known = (
                 error_for(error, f"opening {error.filename or config.store}")
@@ -264,7 +269,9 @@ def run(config: ServiceConfig, grpc: str, http: str, log_level: str = "info") ->
             return 1
         health.start()
         grpc_server.start()
-        http_server.start(create_app(service, exports, metrics, health))
+        app = create_app(service, exports, metrics, health)
+        trace_requests(app)
+        http_server.start(app)
         sys.stdout.write(
             f"weighbridge serving gRPC on {_with_port(grpc, grpc_server.port)}, HTTP on {http_server.url}, "
             f"store {config.store_shown}\n"

@@ -24,6 +24,7 @@ from weighbridge_service.catalog.stored_bytes import StoredBytes
 from weighbridge_service.engines.entries import Leases
 from weighbridge_service.engines.known_engines import KnownEngines
 from weighbridge_service.engines.registry import EngineRegistry
+from weighbridge_service.metrics.instruments import PushInstruments, StoreInstruments
 from weighbridge_service.plan.declarations import Home
 from weighbridge_service.pull.serving import Serving
 from weighbridge_service.push.effect_runner import Facilities
@@ -111,6 +112,7 @@ class Weighbridge:
         access: knows who calls.
         quotas: what identities and namespaces may have, and what they use.
         audit: where it is written down who did what.
+        push_figures, store_figures: what is observed of pushes, and of small calls of the store.
     """
 
     def __init__(self, config: ServiceConfig, port: int) -> None:
@@ -147,9 +149,10 @@ class Weighbridge:
             check_budget(self.memory_budget, self.images.spaces()[0]),
         ):
             log.log(_LOG_LEVELS[check.status], "%s", check)
+        self.store_figures, self.push_figures = StoreInstruments(), PushInstruments()
         # what moves weights waits for the store as long as it takes, in threads of its own; control calls do not
         hasty = self._store.with_time_limit(config.store_patience)
-        self._guarded = GuardedStore(hasty, config.store_patience)
+        self._guarded = GuardedStore(hasty, config.store_patience, count=self.store_figures.count)
         self.catalog = Catalog(
             self._store,
             grace,
@@ -184,7 +187,9 @@ class Weighbridge:
         stored = StoredBytes(self._guarded, heads, access.stored_limits, rest=config.count_rest)
         self.quotas = Quotas(IdentityQuotas(), stored, access.limited)
         allocator = ImageAllocator(self.images)
-        facilities = Facilities(home, _limits(config), allocator, self.mappings, successors)
+        facilities = Facilities(
+            home, _limits(config), allocator, self.mappings, successors, self.push_figures
+        )
         opener = Opener(self.catalog, registry, facilities, config.max_receiving, self.quotas)
         self.intake = Intake(self.catalog, registry, opener, facilities)
         self.taking_over = TakingOver(self.catalog, registry, opener, facilities)
@@ -220,6 +225,11 @@ class Weighbridge:
         return Needs(
             PROCESS_BYTES + self.config.byte_budget, cache and cache - self.read_cache.usage().nbytes
         )
+
+    @property
+    def store_silent_seconds(self) -> float:
+        """For how long the store has not answered, so that what needs it fails at once; 0 while it answers."""
+        return self._guarded.silent_seconds
 
     def memory(self) -> MemoryReport:
         """How the service stands with memory now. Asks nothing of the store.

@@ -50,7 +50,7 @@ def test_no_lock_repeats_what_it_goes_with() -> None:
 
 def test_all_that_is_needed_here_is_locked_as_it_is_installed() -> None:
     """What the extra `dev` needs, and what that needs, as far as it goes without torch: its needs are those of its build."""
-    locked = {name: version for extra in ("service", "dev") for name, version, _ in LOCKS[extra]}
+    locked = {name: version for extra in ("service", "tracing", "dev") for name, version, _ in LOCKS[extra]}
     waiting, seen = [("weighbridge", frozenset({"dev"}))], set()
     while waiting:
         project, extras = waiting.pop()

@@ -56,7 +56,7 @@ class RunningService:
             raise
         self.lane = LaneServer(self.service, config.local_socket, lane_clients)
         self.health = Health.of(self.service)
-        self.metrics = Metrics(self.service, self.lane, listener.calls)
+        self.metrics = Metrics(self.service, self.lane, listener.calls, self.health)
         self.grpc = GrpcServer(listener, self.service, self.lane, limits)
         self.grpc.start()
         self.address = f"127.0.0.1:{self.grpc.port}"

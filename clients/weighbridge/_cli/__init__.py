@@ -12,11 +12,13 @@ comes at once.
 - `gating`: which versions are held and which refs are protected, and approval.
 - `signing`: signatures of versions.
 - `removing`: deletion of versions and models, pushes that are given up.
+- `showing`: what happens, as people are shown it: differences between versions, a service at work, completion in shells.
 - `following`: an agent beside a running engine, and the engines whose agents report.
 - `relaying`: step folders between machines.
 - `serving`: the service, and the demonstration.
 - `identifying`: new tokens.
 - `examining`: doctor.
+- `doctor`: what it looks at, and what it makes of that.
 - `maintaining`: fsck and migration of a store.
 - `converting`: conversion of folders.
 - `rank_files`: files of one rank's slices.
@@ -50,8 +52,10 @@ _MODULE_OF = {
     "models": "looking",
     "versions": "looking",
     "show": "looking",
+    "diff": "showing.comparing",
     "tag": "tagging",
     "watch": "looking",
+    "top": "showing.top",
     "follow": "following",
     "engines": "following",
     "relay": "relaying",
@@ -69,6 +73,7 @@ _MODULE_OF = {
     "fsck": "maintaining",
     "migrate": "maintaining",
     "doctor": "examining",
+    "completion": "showing.completing",
     "demo": "serving",
 }
 _INTERRUPTED = 130
@@ -122,6 +127,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: 0; 1 if the command failed; 2 if it was misspelt; 130 if it was interrupted.
     """
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what its C core prints besides, our errors say
+    if "_WEIGHBRIDGE_COMPLETE" in os.environ:
+        from weighbridge._cli.showing import completing
+
+        completing.register()
     arguments = sys.argv[1:] if argv is None else list(argv)
     try:
         code = _run(arguments)

@@ -1,29 +1,26 @@
-"""Command that checks a service or a machine: doctor."""
+"""Command that checks a service, a store and a machine: doctor."""
 
 from __future__ import annotations
 
-import http.client
-import json
-import os
-import urllib.error
-import urllib.request
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
+from weighbridge._cli.doctor import asking
 from weighbridge._cli.output import print_json
-from weighbridge._cli.parsing import size_or
+from weighbridge._cli.parsing import StoreLocation, size_or
 from weighbridge._cli.running import Command
 from weighbridge._core.checks import Check, CheckStatus
-from weighbridge._transport.addresses import SERVER_VARIABLE
-from weighbridge.errors import InvalidArgument, PermissionDenied, Unavailable
+from weighbridge._transport.addresses import DEFAULT_SERVER, SERVER_VARIABLE
+from weighbridge.errors import Unavailable, WeighbridgeError
 
-_HTTP_PORT = 8080
-_DEFAULT_HTTP = f"127.0.0.1:{_HTTP_PORT}"
 _SECONDS = 60.0
 """How long a service may take: it looks at each model."""
+_GRACE_SECONDS = 900.0
+"""`serve --grace` unless told otherwise."""
 
 
 @click.command("doctor", cls=Command)
@@ -34,6 +31,19 @@ _SECONDS = 60.0
     show_envvar=True,
     metavar="HOST:PORT",
     help="The service's HTTP address.  [default: port 8080 where WEIGHBRIDGE_SERVER is, or here, if one answers there]",
+)
+@click.option(
+    "--server",
+    envvar=SERVER_VARIABLE,
+    show_envvar=True,
+    metavar="HOST:PORT[,...]",
+    help=f"The service's gRPC address, or those of its replicas.  [default: {DEFAULT_SERVER}, if a service answers here]",
+)
+@click.option(
+    "--store",
+    type=StoreLocation(exists=True),
+    metavar="LOCATION",
+    help="Also this store, as for serve: whether it keeps conditional writes, and its clock. Small objects are written and removed again.",
 )
 @click.option(
     "--memory-budget",
@@ -53,24 +63,25 @@ _SECONDS = 60.0
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, also for errors.")
 @click.pass_context
 def doctor_command(
-    ctx: click.Context, named: str | None, memory_budget: int | None, scratch: Path, as_json: bool
+    ctx: click.Context,
+    named: str | None,
+    server: str | None,
+    store: Path | str | None,
+    memory_budget: int | None,
+    scratch: Path,
+    as_json: bool,
 ) -> None:
-    """Say whether the service has the memory and disk it needs.
+    """Say what is wrong with a service, and with this machine.
 
-    Asks a running service: what limits its memory, who holds it, and what a push of each model needs. Without one, says what this
-    machine allows one. The exit code is 1 if a check fails.
+    Asks a running service: its store, what limits its memory, who holds it, and what a push of each model needs. Without one, says what
+    this machine allows one. Then, from here: ports, certificates, clocks, the local lane, shared memory, huge pages, and releases of other
+    packages. The exit code is 1 if a check fails.
     """
-    server = os.environ.get(SERVER_VARIABLE, "")
-    addresses = [named] if named else _guessed(server)
-    for address in addresses:
-        try:
-            checks = _ask(address)
-            break
-        except Unavailable as error:
-            problem = error
-    else:
-        absent = _absent(named, server, addresses, problem)
-        checks = [absent, *_examine_machine(memory_budget, scratch)]
+    checks = [
+        *_of_service(named, server or "", memory_budget, scratch),
+        *(_of_store(store) if store is not None else ()),
+        *_of_machine(),
+    ]
     if as_json:
         print_json({"checks": [check.to_json() for check in checks]})
     else:
@@ -78,10 +89,39 @@ def doctor_command(
     ctx.exit(1 if any(check.status is CheckStatus.FAIL for check in checks) else 0)
 
 
-def _guessed(server: str) -> list[str]:
-    """Where the HTTP face of a service may be whose gRPC addresses these are: at the default port of the same hosts."""
-    hosts = [each.strip().rpartition(":")[0] for each in server.split(",")]
-    return list(dict.fromkeys(f"{host}:{_HTTP_PORT}" for host in hosts if host)) or [_DEFAULT_HTTP]
+def _of_service(named: str | None, server: str, memory_budget: int | None, scratch: Path) -> Iterator[Check]:
+    """What a service says of itself, or what this machine allows one; and what is found of the way to it."""
+    addresses = [named] if named else asking.guessed_addresses(server)
+    answered = ""
+    for address in addresses:
+        asked = time.time()
+        try:
+            answer = asking.ask(address, "/v1/checks", _SECONDS)
+            yield Check("service", CheckStatus.OK, f"one answers at {address}")
+            yield from _found(answer)
+            if answer.said_s is not None:
+                from weighbridge._cli.doctor.checks import check_skew
+
+                yield check_skew(asked, time.time(), answer.said_s)
+        except Unavailable as error:
+            problem = error
+            continue
+        answered = answer.url
+        break
+    if not answered:
+        yield _absent(named, server, addresses, problem)
+        yield from _examine_machine(memory_budget, scratch)
+    here = answered and not named
+    yield from _of_connections(server or (DEFAULT_SERVER if here else ""), answered)
+
+
+def _found(answer: asking.Answer) -> list[Check]:
+    """The checks in an answer. Raises Unavailable if these are none."""
+    try:
+        found: Any = answer.value["checks"]
+        return [Check(each["name"], CheckStatus(each["status"]), each["what"], each["fix"]) for each in found]
+    except (ValueError, KeyError, TypeError) as error:
+        raise asking.no_service(answer.url) from error
 
 
 def _absent(named: str | None, server: str, tried: Sequence[str], error: Unavailable) -> Check:
@@ -97,52 +137,6 @@ def _absent(named: str | None, server: str, tried: Sequence[str], error: Unavail
     return Check("service", CheckStatus.OK, f"{what}: this is what this machine allows one")
 
 
-def _ask(address: str) -> list[Check]:
-    """What a service finds.
-
-    Raises:
-        InvalidArgument: that is no address.
-        Unavailable: none answers there, or what answers is none.
-    """
-    from weighbridge._transport.credentials import Credentials
-
-    credentials = Credentials.from_environment()
-    url = address if "://" in address else f"{'http' if credentials.ca is None else 'https'}://{address}"
-    if not url.startswith(("http://", "https://")):
-        raise InvalidArgument(f"{address[:80]!r} is no HTTP address", fix="write it like 127.0.0.1:8080")
-    request = urllib.request.Request(f"{url.rstrip('/')}/v1/checks")  # noqa: S310  # checked above
-    url = request.full_url
-    if credentials.has_token:
-        if url.startswith("http://"):
-            credentials.check_address(request.host)
-        request.add_header(*credentials.bearer())
-    tls = credentials.for_https() if url.startswith("https://") else None
-    try:
-        with urllib.request.urlopen(request, timeout=_SECONDS, context=tls) as response:  # noqa: S310  # likewise
-            found: Any = json.load(response)
-        checks = [
-            Check(each["name"], CheckStatus(each["status"]), each["what"], each["fix"])
-            for each in found["checks"]
-        ]
-    except urllib.error.HTTPError as error:
-        if error.code in (401, 403):
-            raise PermissionDenied(
-                f"{url} answers {error.code}: it does not let you look",
-                fix="show a token that has the scope observe, in WEIGHBRIDGE_TOKEN",
-            ) from error
-        raise Unavailable(
-            f"{url} answers {error.code} {error.reason}", fix="is it a service of this release?"
-        ) from error
-    except (OSError, http.client.HTTPException) as error:
-        reason = getattr(error, "reason", None) or error
-        raise Unavailable(
-            f"{url} cannot be reached: {reason}", fix="is the service running, and is this its --http?"
-        ) from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise Unavailable(f"{url} does not answer as a service does", fix="is this its --http?") from error
-    return [Check("service", CheckStatus.OK, f"one answers at {address}"), *checks]
-
-
 def _examine_machine(memory_budget: int | None, scratch: Path) -> list[Check]:
     from weighbridge_service.health.doctor import examine_machine
     from weighbridge_service.runtime.config import ServiceConfig
@@ -150,9 +144,53 @@ def _examine_machine(memory_budget: int | None, scratch: Path) -> list[Check]:
     return examine_machine(ServiceConfig(scratch, scratch=scratch, memory_budget=memory_budget))
 
 
-def _print(checks: Sequence[Check]) -> None:
-    wide = max(len(check.name) for check in checks)
-    for check in checks:
+def _of_connections(server: str, http: str) -> Iterator[Check]:
+    """What is found of the gRPC addresses of a service, and of the certificates at these and at its HTTP address."""
+    from weighbridge._cli.doctor import checks, readings
+    from weighbridge._transport.addresses import Addresses
+    from weighbridge._transport.credentials import Credentials
+
+    credentials = Credentials.from_environment()
+    secured = [asking.address_of(http)] if http.startswith("https://") else []
+    for address in Addresses.of(server).all if server else ():
+        port = readings.read_port(address, "gRPC")
+        yield checks.check_port(port)
+        if port.error:
+            continue
+        if credentials.ca is not None:
+            secured.append(address)
+        bulk = readings.read_bulk_port(address, credentials)
+        if bulk is not None:
+            yield checks.check_port(bulk)
+        try:
+            yield checks.check_lane(readings.read_lane(address, credentials))
+        except WeighbridgeError as error:
+            yield Check("local lane", CheckStatus.WARN, error.message, error.fix)
+    for address in secured:
+        yield checks.check_certificate(readings.read_certificate(address, credentials), time.time())
+
+
+def _of_store(location: Path | str) -> list[Check]:
+    from weighbridge_service.health.doctor import examine_store
+
+    return examine_store(location, _GRACE_SECONDS)
+
+
+def _of_machine() -> Iterator[Check]:
+    """What is found of this machine: its shared memory, and the packages of this environment."""
+    from weighbridge._cli.doctor import checks, readings, releases
+
+    memory = readings.read_shared_memory()
+    yield checks.check_shared_memory(memory)
+    yield checks.check_huge_pages(memory)
+    found = (releases.check_release(*each) for each in readings.read_releases())
+    yield from (check for check in found if check is not None)
+
+
+def _print(checks: Iterable[Check]) -> None:
+    listed = list(checks)
+    wide = max(len(check.name) for check in listed)
+    for check in listed:
         click.echo(f"{check.status.value:<6}{check.name:<{wide}}  {check.what}")
         if check.fix:
             click.echo(f"{'':<6}{'':<{wide}}  what to do: {check.fix}")

@@ -14,6 +14,7 @@ from weighbridge._cli.looking import say_if_absent
 from weighbridge._cli.output import print_json, print_table
 from weighbridge._cli.parsing import WholeNumber
 from weighbridge._cli.running import RETRY_SECONDS, Command, client_options, end_tidily
+from weighbridge._cli.showing import completing
 from weighbridge._cli.signing import FILE, trusted
 from weighbridge._core.engines.facts import STANDING_BEHIND
 from weighbridge._core.references import is_training
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 
 @click.command("follow", cls=Command)
-@click.argument("model")
+@click.argument("model", shell_complete=completing.models)
 @click.option(
     "--engine",
     "kind",
@@ -42,7 +43,13 @@ if TYPE_CHECKING:
 @click.option(
     "--url", help="The engine's HTTP address; by default port 8000 (vLLM) or 30000 (SGLang) of this machine."
 )
-@click.option("--ref", default=REF_LATEST, show_default=True, help="Which ref to follow.")
+@click.option(
+    "--ref",
+    default=REF_LATEST,
+    show_default=True,
+    help="Which ref to follow.",
+    shell_complete=completing.refs,
+)
 @click.option(
     "--pause-mode",
     type=click.Choice(["wait", "keep", "retract", "abort"]),

@@ -11,6 +11,7 @@ import click
 from weighbridge._cli.output import print_json
 from weighbridge._cli.parsing import model_at_number, model_perhaps_at_version
 from weighbridge._cli.running import RETRY_SECONDS, Command, client_options
+from weighbridge._cli.showing import completing
 from weighbridge._cli.tagging import (
     approval_command,
     asked_text,
@@ -39,7 +40,7 @@ def _connect(server: str) -> Client:
 
 
 @click.command("gate", cls=Command)
-@click.argument("model")
+@click.argument("model", shell_complete=completing.models)
 @click.option(
     "--approval",
     type=click.Choice([_REQUIRED, _NONE]),
@@ -106,8 +107,13 @@ def gate_command(
 
 
 @click.command("approve", cls=Command)
-@click.argument("reference", callback=model_perhaps_at_version, metavar="MODEL[@NUMBER]")
-@click.argument("ref", required=False)
+@click.argument(
+    "reference",
+    callback=model_perhaps_at_version,
+    metavar="MODEL[@NUMBER]",
+    shell_complete=completing.numbers,
+)
+@click.argument("ref", required=False, shell_complete=completing.refs)
 @click.option("--note", default="", help="Kept with the approval.")
 @click.option("--by", help="Who approves a version.  [default: USER@HOST of this process]")
 @click.option("--request", "request_id", help="With REF: which request, by its name.")

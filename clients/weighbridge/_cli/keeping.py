@@ -9,6 +9,8 @@ import click
 from weighbridge._cli.output import print_json, print_table, readable_time
 from weighbridge._cli.parsing import WholeNumber, duration
 from weighbridge._cli.running import RETRY_SECONDS, Command, client_options
+from weighbridge._cli.showing import completing
+from weighbridge._core.references import is_training, training_of
 from weighbridge._core.resources import Retention
 from weighbridge._core.text.counts import counted
 from weighbridge._core.text.sizes import readable_size
@@ -27,7 +29,7 @@ def _connect(server: str) -> Client:
 
 
 @click.command("retention", cls=Command)
-@click.argument("model")
+@click.argument("model", shell_complete=completing.models)
 @click.option("--keep-last", type=WholeNumber(min=1), metavar="N", help="Keep the newest N versions.")
 @click.option(
     "--keep-every",
@@ -42,6 +44,18 @@ def _connect(server: str) -> Client:
     metavar="TIME",
     help="Keep versions younger than TIME, such as 7d, 12h or 30m.",
 )
+@click.option(
+    "--keep-training-last",
+    type=WholeNumber(min=1),
+    metavar="N",
+    help="Keep the newest N of its training states.",
+)
+@click.option(
+    "--keep-training-every",
+    type=WholeNumber(min=1),
+    metavar="K",
+    help="Keep one training state of each K consecutive numbers.",
+)
 @click.option("--keep-everything", is_flag=True, help="Delete nothing any more.")
 @client_options
 def retention_command(
@@ -49,27 +63,40 @@ def retention_command(
     keep_last: int | None,
     keep_every: int | None,
     keep_younger_s: int | None,
+    keep_training_last: int | None,
+    keep_training_every: int | None,
     keep_everything: bool,
     server: str,
     as_json: bool,
 ) -> None:
     """Show or say which versions of a model are kept.
 
-    A version is kept if one of the rules speaks for it, a ref names it or an engine serves it (`weighbridge engines`); the others are deleted some time later. New
-    rules replace all that were there. Without any option the rules are shown.
+    A version is kept if one of the rules speaks for it, a ref names it or an engine serves it (`weighbridge engines`); the others are
+    deleted some time later. New rules replace all that were there. Without any option the rules are shown. Training states, versions
+    of MODEL:training, have rules of their own, which --keep-training-last and --keep-training-every set as well.
     """
     rules = Retention(keep_last or 0, keep_every or 0, keep_younger_s or 0)
-    if keep_everything and not rules.keeps_everything:
+    training = Retention(keep_training_last or 0, keep_training_every or 0)
+    if keep_everything and not (rules.keeps_everything and training.keeps_everything):
         raise click.UsageError("--keep-everything goes with no other rule")
+    if is_training(model) and not training.keeps_everything:
+        raise click.UsageError(f"{model} are training states already: --keep-last, --keep-every")
     with _connect(server) as client:
+        if (
+            not training.keeps_everything
+        ):  # first: a service of an earlier release refuses it, and changes nothing
+            client.set_retention(training_of(model), training)
         if keep_everything or not rules.keeps_everything:
             client.set_retention(model, rules)
         else:
             rules = client.retention(model)
+    shown = {model: rules, **({} if training.keeps_everything else {training_of(model): training})}
     if as_json:
-        print_json({"model": model, **rules.to_json()})
+        own, *others = ({"model": name, **each.to_json()} for name, each in shown.items())
+        print_json({**own, **({"training": others[0]} if others else {})})
     else:
-        click.echo(f"{model}: keeps {_rules_text(rules)}")
+        for name, each in shown.items():
+            click.echo(f"{name}: keeps {_rules_text(each)}")
 
 
 def _rules_text(rules: Retention) -> str:
@@ -89,7 +116,7 @@ def _time_text(seconds: int) -> str:
 
 
 @click.command("collect", cls=Command)
-@click.argument("model")
+@click.argument("model", shell_complete=completing.models)
 @click.option("--dry-run", is_flag=True, help="Only say what would be done.")
 @client_options
 @click.pass_context
@@ -146,7 +173,7 @@ def _why_it_waits(until_ms: int, readers: int) -> str:
 
 
 @click.command("warm", cls=Command)
-@click.argument("model")
+@click.argument("model", shell_complete=completing.models)
 @client_options
 @click.pass_context
 def warm_command(ctx: click.Context, model: str, server: str, as_json: bool) -> None:

@@ -13,6 +13,7 @@ import click
 from weighbridge._cli.output import print_json, print_table, readable_time
 from weighbridge._cli.parsing import WholeNumber, comparisons, model_perhaps_at_version
 from weighbridge._cli.running import RETRY_SECONDS, Command, client_options
+from weighbridge._cli.showing import completing
 from weighbridge._cli.signing import FILE, trusted
 from weighbridge._cli.tagging import approval_command, asked_text, protection_text
 from weighbridge._core.metadata import Metadata, conditions
@@ -60,7 +61,7 @@ def _refs_text(refs: Mapping[str, int]) -> str:
 
 
 @click.command("versions", cls=Command)
-@click.argument("model")
+@click.argument("model", shell_complete=completing.models)
 @click.option(
     "--all", "include_invisible", is_flag=True, help="Also those being received, and those that failed."
 )
@@ -133,7 +134,12 @@ def _names_of(refs: Mapping[str, int], number: int) -> list[str]:
 
 
 @click.command("show", cls=Command)
-@click.argument("reference", callback=model_perhaps_at_version, metavar="MODEL[@VERSION]")
+@click.argument(
+    "reference",
+    callback=model_perhaps_at_version,
+    metavar="MODEL[@VERSION]",
+    shell_complete=completing.references,
+)
 @click.option("--tensors", "with_tensors", is_flag=True, help="Also list the tensors: name, dtype, shape.")
 @client_options
 def show_command(reference: Reference, with_tensors: bool, server: str, as_json: bool) -> None:
@@ -247,8 +253,10 @@ def _version_lines(version: Version, refs: Mapping[str, int]) -> list[tuple[str,
 
 
 @click.command("watch", cls=Command)
-@click.argument("model")
-@click.option("--ref", default=REF_LIVE, show_default=True, help="Which ref to watch.")
+@click.argument("model", shell_complete=completing.models)
+@click.option(
+    "--ref", default=REF_LIVE, show_default=True, help="Which ref to watch.", shell_complete=completing.refs
+)
 @click.option("--count", type=WholeNumber(min=1), help="End after so many versions.")
 @client_options
 def watch_command(model: str, ref: str, count: int | None, server: str, as_json: bool) -> None:
@@ -279,7 +287,12 @@ def say_if_absent(model: Model, ref: str) -> None:
 
 
 @click.command("verify", cls=Command)
-@click.argument("reference", callback=model_perhaps_at_version, metavar="MODEL[@VERSION]")
+@click.argument(
+    "reference",
+    callback=model_perhaps_at_version,
+    metavar="MODEL[@VERSION]",
+    shell_complete=completing.references,
+)
 @click.option(
     "--signature",
     "by_signature",

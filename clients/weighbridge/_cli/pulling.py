@@ -11,6 +11,7 @@ import click
 from weighbridge._cli.output import print_json, progress_bar
 from weighbridge._cli.parsing import WholeNumber, model_at_version, size
 from weighbridge._cli.running import RETRY_SECONDS, Command, client_options
+from weighbridge._cli.showing import completing
 from weighbridge._core.megatron_rank import MegatronRank
 from weighbridge._core.references import Reference, is_training, training_of
 from weighbridge._core.text.counts import counted
@@ -41,7 +42,9 @@ def _layer_range(ctx: click.Context, param: click.Parameter, text: str | None) -
 
 
 @click.command("pull", cls=Command)
-@click.argument("reference", callback=model_at_version, metavar="MODEL@VERSION")
+@click.argument(
+    "reference", callback=model_at_version, metavar="MODEL@VERSION", shell_complete=completing.references
+)
 @click.option(
     "--out",
     type=_FOLDER,
@@ -113,7 +116,9 @@ def pull_command(
 
 
 @click.command("export", cls=Command)
-@click.argument("reference", callback=model_at_version, metavar="MODEL@VERSION")
+@click.argument(
+    "reference", callback=model_at_version, metavar="MODEL@VERSION", shell_complete=completing.references
+)
 @click.argument("folder", type=_FOLDER)
 @click.option("--dtype", help="Cast floating-point tensors, e.g. to bf16.  [default: keep them as they are]")
 @click.option(
@@ -196,7 +201,9 @@ def _write_training(
 
 
 @click.command("restore", cls=Command)
-@click.argument("reference", callback=model_at_version, metavar="MODEL@VERSION")
+@click.argument(
+    "reference", callback=model_at_version, metavar="MODEL@VERSION", shell_complete=completing.references
+)
 @click.option("--out", type=_FOLDER, required=True, help="Folder; other ranks may write to it as well.")
 @click.option("--tp-size", type=_SIZE, help="Tensor-parallel ranks.  [default: 1]")
 @click.option("--tp-rank", type=_RANK, help="Which of them, from 0.")

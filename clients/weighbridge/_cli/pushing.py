@@ -12,6 +12,7 @@ import click
 from weighbridge._cli.output import print_json, print_left_out, progress_bar
 from weighbridge._cli.parsing import WholeNumber, key_values
 from weighbridge._cli.running import RETRY_SECONDS, Command, client_options
+from weighbridge._cli.showing import completing
 from weighbridge._core.metadata import Metadata
 from weighbridge._core.resources import why_held
 from weighbridge._core.text.counts import counted
@@ -55,7 +56,7 @@ def _push_options(function: F) -> F:
 
 @click.command("import", cls=Command)
 @click.argument("folder", type=_FOLDER)
-@click.argument("model")
+@click.argument("model", shell_complete=completing.models)
 @click.option(
     "--config",
     type=_FOLDER,
@@ -186,7 +187,7 @@ def _import_checkpoint(
 
 @click.command("push", cls=Command)
 @click.argument("hf_dir", type=_FOLDER)
-@click.argument("model")
+@click.argument("model", shell_complete=completing.models)
 @click.option("--step", type=WholeNumber(min=0), required=True, help="Recorded with the version.")
 @click.option(
     "--run", default="default", show_default=True, help="Name of the training run, recorded as well."

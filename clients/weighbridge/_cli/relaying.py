@@ -14,6 +14,7 @@ from weighbridge._cli.looking import say_if_absent
 from weighbridge._cli.output import print_json
 from weighbridge._cli.parsing import WholeNumber
 from weighbridge._cli.running import RETRY_SECONDS, Command, client_options, end_tidily
+from weighbridge._cli.showing import completing
 from weighbridge._core.resources import REF_LIVE
 from weighbridge._core.text.extras import needs_extra
 from weighbridge._core.text.sizes import readable_size
@@ -32,7 +33,7 @@ _FOLDER = click.Path(file_okay=False, path_type=Path)
 
 
 @click.command("relay", cls=Command)
-@click.argument("model")
+@click.argument("model", shell_complete=completing.models)
 @click.option(
     "--from", "source", type=_FOLDER, help="Where a trainer writes its steps: each becomes a version."
 )
@@ -71,7 +72,11 @@ _FOLDER = click.Path(file_okay=False, path_type=Path)
     help="With --from: whether floating-point tensors of another dtype than the model's are cast.",
 )
 @click.option(
-    "--ref", default=REF_LIVE, show_default=True, help="With --to: which ref to follow, as with follow."
+    "--ref",
+    default=REF_LIVE,
+    show_default=True,
+    help="With --to: which ref to follow, as with follow.",
+    shell_complete=completing.refs,
 )
 @click.option(
     "--keep",

@@ -10,6 +10,7 @@ import click
 from weighbridge._cli.output import print_json
 from weighbridge._cli.parsing import model_at_number, model_perhaps_at_version
 from weighbridge._cli.running import RETRY_SECONDS, Command, client_options
+from weighbridge._cli.showing import completing
 from weighbridge._core.references import Reference
 from weighbridge._core.text.counts import counted
 from weighbridge._core.text.sizes import readable_size
@@ -26,7 +27,12 @@ def _connect(server: str) -> Client:
 
 
 @click.command("delete", cls=Command)
-@click.argument("reference", callback=model_perhaps_at_version, metavar="MODEL[@NUMBER]")
+@click.argument(
+    "reference",
+    callback=model_perhaps_at_version,
+    metavar="MODEL[@NUMBER]",
+    shell_complete=completing.numbers,
+)
 @click.option("--yes", is_flag=True, help="Delete a whole model without asking.")
 @client_options
 def delete_command(reference: Reference, yes: bool, server: str, as_json: bool) -> None:
@@ -83,7 +89,9 @@ def _at_a_terminal() -> bool:
 
 
 @click.command("abort", cls=Command)
-@click.argument("reference", callback=model_at_number, metavar="MODEL@NUMBER")
+@click.argument(
+    "reference", callback=model_at_number, metavar="MODEL@NUMBER", shell_complete=completing.numbers
+)
 @click.option("--reason", default="aborted from the command line", show_default=True, help="Kept with it.")
 @client_options
 def abort_command(reference: Reference, reason: str, server: str, as_json: bool) -> None:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import click
 
 from weighbridge._cli.output import print_error
+from weighbridge._transport.addresses import DEFAULT_SERVER
 from weighbridge.errors import FailedPrecondition, WeighbridgeError
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -43,7 +44,7 @@ def client_options(function: F) -> F:
         "--server",
         envvar="WEIGHBRIDGE_SERVER",
         metavar="HOST:PORT[,...]",
-        default="127.0.0.1:50051",
+        default=DEFAULT_SERVER,
         show_default=True,
         show_envvar=True,
         help="The service's gRPC address, or those of its replicas.",

@@ -188,6 +188,12 @@ from weighbridge._core.text.extras import needs_extra
     help="File to which is appended who did what to which model, and who was refused; lines of JSON.",
 )
 @click.option(
+    "--otlp",
+    default="",
+    metavar="URL",
+    help="Collector to which traces are sent, as http://127.0.0.1:4317 (docs/traces.md).  [default: what OTEL_EXPORTER_OTLP_ENDPOINT says; none]",
+)
+@click.option(
     "--sha256",
     is_flag=True,
     help="Also make SHA-256 of files as they are pushed, so that signing a version reads nothing again; three times the processor time of "
@@ -228,6 +234,7 @@ def serve_command(
     client_ca: Path | None,
     policy: Path | None,
     audit: Path | None,
+    otlp: str,
     sha256: bool,
     insecure: bool,
     log_level: str,
@@ -263,6 +270,7 @@ def serve_command(
         http_hosts=http_hosts,
         policy=policy,
         audit=audit,
+        otlp=otlp,
         tls=TlsFiles(tls_cert, tls_key, client_ca) if tls_cert and tls_key else None,
         insecure=insecure,
         sha256=sha256,

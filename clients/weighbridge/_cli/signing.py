@@ -14,6 +14,7 @@ import click
 from weighbridge._cli.output import print_json, print_table
 from weighbridge._cli.parsing import model_at_version
 from weighbridge._cli.running import RETRY_SECONDS, Command, client_options
+from weighbridge._cli.showing import completing
 from weighbridge._core.references import Reference
 from weighbridge._core.text.sizes import readable_size
 
@@ -41,7 +42,9 @@ def _connect(server: str) -> Client:
 
 
 @click.command("sign", cls=Command)
-@click.argument("reference", callback=model_at_version, metavar="MODEL@VERSION")
+@click.argument(
+    "reference", callback=model_at_version, metavar="MODEL@VERSION", shell_complete=completing.references
+)
 @click.option("--key", type=FILE, help="The private key (PEM), on the curve P-256, P-384 or P-521.")
 @click.option(
     "--certificate",
@@ -97,7 +100,9 @@ def sign_command(
 
 
 @click.command("signatures", cls=Command)
-@click.argument("reference", callback=model_at_version, metavar="MODEL@VERSION")
+@click.argument(
+    "reference", callback=model_at_version, metavar="MODEL@VERSION", shell_complete=completing.references
+)
 @click.option(
     "--out",
     type=click.Path(file_okay=False, path_type=Path),

@@ -9,6 +9,7 @@ import click
 from weighbridge._cli.output import print_json
 from weighbridge._cli.parsing import model_perhaps_at_version
 from weighbridge._cli.running import RETRY_SECONDS, Command, client_options
+from weighbridge._cli.showing import completing
 from weighbridge._core.references import Reference
 from weighbridge._core.resources import (
     REQUEST_DELETE,
@@ -31,8 +32,13 @@ def _connect(server: str) -> Client:
 
 
 @click.command("tag", cls=Command)
-@click.argument("reference", callback=model_perhaps_at_version, metavar="MODEL@VERSION")
-@click.argument("name")
+@click.argument(
+    "reference",
+    callback=model_perhaps_at_version,
+    metavar="MODEL@VERSION",
+    shell_complete=completing.references,
+)
+@click.argument("name", shell_complete=completing.refs)
 @click.option("--delete", is_flag=True, help="Take the tag away; @VERSION may be left out.")
 @click.option(
     "--withdraw", is_flag=True, help="Withdraw what is asked for the tag; @VERSION may be left out."

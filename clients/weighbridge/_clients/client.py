@@ -343,6 +343,15 @@ class Client:
         """Compare a version's files in the object store with the digests in its manifest."""
         return self._connection.run(version_calls.verify(model, version))
 
+    def tensor_digests(self, model: str, version: str | int | None = None) -> Mapping[str, str]:
+        """XXH3-128 of each tensor's bytes by its name, as 32 hex digits, as the manifest of a version says; by default of the latest.
+
+        Raises:
+            NotFound: no such model or version.
+            FailedPrecondition: the version is not durable yet.
+        """
+        return self._connection.run(signature_calls.tensor_digests(model, version))
+
     def signatures(self, model: str, version: str | int | None = None) -> tuple[Signature, ...]:
         """The signatures of a version, whoever they are by; by default of the latest. Raises NotFound, and FailedPrecondition if the
         version is not durable."""

@@ -12,6 +12,7 @@ import grpc
 
 from weighbridge._clients.calls.steps import Call, Steps, take
 from weighbridge._clients.transport import ConnectionOptions, Transport
+from weighbridge._tracing import spans
 from weighbridge._transport import rpc
 from weighbridge._transport.backoff import Backoff
 from weighbridge._transport.outages import Outage
@@ -109,7 +110,7 @@ class Connection(Transport):
             try:
                 with rpc.translated_errors(address), self._ending_when_closed():
                     method: Callable[..., bytes] = rpc.in_parts(self._channel(address), call.path)
-                    found = method(call.request, timeout=call.seconds)
+                    found = method(call.request, timeout=call.seconds, metadata=spans.headers() or None)
                 self.addresses.answered(address)
                 outage.over()
                 return found

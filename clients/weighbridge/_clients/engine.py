@@ -135,6 +135,9 @@ class Pull:
         self.lane, self.lane_reason = transfer.lane, transfer.lane_reason
         try:
             yield transfer
+        except Exception as error:
+            transfer.span.fail(error)
+            raise
         finally:
             transfer.stop()
 

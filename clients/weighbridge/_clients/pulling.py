@@ -13,11 +13,14 @@ from typing import TYPE_CHECKING, TypeAlias
 from weighbridge._clients.calls.pull_calls import PullPlan
 from weighbridge._clients.transport import Transport
 from weighbridge._core.layouts import Placement
+from weighbridge._core.resources import Version
 from weighbridge._core.striping import Striping
 from weighbridge._formats.host_slices import HostSlices, Slices
 from weighbridge._formats.tensor_stream import StreamWriter
 from weighbridge._lane.loans import ReadLoan
 from weighbridge._lane.local_lane import GRPC, LOCAL
+from weighbridge._tracing import spans
+from weighbridge._tracing.span import Span
 from weighbridge._transport import pieces, rpc, wire
 from weighbridge._transport.bulk import StreamReceiver, Way
 from weighbridge._transport.request_parts import encoded_parts
@@ -44,6 +47,7 @@ class PullRun:
     Attributes:
         lane: how the weights come, ``local`` or ``grpc``; empty before `borrow`.
         lane_reason: why they do not come by ``local``, if that was wanted.
+        span: of the run, from `borrow` until it is stopped.
     """
 
     def __init__(self, transport: Transport, plan: PullPlan) -> None:
@@ -59,6 +63,7 @@ class PullRun:
             retry_seconds=transport.retry_seconds,
         )
         self._stopped = False
+        self.span = Span()
 
     @cached_property
     def _request(self) -> weight_service_pb2.LayoutRequest:
@@ -66,10 +71,17 @@ class PullRun:
 
     def borrow(self) -> None:
         """Borrow the version where it lies, if this process can read it there: the first step."""
+        version = self._plan.version
+        self.span = spans.begin(
+            "weighbridge.pull", told(version, bytes=self._plan.nbytes), origin=version.traceparent
+        )
+        self._borrow(version)
+        self.span.set("weighbridge.lane", self.lane)
+
+    def _borrow(self, version: Version) -> None:
         self.lane, self.lane_reason = GRPC, ""
         if not self._lane.wanted:
             return
-        version = self._plan.version
         try:
             if self._plan.dtype:
                 raise FailedPrecondition("a cast is made by the service, and sent by gRPC")
@@ -119,6 +131,7 @@ class PullRun:
         self._stopped = True
         self._loan = None
         self._receiver.stop()
+        self.span.end()
 
     def _streamed(self, tensor_for: Callable[[int], torch.Tensor]) -> Iterator[PullStep]:
         writer = StreamWriter(self._plan.layout, tensor_for)
@@ -153,13 +166,19 @@ class PullRun:
             "/weighbridge.v1.WeightService/Pull",
             encoded_parts(request),
             pieces.decoder(weight_service_pb2.PullResponse),
-            way.metadata,
+            (*way.metadata, *self.span.headers),
         )
 
     def _check(self, header: checkpoint_service_pb2.StreamHeader) -> None:
         planned = self._plan.nbytes
         if header.stream_bytes != planned:
             raise DataLoss(f"a stream of {header.stream_bytes} bytes came, and {planned} were planned")
+
+
+def told(version: Version, **more: str | int) -> dict[str, str | int]:
+    """What spans say of a version."""
+    named = {"model": version.model, "version": version.number, **more}
+    return {f"weighbridge.{name}": value for name, value in named.items()}
 
 
 def _runs(placements: Sequence[Placement]) -> Iterator[range]:

@@ -30,6 +30,7 @@ from weighbridge._formats.gathered_shards import OpenPassing
 from weighbridge._formats.push_counts import PlacedPart, PushCounts
 from weighbridge._formats.push_sources import OpenSource, StagingPool
 from weighbridge._formats.replica_checksums import ReplicaChecksums
+from weighbridge._tracing import spans
 from weighbridge.errors import (
     AlreadyExists,
     InvalidArgument,
@@ -152,20 +153,33 @@ class Pusher:
         copying = Copying() if copying is None else copying
         has_slot, number, turn = False, 0, _Turn()
         taken: _Taken | None = None
+        said: dict[str, str | int] = {
+            "weighbridge.model": model,
+            "weighbridge.step": opening.step,
+            "weighbridge.rank": rank,
+            "weighbridge.ranks": opening.ranks,
+        }
+        span = spans.begin("weighbridge.push", said)
+        opening.traceparent = span.traceparent
         try:
             has_slot = self._slots.acquire()
             opened, at = self._open(opening)
+            # ranks that have no trace of their own are in that of the rank which has opened the version
+            span = span.under(opened.traceparent)
+            span.begin("weighbridge.open", back=True).end()
             number = opened.number
+            span.set("weighbridge.version", number)
             check_heard(opening, opened)
             header = pb.PushHeader(model=model, number=number, rank=rank, client_id=opening.client_id)
-            declared = connection.run(push_calls.declare(header, layout, space), at=at)
+            with span.child("weighbridge.declare"):
+                declared = connection.run(push_calls.declare(header, layout, space), at=at)
             needed = [*declared.assigned, *declared.shared]
             chosen = layout.select(list(declared.assigned))
             self._expect(model, layout, declared)
             report: Future[PushReport] = Future()
             placed = [PlacedPart(each.start, each.end, each.places) for each in declared.placed]
             counts = PushCounts(chosen, placed)
-            stream = RankStream(connection, header, at, routes_of(declared, rank), counts)
+            stream = RankStream(connection, header, at, routes_of(declared, rank), counts, span)
             take = partial(self._take, stream, layout, declared, chosen, open_source, copying)
             if not copying.is_behind(needed):
                 taken = take()
@@ -180,6 +194,8 @@ class Pusher:
                 if taken is not None:
                     taken.delivery.release()
                 copying.release()
+                span.fail(error)
+                span.end()
             # Without this rank the version cannot be completed: do not let the others wait for it. But a rank that
             # belongs to another process is that process's business.
             if not number and isinstance(error, InvalidArgument):
@@ -230,7 +246,7 @@ class Pusher:
             chosen: of the shards that the rank is to push.
             open_source, copying: as for `push`.
         """
-        with copying.made():
+        with stream.span.child("weighbridge.copy", {"weighbridge.bytes": chosen.nbytes}), copying.made():
             return self._taken(stream, layout, declared, chosen, open_source)
 
     def _taken(
@@ -281,8 +297,10 @@ class Pusher:
                 taken = self._taken_behind(stream, taken)
             report.set_result(self._deliver(stream, held_seconds, taken, hold_seal))
         except BaseException as error:  # goes to whoever waits
+            stream.span.fail(error)
             report.set_exception(error)
         finally:
+            stream.span.end()
             copying.release()
             self._slots.release()
 
@@ -360,6 +378,8 @@ class Pusher:
                 log.warning(_told(stream.header, broken))
             if not hold_seal:
                 stream.seal(taken.replicas)
+            stream.span.set("weighbridge.lane", delivery.lent.lane)
+            stream.span.set("weighbridge.held_seconds", held_seconds)
             return PushReport(
                 held_seconds=held_seconds,
                 copy_seconds=taken.seconds,

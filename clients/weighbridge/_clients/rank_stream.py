@@ -13,6 +13,7 @@ from weighbridge._core.striping import Striping
 from weighbridge._formats.push_counts import PushCounts
 from weighbridge._formats.push_sources import StreamSource
 from weighbridge._formats.tensor_stream import Ranges
+from weighbridge._tracing.span import Span
 from weighbridge._transport import bulk, pieces, rpc
 from weighbridge.errors import ResourceExhausted, WeighbridgeError
 from weighbridge.v1 import checkpoint_service_pb2 as pb
@@ -28,6 +29,7 @@ class RankStream:
         at: address of the replica where the rank has declared.
         routes: which parts are pushed where.
         counts: of what is not finite.
+        span: of the push.
     """
 
     connection: Connection
@@ -35,16 +37,19 @@ class RankStream:
     at: str
     routes: Sequence[Route]
     counts: PushCounts
+    span: Span
 
     def send(self, source: StreamSource, ranges: Ranges) -> None:
         """Stream parts of the rank's bytes to where each belongs; they have arrived when this returns."""
-        for route in self.routes:
-            self._stream(source, route.within(ranges))
+        with self.span.child("weighbridge.stream"):
+            for route in self.routes:
+                self._stream(source, route.within(ranges))
 
     def seal(self, replicas: Sequence[pb.ReplicaChecksum]) -> None:
         """Say that everything was pushed, and what the rank holds of shards that other ranks hold, too."""
         sealing = push_calls.seal(self.header, replicas, nonfinite_elements=self.counts.total)
-        self.connection.run(sealing, at=self.at)
+        with self.span.child("weighbridge.seal"):
+            self.connection.run(sealing, at=self.at)
 
     def _stream(self, source: StreamSource, route: Route) -> None:
         """Stream to one replica; where it breaks, ask what has arrived and go on from there."""

@@ -107,6 +107,7 @@ class Version(JsonValue):
         metadata: what was pushed with it.
         waits_for: of one that is being received, what it waits for, such as the ranks that have not declared or sealed;
             empty at a replica of the service that no rank of it pushes to.
+        traceparent: of the push, by W3C Trace Context; empty if it is not traced.
     """
 
     model: str
@@ -132,6 +133,7 @@ class Version(JsonValue):
     approved_note: str = ""
     metadata: Metadata = field(default_factory=dict, hash=False)
     waits_for: tuple[str, ...] = ()
+    traceparent: str = ""
 
     def __str__(self) -> str:
         held = f", held: {', '.join(self.held)}" if self.held else ""

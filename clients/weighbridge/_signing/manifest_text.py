@@ -41,6 +41,7 @@ class ManifestText:
         parent: number of the version before; 0 if there was none.
         files: by name, all files of the version but the manifest itself and block digests.
         weights: names of those that hold tensors.
+        tensors: XXH3-128 of each tensor's bytes by its name, as 32 hex digits; of those for which the manifest has it.
         provenance: who pushed the version, and how.
         metadata: what was pushed with it.
     """
@@ -53,6 +54,7 @@ class ManifestText:
     parent: int
     files: Mapping[str, ListedFile]
     weights: frozenset[str]
+    tensors: Mapping[str, str] = field(repr=False)
     provenance: Mapping[str, Any]
     metadata: Mapping[str, Any]
 
@@ -75,6 +77,11 @@ class ManifestText:
                 parent=int(found["lineage"].get("parent", 0)),
                 files=files,
                 weights=frozenset(tensor["file"] for tensor in weights["tensors"].values()),
+                tensors={
+                    name: str(tensor["xxh3_128"])
+                    for name, tensor in weights["tensors"].items()
+                    if "xxh3_128" in tensor
+                },
                 provenance=dict(found.get("provenance", {})),
                 metadata=dict(found.get("metadata", {})),
             )

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import grpc
 
 from weighbridge._core.striping import MOST_CALLS, STRIPE_BYTES, WHOLE, Striping, calls_for
+from weighbridge._tracing import spans
 from weighbridge._transport import bulk_entry, rpc
 from weighbridge._transport.addresses import Addresses
 from weighbridge._transport.backoff import Backoff
@@ -372,13 +373,13 @@ def send(
         grpc.RpcError: a part broke; the others were broken off.
         WeighbridgeError: the service does not say where weights go.
     """
-    count = calls_for(nbytes, most)
+    count, headers = calls_for(nbytes, most), spans.headers()
     calls: list[Any] = []
     try:
         for index in range(count):
             way = connections.way(index)
             method = way.channel.stream_unary(path, request_serializer=None, response_deserializer=None)
-            calls.append(method.future(messages(Striping(count, index)), metadata=way.metadata))
+            calls.append(method.future(messages(Striping(count, index)), metadata=(*way.metadata, *headers)))
         for call in calls:
             call.result()
         connections.proved()

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import grpc
 
 from weighbridge._clients.calls.steps import Call, Pause, Step, Steps, Work
+from weighbridge._tracing import spans
 from weighbridge._transport import rpc
 from weighbridge._transport.addresses import Addresses
 from weighbridge._transport.backoff import Backoff
@@ -141,7 +142,7 @@ class AsyncConnection:
         self, address: str, method: Callable[..., Any], request: Any, seconds: float | None = None
     ) -> Iterator[Any]:
         """A call, cancelled in the end; raises the service's errors as it raised them."""
-        call = method(request, timeout=seconds)
+        call = method(request, timeout=seconds, metadata=spans.headers() or None)
         self._calls.add(call)
         try:
             with rpc.translated_errors(address):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator, Iterator, Mapping
 from contextlib import aclosing, asynccontextmanager, closing, contextmanager
+from contextvars import copy_context
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -170,7 +171,7 @@ class AsyncPull:
     async def _transfer(self, plan: PullPlan | None = None) -> AsyncIterator[PullRun]:
         with self._carrier.transfer(plan or await self.plan()) as transfer:
             # what is borrowed when the task is gone goes back at once
-            await self._carrier.threads.run_or_leave(transfer.borrow)
+            await self._carrier.threads.run_or_leave(partial(copy_context().run, transfer.borrow))
             self.lane, self.lane_reason = transfer.lane, transfer.lane_reason
             yield transfer
 

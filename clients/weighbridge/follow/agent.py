@@ -13,10 +13,11 @@ from weighbridge._clients.engine import EngineClient
 from weighbridge._clients.reporting.reporter import EngineReporter
 from weighbridge._core.engines.facts import ENGINE_FAILING, ENGINE_SERVING, ENGINE_UPDATING, ENGINE_WAITING
 from weighbridge._core.json_values import JsonValue
-from weighbridge._core.resources import Signature
+from weighbridge._core.resources import Signature, Version
 from weighbridge._signing.trust import Trusted
+from weighbridge._tracing import spans
 from weighbridge.errors import DataLoss, FailedPrecondition, WeighbridgeError
-from weighbridge.follow.engines import Engine, Prepared
+from weighbridge.follow.engines import Engine, EngineFailed, Prepared
 from weighbridge.follow.status import label
 from weighbridge.follow.updates import apply_prepared, quietly
 
@@ -109,7 +110,7 @@ class Follower:
                 self._say(state=ENGINE_SERVING, version=number, target=0, error=problem)
                 yield Followed(self._model, number, number, error=problem)
             elif (yield from self._wait_signed(number)):
-                yield from self._insist(number)
+                yield from self._insist(version)
 
     def _wait_signed(self, number: int) -> Generator[Followed, None, bool]:
         """Wait until a version is signed as required; whether it is. If not, the ref names another one. Gives each reason to wait once."""
@@ -161,26 +162,38 @@ class Follower:
                 fix=f"follow {serving.model}, name another engine with --url, or use --force",
             )
 
-    def _insist(self, number: int) -> Iterator[Followed]:
+    def _insist(self, version: Version) -> Iterator[Followed]:
         """Try a version until the engine has it, it is no longer the one to have, or it has failed too often."""
+        number = version.number
         for _ in attempts(self._client, self._model, self._ref, number, self._retry_seconds):
-            done = self.take_to(number)
+            done = self.take_to(number, version.traceparent)
             yield done
             if not done.error:
                 return
 
-    def take_to(self, number: int) -> Followed:
-        """Take the engine to a version. It keeps the one that it has, or gets it back, if that fails."""
+    def take_to(self, number: int, traceparent: str = "") -> Followed:
+        """Take the engine to a version. It keeps the one that it has, or gets it back, if that fails.
+
+        Args:
+            number: of the version.
+            traceparent: of its push, whose trace the update continues: the push has led to it, however much later.
+        """
         prepared, pause, problem = Prepared(0, 0.0), 0.0, ""
         self._say(state=ENGINE_UPDATING, target=number)
-        try:
-            self._engine.connect()
-            prepared = self._engine.prepare(number)
-            started = time.monotonic()
-            (problem,) = apply_prepared([self._engine], number, label(self._model, number))
-            pause = time.monotonic() - started
-        except WeighbridgeError as error:
-            problem = str(error)
+        said: dict[str, str | int] = {"weighbridge.model": self._model, "weighbridge.version": number}
+        with spans.span("weighbridge.update", said, origin=traceparent) as span:
+            try:
+                with span.child("weighbridge.prepare"):
+                    self._engine.connect()
+                    prepared = self._engine.prepare(number)
+                started = time.monotonic()
+                with span.child("weighbridge.apply"):
+                    (problem,) = apply_prepared([self._engine], number, label(self._model, number))
+                pause = time.monotonic() - started
+            except WeighbridgeError as error:
+                problem = str(error)
+            if problem:
+                span.fail(EngineFailed(problem))
         if problem:
             quietly(self._engine.discard)
         serving = quietly(self._engine.serving)

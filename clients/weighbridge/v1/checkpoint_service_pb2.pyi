@@ -55,6 +55,7 @@ class OpenVersionRequest(_message.Message):
     ALLOW_NONFINITE_FIELD_NUMBER: _builtins.int
     CAST_FROM_FIELD_NUMBER: _builtins.int
     AT_LEAST_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """namespace/name; or namespace/name:training, whose versions are the training states of that model. Each of these has the tensors that its
     ranks declare, in either tensor space, under the names that they give them. The first one needs no registration but the model's.
@@ -72,6 +73,8 @@ class OpenVersionRequest(_message.Message):
     """The version is not held for elements that are NaN or infinite, if any rank says so."""
     at_least: _builtins.int
     """Of training states, the lowest number that a new version gets: that of the weights with which it is pushed. 0 for others."""
+    traceparent: _builtins.str
+    """W3C traceparent of the rank's push, if it is traced. The version keeps that of the rank that opens it; what is malformed is ignored."""
     @_builtins.property
     def metadata(self) -> _containers.MessageMap[_builtins.str, _resources_pb2.MetadataValue]:
         """Kept with the version: at most 32 values, 64 characters a key and 4 KiB in all. All ranks of a push give the same, or only some of
@@ -98,10 +101,11 @@ class OpenVersionRequest(_message.Message):
         allow_nonfinite: _builtins.bool = ...,
         cast_from: _abc.Iterable[_builtins.str] | None = ...,
         at_least: _builtins.int = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["allow_nonfinite", b"allow_nonfinite", "at_least", b"at_least", "candidate", b"candidate", "cast_from", b"cast_from", "client_id", b"client_id", "metadata", b"metadata", "model", b"model", "ranks", b"ranks", "request_id", b"request_id", "run", b"run", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allow_nonfinite", b"allow_nonfinite", "at_least", b"at_least", "candidate", b"candidate", "cast_from", b"cast_from", "client_id", b"client_id", "metadata", b"metadata", "model", b"model", "ranks", b"ranks", "request_id", b"request_id", "run", b"run", "step", b"step", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

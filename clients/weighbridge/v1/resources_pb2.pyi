@@ -232,6 +232,7 @@ class Version(_message.Message):
     APPROVED_NOTE_FIELD_NUMBER: _builtins.int
     METADATA_FIELD_NUMBER: _builtins.int
     WAITS_FOR_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     number: _builtins.int
     state: Global___VersionState.ValueType
@@ -258,6 +259,8 @@ class Version(_message.Message):
     approved_by: _builtins.str
     approved_time_ms: _builtins.int
     approved_note: _builtins.str
+    traceparent: _builtins.str
+    """The W3C traceparent of the push, by which updates of engines continue its trace; empty if it is not traced."""
     @_builtins.property
     def error_details(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -304,10 +307,11 @@ class Version(_message.Message):
         approved_note: _builtins.str = ...,
         metadata: _abc.Mapping[_builtins.str, Global___MetadataValue] | None = ...,
         waits_for: _abc.Iterable[_builtins.str] | None = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["approved_by", b"approved_by", "approved_note", b"approved_note", "approved_reasons", b"approved_reasons", "approved_time_ms", b"approved_time_ms", "create_time_ms", b"create_time_ms", "durable_time_ms", b"durable_time_ms", "error", b"error", "error_details", b"error_details", "held", b"held", "metadata", b"metadata", "model", b"model", "nonfinite_elements", b"nonfinite_elements", "number", b"number", "ranks", b"ranks", "ready_time_ms", b"ready_time_ms", "received_bytes", b"received_bytes", "run", b"run", "sealed_ranks", b"sealed_ranks", "state", b"state", "step", b"step", "tensor_bytes", b"tensor_bytes", "verified_time_ms", b"verified_time_ms", "waits_for", b"waits_for"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["approved_by", b"approved_by", "approved_note", b"approved_note", "approved_reasons", b"approved_reasons", "approved_time_ms", b"approved_time_ms", "create_time_ms", b"create_time_ms", "durable_time_ms", b"durable_time_ms", "error", b"error", "error_details", b"error_details", "held", b"held", "metadata", b"metadata", "model", b"model", "nonfinite_elements", b"nonfinite_elements", "number", b"number", "ranks", b"ranks", "ready_time_ms", b"ready_time_ms", "received_bytes", b"received_bytes", "run", b"run", "sealed_ranks", b"sealed_ranks", "state", b"state", "step", b"step", "tensor_bytes", b"tensor_bytes", "traceparent", b"traceparent", "verified_time_ms", b"verified_time_ms", "waits_for", b"waits_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

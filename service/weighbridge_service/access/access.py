@@ -96,6 +96,11 @@ class Access:
         """Whether whoever reaches the service may do everything."""
         return self._path is None and not self._certificates
 
+    @property
+    def knows_tokens(self) -> bool:
+        """Whether a token can prove who somebody is."""
+        return self._known.policy is not None
+
     def identify(self, evidence: Evidence) -> Identity:
         """Who has shown this. What is shown decides: a wrong token is not mended by a good certificate."""
         if self.open:

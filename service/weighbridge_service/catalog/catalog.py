@@ -166,6 +166,7 @@ class Catalog:
             model, unless=lambda known: (known.files_id, known.kept) == (model.files_id, model.kept)
         )
         self.snapshots.forget_deleted(model_name, head)
+        self.changes.notify(model_name)
         return summary_from_head(model_name, head, self.refs_of(model_name, head))
 
     def register_part(self, name: ModelName) -> Head:

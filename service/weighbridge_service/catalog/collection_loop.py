@@ -67,6 +67,7 @@ class Collecting:
         if model.part:
             self._catalog.register_part(model)
         self._catalog.heads.update(model, lambda head: (set_retention(head, retention), None))
+        self._catalog.changes.notify(model)
         return retention
 
     def delete_version(self, name: str, number: int) -> Version:

@@ -63,7 +63,9 @@ class Gates:
 
     def set_gate(self, name: str, gate: Gate) -> Gate:
         """Say which versions of a model are held, of those that are opened from now on. Raises NotFound."""
-        self._catalog.heads.update(ModelName.parse(name), lambda head: (set_gate(head, gate), None))
+        model = ModelName.parse(name)
+        self._catalog.heads.update(model, lambda head: (set_gate(head, gate), None))
+        self._catalog.changes.notify(model)
         return gate
 
     def approve(self, name: str, number: int, *, by: str, note: str, reasons: Iterable[str] = ()) -> Version:

@@ -124,6 +124,7 @@ def invisible_version(name: ModelName, head: Head, number: int) -> Version | Non
             create_time_ms=there.created_ms,
             held=there.held,
             metadata=there.metadata,
+            traceparent=there.traceparent,
         )
         return with_approval(version, there.approval)
     failed = head.failed.get(number)
@@ -162,6 +163,7 @@ def version_of_entry(name: ModelName, head: Head, entry: VersionEntry) -> Versio
         error=_RETIRED if entry.retired else "",
         held=entry.held,
         metadata=entry.metadata,
+        traceparent=entry.traceparent,
     )
     return version if entry.approval is None else approved(version, entry.approval)
 

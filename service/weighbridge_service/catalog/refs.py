@@ -123,6 +123,7 @@ class Refs:
             return after, after
 
         after = self._catalog.heads.edit(model, change)
+        self._catalog.changes.notify(model)
         log.info("%s: %s is protected by %d approvals, says %s", model, ref, approvals, asker.name)
         return _protections(after)
 

@@ -294,7 +294,7 @@ class _Repair:
             held = said.held if there is None else there.holding(said.held)
             listed = VersionEntry(
                 number, 0, "", 0, 0, 0, self._files_id(number), claim, ranks=ranks, held=held, metadata=said.metadata,
-                approval=None if there is None else there.approval,
+                approval=None if there is None else there.approval, traceparent="" if there is None else there.traceparent,
             )  # fmt: skip
         return replace(
             listed,

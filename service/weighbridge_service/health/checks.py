@@ -11,7 +11,7 @@ from weighbridge._core.checks import Check, CheckStatus
 from weighbridge._core.resources import Version
 from weighbridge._core.text.counts import counted
 from weighbridge._core.text.sizes import readable_size
-from weighbridge.errors import NotFound, WeighbridgeError
+from weighbridge.errors import FailedPrecondition, NotFound, WeighbridgeError
 from weighbridge_service.health.monitor import NamedCheck
 from weighbridge_service.runtime.clock import unix_ms
 from weighbridge_service.runtime.memory_plan import MAKE_ROOM, check_budget, check_images, check_limits
@@ -20,9 +20,11 @@ from weighbridge_storage.documents.names import ModelName
 from weighbridge_storage.memory.memory_limits import DiskReading, read_disk
 from weighbridge_storage.opening import is_remote
 from weighbridge_storage.stores.objects import ObjectStore
+from weighbridge_storage.stores.probe import probe
 
 STORE_REACHABLE = "store-reachable"
 STORE_WRITABLE = "store-writable"
+STORE_CONDITIONS = "store-conditions"
 CLOCK = "clock"
 DISK_ROOM = "disk-room"
 MEMORY_ROOM = "memory-room"
@@ -66,6 +68,16 @@ class StoreChecks:
         self._store.put(key, b"", mode="overwrite")
         self._store.delete(key)
         return Check(STORE_WRITABLE, CheckStatus.OK, "it takes objects")
+
+    def conditions(self) -> Check:
+        """Whether the store keeps conditional writes, also of writers that race; not asked in the background, as it takes some forty writes."""
+        try:
+            probe(self._store)
+        except FailedPrecondition as error:
+            return Check(STORE_CONDITIONS, CheckStatus.FAIL, error.message, error.fix)
+        return Check(
+            STORE_CONDITIONS, CheckStatus.OK, "it keeps conditional writes, also of writers that race"
+        )
 
     def clock(self) -> Check:
         """Whether this process's clock and the store's say the same."""
@@ -155,11 +167,17 @@ def worst(checks: list[Check]) -> Check:
     return max(checks, key=lambda check: order.index(check.status))
 
 
+def store_checks_of(service: Weighbridge) -> StoreChecks:
+    """The checks of a service's store."""
+    config = service.config
+    most_offset_ms = min(config.grace.quarter_ms, round(config.open_lease * 1000) // 2)
+    return StoreChecks(service.catalog.store, service.intake.home.boot, most_offset_ms)
+
+
 def checks_of(service: Weighbridge) -> list[NamedCheck]:
     """All checks of a service."""
     config = service.config
-    most_offset_ms = min(config.grace.quarter_ms, round(config.open_lease * 1000) // 2)
-    store = StoreChecks(service.catalog.store, service.intake.home.boot, most_offset_ms)
+    store = store_checks_of(service)
     folders = (
         {config.scratch_folder} if is_remote(config.store) else {config.scratch_folder, Path(config.store)}
     )

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weighbridge._core.checks import Check, CheckStatus
 from weighbridge.errors import WeighbridgeError
+from weighbridge_service.health.checks import StoreChecks, store_checks_of
 from weighbridge_service.runtime.config import ServiceConfig
 from weighbridge_service.runtime.memory_plan import (
     PROCESS_BYTES,
@@ -25,11 +28,12 @@ from weighbridge_service.runtime.memory_plan import (
 )
 from weighbridge_storage.memory.image_decisions import NO_SPACE, Headroom, Space
 from weighbridge_storage.memory.memory_limits import UNLIMITED, DiskReading, read_disk, read_memory
-from weighbridge_storage.opening import is_remote
+from weighbridge_storage.opening import is_remote, open_store, shown
 
 if TYPE_CHECKING:
     from weighbridge_service.service import Weighbridge
 
+_STORE = "store"
 _PAGE = 100
 
 
@@ -54,7 +58,47 @@ def examine_service(service: Weighbridge) -> list[Check]:
         )
     if store is not None:
         checks.append(check_store_disk(store, largest))
+    with suppress(
+        WeighbridgeError
+    ):  # that it does not answer, or takes no writes, are findings of the service's health
+        checks.append(store_checks_of(service).conditions())
     return checks
+
+
+def examine_store(location: str | Path, grace_seconds: float) -> list[Check]:
+    """What a store is like, before a service is started over it. What is written there is removed again.
+
+    Args:
+        location: as for ``serve --store``.
+        grace_seconds: as for ``serve --grace``; clocks have to agree within a quarter of it.
+    """
+    where = shown(location)
+    try:
+        store = open_store(location)
+    except WeighbridgeError as error:
+        return [_unusable(where, error)]
+    try:
+        checks = StoreChecks(store, f"doctor-{uuid.uuid4().hex}", round(grace_seconds * 1000) // 4)
+        return list(_looked_at(checks, where))
+    finally:
+        store.close()
+
+
+def _looked_at(checks: StoreChecks, where: str) -> Iterator[Check]:
+    try:
+        for check in (checks.reachable, checks.writable, checks.conditions, checks.clock):
+            yield check()
+    except WeighbridgeError as error:
+        yield _unusable(where, error)
+
+
+def _unusable(location: str, error: WeighbridgeError) -> Check:
+    return Check(
+        _STORE,
+        CheckStatus.FAIL,
+        f"{location} cannot be used: {error.message}",
+        error.fix or "is it there, and may these credentials read and write?",
+    )
 
 
 def _models(service: Weighbridge) -> Iterator[ModelSize]:

@@ -1,6 +1,6 @@
 """Push: one version from its opening to its being durable, failed or aborted.
 
-May import: `admission`, `catalog`, `models`, `plan`, `runtime`, `weighbridge_storage`, `weighbridge`.
+May import: `admission`, `catalog`, `metrics`, `models`, `plan`, `runtime`, `weighbridge_storage`, `weighbridge`.
 
 - `machine`: events in, the next state and effects out; pure.
 - `opener`: the session of a version, found or begun.
@@ -8,6 +8,7 @@ May import: `admission`, `catalog`, `models`, `plan`, `runtime`, `weighbridge_st
 - `intake`: what ranks and other replicas call.
 - `registry`: the sessions of this process.
 - `session`: owner of the state of one version.
+- `observing`: what metrics and traces are told of it.
 - `effect_runner`: effects carried out, and what pushes share for that.
 - `effect_pools`: threads for effects.
 - `timers`: wake-ups of sessions.

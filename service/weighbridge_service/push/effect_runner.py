@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from weighbridge.errors import DeadlineExceeded, Unavailable, VersionFailed, WeighbridgeError
+from weighbridge_service.metrics.instruments import PushInstruments
 from weighbridge_service.plan.declarations import Agreement, Declaration, Home, numbers_of
 from weighbridge_service.push.declared_layouts import DeclaredLayouts
 from weighbridge_service.push.handover import HandedShare, HandedVersion, Successors
@@ -53,6 +54,7 @@ class Facilities:
         allocator: gives images.
         mappings: who has images mapped.
         successors: other replicas, to which versions are handed over when this one leaves.
+        figures: what is observed of them.
     """
 
     home: Home
@@ -60,6 +62,7 @@ class Facilities:
     allocator: ImageAllocator
     mappings: Mappings
     successors: Successors
+    figures: PushInstruments
 
 
 class EffectRunner:

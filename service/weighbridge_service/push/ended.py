@@ -7,7 +7,7 @@ a process that receives versions of many models would keep as many of them.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
@@ -18,6 +18,7 @@ from weighbridge_service.plan.planning import Plan
 from weighbridge_service.plan.push_plan import PreparedPush
 from weighbridge_service.plan.transfers import Transfer
 from weighbridge_service.push.machine.answers import answer_abort, check_not_failed, sealed
+from weighbridge_service.push.machine.rank_progress import RankProgress
 from weighbridge_service.push.machine.state import PushState
 from weighbridge_service.push.session import PushSession
 from weighbridge_storage.versions.writing import Written
@@ -38,6 +39,7 @@ class EndedPush:
         clients: who has declared a rank here.
         share_number: which share of the version this process had; None if there never was a plan.
         lengths: of the ranks' streams, in bytes; empty if there never was a plan.
+        declared_ms, sealed_ms: when each rank has declared here and was sealed, in milliseconds since 1970 UTC; 0 if it never was.
     """
 
     state: PushState
@@ -47,6 +49,8 @@ class EndedPush:
     clients: frozenset[str]
     share_number: int | None
     lengths: Sequence[int]
+    declared_ms: Sequence[int] = ()
+    sealed_ms: Sequence[int] = ()
 
     @staticmethod
     def of(session: PushSession) -> EndedPush:
@@ -62,6 +66,8 @@ class EndedPush:
             frozenset(each.client_id for each in state.declarations.here.values()),
             state.share_number,
             array("Q", [streams[rank].nbytes for rank in range(len(streams))]),
+            _by_rank(state.declared_ms, state),
+            _by_rank(state.sealed_ms, state),
         )
 
     @property
@@ -90,9 +96,23 @@ class EndedPush:
         check_not_failed(self.state)
         self.state.declarations.check_rank(rank)
 
+    @property
+    def rank_progress(self) -> tuple[RankProgress, ...]:
+        """See `PushSession.rank_progress`. Of a rank that was never sealed it is no longer known what had come."""
+        lengths = self.lengths or [0] * len(self.declared_ms)
+        there = enumerate(zip(self.declared_ms, self.sealed_ms, lengths, strict=True))
+        return tuple(
+            RankProgress(rank, declared, sealed, length if sealed else 0, length)
+            for rank, (declared, sealed, length) in there
+        )
+
     def abort(self) -> None:
         """Do nothing if the version was given up. Raises FailedPrecondition if it is visible."""
         answer_abort(self.state)
+
+
+def _by_rank(times: Mapping[int, int], state: PushState) -> Sequence[int]:
+    return array("Q", [times.get(rank, 0) for rank in range(state.declarations.ranks)])
 
 
 def _without_plan(state: PushState) -> PushState:

@@ -337,6 +337,12 @@ class ImageWriter:
         with self._lock:
             return self._received_bytes, self._heard_at
 
+    @property
+    def received_of_ranks(self) -> dict[int, tuple[int, int]]:
+        """Of each rank's stream, the bytes that have come, and those that are to come to this replica."""
+        with self._lock:
+            return {rank: (there.size, self._meant[rank].size) for rank, there in self._received.items()}
+
     def received(self, rank: int) -> tuple[list[tuple[int, int]], int]:
         """The ranges of a rank's stream that have come, and its length."""
         with self._lock:

@@ -37,6 +37,7 @@ from weighbridge_service.push.machine import events as on
 from weighbridge_service.push.machine.answers import is_known
 from weighbridge_service.push.machine.opening import OpeningRequest, check_not_received_alone
 from weighbridge_service.push.machine.state import PushState
+from weighbridge_service.push.observing.observer import PushObserver
 from weighbridge_service.push.publisher import Publisher, give_up
 from weighbridge_service.push.quotas import Quotas
 from weighbridge_service.push.registry import Push, Registry, WaitsSaid
@@ -306,7 +307,8 @@ class Opener:
         publisher = Publisher(store, self._catalog.heads, model, entry, self._home)
         exchange = Exchange(store, model.name, entry.number, self._home, first_version)
         runner = EffectRunner(publisher, exchange, self._facilities, image)
-        return PushSession(state, client_id, runner, self._pools, self._timers, self._registry)
+        observer = PushObserver(self._facilities.figures, state, now())
+        return PushSession(state, client_id, runner, self._pools, self._timers, self._registry, observer)
 
     def find(self, name: str, number: int) -> PushSession:
         """The session of a version that is being received here. Raises as `EndedPush.refuse` if it was."""
@@ -399,4 +401,5 @@ def version_opened(model: RegisteredModel, entry: OpenEntry) -> Version:
         tensor_bytes=0 if model.by_version else model.files.layout.nbytes,
         create_time_ms=entry.created_ms,
         metadata=entry.metadata,
+        traceparent=entry.traceparent,
     )

@@ -220,6 +220,7 @@ class Publisher:
             nonfinite_elements=manifest.nonfinite_elements,
             tensor_bytes=model.files.layout.nbytes if model.by_version else 0,
             held=manifest.held,
+            traceparent=opened.traceparent,
         )
         return publish_version(self.heads, model.name, entry)
 

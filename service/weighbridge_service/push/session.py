@@ -42,9 +42,11 @@ from weighbridge_service.push.machine.answers import (
     check_not_failed,
 )
 from weighbridge_service.push.machine.phases import BEFORE_SEALED, FINAL, INCOMPLETE, VISIBLE, Phase
+from weighbridge_service.push.machine.rank_progress import RankProgress, ranks_of
 from weighbridge_service.push.machine.shown import version_of, waits_for
 from weighbridge_service.push.machine.state import Moment, PushState
 from weighbridge_service.push.machine.transitions import step
+from weighbridge_service.push.observing.observer import PushObserver
 from weighbridge_service.push.pending import WaitingCalls, uncancelled
 from weighbridge_service.push.replica_checksums import ReplicaChecksum, ReplicaChecksums
 from weighbridge_service.push.timers import Timers
@@ -88,6 +90,7 @@ class PushSession:
         pools: the threads of effects.
         timers: wake the session.
         surroundings: what it tells of.
+        observer: is told of each step.
 
     Attributes:
         client_id: as given.
@@ -103,6 +106,7 @@ class PushSession:
         pools: EffectPools,
         timers: Timers,
         surroundings: Surroundings,
+        observer: PushObserver,
     ) -> None:
         self.client_id = client_id
         self.request_id = runner.entry.request_id
@@ -111,6 +115,7 @@ class PushSession:
         self._pools = pools
         self._timers = timers
         self._surroundings = surroundings
+        self._observer = observer
         self._replicas = ReplicaChecksums()
         self._lock = threading.Lock()
         self._state = state
@@ -154,6 +159,12 @@ class PushSession:
     def share_number(self) -> int | None:
         """Which share of the version this session has; None before there is a plan."""
         return self._state.share_number
+
+    @property
+    def rank_progress(self) -> tuple[RankProgress, ...]:
+        """How far each rank is."""
+        writer = self._runner.writer
+        return ranks_of(self._state, {} if writer is None else writer.received_of_ranks)
 
     @property
     def layouts(self) -> DeclaredLayouts:
@@ -201,10 +212,12 @@ class PushSession:
         if self._pools.stopping:
             return
         before = self._state
-        after, effects = step(before, event, now())
+        moment = now()
+        after, effects = step(before, event, moment)
         if after is before and not effects:
             return
         self._log(before, after)
+        self._observer.stepped(before, after, event, moment)
         if do.Forget() not in effects:
             self._show(after)
         with self._lock:
@@ -290,7 +303,10 @@ class PushSession:
     def _carry_out(self, effect: do.Awaited) -> None:
         if self._state.phase in FINAL:  # it has ended while this waited for a thread
             return
-        answer = self._runner.run(effect, self._state, self)
+        with self._observer.carrying_out(effect) as span:
+            answer = self._runner.run(effect, self._state, self)
+            if isinstance(answer, on.EffectFailed):
+                span.fail(answer.error)
         self.post(answer)
         self._runner.follow_up(effect, answer, self._state)
 

@@ -61,6 +61,7 @@ class ServiceConfig:
         policy_look: seconds between two looks at whether that file has changed.
         standing_look: seconds between two questions whether what let a long call in counts still.
         count_rest: how many times as long as it took to count what a namespace holds it is not counted again.
+        otlp: OTLP address of a collector to which traces are sent; empty for what OpenTelemetry's own variables say.
         audit: file to which is appended who did what (`weighbridge_service.access.audit`); None for none.
         tls: certificate of both faces; None to answer without TLS.
         insecure: whether to answer without TLS at addresses that other machines reach.
@@ -107,6 +108,7 @@ class ServiceConfig:
     standing_look: float = 5.0
     count_rest: float = 10.0
     audit: Path | None = None
+    otlp: str = ""
     tls: TlsFiles | None = None
     insecure: bool = False
     sha256: bool = False

@@ -82,6 +82,7 @@ class VersionEntry:
         held: why ``latest`` passes it by; empty if it does not.
         approval: what was said for it when it was held for other reasons; None if nothing was.
         metadata: what was pushed with it.
+        traceparent: of the push, by W3C Trace Context; empty if it was not traced.
         extra: the fields that this release does not know.
 
     Raises:
@@ -106,13 +107,14 @@ class VersionEntry:
     held: tuple[str, ...] = ()
     approval: Approval | None = None
     metadata: Metadata = field(default_factory=dict, hash=False)
+    traceparent: str = ""
     extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         check_number("number", self.number, 1, MAX_VERSION)
         for name in _COUNTS_AND_TIMES:
             check_number(name, getattr(self, name))
-        for name in ("run", "files_id", "write_id"):
+        for name in ("run", "files_id", "write_id", "traceparent"):
             check_text(name, getattr(self, name))
         if not self.write_id:
             raise InvalidArgument(f"version {self.number} has no write_id")
@@ -154,6 +156,7 @@ class OpenEntry:
         nbytes: size that its safetensors files will have together, in bytes; 0 if that was not said.
         by: who opened it, as the service knows them; empty if it knows nobody by name.
         cast_from: dtypes that its tensors have in the trainer and that are cast to the model's, in order.
+        traceparent: of the push, by W3C Trace Context; empty if it is not traced.
         extra: the fields that this release does not know.
 
     Raises:
@@ -178,6 +181,7 @@ class OpenEntry:
     nbytes: int = 0
     by: str = ""
     cast_from: tuple[str, ...] = ()
+    traceparent: str = ""
     extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
@@ -185,7 +189,7 @@ class OpenEntry:
         check_number("ranks", self.ranks, 1)
         for name in ("step", "created_ms", "until_ms", "parent", "nbytes"):
             check_number(name, getattr(self, name))
-        for name in ("request_id", "run", "files_id", "claim", "holder", "by"):
+        for name in ("request_id", "run", "files_id", "claim", "holder", "by", "traceparent"):
             check_text(name, getattr(self, name))
         for dtype in self.cast_from:
             check_text("a dtype", dtype)

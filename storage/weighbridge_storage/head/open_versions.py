@@ -26,12 +26,14 @@ class Said:
         allow_nonfinite: that it is not held for elements that are NaN or infinite.
         metadata: what is kept with it.
         cast_from: dtypes, by safetensors' names, of tensors that the rank casts to the model's.
+        traceparent: of its push; that of the rank which opens the version is kept.
     """
 
     candidate: bool = False
     allow_nonfinite: bool = False
     metadata: Metadata = field(default_factory=dict)
     cast_from: frozenset[str] = frozenset()
+    traceparent: str = ""
 
 
 _NOTHING_SAID = Said()
@@ -100,6 +102,7 @@ def open_version(
         nbytes=nbytes,
         by=by,
         cast_from=tuple(sorted(said.cast_from)),
+        traceparent=said.traceparent,
     )
     changed = replace(head, next_version=number + 1, open={**head.open, entry.number: entry})
     return changed, entry

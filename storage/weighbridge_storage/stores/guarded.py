@@ -14,6 +14,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 from typing import TypeVar
@@ -46,6 +47,7 @@ _NOTHING = "probe/nothing"
 _FIX = "see whether the object store can be reached from the service; calls go through again as soon as it answers"
 
 T = TypeVar("T")
+Count = Callable[[str, float, bool], None]
 
 
 class GuardedStore(ObjectStore):
@@ -61,18 +63,31 @@ class GuardedStore(ObjectStore):
         store: is closed with this one.
         patience: seconds that a call may take, and of silence after which calls fail at once.
         threads: most calls under way at one time. Those that find no thread wait for one, within their deadline.
+        count: is told of each guarded call whether it was to read, write or list, how many seconds it took, and whether it failed.
     """
 
     def __init__(
-        self, store: ObjectStore, patience: float = DEFAULT_PATIENCE, *, threads: int = _THREADS
+        self,
+        store: ObjectStore,
+        patience: float = DEFAULT_PATIENCE,
+        *,
+        threads: int = _THREADS,
+        count: Count = lambda *_: None,
     ) -> None:
         self._store = store
+        self._count = count
         self._patience = patience
         self._threads = CallThreads(threads, "store-call")
         self._lock = threading.Lock()
         self._breaker = Breaker(patience)
         self._asking = False
         self._closing = threading.Event()
+
+    @property
+    def silent_seconds(self) -> float:
+        """For how long the store has not answered, so that calls fail at once; 0 while it answers."""
+        with self._lock:
+            return self._breaker.silence(time.monotonic())
 
     def get(self, key: str) -> tuple[bytes, str]:
         """See `ObjectStore.get`."""
@@ -142,16 +157,29 @@ class GuardedStore(ObjectStore):
         self._store.close()
 
     def _pages(self, what: str, begin: Callable[[], Iterator[str]]) -> Iterator[str]:
-        names = self._read(what, begin)
+        names = self._read(what, begin, "list")
         # an iterator that a thread hangs in is not touched again: the error ends this one, too
-        while page := self._read(what, lambda: list(islice(names, _PAGE))):
+        while page := self._read(what, lambda: list(islice(names, _PAGE)), "list"):
             yield from page
 
-    def _read(self, what: str, do: Callable[[], T]) -> T:
-        return self._ask(what, do, self._patience, changes=False)
+    def _read(self, what: str, do: Callable[[], T], operation: str = "read") -> T:
+        with self._counted(operation):
+            return self._ask(what, do, self._patience, changes=False)
 
     def _write(self, what: str, do: Callable[[], T], seconds: float) -> T:
-        return self._ask(what, do, seconds, changes=True)
+        with self._counted("write"):
+            return self._ask(what, do, seconds, changes=True)
+
+    @contextmanager
+    def _counted(self, operation: str) -> Iterator[None]:
+        asked, failed = time.monotonic(), False
+        try:
+            yield
+        except (Unavailable, DeadlineExceeded):
+            failed = True
+            raise
+        finally:
+            self._count(operation, time.monotonic() - asked, failed)
 
     def _ask(self, what: str, do: Callable[[], T], seconds: float, *, changes: bool) -> T:
         """What a call gives within so many seconds; ``changes``: whether it may have done something if it gives nothing."""

@@ -274,9 +274,9 @@ def test_what_is_held_and_who_waits_can_be_seen(service: RunningService) -> None
         with all_room_taken(service):
             call = raw.weights.Pull(iter([request]), timeout=30.0)
             eventually(lambda: seen("weighbridge_streams_waiting") == 1)
-            assert seen("weighbridge_bytes_in_flight") == 6 * MESSAGE_ROOM
+            assert seen("weighbridge_in_flight_bytes") == 6 * MESSAGE_ROOM
         call.cancel()
-    eventually(lambda: seen("weighbridge_streams_waiting") == 0 and seen("weighbridge_bytes_in_flight") == 0)
+    eventually(lambda: seen("weighbridge_streams_waiting") == 0 and seen("weighbridge_in_flight_bytes") == 0)
 
 
 def test_clients_that_do_not_read_hold_one_message_each_and_the_others_go_on(

@@ -398,6 +398,25 @@ def test_retention_over_http(bench: Bench) -> None:
     assert bench.http.post("/v1/models/acme/none/collect", json={"dry_run": True}).status_code == 404
 
 
+def test_rules_for_training_states_are_set_beside_those_of_the_weights(local: Bench) -> None:
+    training = f"{MODEL}:training"
+    both = local.cli(
+        "retention", MODEL, "--keep-last", 4, "--keep-training-last", 2, "--keep-training-every", 500
+    )
+    assert both.output.splitlines() == [
+        f"{MODEL}: keeps the last 4, what refs name",
+        f"{training}: keeps the last 2, one of every 500, what refs name",
+    ]
+    assert local.trainer.retention(MODEL) == Retention(4)
+    assert local.trainer.retention(training) == Retention(2, 500)
+    one = json.loads(local.cli("retention", MODEL, "--keep-training-last", 7, json=True).output)
+    assert (one["keep_last"], one["training"]["model"], one["training"]["keep_last"]) == (4, training, 7)
+    assert local.trainer.retention(MODEL) == Retention(4), "those of the weights stay"
+    assert local.trainer.retention(training) == Retention(7)
+    assert local.cli("retention", training, "--keep-training-last", 1).exit_code == 2
+    assert local.cli("retention", MODEL, "--keep-everything", "--keep-training-last", 1).exit_code == 2
+
+
 def test_retention_on_the_command_line(local: Bench) -> None:
     local.add(4)
     shown = local.cli("retention", MODEL)

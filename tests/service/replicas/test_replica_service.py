@@ -99,7 +99,7 @@ class Replica:
             workers,
             workers,
             workers,
-            self._listener.count,
+            self._listener.calls.count,
             self._waits,
             Access(),
             Audit(None),

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from weighbridge._clients.calls.steps import Steps, Work, call_method
-from weighbridge._clients.calls.version_calls import verify
+from weighbridge._clients.calls.version_calls import get_version, verify
 from weighbridge._core.json_values import JsonValue
 from weighbridge._core.references import Reference
 from weighbridge._core.resources import REF_LATEST, Signature, Verification
@@ -72,6 +72,14 @@ def get_manifest(model: str, number: int) -> Steps[ManifestText]:
     manifest: ManifestText = yield Work(partial(ManifestText.read, bytes(text)))
     checking.check_is(manifest, model, number)
     return manifest
+
+
+def tensor_digests(model: str, version: str | int | None) -> Steps[Mapping[str, str]]:
+    """Digests of a version's tensors by name, as its manifest has them."""
+    meant = Reference.of(model, version, REF_LATEST)
+    found = yield from get_version(meant.model, meant.version)
+    manifest = yield from get_manifest(meant.model, found.number)
+    return manifest.tensors
 
 
 def get_signatures(model: str, version: str | int | None) -> Steps[tuple[int, tuple[Signature, ...]]]:

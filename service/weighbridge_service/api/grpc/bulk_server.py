@@ -139,6 +139,7 @@ class BulkListener:
     def _behaviour(self, method: MethodDescriptor, answer: _Answer) -> Callable[..., Iterator[bytes]]:
         def behave(requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
             call = Call(context, self._access, context.cancel)
+            call.begin_span(method)
             if not context.add_callback(call.end):
                 call.end()
             code = "OK"
@@ -160,7 +161,8 @@ class BulkListener:
                 del known  # its traceback leads back here
                 context.abort_with_status(status)
             finally:
-                self._count(method.name, code)
+                self._count(method.name, code, call.seconds)
+                call.end_span(code)
                 record(self._audit, call, method, code)
 
         return behave
@@ -256,7 +258,7 @@ class _Gate(grpc.ServerInterceptor):  # type: ignore[type-arg]
                 )
             self.tickets.host_of(ticket if isinstance(ticket, str) else "")
         except WeighbridgeError as error:
-            self._count("refused", error.grpc_code)
+            self._count("refused", error.grpc_code, None)
             return self._refusing(error)
         return continuation(details)
 

@@ -8,6 +8,12 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
+from google.protobuf.descriptor import MethodDescriptor
+from grpc import StatusCode
+
+from weighbridge._tracing import spans
+from weighbridge._tracing.span import Span
+from weighbridge._tracing.traceparent import in_metadata
 from weighbridge._transport.credentials import AUTHORIZATION
 from weighbridge.errors import Unavailable
 from weighbridge_service.access.access import Access
@@ -49,6 +55,7 @@ class Call:
         peer: who has called.
         cancel: as given.
         evidence: what it has shown; None where that is not asked for.
+        span: of the answer to it.
         named: the models and refs that its request names, once it has come; of one that is refused, the first that it may not.
     """
 
@@ -57,13 +64,32 @@ class Call:
         self._access = access
         self.evidence = None if access.open else _evidence(context)
         self.peer = Peer.of_grpc(context.peer(), self._identity())
-        self._stood = time.monotonic()
+        self._begun = self._stood = time.monotonic()
+        self.span = Span()
         self.named: tuple[tuple[str, str], ...] = ()
         self._context = context
         self._lock = threading.Lock()
         self._ended = False
         self._callbacks: list[Callable[[], object]] = []
         self._awaited: Future[Any] | None = None
+
+    @property
+    def seconds(self) -> float:
+        """How long ago it came."""
+        return time.monotonic() - self._begun
+
+    def begin_span(self, method: MethodDescriptor) -> None:
+        """Begin the span of its answer, if its caller traces it and is somebody."""
+        traceparent = in_metadata(self._context.invocation_metadata())
+        if traceparent and not self.peer.identity.problem:
+            service = method.containing_service.full_name
+            said = {"rpc.system": "grpc", "rpc.service": service, "rpc.method": method.name}
+            self.span = spans.answering(f"{service}/{method.name}", said, traceparent)
+
+    def end_span(self, code: str) -> None:
+        """End it, with the call's status."""
+        self.span.set("rpc.grpc.status_code", StatusCode[code].value[0])
+        self.span.end()
 
     def patience(self, without: float) -> float:
         """How many seconds the call may wait now: almost until its deadline, and at most ``without``."""

@@ -42,8 +42,8 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Handler = TypeVar("Handler", bound=Callable[..., Any])
-Count = Callable[[str, str], None]
-"""Is told the method and the status code of each call that ends."""
+Count = Callable[[str, str, float | None], None]
+"""Is told the method and the status code of each call that ends, and how long it took; None of those that last as long as their clients."""
 
 PAUSE_SECONDS = 60.0
 """How long a stream of weights may pause: a trainer copies what it sends from its devices."""
@@ -175,9 +175,11 @@ class Methods:
 
     def _method(self, method: MethodDescriptor, handler: Callable[..., Any]) -> Callable[..., Any]:
         answer = self._answer_with(method, handler)
+        lasting = inspect.isasyncgenfunction(handler)
 
         def ended(call: Call, code: str) -> None:
-            self._count(method.name, code)
+            self._count(method.name, code, None if lasting else call.seconds)
+            call.end_span(code)
             record(self._audit, call, method, code)
 
         async def behaviour(_: object, context: grpc.aio.ServicerContext[Any, Any]) -> None:
@@ -191,6 +193,8 @@ class Methods:
                     self._loop.call_soon_threadsafe(task.cancel)
 
             call = Call(context, self._access, evict)
+            if not lasting:
+                call.begin_span(method)
             watched = self._watched(call, evict)
             try:
                 self._rates.count(call.peer.host)

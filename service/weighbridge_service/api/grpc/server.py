@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
-from prometheus_client import Counter
 
 from weighbridge._transport import rpc
 from weighbridge.errors import InvalidArgument, Unavailable
@@ -44,6 +43,7 @@ from weighbridge_service.api.grpc.watches import Watches
 from weighbridge_service.api.grpc.weight_handlers import BulkHandlers, LocalLaneHandlers, WeightHandlers
 from weighbridge_service.api.grpc.workers import Workers
 from weighbridge_service.api.lane.server import LaneServer
+from weighbridge_service.metrics.instruments import CallInstruments
 from weighbridge_service.service import Weighbridge
 
 _QUICK_THREADS = 32
@@ -127,16 +127,14 @@ class GrpcListener:
     Attributes:
         port: for all calls.
         bulk: for streams of weights; None if they have no port of their own.
-        calls: how many calls have ended, by method and status code.
+        calls: figures of calls that have ended.
         loop: on which control calls are answered.
     """
 
     def __init__(
         self, address: str, connections: int, bulk: str = OFF, certificates: Certificates | None = None
     ) -> None:
-        self.calls = Counter(
-            "weighbridge_grpc_calls", "gRPC calls that have ended.", ["method", "code"], registry=None
-        )
+        self.calls = CallInstruments()
         options = (*_OPTIONS, ("grpc.max_allowed_incoming_connections", connections))
         self.bulk: BulkListener | None = None
         logging.getLogger("grpc._cython.cygrpc").addFilter(_is_news)
@@ -147,7 +145,9 @@ class GrpcListener:
             for i, port in enumerate(ports):
                 try:
                     where = f"{address.rpartition(':')[0]}:{port}"
-                    self.bulk = BulkListener(where, options, self.count, certificates, known_port=self.port)
+                    self.bulk = BulkListener(
+                        where, options, self.calls.count, certificates, known_port=self.port
+                    )
                     break
                 except Unavailable:
                     if i + 1 == len(ports):
@@ -164,10 +164,6 @@ class GrpcListener:
             await self._server.start()
 
         self.loop.run(begin())
-
-    def count(self, method: str, code: str) -> None:
-        """A call has ended."""
-        self.calls.labels(method, code).inc()
 
     def stop(self, grace: float) -> None:
         """Let running calls end within ``grace`` seconds, then close the ports."""
@@ -240,7 +236,7 @@ class GrpcServer:
             long,
             replicas,
             streams,
-            listener.count,
+            listener.calls.count,
             self._waits,
             service.access,
             service.audit,

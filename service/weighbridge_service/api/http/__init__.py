@@ -12,11 +12,13 @@ May import: `api.lane`, `service`, and folders below.
 - `bodies`: limits of requests' bodies.
 - `operations`: probes, checks, memory, usage, metrics.
 - `metrics`: what Prometheus is told.
+- `tracing`: traces of requests.
 - `ranges`: ranges of a file (RFC 9110).
 - `callers`: who has sent a request.
 - `connections`: limits of connections.
 - `guard`: refusal of requests that other sites' pages send.
 - `threads`: threads of handlers that wait for the store.
+- `pages`: pages for people.
 - `hub_routes`: routes of Hugging Face's clients.
 - `hub_documents`: a version as these clients see it.
 - `hub_reading`: lookup and reads of versions for them.

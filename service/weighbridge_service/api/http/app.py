@@ -34,6 +34,7 @@ from weighbridge_service.api.http.hub_reading import Hub
 from weighbridge_service.api.http.hub_routes import DEFAULT_SIZES, HubSizes, hub_router, on_hub_error
 from weighbridge_service.api.http.metrics import Metrics
 from weighbridge_service.api.http.operations import operations_router
+from weighbridge_service.api.http.pages.routes import pages_router
 from weighbridge_service.api.http.parameters import JobId, Name, Namespace, Number, SignatureId, VersionOrRef
 from weighbridge_service.api.http.problems import Problem, on_error
 from weighbridge_service.api.http.ranges import RangeNotSatisfiable
@@ -114,9 +115,29 @@ _VERBS = {
     "file_metadata": Verb.PULL,
     "file": Verb.PULL,
     "no_namespace": Verb.LOOK,
+    "asset": Verb.PROBE,
+    "sign_in_page": Verb.PROBE,
+    "sign_in": Verb.PROBE,
+    "sign_out": Verb.PROBE,
+    "index_page": Verb.LOOK,
+    "index_events": Verb.LOOK,
+    "model_page": Verb.LOOK,
+    "model_events": Verb.LOOK,
+    "version_page": Verb.LOOK,
+    "version_events": Verb.LOOK,
+    "distribution": Verb.PULL,
+    "retention_page": Verb.MANAGE,
+    "approve_version_form": Verb.APPROVE,
+    "request_ref_form": Verb.TAG,
+    "delete_ref_form": Verb.TAG,
+    "approve_ref_form": Verb.APPROVE,
+    "withdraw_ref_form": Verb.TAG,
+    "start_export_form": Verb.MANAGE,
 }
 """What each route asks for, by its name."""
-_ASKING = frozenset({"start_export", "get_export", "cancel_export", "follow_export"})
+_ASKING = frozenset(
+    {"start_export", "get_export", "cancel_export", "follow_export", "new_ref_form", "cancel_export_form"}
+)
 """Routes that ask themselves: only they know the model that they are about."""
 _SEND_SECONDS = 30.0
 """How long a client that follows an export may leave an event unread."""
@@ -426,4 +447,7 @@ def create_app(
             sizes=hub,
         )
     )
+    app.include_router(
+        pages_router(service, exports)
+    )  # last: a model may be called as a part of their addresses
     return app

@@ -16,6 +16,8 @@ from weighbridge_service.access.scopes import Verb
 
 CERTIFICATE = "weighbridge-certificate"
 """Key of the names in a connection's certificate, in the state of its requests."""
+SHOWN = "weighbridge-shown"
+"""Key of what a browser has shown in the form of a page, in the scope of requests for pages; empty or missing if it has not."""
 _HEADER = "authorization"
 _ASKED = "weighbridge-asked"
 """Key of what a request has asked for, in its scope."""
@@ -114,5 +116,6 @@ def _identity(request: Request) -> Identity:
     if access.open:
         return EVERYBODY
     names: tuple[str, ...] = request.scope.get("state", {}).get(CERTIFICATE, ())
-    found: Identity = access.identify(Evidence.of_call(request.headers.getlist(_HEADER), names))
+    shown = request.headers.getlist(_HEADER) or [each for each in (request.scope.get(SHOWN),) if each]
+    found: Identity = access.identify(Evidence.of_call(shown, names))
     return found

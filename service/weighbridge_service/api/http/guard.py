@@ -1,8 +1,8 @@
 """Guard of the HTTP face against browsers that are sent there by pages of others.
 
 A browser inside the network can be made to ask anything of a service: by a name that its owner points at the service's address (DNS
-rebinding), or by a form that a page of another origin submits. The service has no cookies that would tell such requests apart, so they are
-refused by what they say themselves: `Host` must be a name that nobody outside can own, or one that the operator has named, and what
+rebinding), or by a form that a page of another origin submits. No cookie tells such requests apart (that of pages counts on pages alone), so
+they are refused by what they say themselves: `Host` must be a name that nobody outside can own, or one that the operator has named, and what
 changes something must not come from another origin. Programs send no `Origin`.
 """
 
@@ -13,7 +13,7 @@ import hashlib
 import ipaddress
 import re
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -22,6 +22,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from weighbridge_service.api.http.problems import ProblemResponse
 
+PAGE = "weighbridge-page"
+"""Key in the scope of requests that one of the service's own pages answers."""
 _READING = frozenset({"GET", "HEAD", "OPTIONS"})
 _PRIVATE_SUFFIXES = (".localhost", ".local", ".internal", ".svc", ".cluster.local", ".home.arpa")
 """Of names that no public DNS server answers for."""
@@ -36,6 +38,14 @@ _DOCUMENTATION = (
     "default-src 'none'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'; connect-src 'self'; img-src 'self' data:; "
     "style-src 'self' 'unsafe-inline'; script-src 'self'"
 )
+_PAGES = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; form-action 'self'; "
+    "base-uri 'none'; frame-ancestors 'none'"
+)
+_PAGE_HEADERS = {
+    "Referrer-Policy": "same-origin",  # without a referrer, browsers send forms with no origin either
+    "Cross-Origin-Opener-Policy": "same-origin",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +170,10 @@ class Guard:
 
         async def guarded(message: Message) -> None:
             if message["type"] == "http.response.start":
-                _guard(message, _NOTHING)
+                if PAGE in scope:
+                    _guard(message, _PAGES, _HEADERS | _PAGE_HEADERS)
+                else:
+                    _guard(message, _NOTHING)
             await send(message)
 
         if refused is None:
@@ -194,8 +207,8 @@ class _Page:
         await self._send({"type": "http.response.body", "body": self._body})
 
 
-def _guard(start: Message, policy: str) -> None:
+def _guard(start: Message, policy: str, others: Mapping[str, str] = _HEADERS) -> None:
     headers = MutableHeaders(scope=start)
     headers["Content-Security-Policy"] = policy
-    for name, value in _HEADERS.items():
+    for name, value in others.items():
         headers[name] = value

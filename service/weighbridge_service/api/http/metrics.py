@@ -2,183 +2,127 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry, Counter, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
+from weighbridge._core.checks import CheckStatus
 from weighbridge._core.resources import VersionState
+from weighbridge._version import VERSION
 from weighbridge_service.admission.byte_budget import Direction
 from weighbridge_service.api.lane.server import LaneServer
+from weighbridge_service.health import Health
+from weighbridge_service.metrics import declared
+from weighbridge_service.metrics.instruments import CallInstruments
+from weighbridge_service.push.machine.phases import INCOMPLETE, VISIBLE
+from weighbridge_service.push.machine.shown import silent_ranks
+from weighbridge_service.runtime.clock import unix_ms
 from weighbridge_service.service import Weighbridge
 from weighbridge_storage.memory.memory_limits import read_memory
 
+_STATUSES = {CheckStatus.OK: 0, CheckStatus.WARN: 1, CheckStatus.FAIL: 2}
+
 
 class Metrics(Collector):
-    """The figures of one service, read when they are asked for; nothing is counted twice.
+    """The figures of one service: those that are read when they are asked for, and those that its parts observe.
 
     Args:
         service: whose figures.
         lane: its local lane.
         calls: of its gRPC face.
+        health: what its checks have found.
     """
 
-    def __init__(self, service: Weighbridge, lane: LaneServer, calls: Counter) -> None:
+    def __init__(
+        self, service: Weighbridge, lane: LaneServer, calls: CallInstruments, health: Health
+    ) -> None:
         self._service = service
         self._lane = lane
+        self._health = health
         self.registry = CollectorRegistry()
         self.registry.register(self)
-        self.registry.register(calls)
+        for instrument in (*service.push_figures, *service.store_figures, *calls):
+            self.registry.register(instrument)
 
     def collect(self) -> Iterator[Metric]:
-        """The figures as they stand."""
+        """The figures that are read, as they stand."""
+        yield from self._pushes()
+        yield from self._streams()
+        yield from self._store()
+        yield from self._memory()
+        yield from self._retention()
+        yield declared.BUILD.family({VERSION: 1})
+        yield declared.CHECK.family(
+            {check.name: _STATUSES[check.status] for check in self._health.findings()}
+        )
+
+    def _pushes(self) -> Iterator[Metric]:
         service = self._service
-        intake, serving = service.intake, service.serving
-        yield _by_lane(
-            "weighbridge_received_bytes",
-            "Bytes pushed by trainers.",
-            intake.bytes_in,
-            intake.bytes_in_locally,
-        )
-        yield _by_lane(
-            "weighbridge_sent_bytes",
-            "Bytes sent to engines and trainers, or lent to them.",
-            serving.bytes_out,
-            serving.bytes_out_locally,
-        )
-        yield GaugeMetricFamily(
-            "weighbridge_local_clients", "Processes connected to the local socket.", value=self._lane.clients
-        )
-        yield from self._in_flight()
-        yield from self._quotas()
-        versions = GaugeMetricFamily(
-            "weighbridge_versions", "Versions this process knows of.", labels=["state"]
-        )
-        for state in VersionState:
-            versions.add_metric([state.value], service.catalog.snapshots.count(state))
-        yield versions
-        yield GaugeMetricFamily(
-            "weighbridge_versions_held",
-            "Versions this process has received that live and latest pass by until they are approved.",
-            value=service.gates.held,
-        )
-        yield GaugeMetricFamily(
-            "weighbridge_publications_running",
-            "Versions being made durable.",
-            value=service.catalog.snapshots.unfinished,
-        )
-        collecting = service.collecting
-        yield CounterMetricFamily(
-            "weighbridge_deleted_versions",
-            "Versions whose objects were deleted.",
-            value=collecting.versions_deleted,
-        )
-        yield CounterMetricFamily(
-            "weighbridge_deleted_bytes",
-            "Bytes of the weights of deleted versions.",
-            value=collecting.bytes_deleted,
-        )
-        yield CounterMetricFamily(
-            "weighbridge_collection_failures",
-            "Collections and deletions that failed.",
-            value=collecting.failures,
-        )
-        usage = service.images.usage()
-        images = GaugeMetricFamily(
-            "weighbridge_image_bytes", "Bytes of image regions.", labels=["place", "use"]
-        )
-        images.add_metric(["memory", "held"], usage.memory_in_use)
-        images.add_metric(["memory", "free"], usage.memory_free)
-        images.add_metric(["disk", "held"], usage.disk_in_use)
-        images.add_metric(["disk", "free"], usage.disk_free)
-        yield images
-        yield CounterMetricFamily("weighbridge_image_regions_made", "Image regions made.", value=usage.made)
-        yield CounterMetricFamily(
-            "weighbridge_image_regions_reused", "Images in a region used before.", value=usage.reused
-        )
+        count = service.catalog.snapshots.count
+        yield declared.VERSIONS.family({state.value: count(state) for state in VersionState})
+        yield declared.HELD.family(service.gates.held)
+        yield declared.PUBLICATIONS.family(service.catalog.snapshots.unfinished)
+        states = [session.state for session in service.registry.all()]
+        incomplete = [state for state in states if state.phase in INCOMPLETE]
+        waited_for = [(len(ranks), each.heard_at) for each in incomplete if (ranks := silent_ranks(each))]
+        now, now_ms = time.monotonic(), unix_ms()
+        yield declared.WAITING_RANKS.family(sum(ranks for ranks, _ in waited_for))
+        yield declared.SILENT.family(max((now - heard_at for _, heard_at in waited_for), default=0.0))
+        undurable = [now_ms - state.ready_ms for state in states if state.phase in VISIBLE]
+        yield declared.UNDURABLE.family(max(undurable, default=0) / 1000)
 
-        yield GaugeMetricFamily(
-            "weighbridge_memory_budget_bytes",
-            "Most bytes of images in memory.",
-            value=service.memory_budget.nbytes,
-        )
-        limits = GaugeMetricFamily(
-            "weighbridge_memory_available_bytes", "Bytes that each limit on memory leaves.", labels=["limit"]
-        )
-        for limit in read_memory().limits:
-            limits.add_metric([limit.name], limit.available)
-        yield limits
-        yield GaugeMetricFamily(
-            "weighbridge_images_waiting",
-            "Versions that wait for an image.",
-            value=len(service.images.waiting()),
-        )
-
-        cache = service.read_cache.usage()
-        yield CounterMetricFamily(
-            "weighbridge_store_fetched_bytes",
-            "Bytes of weights brought from a remote store into the read cache.",
-            value=max(cache.fetched - service.peer_files.bytes_read, 0),
-        )
-        yield CounterMetricFamily(
-            "weighbridge_replica_read_bytes",
-            "Bytes of weights brought from other replicas into the read cache, of versions that were not durable yet.",
-            value=service.peer_files.bytes_read,
-        )
-        yield GaugeMetricFamily(
-            "weighbridge_read_cache_bytes", "Bytes of blocks in the read cache.", value=cache.nbytes
-        )
-        blocks = CounterMetricFamily(
-            "weighbridge_read_cache_blocks", "Blocks that readers have wanted.", labels=["result"]
-        )
-        blocks.add_metric(["hit"], cache.hits)
-        blocks.add_metric(["miss"], cache.misses)
-        yield blocks
-        yield GaugeMetricFamily(
-            "weighbridge_store_readers",
-            "Pulls, restores, exports and downloads that read from the store.",
-            value=service.store_readers.count,
-        )
-
-    def _in_flight(self) -> Iterator[Metric]:
+    def _streams(self) -> Iterator[Metric]:
+        intake, serving = self._service.intake, self._service.serving
+        yield declared.RECEIVED.family(_by_lane(intake.bytes_in, intake.bytes_in_locally))
+        yield declared.SENT.family(_by_lane(serving.bytes_out, serving.bytes_out_locally))
+        yield declared.LOCAL_CLIENTS.family(self._lane.clients)
         found = self._service.byte_budget.in_flight
-        nbytes = GaugeMetricFamily(
-            "weighbridge_bytes_in_flight",
-            "Bytes of the byte budget that streams over gRPC hold.",
-            labels=["direction"],
-        )
-        waiting = GaugeMetricFamily(
-            "weighbridge_streams_waiting",
-            "Streams over gRPC that wait for room in the byte budget.",
-            labels=["direction"],
-        )
-        for direction in Direction:
-            nbytes.add_metric([direction.value], found.nbytes[direction])
-            waiting.add_metric([direction.value], found.waiting[direction])
-        yield nbytes
-        yield waiting
+        yield declared.IN_FLIGHT.family({each.value: found.nbytes[each] for each in Direction})
+        yield declared.STREAMS_WAITING.family({each.value: found.waiting[each] for each in Direction})
 
-    def _quotas(self) -> Iterator[Metric]:
-        used = GaugeMetricFamily(
-            "weighbridge_quota_used",
-            "What identities and namespaces use of the limits that the policy gives them; stored bytes as this process saw them last.",
-            labels=["kind", "of"],
+    def _store(self) -> Iterator[Metric]:
+        service = self._service
+        cache, from_replicas = service.read_cache.usage(), service.peer_files.bytes_read
+        yield declared.STORE_SILENT.family(service.store_silent_seconds)
+        yield declared.STORE_FETCHED.family(max(cache.fetched - from_replicas, 0))
+        yield declared.REPLICA_READ.family(from_replicas)
+        yield declared.CACHE.family(cache.nbytes)
+        yield declared.CACHE_BLOCKS.family({"hit": cache.hits, "miss": cache.misses})
+        yield declared.STORE_READERS.family(service.store_readers.count)
+
+    def _memory(self) -> Iterator[Metric]:
+        service = self._service
+        usage = service.images.usage()
+        yield declared.IMAGES.families(
+            [
+                (("memory", "held"), usage.memory_in_use),
+                (("memory", "free"), usage.memory_free),
+                (("disk", "held"), usage.disk_in_use),
+                (("disk", "free"), usage.disk_free),
+            ]
         )
-        limit = GaugeMetricFamily("weighbridge_quota_limit", "These limits.", labels=["kind", "of"])
-        for quota in self._service.quotas.all():
-            used.add_metric([quota.kind, quota.of], quota.used)
-            limit.add_metric([quota.kind, quota.of], quota.limit)
-        yield used
-        yield limit
+        yield declared.IMAGES_WAITING.family(len(service.images.waiting()))
+        yield declared.BUDGET.family(service.memory_budget.nbytes)
+        yield declared.AVAILABLE.family({limit.name: limit.available for limit in read_memory().limits})
+        yield declared.REGIONS_MADE.family(usage.made)
+        yield declared.REGIONS_REUSED.family(usage.reused)
+
+    def _retention(self) -> Iterator[Metric]:
+        collecting = self._service.collecting
+        yield declared.DELETED.family(collecting.versions_deleted)
+        yield declared.DELETED_BYTES.family(collecting.bytes_deleted)
+        yield declared.COLLECTION_FAILURES.family(collecting.failures)
+        quotas = list(self._service.quotas.all())
+        yield declared.QUOTA_USED.families([((each.kind, each.of), each.used) for each in quotas])
+        yield declared.QUOTA_LIMIT.families([((each.kind, each.of), each.limit) for each in quotas])
 
     def text(self) -> bytes:
         """All figures in Prometheus' text format."""
         return generate_latest(self.registry)
 
 
-def _by_lane(name: str, text: str, total: int, local: int) -> CounterMetricFamily:
-    family = CounterMetricFamily(name, text, labels=["lane"])
-    family.add_metric(["grpc"], total - local)
-    family.add_metric(["local"], local)
-    return family
+def _by_lane(total: int, local: int) -> dict[str, float]:
+    return {"grpc": total - local, "local": local}

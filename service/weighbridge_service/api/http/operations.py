@@ -80,7 +80,7 @@ def operations_router(service: Weighbridge, metrics: Metrics, health: Health) ->
     @router.get("/v1/memory")
     def get_memory() -> MemoryOut:
         """Limits, budget, and who has or waits for which image. Asks nothing of the store."""
-        return MemoryOut.of(service.memory())
+        return MemoryOut.of(service.memory(), service.config.byte_budget, service.byte_budget.in_flight)
 
     @router.get("/v1/checks")
     def list_checks() -> ChecksOut:

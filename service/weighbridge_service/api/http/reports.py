@@ -5,6 +5,7 @@ from __future__ import annotations
 from pydantic import AliasPath, Field
 
 from weighbridge._core.checks import CheckStatus
+from weighbridge_service.admission.byte_budget import Direction, InFlight
 from weighbridge_service.api.http.resources import Out
 from weighbridge_service.runtime.memory_plan import MemoryReport
 from weighbridge_storage.memory.image_books import HeldFor
@@ -105,10 +106,12 @@ class MemoryOut(Out):
     disk: SpaceOut = Field(description="Room for images in the scratch folder.")
     holdings: list[HoldingOut] = Field(description="Who has which image, the longest held first.")
     waiting: list[WaitingImageOut] = Field(description="Who waits for one, the first in line first.")
+    byte_budget: int = Field(description="Most bytes of weights on their way through gRPC.")
+    in_flight: dict[Direction, int] = Field(description="These bytes, by the way they go.")
 
     @classmethod
-    def of(cls, report: MemoryReport) -> MemoryOut:
-        """A report for people and programs."""
+    def of(cls, report: MemoryReport, byte_budget: int, in_flight: InFlight) -> MemoryOut:
+        """A report for people and programs, with how the budget of bytes in flight is used."""
         return cls(
             budget=report.budget.nbytes,
             budget_chosen=report.budget.chosen,
@@ -119,6 +122,8 @@ class MemoryOut(Out):
             disk=SpaceOut.of(report.disk),
             holdings=[HoldingOut.model_validate(holding) for holding in report.holdings],
             waiting=[WaitingImageOut.model_validate(waiting) for waiting in report.waiting],
+            byte_budget=byte_budget,
+            in_flight=dict(in_flight.nbytes),
         )
 
 

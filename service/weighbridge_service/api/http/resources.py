@@ -102,6 +102,7 @@ class VersionOut(Out):
         description="Of one that is being received, what it waits for, such as ranks that have not declared or sealed. "
         "A replica that no rank of it pushes to does not know."
     )
+    traceparent: str = Field(description="Of the push, by W3C Trace Context; empty if it is not traced.")
 
 
 class DeletedModelOut(Out):

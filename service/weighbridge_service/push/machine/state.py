@@ -70,6 +70,7 @@ class PushState:
         whole, seal_asked, sealed: ranks of this replica of whose stream all is here that belongs here, that have asked to be sealed,
             and that are.
         sealing_at: when a rank last asked.
+        declared_ms, sealed_ms: when each rank of this replica has declared and was sealed, in milliseconds since 1970 UTC.
         filled, digested, uploaded: files of this replica that are complete, have digests, and are in the store.
         digests_uploaded: those whose block digests are in the store.
         perhaps_unchanged: those that are uploaded only when they have digests: they may be the same in the version before.
@@ -117,6 +118,8 @@ class PushState:
     seal_asked: frozenset[int] = frozenset()
     sealed: frozenset[int] = frozenset()
     sealing_at: float = 0.0
+    declared_ms: Mapping[int, int] = field(default_factory=dict)
+    sealed_ms: Mapping[int, int] = field(default_factory=dict)
     filled: frozenset[str] = frozenset()
     digested: frozenset[str] = frozenset()
     uploaded: frozenset[str] = frozenset()

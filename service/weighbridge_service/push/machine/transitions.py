@@ -220,7 +220,8 @@ def _declared(state: PushState, event: on.Event, now: Moment) -> Transition:
             planning = do.MakePlan() in state.running
             after, problem = declarations.declare(rank, client_id, digest, planning=planning)
             if after is not declarations:  # who asks again waits for others, and must not do so for ever
-                state = replace(state, declarations=after, heard_at=now.seconds)
+                times = {**state.declared_ms, rank: now.unix_ms}
+                state = replace(state, declarations=after, heard_at=now.seconds, declared_ms=times)
         case on.HeardElsewhere(elsewhere):
             state = state.paused(do.HearReplicas(), now.seconds + LISTEN)
             if elsewhere:
@@ -255,7 +256,8 @@ def _advance(state: PushState, now: Moment) -> Transition | None:
         case Phase.FILLING:
             sealing = state.seal_asked & state.whole - state.sealed
             if sealing and state.memory_mapped_at is None:
-                after = replace(state, sealed=state.sealed | sealing)
+                times = {**state.sealed_ms, **dict.fromkeys(sealing, now.unix_ms)}
+                after = replace(state, sealed=state.sealed | sealing, sealed_ms=times)
                 return after, tuple(do.CloseStream(rank) for rank in sorted(sealing))
             if state.complete_here:
                 return state.to(Phase.SEALED), (do.CloseWriter(None),)

@@ -121,7 +121,7 @@ def test_large_bodies_are_refused_announced_or_not(url: str) -> None:
 
 
 def test_unknown_routes_and_methods_are_problems(web: Web) -> None:
-    is_problem(web.http.get("/"), 404, "not_found")
+    is_problem(web.http.get("/nothing"), 404, "not_found")
     is_problem(web.http.get("/v1/models/"), 404, "not_found")
     is_problem(web.http.get("/v1/models/tests/other"), 404, "not_found")
     answer = web.http.patch(MODEL_URL)

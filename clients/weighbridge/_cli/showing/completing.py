@@ -1,0 +1,203 @@
+"""Completion in shells: the command that prints its script, and the models, versions and refs that it offers.
+
+A service is asked only where one of its names is being typed, and only for a moment: without an answer nothing is offered, and nothing is said.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, TypeVar
+
+import click
+from click.shell_completion import (
+    BashComplete,
+    CompletionItem,
+    add_completion_class,
+    get_completion_class,
+    split_arg_string,
+)
+
+from weighbridge._cli.running import Command
+from weighbridge._transport.addresses import DEFAULT_SERVER, SERVER_VARIABLE
+
+if TYPE_CHECKING:
+    from weighbridge._clients.client import Client
+    from weighbridge._core.resources import Version
+
+T = TypeVar("T")
+PROGRAM = "weighbridge"
+COMPLETE_VARIABLE = "_WEIGHBRIDGE_COMPLETE"
+"""Set by the scripts: click answers with what a shell is to offer instead of running a command."""
+_SECONDS = 1.5
+"""How long a service may take to answer."""
+_NEWEST = 30
+"""How many versions are offered."""
+_SHELLS = ("bash", "zsh", "fish")
+
+
+@click.command("completion", cls=Command)
+@click.argument("shell", type=click.Choice(_SHELLS))
+def completion_command(shell: str) -> None:
+    """Print the script by which a shell completes commands.
+
+    \b
+    bash:  eval "$(weighbridge completion bash)"      in ~/.bashrc
+    zsh:   eval "$(weighbridge completion zsh)"       in ~/.zshrc, after compinit
+    fish:  weighbridge completion fish > ~/.config/fish/completions/weighbridge.fish
+
+    Models and versions are those of the service at WEIGHBRIDGE_SERVER, or at --server if that is typed before them.
+    """
+    from weighbridge._cli import commands
+
+    register()
+    kind = get_completion_class(shell)
+    assert kind is not None  # noqa: S101  # these three are click's own
+    click.echo(kind(commands, {}, PROGRAM, COMPLETE_VARIABLE).source())
+
+
+def register() -> None:
+    """Have click answer bash as `BashWords` does."""
+    add_completion_class(BashWords)
+
+
+class BashWords(BashComplete):
+    """Completion in bash of words with ``@`` and ``:`` in them, at which it breaks words (``COMP_WORDBREAKS``).
+
+    The line comes as it was typed, and of what is offered only the part behind the last break goes back: that is what bash replaces.
+    """
+
+    source_template = """\
+%(complete_func)s() {
+    local IFS=$'\\n' kind value answer
+    answer=$(env COMP_LINE="${COMP_LINE:0:COMP_POINT}" COMP_WORDBREAKS="$COMP_WORDBREAKS" %(complete_var)s=bash_complete "$1")
+    COMPREPLY=()
+    while IFS=, read -r kind value; do
+        case $kind in
+            dir) compopt -o dirnames ;;
+            file) compopt -o default ;;
+            plain) COMPREPLY+=("$value") ;;
+        esac
+    done <<< "$answer"
+}
+complete -o nosort -F %(complete_func)s %(prog_name)s
+"""
+
+    def get_completion_args(self) -> tuple[list[str], str]:
+        """The words before the one that is being typed, and that one."""
+        line = os.environ.get("COMP_LINE", "")
+        words = split_arg_string(line)[1:]
+        if not words or line[-1].isspace():
+            return words, ""
+        return words[:-1], words[-1]
+
+    def format_completion(self, item: CompletionItem[str]) -> str:
+        """One line: the kind, and what is to be put in."""
+        _, typed = self.get_completion_args()
+        return f"{item.type},{item.value[len(before_break(typed, os.environ.get('COMP_WORDBREAKS', ''))) :]}"
+
+
+def before_break(word: str, breaks: str) -> str:
+    """The part of a word that bash leaves as it is: up to the last character at which it breaks words. An ``@`` it replaces with the rest."""
+    last = max((word.rfind(each) for each in breaks if each in "@:="), default=-1)
+    return word[:last] if word[last : last + 1] == "@" else word[: last + 1]
+
+
+def models(ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem[str]]:
+    """Offers of an argument ``MODEL``."""
+    found = _ask(ctx, lambda client: client.models()) or []
+    return [
+        CompletionItem(model.name, help=model.model_type or None)
+        for model in found
+        if model.name.startswith(incomplete)
+    ]
+
+
+def references(ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem[str]]:
+    """Offers of an argument ``MODEL@VERSION``: models, and of one that is meant refs and the newest versions."""
+    return _ask(ctx, lambda client: _references(client, incomplete)) or []
+
+
+def numbers(ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem[str]]:
+    """Offers of an argument ``MODEL@NUMBER``: no refs, but versions that are being received."""
+    return _ask(ctx, lambda client: _references(client, incomplete, by_number=True)) or []
+
+
+def refs(ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem[str]]:
+    """Offers of a ref of the model that was typed before."""
+    # before the value of an option, click has not given arguments to their parameters yet
+    named = (
+        ctx.params.get("model") or getattr(ctx.params.get("reference"), "model", "") or "".join(ctx.args[:1])
+    )
+    found = _ask(ctx, lambda client: client.refs(named)) if named else None
+    return [
+        CompletionItem(ref, help=f"version {number}")
+        for ref, number in sorted((found or {}).items())
+        if ref.startswith(incomplete)
+    ]
+
+
+def sides(ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem[str]]:
+    """Offers of what is compared: MODEL VERSION VERSION, or two of MODEL@VERSION and folders."""
+    before = ctx.params.get("named") or ()
+    if before and "@" not in before[0] and not os.path.isdir(before[0]):  # of what was typed
+        model = before[0]
+        offered = _ask(ctx, lambda client: _versions_of(client, model)) or []
+        return [item for item in offered if item.value.startswith(incomplete)]
+    plain = [] if before else models(ctx, _param, incomplete)
+    return [*plain, *references(ctx, _param, incomplete), CompletionItem(incomplete, type="dir")]
+
+
+def _references(client: Client, incomplete: str, *, by_number: bool = False) -> list[CompletionItem[str]]:
+    model, at, version = incomplete.partition("@")
+    if not at:
+        meant = [each.name for each in client.models() if each.name.startswith(model)]
+        if len(meant) != 1:
+            return [CompletionItem(f"{name}@") for name in meant]
+        model = meant[0]
+    return [
+        CompletionItem(f"{model}@{item.value}", help=item.help)
+        for item in _versions_of(client, model, by_number=by_number)
+        if item.value.startswith(version)
+    ]
+
+
+def _versions_of(client: Client, model: str, *, by_number: bool = False) -> list[CompletionItem[str]]:
+    """Refs of a model and its newest versions."""
+    listed = client.versions(model, include_invisible=by_number, limit=_NEWEST)
+    return offered_versions({} if by_number else client.refs(model), listed)
+
+
+def offered_versions(refs: dict[str, int], listed: Iterable[Version]) -> list[CompletionItem[str]]:
+    """Offers of a version: refs, then numbers, the newest first."""
+    return [
+        *(CompletionItem(ref, help=f"version {number}") for ref, number in sorted(refs.items())),
+        *(
+            CompletionItem(str(version.number), help=f"step {version.step}, {version.state.value}")
+            for version in listed
+        ),
+    ]
+
+
+def _ask(ctx: click.Context, question: Callable[[Client], T]) -> T | None:
+    """What a service answers in time. Whoever types waits for it, and no error helps them."""
+    found: list[T] = []
+
+    def ask() -> None:
+        from weighbridge._clients.client import Client
+
+        try:
+            with Client(_server(ctx), retry_seconds=0.0, lane="grpc") as client:
+                found.append(question(client))
+        except Exception:  # noqa: S110  # whatever is wrong, a command that is run will say
+            pass
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(_SECONDS)
+    return found[0] if found else None
+
+
+def _server(ctx: click.Context) -> str:
+    return str(ctx.params.get("server") or os.environ.get(SERVER_VARIABLE) or DEFAULT_SERVER)

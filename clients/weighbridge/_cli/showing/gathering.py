@@ -1,0 +1,151 @@
+"""Readings of a service for an overview: over gRPC what everybody may look at, and over HTTP, where that may be observed, its memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from weighbridge._cli.doctor import asking
+from weighbridge._cli.showing.overview import MemoryUse, Place, Reading, unfinished
+from weighbridge._clients.calls import engine_calls, model_calls, push_calls, version_calls
+from weighbridge._clients.calls.push_calls import RankState
+from weighbridge._clients.connection import Connection
+from weighbridge._core.engines.facts import Engine
+from weighbridge._core.references import training_of
+from weighbridge._core.resources import Model, Version
+from weighbridge.errors import DeadlineExceeded, ResourceExhausted, Unavailable, WeighbridgeError
+
+T = TypeVar("T")
+AWAY = (Unavailable, DeadlineExceeded, ResourceExhausted)
+"""Errors of a service that is away, or too busy to answer: it is asked again."""
+_NEWEST = 12
+"""How many versions of each model are read."""
+_AT_ONCE = 8
+"""How many questions a service is asked at one time."""
+_MOST_RANKS = 64
+"""Of versions with more ranks it is not asked what has come of each."""
+_HTTP_SECONDS = 2.0
+_ASK_HTTP_AGAIN_SECONDS = 30.0
+"""After how long a face that has not answered is asked again."""
+
+
+class Gatherer:
+    """Reads one service again and again.
+
+    Args:
+        server: its gRPC address, or those of its replicas.
+        http: its HTTP address; None for the default port of the same hosts.
+        models: only these; all if there are none.
+    """
+
+    def __init__(self, server: str, http: str | None, models: Sequence[str]) -> None:
+        self.server = server
+        self._connection = Connection(server, retry_seconds=0.0, lane="grpc")
+        self._faces = [http] if http else asking.guessed_addresses(server)
+        self._ask_http_at = 0.0
+        self._models = tuple(models)
+        self._pool = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="weighbridge-top")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._connection.close()
+
+    def read(self) -> Reading:
+        """Read it now.
+
+        Raises:
+            Unavailable: it cannot be reached.
+            WeighbridgeError: it does not answer what is needed.
+        """
+        run = self._connection.run
+        if self._models:
+            models = list(
+                self._pool.map(lambda name: run(model_calls.get_model(name)), map(_weights_of, self._models))
+            )
+        else:
+            models = run(model_calls.list_models())
+        names = [name for model in models for name in (model.name, training_of(model.name))]
+        versions = [version for found in self._pool.map(self._versions, names) for version in found]
+        return Reading(
+            at_s=time.monotonic(),
+            time_ms=int(time.time() * 1000),
+            models=tuple(models),
+            versions=tuple(versions),
+            ranks=self._ranks(unfinished(versions, _MOST_RANKS)),
+            engines=self._engines(models),
+            memory=self._memory(),
+        )
+
+    def _versions(self, model: str) -> list[Version]:
+        """A model's newest versions; of one without training states, or that was deleted meanwhile, none."""
+        listing = version_calls.list_versions(model, include_invisible=True, limit=_NEWEST)
+        return self._perhaps(lambda: self._connection.run(listing)) or []
+
+    def _ranks(self, versions: Sequence[Version]) -> dict[Place, tuple[RankState, ...]]:
+        """What has come of each rank; who may not push may not ask, and what has ended meanwhile has no ranks any more."""
+
+        def of(version: Version) -> tuple[RankState, ...]:
+            return tuple(
+                self._connection.run(push_calls.rank_state(version.model, version.number, rank))
+                for rank in range(version.ranks)
+            )
+
+        found = self._pool.map(lambda version: self._perhaps(lambda: of(version)), versions)
+        return {
+            (version.model, version.number): states
+            for version, states in zip(versions, found, strict=True)
+            if states
+        }
+
+    def _engines(self, models: Sequence[Model]) -> tuple[Engine, ...]:
+        names = {model.name for model in models}
+        listed = self._perhaps(lambda: self._connection.run(engine_calls.list_engines(None))) or []
+        return tuple(engine for engine in listed if engine.model in names)
+
+    def _memory(self) -> MemoryUse | None:
+        if time.monotonic() < self._ask_http_at:
+            return None
+        for address in self._faces:
+            try:
+                found = memory_of(asking.ask(address, "/v1/memory", _HTTP_SECONDS).value)
+            except WeighbridgeError:
+                continue
+            self._faces = [address]
+            return found
+        self._ask_http_at = time.monotonic() + _ASK_HTTP_AGAIN_SECONDS
+        return None
+
+    def _perhaps(self, question: Callable[[], T]) -> T | None:
+        """The answer to a question that a service of an earlier release, or by its policy, may not answer."""
+        try:
+            return question()
+        except AWAY:
+            raise
+        except WeighbridgeError:
+            return None
+
+
+def memory_of(answer: Any) -> MemoryUse:
+    """What ``/v1/memory`` says. Raises Unavailable if that is not what a service says."""
+    try:
+        return MemoryUse(
+            images=int(answer["memory"]["in_use"]),
+            budget=int(answer["budget"]),
+            disk=int(answer["disk"]["in_use"]),
+            in_flight={str(way): int(count) for way, count in answer.get("in_flight", {}).items()},
+            byte_budget=int(answer.get("byte_budget", 0)),
+        )
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise Unavailable("what answers at /v1/memory is no service") from error
+
+
+def _weights_of(model: str) -> str:
+    return model.removesuffix(":training")

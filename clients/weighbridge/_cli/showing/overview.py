@@ -1,0 +1,213 @@
+"""Overview of what a service does, from what was read of it: pushes with their rates, versions, models, engines, memory. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from weighbridge._clients.calls.push_calls import RankState
+from weighbridge._core.engines.facts import Engine
+from weighbridge._core.json_values import JsonValue
+from weighbridge._core.resources import Model, Version, VersionState
+
+Place = tuple[str, int]
+"""A model and a version's number."""
+_RECEIVING = (VersionState.OPEN, VersionState.RECEIVING)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryUse(JsonValue):
+    """How a service stands with memory, in bytes.
+
+    Attributes:
+        images: of versions in memory.
+        budget: most of these.
+        disk: of versions in the scratch folder.
+        in_flight: on their way through gRPC, by direction.
+        byte_budget: most of these.
+    """
+
+    images: int
+    budget: int
+    disk: int
+    in_flight: Mapping[str, int] = field(default_factory=dict, hash=False)
+    byte_budget: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What was read of a service at one time.
+
+    Attributes:
+        at_s: of the monotonic clock, in seconds.
+        time_ms: Unix time in milliseconds.
+        models: those that may be looked at.
+        versions: of each model the newest ones, also those being received, and those that failed lately.
+        ranks: of versions that are being received what has come of each rank; without those for which that cannot be asked.
+        engines: that have reported.
+        memory: None if its HTTP face was not asked.
+    """
+
+    at_s: float
+    time_ms: int
+    models: tuple[Model, ...] = ()
+    versions: tuple[Version, ...] = ()
+    ranks: Mapping[Place, tuple[RankState, ...]] = field(default_factory=dict)
+    engines: tuple[Engine, ...] = ()
+    memory: MemoryUse | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RankProgress(JsonValue):
+    """Progress of a rank's push.
+
+    Attributes:
+        state: what has come of it.
+        rate: bytes a second since the reading before; None if there was none.
+    """
+
+    state: RankState
+    rate: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Push(JsonValue):
+    """A version that is being received.
+
+    Attributes:
+        version: as it stands.
+        rate: bytes a second since the reading before; None if there was none.
+        left_s: seconds until all bytes are there, at this rate; None if that cannot be told.
+        ranks: progress of each; none if that cannot be asked.
+    """
+
+    version: Version
+    rate: float | None
+    left_s: float | None
+    ranks: tuple[RankProgress, ...]
+
+    @property
+    def fraction(self) -> float:
+        """Of its bytes, how many have come: 0 to 1."""
+        whole = self.version.tensor_bytes
+        return min(self.version.received_bytes / whole, 1.0) if whole else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Past(JsonValue):
+    """A version that is complete, or was given up.
+
+    Attributes:
+        version: as it stands.
+        refs: that name it.
+        ready_s: seconds from its opening until it was ready; None if that is not known.
+        durable_s: until it was durable, likewise.
+    """
+
+    version: Version
+    refs: tuple[str, ...]
+    ready_s: float | None
+    durable_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Overview(JsonValue):
+    """What a service does.
+
+    Attributes:
+        server: its address.
+        time_ms: when it was read, Unix time in milliseconds.
+        pushes: versions that are being received, the oldest first.
+        versions: others, the newest first.
+        models: by name.
+        engines: by model.
+        memory: None if that was not asked.
+        away_s: for how long the service has not answered; 0 if it does.
+        away_reason: why not.
+    """
+
+    server: str
+    time_ms: int
+    pushes: tuple[Push, ...]
+    versions: tuple[Past, ...]
+    models: tuple[Model, ...]
+    engines: tuple[Engine, ...]
+    memory: MemoryUse | None
+    away_s: float = 0.0
+    away_reason: str = ""
+
+
+def overview(
+    server: str, before: Reading | None, now: Reading, *, away_s: float = 0.0, away_reason: str = ""
+) -> Overview:
+    """What a reading says, with rates since the one before.
+
+    Args:
+        server: its address.
+        before: None if there was none; rates are unknown then.
+        now: the newest one.
+        away_s: for how long the service has not answered since then.
+        away_reason: why not.
+    """
+    refs = {model.name: model.refs for model in now.models}
+    receiving = [version for version in now.versions if version.state in _RECEIVING]
+    others = [version for version in now.versions if version.state not in _RECEIVING]
+    return Overview(
+        server,
+        now.time_ms,
+        tuple(_push(version, before, now) for version in sorted(receiving, key=_opened)),
+        tuple(
+            _past(version, refs.get(version.model, {}))
+            for version in sorted(others, key=_opened, reverse=True)
+        ),
+        now.models,
+        now.engines,
+        now.memory,
+        away_s,
+        away_reason,
+    )
+
+
+def _opened(version: Version) -> tuple[int, str, int]:
+    return version.create_time_ms, version.model, version.number
+
+
+def _push(version: Version, before: Reading | None, now: Reading) -> Push:
+    place = version.model, version.number
+    seconds = now.at_s - before.at_s if before is not None else 0.0
+    earlier = {(each.model, each.number): each.received_bytes for each in (before.versions if before else ())}
+    ranks = {each.rank: each.received for each in (before.ranks.get(place, ()) if before else ())}
+    rate = _rate(earlier.get(place), version.received_bytes, seconds)
+    missing = version.tensor_bytes - version.received_bytes
+    return Push(
+        version,
+        rate,
+        missing / rate if rate and missing > 0 else None,
+        tuple(
+            RankProgress(state, _rate(ranks.get(state.rank), state.received, seconds))
+            for state in now.ranks.get(place, ())
+        ),
+    )
+
+
+def _rate(before: int | None, now: int, seconds: float) -> float | None:
+    return None if before is None or seconds <= 0 else max(now - before, 0) / seconds
+
+
+def _past(version: Version, refs: Mapping[str, int]) -> Past:
+    names = tuple(sorted(ref for ref, number in refs.items() if number == version.number))
+    return Past(
+        version,
+        names,
+        _seconds(version.create_time_ms, version.ready_time_ms),
+        _seconds(version.create_time_ms, version.durable_time_ms),
+    )
+
+
+def _seconds(begun_ms: int, ended_ms: int) -> float | None:
+    return (ended_ms - begun_ms) / 1000 if begun_ms and ended_ms >= begun_ms else None
+
+
+def unfinished(versions: Sequence[Version], most_ranks: int) -> list[Version]:
+    """Versions of which it is asked what has come of each rank: those being received, of not more ranks than that."""
+    return [each for each in versions if each.state is VersionState.RECEIVING and each.ranks <= most_ranks]

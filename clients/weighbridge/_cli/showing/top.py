@@ -1,0 +1,133 @@
+"""Command that shows what a service does while it does it: top."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import click
+
+from weighbridge._cli.output import print_json
+from weighbridge._cli.running import Command, client_options, end_tidily
+from weighbridge._cli.showing import completing
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from weighbridge._cli.showing.gathering import Gatherer
+    from weighbridge._cli.showing.overview import Overview, Reading
+
+_SHARE = 0.25
+"""Part of the time for which a service is asked at most: where it takes long, it is asked less often."""
+_PLAIN_COLUMNS = 160
+"""Width of the page where there is no terminal."""
+
+
+@click.command("top", cls=Command)
+@click.argument("models", nargs=-1, metavar="[MODEL]...", shell_complete=completing.models)
+@click.option(
+    "--http",
+    envvar="WEIGHBRIDGE_HTTP",
+    show_envvar=True,
+    metavar="HOST:PORT",
+    help="The service's HTTP address, for its memory.  [default: port 8080 where the service is]",
+)
+@click.option(
+    "--every",
+    type=click.FloatRange(min=0.1),
+    default=1.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How often to look.",
+)
+@click.option("--once", is_flag=True, help="Print it once, and end. So it is without a terminal.")
+@client_options
+def top_command(
+    models: tuple[str, ...], http: str | None, every: float, once: bool, server: str, as_json: bool
+) -> None:
+    """Show what a service does, live: pushes, versions, engines.
+
+    Versions that are being received with the progress and rate of each rank, and who is missing; engines and what each serves; the
+    newest versions with sizes and how long they took; refs; memory and bytes in flight. Only those of MODEL, if any is named. Ends
+    with Ctrl-C. Goes on when the service is away and comes back.
+
+    Progress by rank is shown to those who may push, memory to those who may observe. --json prints one document.
+    """
+    from rich.console import Console
+
+    from weighbridge._cli.showing.gathering import Gatherer
+
+    console = Console(highlight=False)
+    with Gatherer(server, http, models) as gatherer:
+        first = gatherer.read()  # a service that is not there is an error now; later it is waited for
+        if as_json or once or not console.is_terminal:
+            seen = _once(gatherer, first, every)
+            if as_json:
+                print_json(seen.to_json())
+            else:
+                _print(console, seen)
+        else:
+            end_tidily()
+            _live(console, gatherer, first, every)
+
+
+def _once(gatherer: Gatherer, first: Reading, every: float) -> Overview:
+    """What is seen once; if something is being received, after another look, so that there are rates."""
+    from weighbridge._cli.showing.overview import overview
+
+    seen = overview(gatherer.server, None, first)
+    if not seen.pushes:
+        return seen
+    time.sleep(every)
+    return overview(gatherer.server, first, gatherer.read())
+
+
+def _print(console: Console, seen: Overview) -> None:
+    from rich.console import Console
+
+    from weighbridge._cli.showing.screen import draw
+
+    if not console.is_terminal:
+        console = Console(file=sys.stdout, width=_PLAIN_COLUMNS, highlight=False)
+    with console.capture() as captured:
+        console.print(draw(seen, console.width))
+    click.echo("\n".join(line.rstrip() for line in captured.get().splitlines()))
+
+
+def _live(console: Console, gatherer: Gatherer, first: Reading, every: float) -> None:
+    from rich.live import Live
+
+    from weighbridge._cli.showing.screen import draw
+
+    with Live(console=console, screen=True, auto_refresh=False, vertical_overflow="crop") as live:
+        try:
+            for seen in _seen(gatherer, first, every):
+                live.update(draw(seen, console.width, max(console.height, 1)), refresh=True)
+        except KeyboardInterrupt:  # this is how it ends
+            return
+
+
+def _seen(gatherer: Gatherer, first: Reading, every: float) -> Iterator[Overview]:
+    """What is seen, again and again. A service that is away keeps what was seen last."""
+    from weighbridge._cli.showing.gathering import AWAY
+    from weighbridge._cli.showing.overview import overview
+
+    before, now = None, first
+    away_since = 0.0
+    reason = ""
+    while True:
+        away_s = time.monotonic() - away_since if away_since else 0.0
+        yield overview(gatherer.server, before, now, away_s=away_s, away_reason=reason)
+        begun = time.monotonic()
+        time.sleep(every)
+        try:
+            asked = time.monotonic()
+            found = gatherer.read()
+        except AWAY as error:
+            away_since = away_since or begun
+            reason = error.message
+            continue
+        time.sleep(max((time.monotonic() - asked) / _SHARE - every, 0.0))
+        before, now, away_since = (None if away_since else now), found, 0.0

@@ -1,0 +1,119 @@
+"""Sides of a comparison: versions that a service has, and folders on this machine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weighbridge._clients.engine import EngineClient
+from weighbridge._core.layouts import Placement, Shard, TensorSpec
+from weighbridge._core.references import Reference
+from weighbridge._core.slices import Boxes
+from weighbridge._formats import safetensors_files
+from weighbridge.errors import FailedPrecondition
+
+
+class Side(Protocol):
+    """A set of tensors that is compared with another.
+
+    Attributes:
+        title: what people call it.
+        specs: its tensors, by name.
+        digests: XXH3-128 of tensors by name, as far as they are known.
+    """
+
+    @property
+    def title(self) -> str: ...
+    @property
+    def specs(self) -> Mapping[str, TensorSpec]: ...
+    @property
+    def digests(self) -> Mapping[str, str]: ...
+
+    def read(self, shards: Sequence[Shard]) -> Iterator[NDArray[np.uint8]]:
+        """The bytes of some boxes, in this order, one box at a time. A box is a run of its tensor's elements in row-major order."""
+
+
+@dataclass(frozen=True)
+class VersionSide:
+    """A version: its tensors come by the local lane, or by gRPC, as to any engine."""
+
+    title: str
+    specs: Mapping[str, TensorSpec] = field(repr=False)
+    digests: Mapping[str, str] = field(repr=False)
+    client: EngineClient = field(repr=False)
+    reference: Reference
+
+    @staticmethod
+    def find(client: EngineClient, reference: Reference) -> VersionSide:
+        """A version that a number or a ref names now.
+
+        Raises:
+            NotFound: no such model or version.
+            FailedPrecondition: it is not ready.
+        """
+        planned = client.pull(reference.model, reference.version)
+        model, number = planned.version.model, planned.version.number
+        digests: Mapping[str, str] = {}
+        if planned.version.state.stored:
+            try:
+                digests = client.tensor_digests(model, number)
+            except (
+                FailedPrecondition
+            ):  # the service is of an earlier release, and does not hand out manifests
+                digests = {}
+        return VersionSide(
+            f"{model}@{number}", planned.layout.tensors, digests, client, Reference(model, str(number))
+        )
+
+    def read(self, shards: Sequence[Shard]) -> Iterator[NDArray[np.uint8]]:
+        """The bytes of some boxes."""
+        import torch
+
+        if not shards:
+            return
+        boxes = Boxes([(shard.tensor, shard.box.offset, shard.box.extent) for shard in shards])
+        for _, tensor in self.client.pull(self.reference.model, self.reference.version, boxes):
+            flat = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+            yield flat.reshape(-1).view(torch.uint8).numpy()
+
+
+@dataclass(frozen=True)
+class FolderSide:
+    """A Hugging Face folder: its files are mapped."""
+
+    title: str
+    specs: Mapping[str, TensorSpec] = field(repr=False)
+    files: Mapping[str, NDArray[np.uint8]] = field(repr=False)
+    placements: Mapping[str, Placement] = field(repr=False)
+    digests: Mapping[str, str] = field(repr=False, default_factory=dict)
+
+    @staticmethod
+    def map(folder: Path) -> FolderSide:
+        """The tensors of a folder.
+
+        Raises:
+            NotFound: there is no safetensors file in it.
+            DataLoss: a file is damaged.
+        """
+        files = safetensors_files.map_folder(folder)
+        layout = safetensors_files.layout_of_files({name: data.data for name, data in files.items()}).layout
+        placements = {placement.shard.tensor: placement for placement in layout.placements}
+        return FolderSide(str(folder), layout.tensors, files, placements)
+
+    def read(self, shards: Sequence[Shard]) -> Iterator[NDArray[np.uint8]]:
+        """The bytes of some boxes, as they lie in the files."""
+        for shard in shards:
+            spec, placement = self.specs[shard.tensor], self.placements[shard.tensor]
+            at = _position(spec.shape, shard.box.offset) * spec.dtype.itemsize + placement.offset
+            yield self.files[placement.buffer][at : at + shard.box.volume * spec.dtype.itemsize]
+
+
+def _position(shape: Sequence[int], offset: Sequence[int]) -> int:
+    """How many elements lie before one, in row-major order."""
+    return sum(at * math.prod(shape[axis + 1 :]) for axis, at in enumerate(offset))

@@ -1,0 +1,179 @@
+"""Forms of pages: signing in and out, tags, approvals and exports. Each does what the endpoint of the API does, and leads back to its page."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from typing import Annotated
+from urllib.parse import parse_qsl
+
+from anyio import CapacityLimiter
+from fastapi import APIRouter, Depends, Request, Response
+from fastapi.responses import HTMLResponse, RedirectResponse
+
+from weighbridge.errors import InvalidArgument
+from weighbridge_service.access.identities import Evidence
+from weighbridge_service.access.scopes import Verb
+from weighbridge_service.api.http.callers import SHOWN, ask, peer_of
+from weighbridge_service.api.http.pages.login import Sessions, forget, keep, session_in
+from weighbridge_service.api.http.pages.page_route import viewer_of
+from weighbridge_service.api.http.pages.rendering import Renderer
+from weighbridge_service.api.http.parameters import JobId, Name, Namespace, Number, Ref, RequestId
+from weighbridge_service.api.http.threads import in_threads
+from weighbridge_service.exports.jobs import Exports
+from weighbridge_service.service import Weighbridge
+
+_MOST_FIELDS = 20
+_AT_ONCE = 8
+_LONGEST_TOKEN = 16_384
+_Form = Mapping[str, str]
+
+
+async def _form(request: Request) -> _Form:
+    """The fields of a form; the last of each name."""
+    body = await request.body()
+    try:
+        return dict(parse_qsl(body.decode(), keep_blank_values=True, max_num_fields=_MOST_FIELDS))
+    except ValueError as error:
+        raise InvalidArgument("this is no form of a page", fix="use the service's own pages") from error
+
+
+Form = Annotated[_Form, Depends(_form)]
+
+
+def add_actions(
+    router: APIRouter, service: Weighbridge, exports: Exports, sessions: Sessions, renderer: Renderer
+) -> None:
+    """Add the routes of forms to those of pages."""
+    acting = in_threads(CapacityLimiter(_AT_ONCE))
+    _add_login(router, service, sessions, renderer)
+    of_model = "/models/{namespace}/{name}"
+
+    @router.post(of_model + "/versions/{version}/approve")
+    @acting
+    def approve_version_form(
+        namespace: Namespace, name: Name, version: Number, form: Form, request: Request
+    ) -> Response:
+        """Hold a version no longer."""
+        by, model = peer_of(request).called(""), f"{namespace}/{name}"
+        service.gates.approve(model, version, by=by, note=form.get("note", ""))
+        return _back(model, f"/versions/{version}" if form.get("to") == "version" else "")
+
+    def move(request: Request, model: str, ref: str, form: _Form) -> Response:
+        asker = peer_of(request).asker(Verb.TAG, model, ref)
+        note, version = form.get("note", ""), form.get("version", "")
+        service.refs.move(model, ref, version, asker, request_id=uuid.uuid4().hex, note=note)
+        return _back(model, "#refs")
+
+    @router.post(of_model + "/refs")
+    @acting
+    def new_ref_form(namespace: Namespace, name: Name, form: Form, request: Request) -> Response:
+        """Give a version a tag that is named in the form."""
+        model, ref = f"{namespace}/{name}", form.get("ref", "")
+        ask(request, Verb.TAG, model, ref)
+        return move(request, model, ref, form)
+
+    @router.post(of_model + "/refs/{ref}/move")
+    @acting
+    def request_ref_form(
+        namespace: Namespace, name: Name, ref: Ref, form: Form, request: Request
+    ) -> Response:
+        """Move a tag, or ask for it if that takes approvals."""
+        return move(request, f"{namespace}/{name}", ref, form)
+
+    @router.post(of_model + "/refs/{ref}/delete")
+    @acting
+    def delete_ref_form(namespace: Namespace, name: Name, ref: Ref, form: Form, request: Request) -> Response:
+        """Take a tag away, or ask for it."""
+        model = f"{namespace}/{name}"
+        asker = peer_of(request).asker(Verb.TAG, model, ref)
+        service.refs.delete(model, ref, asker, request_id=uuid.uuid4().hex, note=form.get("note", ""))
+        return _back(model, "#refs")
+
+    @router.post(of_model + "/refs/{ref}/requests/{request_id}/approve")
+    @acting
+    def approve_ref_form(
+        namespace: Namespace, name: Name, ref: Ref, request_id: RequestId, form: Form, request: Request
+    ) -> Response:
+        """Approve what another identity has asked for."""
+        model = f"{namespace}/{name}"
+        asker = peer_of(request).asker(Verb.APPROVE, model, ref)
+        service.refs.approve(model, ref, request_id, asker, note=form.get("note", ""))
+        return _back(model, "#refs")
+
+    @router.post(of_model + "/refs/{ref}/requests/{request_id}/withdraw")
+    @acting
+    def withdraw_ref_form(
+        namespace: Namespace, name: Name, ref: Ref, request_id: RequestId, request: Request
+    ) -> Response:
+        """End a request without carrying it out."""
+        model = f"{namespace}/{name}"
+        service.refs.withdraw(model, ref, request_id, peer_of(request).asker(Verb.TAG, model, ref))
+        return _back(model, "#refs")
+
+    @router.post(of_model + "/exports")
+    @acting
+    def start_export_form(namespace: Namespace, name: Name, form: Form, request: Request) -> Response:
+        """Begin to write a version as a folder on the service's side."""
+        model = f"{namespace}/{name}"
+        folder, dtype = form.get("folder") or None, form.get("dtype") or None
+        exports.start(model, form.get("version", ""), folder=folder, dtype=dtype, peer=peer_of(request))
+        return _back(model, "#exports")
+
+    @router.post("/exports/{job_id}/cancel")
+    @acting
+    def cancel_export_form(job_id: JobId, request: Request) -> Response:
+        """Stop an export."""
+        ask(request, Verb.LOOK)
+        job = exports.get(job_id)
+        if not peer_of(request).sees(job.model):  # as if there were none
+            raise exports.unknown(job_id)
+        ask(request, Verb.MANAGE, job.model)
+        exports.cancel(job_id)
+        return _back(job.model, "#exports")
+
+
+def _add_login(router: APIRouter, service: Weighbridge, sessions: Sessions, renderer: Renderer) -> None:
+    @router.get("/login")
+    async def sign_in_page(request: Request) -> Response:
+        """The form that takes a token."""
+        return HTMLResponse(renderer.page("login", viewer_of(request), problem="", next="/"))
+
+    @router.post("/login")
+    async def sign_in(form: Form, request: Request) -> Response:
+        """Begin a session."""
+        token, following = form.get("token", "").strip(), _own_path(form.get("next", ""))
+        if not service.access.knows_tokens or not 0 < len(token) <= _LONGEST_TOKEN:
+            raise InvalidArgument(
+                "the form has no token that could be known here",
+                fix="show one that the service's policy knows",
+            )
+        authorization = f"Bearer {token}"
+        identity = service.access.identify(Evidence(authorization))
+        if identity.problem:
+            problem = identity.problem
+            page = renderer.page("login", viewer_of(request), problem=problem, next=following)
+            return HTMLResponse(page, 401, {"WWW-Authenticate": "Bearer"})
+        sessions.end(session_in(request))
+        response = RedirectResponse(following, 303)
+        keep(request, response, sessions.begin(authorization, identity.name))
+        return response
+
+    @router.post("/logout")
+    async def sign_out(request: Request) -> Response:
+        """End the session."""
+        sessions.end(session_in(request))
+        request.scope[SHOWN] = ""
+        response = RedirectResponse("/login", 303)
+        forget(request, response)
+        return response
+
+
+def _own_path(text: str) -> str:
+    """A path on this service; its root for whatever could lead elsewhere."""
+    plain = text.isascii() and text.isprintable() and "\\" not in text
+    return text if plain and text.startswith("/") and not text.startswith("//") else "/"
+
+
+def _back(model: str, where: str) -> Response:
+    return RedirectResponse(f"/models/{model}{where}", 303)

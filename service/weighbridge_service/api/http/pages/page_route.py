@@ -1,0 +1,103 @@
+"""Route of a page: who has sent the request, by header or session; what its content may do in a browser; and errors for people."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from fastapi import Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import HTMLResponse
+from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
+
+from weighbridge.errors import InvalidArgument, PermissionDenied, Unauthenticated, WeighbridgeError
+from weighbridge_service.api.http.callers import SHOWN, peer_of
+from weighbridge_service.api.http.guard import PAGE
+from weighbridge_service.api.http.pages.login import Sessions, session_in
+from weighbridge_service.api.http.pages.rendering import Renderer
+from weighbridge_service.api.http.pages.viewer import Viewer
+
+_Handler = Callable[[Request], Coroutine[Any, Any, Response]]
+
+
+def viewer_of(request: Request) -> Viewer:
+    """Who looks at a page."""
+    return Viewer.of(
+        peer_of(request),
+        signed_in=bool(request.scope.get(SHOWN)),
+        can_sign_in=request.app.state.access.knows_tokens,
+    )
+
+
+def page_route(sessions: Sessions, renderer: Renderer) -> type[APIRoute]:
+    """The class of routes of pages.
+
+    Args:
+        sessions: of browsers.
+        renderer: makes the pages of errors.
+    """
+
+    class PageRoute(APIRoute):
+        """A route of a page."""
+
+        def get_route_handler(self) -> _Handler:
+            """What answers a request."""
+            answer = super().get_route_handler()
+
+            async def handle(request: Request) -> Response:
+                request.scope[PAGE] = True
+                request.scope[SHOWN] = sessions.authorization(session_in(request))
+                try:
+                    if request.method == "POST":
+                        _check_own(request)
+                    response = await answer(request)
+                except (WeighbridgeError, RequestValidationError, HTTPException) as error:
+                    response = _page_of(request, error, renderer)
+                response.headers.setdefault("Cache-Control", "no-store")
+                return response
+
+            return handle
+
+    return PageRoute
+
+
+def _check_own(request: Request) -> None:
+    """Refuse forms that no page of this service has sent. The guard has compared the origin with the service's name."""
+    if "origin" not in request.headers:
+        raise PermissionDenied(
+            "the form does not say which page has sent it",
+            fix="use the service's own pages, or its API: /docs",
+        )
+
+
+def _page_of(request: Request, error: Exception, renderer: Renderer) -> Response:
+    viewer = viewer_of(request)
+    if isinstance(error, Unauthenticated):
+        page = renderer.page(
+            "login", viewer, problem=error.message if _has_shown(request) else "", next=_path(request)
+        )
+        return HTMLResponse(page, 401, {"WWW-Authenticate": "Bearer"})
+    if isinstance(error, WeighbridgeError):
+        status, message, fix, details = error.http_status, error.message, error.fix, tuple(error.details)
+    elif isinstance(error, HTTPException):
+        status, message, fix, details = error.status_code, str(error.detail), "", ()
+    else:
+        status, message, fix, details = (
+            InvalidArgument.http_status,
+            "the address is not one of a page",
+            "",
+            (),
+        )
+    page = renderer.page("error", viewer, status=status, message=message, fix=fix, details=details)
+    return HTMLResponse(page, status)
+
+
+def _has_shown(request: Request) -> bool:
+    return bool(request.scope.get(SHOWN)) or "authorization" in request.headers
+
+
+def _path(request: Request) -> str:
+    """Where to go on after signing in."""
+    query = request.url.query
+    return request.url.path + (f"?{query}" if query else "") if request.method == "GET" else "/"

@@ -1,0 +1,196 @@
+"""Reader of what views are made of: one reading of a model's head, what this process knows beyond that, and its manifest."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from weighbridge._core.engines.facts import Engine
+from weighbridge._core.lru import Cache
+from weighbridge._core.resources import Model, Version
+from weighbridge._signing.bundle import signed_by
+from weighbridge.errors import FailedPrecondition, NotFound
+from weighbridge_service.api.http.pages import index_view, model_view
+from weighbridge_service.api.http.pages.version_view import (
+    Contents,
+    FileFacts,
+    SignatureFacts,
+    TensorFacts,
+    VersionFacts,
+    as_pairs,
+    in_order,
+)
+from weighbridge_service.catalog.head_versions import page_of
+from weighbridge_service.exports.jobs import Exports
+from weighbridge_service.models.registration import summary_from_head
+from weighbridge_service.service import Weighbridge
+from weighbridge_storage.documents.names import ModelName
+from weighbridge_storage.head.history import History
+from weighbridge_storage.versions.manifest import Manifest
+from weighbridge_storage.versions.reading import read_manifest
+
+MODELS = 100
+"""Models on a page."""
+VERSIONS = 50
+"""Versions on a page."""
+_NEWEST = 4
+"""Versions of each model that its line in the list of models goes by."""
+_EXPORTS = 10
+_KEPT_TENSORS = 200_000
+"""Tensors of the contents of versions that are remembered."""
+_KEPT_SIGNED = 256
+_SIGNED_SECONDS = 10.0
+"""For how long the signatures of a version are not listed again: the store does not tell of new ones."""
+_Sees = Callable[[str], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class FoundModels:
+    """A page of the models that somebody may look at, and whether there are more."""
+
+    models: tuple[index_view.ModelFacts, ...]
+    more: bool
+
+
+class Reader:
+    """What pages show, read from a service. Thread-safe; all methods may wait for the store.
+
+    Args:
+        service: the service.
+        exports: its exports.
+    """
+
+    def __init__(self, service: Weighbridge, exports: Exports) -> None:
+        self._service = service
+        self._exports = exports
+        self._contents: Cache[Contents] = Cache(_KEPT_TENSORS, lambda each: 1 + len(each.tensors))
+        self._signed: Cache[tuple[float, tuple[SignatureFacts, ...]]] = Cache(_KEPT_SIGNED)
+
+    def models(self, sees: _Sees, query: str, after: str) -> FoundModels:
+        """Models whose names have ``query`` in them, from the one behind ``after`` on.
+
+        Raises:
+            WeighbridgeError: the store cannot be read.
+        """
+        catalog = self._service.catalog
+        shown = catalog.list_models(after, MODELS + 1, lambda name: query in name and sees(name))
+        engines: dict[str, list[Engine]] = {}
+        for each in self._service.engines.listed(sees=sees):
+            engines.setdefault(each.model, []).append(each)
+        found = tuple(
+            self._line(ModelName.parse(model.name), model, engines.get(model.name, ()))
+            for model in shown[:MODELS]
+        )
+        return FoundModels(found, len(shown) > MODELS)
+
+    def model(self, name: str, before: int) -> model_view.ModelFacts:
+        """A model, with versions from below number ``before`` on.
+
+        Raises:
+            NotFound: there is no such model.
+            WeighbridgeError: the store cannot be read.
+        """
+        service, model = self._service, ModelName.parse(name)
+        known = service.catalog.snapshots.of_model(model)
+        history = service.catalog.history(model)
+        head = history.head
+        page = page_of(model, history, known, before, VERSIONS + 1, include_invisible=True)
+        return model_view.ModelFacts(
+            model=summary_from_head(model, head, service.catalog.refs_of(model, head)),
+            training=not model.part and service.catalog.heads.read(model.training) is not None,
+            versions=tuple(page[:VERSIONS]),
+            before=before,
+            more=len(page) > VERSIONS,
+            ranks={push.state.opened.number: push.rank_progress for push in service.registry.of_model(model)},
+            protections=service.refs.protections(name),
+            requests=service.refs.requests(name),
+            gate=head.gate,
+            retention=head.retention,
+            exports=tuple(islice((job for job in self._exports.list() if job.model == name), _EXPORTS)),
+            engines=tuple(service.engines.listed(name)),
+        )
+
+    def version(self, name: str, number: str) -> VersionFacts:
+        """A version, by number or ref.
+
+        Raises:
+            NotFound: there is no such version.
+            WeighbridgeError: the store cannot be read.
+        """
+        service, model = self._service, ModelName.parse(name)
+        version = service.catalog.get_version(name, number)
+        push = service.registry.find(model, version.number)
+        refs = service.catalog.refs(name)
+        return VersionFacts(
+            version=version,
+            refs=tuple(sorted(ref for ref, named in refs.items() if named == version.number)),
+            ranks=() if push is None else push.rank_progress,
+            contents=self._contents_of(model, version),
+            signatures=self._signatures(name, version),
+            engines=tuple(service.engines.listed(name)),
+        )
+
+    def _line(self, name: ModelName, model: Model, engines: Sequence[Engine]) -> index_view.ModelFacts:
+        catalog = self._service.catalog
+        known = catalog.snapshots.of_model(name)
+        head = catalog.heads.last_read(name)
+        history: History = catalog.history(name) if head is None else catalog.heads.history_of(name, head)
+        newest = page_of(name, history, known, 0, _NEWEST, include_invisible=True)
+        return index_view.ModelFacts(model, tuple(newest), tuple(engines))
+
+    def _contents_of(self, model: ModelName, version: Version) -> Contents:
+        """What lies in a version: by its manifest once it is durable, and by its layout as long as it is in memory alone."""
+        if version.state.stored:
+            key = (model, version.number, version.create_time_ms)
+            found = self._contents.get(key)
+            if found is None:
+                with self._service.catalog.unless_deleted(model, version.number):
+                    found = _of_manifest(read_manifest(self._service.catalog.store, model, version.number))
+                self._contents.put(key, found)
+            return found
+        known = self._service.catalog.snapshots.get(model, version.number)
+        layout = None if known is None else known.files
+        if layout is None:
+            return Contents()
+        places = {place.shard.tensor: place.buffer for place in layout.layout.placements}
+        return Contents(
+            tuple(FileFacts(name, size) for name, size in layout.file_sizes.items()),
+            tuple(
+                TensorFacts(name, spec.dtype.name, tuple(spec.shape), spec.nbytes, places.get(name, ""))
+                for name, spec in sorted(layout.layout.tensors.items(), key=lambda item: in_order(item[0]))
+            ),
+        )
+
+    def _signatures(self, name: str, version: Version) -> tuple[SignatureFacts, ...]:
+        if not version.state.stored:
+            return ()
+        key, now = (name, version.number, version.create_time_ms), time.monotonic()
+        known = self._signed.get(key)
+        if known is not None and now - known[0] < _SIGNED_SECONDS:
+            return known[1]
+        try:
+            _, read = self._service.signatures.of_version(name, str(version.number))
+        except (NotFound, FailedPrecondition):  # it is going away
+            return ()
+        found = tuple(SignatureFacts(each.id, *signed_by(each.content)) for each in read)
+        self._signed.put(key, (now, found))
+        return found
+
+
+def _of_manifest(manifest: Manifest) -> Contents:
+    return Contents(
+        tuple(
+            FileFacts(name, each.size, each.xxh3_128, each.blake3, each.sha256)
+            for name, each in sorted(manifest.files.items())
+        ),
+        tuple(
+            TensorFacts(
+                name, each.dtype.name, each.shape, each.nbytes, each.file, each.xxh3_128, each.nonfinite
+            )
+            for name, each in sorted(manifest.tensors.items(), key=lambda item: in_order(item[0]))
+        ),
+        as_pairs(manifest.lineage),
+        as_pairs(manifest.provenance),
+    )

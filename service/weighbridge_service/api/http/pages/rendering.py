@@ -1,0 +1,109 @@
+"""Rendering of views as HTML: each field of a view by the template of its name."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from weighbridge._core.lru import Cache
+from weighbridge._core.text.counts import counted
+from weighbridge._core.text.sizes import readable_size
+from weighbridge_service.api.http.pages import words
+from weighbridge_service.api.http.pages.viewer import Viewer
+
+_FOLDER = Path(__file__).parent
+_ASSETS = {"page.css": "text/css; charset=utf-8", "page.js": "text/javascript; charset=utf-8"}
+_KEPT = 2048
+"""Fragments that are remembered by what they were made of."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Asset:
+    """A file that pages link to.
+
+    Attributes:
+        content: its bytes.
+        media_type: what they are.
+        url: where it is; another one when it changes.
+    """
+
+    content: bytes
+    media_type: str
+    url: str
+
+
+@cache
+def assets() -> Mapping[str, Asset]:
+    """The files that pages link to, by name."""
+    found = {}
+    for name, media_type in _ASSETS.items():
+        content = (_FOLDER / "assets" / name).read_bytes()
+        url = f"/assets/{hashlib.sha256(content).hexdigest()[:16]}/{name}"
+        found[name] = Asset(content, media_type, url)
+    return found
+
+
+class Renderer:
+    """Views as HTML. Thread-safe. Whatever a template is given is escaped."""
+
+    def __init__(self) -> None:
+        self._templates = Environment(
+            loader=FileSystemLoader(_FOLDER / "templates"),
+            autoescape=True,
+            undefined=StrictUndefined,
+            trim_blocks=True,
+            lstrip_blocks=True,
+            auto_reload=False,
+        )
+        self._templates.filters |= {
+            "size": readable_size,
+            "duration": words.duration,
+            "iso": words.iso,
+            "moment": words.moment,
+            "count": words.count,
+            "quoted": lambda text: quote(str(text), safe=""),
+        }
+        self._templates.globals |= {"counted": counted, "assets": assets(), "NONE": words.NONE}
+        self._known: Cache[Markup] = Cache(_KEPT)
+
+    def fragments(self, kind: str, view: Any) -> dict[str, str]:
+        """The fields of a view, which is a frozen dataclass; one that was rendered before is not rendered again.
+
+        Args:
+            kind: folder of the templates.
+            view: the view.
+        """
+        return {
+            each.name: self._fragment(kind, each.name, getattr(view, each.name))
+            for each in dataclasses.fields(view)
+        }
+
+    def page(self, kind: str, viewer: Viewer, **values: Any) -> str:
+        """A whole page.
+
+        Args:
+            kind: name of its template.
+            viewer: who looks.
+            values: what it is given.
+        """
+        return self._templates.get_template(f"{kind}.html").render(viewer=viewer, **values)
+
+    def _fragment(self, kind: str, name: str, part: Any) -> Markup:
+        key = (kind, name, _key(part))
+        return self._known.get_or_make(key, lambda: self._rendered(f"{kind}/{name}.html", part))
+
+    def _rendered(self, template: str, part: Any) -> Markup:
+        return Markup(self._templates.get_template(template).render(part=part))  # noqa: S704 templates escape what they are given
+
+
+def _key(part: Any) -> str:
+    """What a part says, as a key: some of its values, as metadata, have no hash."""
+    return hashlib.blake2b(repr(part).encode("utf-8", "backslashreplace"), digest_size=16).hexdigest()

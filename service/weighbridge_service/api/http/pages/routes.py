@@ -1,0 +1,234 @@
+"""Routes of pages: each is read, made a view of, and rendered; and followed by server-sent events as long as it is open."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Hashable
+from typing import Annotated, Any
+
+from anyio import CapacityLimiter
+from fastapi import APIRouter, Query, Request, Response
+from fastapi.responses import HTMLResponse
+from sse_starlette.event import ServerSentEvent
+from sse_starlette.sse import EventSourceResponse
+
+from weighbridge.errors import NotFound
+from weighbridge_service.api.http.callers import Standing
+from weighbridge_service.api.http.pages import index_view, model_view, version_view
+from weighbridge_service.api.http.pages.actions import add_actions
+from weighbridge_service.api.http.pages.distributions import Distributions
+from weighbridge_service.api.http.pages.live import TROUBLE, Fragments, LiveViews, digest
+from weighbridge_service.api.http.pages.login import Sessions
+from weighbridge_service.api.http.pages.page_route import page_route, viewer_of
+from weighbridge_service.api.http.pages.reading import Reader
+from weighbridge_service.api.http.pages.rendering import Renderer, assets
+from weighbridge_service.api.http.pages.viewer import Viewer
+from weighbridge_service.api.http.parameters import Name, Namespace, VersionOrRef
+from weighbridge_service.api.http.threads import in_threads
+from weighbridge_service.exports.jobs import Exports
+from weighbridge_service.runtime.clock import unix_ms
+from weighbridge_service.service import Weighbridge
+from weighbridge_storage.documents.names import MAX_VERSION, ModelName
+
+_SEND_SECONDS = 30.0
+"""How long a browser may leave an event unread."""
+_LONGEST_QUERY = 300
+_AT_ONCE = 8
+"""Pages that are made at one time."""
+_SAMPLED = 2
+"""Tensors that are sampled at one time."""
+_PICTURE_SECONDS = 600
+"""For how long a browser keeps a picture: it is of a number, which another model of the same name may have later."""
+
+Before = Annotated[int, Query(ge=0, le=MAX_VERSION)]
+Search = Annotated[str, Query(max_length=_LONGEST_QUERY)]
+Seen = Annotated[str, Query(max_length=32)]
+First = Annotated[int, Query(ge=0, le=10**9)]
+
+
+def pages_router(service: Weighbridge, exports: Exports) -> APIRouter:
+    """The pages of a service, with their forms, streams and files.
+
+    Args:
+        service: the service.
+        exports: its export jobs.
+    """
+    sessions, renderer = Sessions(), Renderer()
+    pages = _Pages(service, Reader(service, exports), renderer)
+    router = APIRouter(route_class=page_route(sessions, renderer), include_in_schema=False)
+    making = in_threads(CapacityLimiter(_AT_ONCE))
+    distributions = Distributions(service)
+
+    @router.get("/")
+    @making
+    def index_page(request: Request, q: Search = "", after: Search = "") -> Response:
+        """All models."""
+        viewer = viewer_of(request)
+        return pages.answer("index", pages.index(viewer, q, after), viewer, "/events", q=q, after=after)
+
+    @router.get("/events")
+    async def index_events(
+        request: Request, q: Search = "", after: Search = "", seen: Seen = ""
+    ) -> EventSourceResponse:
+        """What changes of the page of all models."""
+        viewer = viewer_of(request)
+        key = ("index", viewer, q, after)
+        return pages.follow(request, key, None, lambda: pages.index(viewer, q, after)[1], seen)
+
+    @router.get("/models/{namespace}/{name}")
+    @making
+    def model_page(namespace: Namespace, name: Name, request: Request, before: Before = 0) -> Response:
+        """One model."""
+        viewer, model = viewer_of(request), f"{namespace}/{name}"
+        made = pages.model(viewer, model, before)
+        return pages.answer("model", made, viewer, f"/models/{model}/events", model=model, before=before)
+
+    @router.get("/models/{namespace}/{name}/events")
+    async def model_events(
+        namespace: Namespace, name: Name, request: Request, before: Before = 0, seen: Seen = ""
+    ) -> EventSourceResponse:
+        """What changes of a model's page."""
+        viewer, model = viewer_of(request), ModelName.parse(f"{namespace}/{name}")
+        key = ("model", viewer, model, before)
+        return pages.follow(request, key, model, lambda: pages.model(viewer, str(model), before)[1], seen)
+
+    @router.get("/models/{namespace}/{name}/retention")
+    @making
+    def retention_page(namespace: Namespace, name: Name, request: Request) -> Response:
+        """What a collection of a model's versions would do now."""
+        model = f"{namespace}/{name}"
+        found = service.collecting.collect(model, dry_run=True)
+        return HTMLResponse(renderer.page("retention", viewer_of(request), model=model, found=found))
+
+    @router.get("/models/{namespace}/{name}/versions/{version}")
+    @making
+    def version_page(
+        namespace: Namespace,
+        name: Name,
+        version: VersionOrRef,
+        request: Request,
+        q: Search = "",
+        first: First = 0,
+    ) -> Response:
+        """One version."""
+        viewer, model = viewer_of(request), f"{namespace}/{name}"
+        made = pages.version(viewer, model, version, q, first)
+        number = made[0].head.version.number
+        events = f"/models/{model}/versions/{number}/events"
+        return pages.answer("version", made, viewer, events, model=model, number=number, q=q, first=first)
+
+    @router.get("/models/{namespace}/{name}/versions/{version}/events")
+    async def version_events(
+        namespace: Namespace,
+        name: Name,
+        version: VersionOrRef,
+        request: Request,
+        q: Search = "",
+        first: First = 0,
+        seen: Seen = "",
+    ) -> EventSourceResponse:
+        """What changes of a version's page."""
+        viewer, model = viewer_of(request), ModelName.parse(f"{namespace}/{name}")
+        key = ("version", viewer, model, version, q, first)
+        return pages.follow(
+            request, key, model, lambda: pages.version(viewer, str(model), version, q, first)[1], seen
+        )
+
+    @router.get("/models/{namespace}/{name}/versions/{version}/distribution.svg")
+    @in_threads(CapacityLimiter(_SAMPLED))
+    def distribution(
+        namespace: Namespace,
+        name: Name,
+        version: VersionOrRef,
+        tensor: Annotated[str, Query(max_length=4096)],
+    ) -> Response:
+        """How the values of a tensor are distributed, as a picture of a sample of them."""
+        picture = distributions.picture(f"{namespace}/{name}", version, tensor)
+        return Response(
+            picture,
+            media_type="image/svg+xml",
+            headers={"Cache-Control": f"private, max-age={_PICTURE_SECONDS}"},
+        )
+
+    @router.get("/assets/{digest}/{file}")
+    async def asset(digest: str, file: str) -> Response:
+        """A file that pages link to; of an older release, the one of this release."""
+        found = assets().get(file)
+        if found is None:
+            raise NotFound("there is no such file")
+        cached = "public, max-age=31536000, immutable" if f"/{digest}/" in found.url else "no-store"
+        return Response(found.content, media_type=found.media_type, headers={"Cache-Control": cached})
+
+    add_actions(router, service, exports, sessions, renderer)
+    return router
+
+
+class _Pages:
+    """Pages as views, fragments and answers."""
+
+    def __init__(self, service: Weighbridge, reader: Reader, renderer: Renderer) -> None:
+        self._reader = reader
+        self._renderer = renderer
+        self._live = LiveViews(
+            (service.catalog.changes, service.engines.changes), service.catalog.stopping.is_set
+        )
+
+    def index(self, viewer: Viewer, query: str, after: str) -> tuple[index_view.IndexView, Fragments]:
+        """The page of all models."""
+        found = self._reader.models(viewer.sees, query, after)
+        view = index_view.index_view(found.models, query=query, after=after, more=found.more)
+        return view, self._fragments("index", view, busy=index_view.is_busy(view))
+
+    def model(self, viewer: Viewer, model: str, before: int) -> tuple[model_view.ModelView, Fragments]:
+        """The page of a model."""
+        view = model_view.model_view(self._reader.model(model, before), viewer, unix_ms())
+        return view, self._fragments("model", view, busy=model_view.is_busy(view))
+
+    def version(
+        self, viewer: Viewer, model: str, version: str, query: str, first: int
+    ) -> tuple[version_view.VersionView, Fragments]:
+        """The page of a version."""
+        facts = self._reader.version(model, version)
+        view = version_view.version_view(facts, viewer, unix_ms(), query=query, first=first)
+        return view, self._fragments("version", view, busy=version_view.is_busy(view))
+
+    def _fragments(self, kind: str, view: Any, *, busy: bool) -> Fragments:
+        return Fragments(self._renderer.fragments(kind, view), busy)
+
+    def answer(
+        self, kind: str, made: tuple[Any, Fragments], viewer: Viewer, events: str, **values: Any
+    ) -> HTMLResponse:
+        """A page, which follows its view by the stream of events at an address, with those of the values that are not empty."""
+        view, fragments = made
+        page = self._renderer.page(
+            kind,
+            viewer,
+            view=view,
+            f=fragments.html,
+            events=events,
+            asked={name: value for name, value in values.items() if name in _FOLLOWED and value},
+            seen=digest(fragments.html),
+            trouble=TROUBLE,
+            **values,
+        )
+        return HTMLResponse(page)
+
+    def follow(
+        self,
+        request: Request,
+        key: Hashable,
+        model: ModelName | None,
+        make: Callable[[], Fragments],
+        seen: str,
+    ) -> EventSourceResponse:
+        """The stream of events of a view."""
+        standing = Standing(request)
+
+        async def events() -> AsyncIterator[ServerSentEvent]:
+            async for data in self._live.follow(key, model, make, seen, lambda: standing.ended):
+                yield ServerSentEvent(data, event="fragments")
+
+        return EventSourceResponse(events(), send_timeout=_SEND_SECONDS)
+
+
+_FOLLOWED = ("q", "after", "before", "first")
+"""What of a page's address its stream of events is told."""

@@ -1,0 +1,350 @@
+"""View of one version: its life, who pushed it, its files and its tensors. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from weighbridge._core.engines.facts import Engine
+from weighbridge._core.resources import Version, VersionState, why_failed, why_held
+from weighbridge._core.text.sizes import readable_size
+from weighbridge._core.text.waits import ranks_text
+from weighbridge_service.access.scopes import Verb
+from weighbridge_service.api.http.pages import words
+from weighbridge_service.api.http.pages.engine_view import serving_it
+from weighbridge_service.api.http.pages.model_view import Span, spans_of
+from weighbridge_service.api.http.pages.push_view import LivePush, RankCell, cells, held_up_text, live_push
+from weighbridge_service.api.http.pages.viewer import Viewer
+from weighbridge_service.push.machine.rank_progress import RankProgress
+
+TENSORS = 100
+"""Tensors on a page."""
+_DETAILS = 50
+_NUMBERS = re.compile(r"(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class FileFacts:
+    """A file of a version; digests are empty where they are not known yet."""
+
+    name: str
+    size: int
+    xxh3_128: str = ""
+    blake3: str = ""
+    sha256: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorFacts:
+    """A tensor of a version; the digest is empty where it is not known yet."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    file: str
+    xxh3_128: str = ""
+    nonfinite: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What lies in a version: its files, its tensors in the order of their names, and where it comes from."""
+
+    files: tuple[FileFacts, ...] = ()
+    tensors: tuple[TensorFacts, ...] = ()
+    lineage: tuple[tuple[str, str], ...] = ()
+    provenance: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SignatureFacts:
+    """A signature: its id, how it was made, and with which key or certificate."""
+
+    id: str
+    method: str
+    signer: str
+
+
+@dataclass(frozen=True, slots=True)
+class VersionFacts:
+    """What is read of a version.
+
+    Attributes:
+        version: the version.
+        refs: that name it.
+        ranks: how far its ranks are, or were; none where that is not known.
+        contents: what lies in it.
+        signatures: of it.
+        engines: that serve its model, as their agents tell.
+    """
+
+    version: Version
+    refs: tuple[str, ...]
+    ranks: tuple[RankProgress, ...]
+    contents: Contents
+    signatures: tuple[SignatureFacts, ...]
+    engines: tuple[Engine, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A step of a version's life: when it came so far, and what that took; 0 and empty if it has not."""
+
+    state: str
+    at_ms: int
+    took: str
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What is said first: the version, refs that name it, engines that serve it, why it failed or is held, and whether who looks may approve it."""
+
+    version: Version
+    refs: tuple[str, ...]
+    engines: tuple[str, ...]
+    reason: str
+    details: tuple[str, ...]
+    held: str
+    may_approve: bool
+    news: str
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """A version's steps, and the same as parts of a bar."""
+
+    steps: tuple[Step, ...]
+    spans: tuple[Span, ...]
+    size: str
+    rate: str
+
+
+@dataclass(frozen=True, slots=True)
+class RankRow:
+    """A rank's times, from the opening on."""
+
+    rank: int
+    declared: str
+    sealed: str
+    nbytes: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """Who pushed a version: the push while it is being received, its ranks, those of which nothing was heard, and who held whom up."""
+
+    live: LivePush | None
+    total: int
+    cells: tuple[RankCell, ...]
+    rows: tuple[RankRow, ...]
+    missing: str
+    held_up: str
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """Where a version comes from: run, metadata, lineage, provenance, approval and signatures, as pairs."""
+
+    pairs: tuple[tuple[str, str], ...]
+    metadata: tuple[tuple[str, str], ...]
+    signatures: tuple[SignatureFacts, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Files:
+    """The files of a version."""
+
+    model: str
+    number: int
+    rows: tuple[FileFacts, ...]
+    total: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tensors:
+    """A page of a version's tensors.
+
+    Attributes:
+        model, number: of which version.
+        rows: the tensors.
+        query: what their names were searched for.
+        first: place of the first one among those found.
+        found, total: how many were found, and how many there are.
+        pictures: whether who looks may see their distributions.
+    """
+
+    model: str
+    number: int
+    rows: tuple[TensorFacts, ...]
+    query: str
+    first: int
+    found: int
+    total: int
+    pictures: bool
+
+    @property
+    def previous(self) -> int | None:
+        """Where the page before begins; None if there is none."""
+        return max(0, self.first - TENSORS) if self.first else None
+
+    @property
+    def following(self) -> int | None:
+        """Where the page behind begins; None if there is none."""
+        return self.first + TENSORS if self.first + TENSORS < self.found else None
+
+
+@dataclass(frozen=True, slots=True)
+class VersionView:
+    """The page of a version; each field is a fragment."""
+
+    head: Head
+    life: Life
+    ranks: Ranks
+    about: About
+    files: Files
+    tensors: Tensors
+
+
+def version_view(
+    facts: VersionFacts, viewer: Viewer, now_ms: int, *, query: str = "", first: int = 0
+) -> VersionView:
+    """The page of a version.
+
+    Args:
+        facts: what was read.
+        viewer: who looks.
+        now_ms: the time, in milliseconds since 1970 UTC.
+        query: part of the names of the tensors that are shown.
+        first: place of the first one.
+    """
+    version = facts.version
+    return VersionView(
+        head=Head(
+            version=version,
+            refs=facts.refs,
+            engines=serving_it(facts.engines, version.number),
+            reason=why_failed(version) if version.state.given_up else version.error,
+            details=version.error_details[:_DETAILS],
+            held=why_held(version) if version.held else "",
+            may_approve=bool(version.held)
+            and version.state.visible
+            and viewer.may(Verb.APPROVE, version.model, str(version.number)),
+            news=f"Version {version.number} is {version.state.value}",
+        ),
+        life=_life(version),
+        ranks=_ranks(version, facts.ranks, now_ms),
+        about=_about(facts),
+        files=Files(
+            version.model,
+            version.number,
+            facts.contents.files,
+            readable_size(sum(each.size for each in facts.contents.files)),
+        ),
+        tensors=_tensors(facts, viewer, query, first),
+    )
+
+
+def is_busy(view: VersionView) -> bool:
+    """Whether something happens to the version, so that the page changes by itself."""
+    return view.head.version.state in (
+        VersionState.OPEN,
+        VersionState.RECEIVING,
+        VersionState.READY,
+        VersionState.VERIFIED,
+    )
+
+
+def in_order(name: str) -> list[str | int]:
+    """What names of tensors are sorted by: ``layers.2`` before ``layers.10``."""
+    return [int(part) if part.isdecimal() else part for part in _NUMBERS.split(name)]
+
+
+def as_pairs(fields: Mapping[str, object]) -> tuple[tuple[str, str], ...]:
+    """Fields of a document as text."""
+    return tuple(
+        (str(name), value if isinstance(value, str) else str(value)) for name, value in fields.items()
+    )
+
+
+def _life(version: Version) -> Life:
+    moments = (
+        ("opened", version.create_time_ms),
+        ("ready", version.ready_time_ms),
+        ("verified", version.verified_time_ms),
+        ("durable", version.durable_time_ms),
+    )
+    before = 0
+    steps = []
+    for state, at_ms in moments:
+        steps.append(Step(state, at_ms, words.span(before, at_ms) if before and at_ms else ""))
+        before = at_ms or before
+    longest = max(at_ms for _, at_ms in moments) - version.create_time_ms
+    push_ms = version.ready_time_ms - version.create_time_ms if version.ready_time_ms else 0
+    return Life(
+        tuple(steps),
+        spans_of(version, max(longest, 0)),
+        readable_size(version.tensor_bytes) if version.tensor_bytes else words.NONE,
+        words.rate(version.tensor_bytes, push_ms),
+    )
+
+
+def _ranks(version: Version, ranks: Sequence[RankProgress], now_ms: int) -> Ranks:
+    receiving = version.state in (VersionState.OPEN, VersionState.RECEIVING)
+    absent = [each.rank for each in ranks if not each.declared_ms and not each.elsewhere]
+    opened = version.create_time_ms
+    return Ranks(
+        live=live_push(version, ranks, now_ms) if receiving else None,
+        total=version.ranks,
+        cells=cells(ranks),
+        rows=tuple(
+            RankRow(
+                each.rank,
+                words.span(opened, each.declared_ms),
+                words.span(opened, each.sealed_ms),
+                readable_size(each.total) if each.total else words.NONE,
+            )
+            for each in ranks[:TENSORS]
+        ),
+        missing=ranks_text(absent) if absent else "",
+        held_up=held_up_text(ranks),
+    )
+
+
+def _about(facts: VersionFacts) -> About:
+    version = facts.version
+    approval = (
+        f"{', '.join(version.approved_reasons)} by {version.approved_by or 'nobody who is named'}"
+        f"{f': {version.approved_note}' if version.approved_note else ''}"
+    )
+    pairs = (
+        ("step", str(version.step)),
+        *([("run", version.run)] if version.run else []),
+        *([] if facts.contents.provenance else [("ranks", str(version.ranks))]),
+        *facts.contents.lineage,
+        *facts.contents.provenance,
+        *(
+            [("non-finite elements", words.count(version.nonfinite_elements))]
+            if version.nonfinite_elements
+            else []
+        ),
+        *([("approved", approval)] if version.approved_reasons else []),
+    )
+    return About(pairs, as_pairs(version.metadata), facts.signatures)
+
+
+def _tensors(facts: VersionFacts, viewer: Viewer, query: str, first: int) -> Tensors:
+    there, version = facts.contents.tensors, facts.version
+    found = [each for each in there if query in each.name] if query else there
+    first = first if first < len(found) else 0
+    return Tensors(
+        model=version.model,
+        number=version.number,
+        rows=tuple(found[first : first + TENSORS]),
+        query=query,
+        first=first,
+        found=len(found),
+        total=len(there),
+        pictures=version.state.visible and viewer.may(Verb.PULL, version.model),
+    )

@@ -1,0 +1,46 @@
+"""Traces of HTTP requests, by OpenTelemetry's instrumentation of FastAPI; nothing where tracing is off."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from fastapi import FastAPI
+
+from weighbridge._tracing.settings import OF_PROCESS
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span
+
+_UNTRACED = "/livez,/readyz,/metrics,/events"
+"""Probes and scrapes come every few seconds, and streams of events last as long as their readers."""
+_WITH_QUERY = ("http.url", "http.target", "url.full", "url.query")
+
+
+def trace_requests(app: FastAPI) -> None:
+    """Trace the requests of an application from now on: each in its caller's trace, or in one of its own."""
+    if OF_PROCESS.tracing() is None:
+        return
+    from opentelemetry.instrumentation.fastapi import FastAPIInstrumentor
+    from opentelemetry.metrics import NoOpMeterProvider
+
+    from weighbridge._tracing.opentelemetry import OpenTelemetry
+
+    tracing = OF_PROCESS.tracing()
+    if isinstance(tracing, OpenTelemetry):
+        FastAPIInstrumentor.instrument_app(
+            app,
+            server_request_hook=_without_query,
+            tracer_provider=tracing.provider,
+            meter_provider=NoOpMeterProvider(),
+            excluded_urls=_UNTRACED,
+            exclude_spans=["receive", "send"],
+            # of headers that somebody asks for by OpenTelemetry's variables, those that let a caller in are left out
+            http_capture_headers_sanitize_fields=["authorization", "cookie", "set-cookie", "location"],
+        )
+
+
+def _without_query(span: Span, scope: Mapping[str, Any]) -> None:
+    """A query may have anything in it, as what was meant for a header."""
+    for name in _WITH_QUERY:
+        span.set_attribute(name, scope.get("path", ""))

@@ -1,0 +1,84 @@
+"""Instruments that parts of the service observe as things happen. Thread-safe."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from prometheus_client import Counter, Histogram
+from prometheus_client.registry import Collector
+
+from weighbridge_service.metrics import declared
+
+
+@dataclass(frozen=True, slots=True)
+class PushInstruments:
+    """Figures of pushes.
+
+    Attributes:
+        outcomes, failures, effect_failures: counts.
+        phase, ready, durable: durations.
+    """
+
+    outcomes: Counter = field(default_factory=declared.PUSHES.counter)
+    failures: Counter = field(default_factory=declared.PUSH_FAILURES.counter)
+    effect_failures: Counter = field(default_factory=declared.EFFECT_FAILURES.counter)
+    phase: Histogram = field(default_factory=declared.PUSH_PHASE.histogram)
+    ready: Histogram = field(default_factory=declared.PUSH_READY.histogram)
+    durable: Histogram = field(default_factory=declared.PUSH_DURABLE.histogram)
+
+    def __iter__(self) -> Iterator[Collector]:
+        yield from (self.outcomes, self.failures, self.effect_failures, self.phase, self.ready, self.durable)
+
+
+@dataclass(frozen=True, slots=True)
+class CallInstruments:
+    """Figures of gRPC calls.
+
+    Attributes:
+        ended: a count.
+        seconds, pulls: durations.
+    """
+
+    ended: Counter = field(default_factory=declared.CALLS.counter)
+    seconds: Histogram = field(default_factory=declared.CALL.histogram)
+    pulls: Histogram = field(default_factory=declared.PULL.histogram)
+
+    def __iter__(self) -> Iterator[Collector]:
+        yield from (self.ended, self.seconds, self.pulls)
+
+    def count(self, method: str, code: str, seconds: float | None = None) -> None:
+        """A call has ended.
+
+        Args:
+            method: of the contract.
+            code: with which status.
+            seconds: how long it took; None if that depends on its client alone.
+        """
+        self.ended.labels(method, code).inc()
+        if seconds is not None:
+            self.seconds.labels(method).observe(seconds)
+            if method in ("Pull", "Restore") and code == "OK":
+                self.pulls.observe(seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class StoreInstruments:
+    """Figures of small calls of the object store.
+
+    Attributes:
+        seconds: durations.
+        errors: a count.
+    """
+
+    seconds: Histogram = field(default_factory=declared.STORE_CALL.histogram)
+    errors: Counter = field(default_factory=declared.STORE_ERRORS.counter)
+
+    def __iter__(self) -> Iterator[Collector]:
+        yield from (self.seconds, self.errors)
+
+    def count(self, operation: str, seconds: float, failed: bool) -> None:
+        """A call has ended, or is not waited for any more."""
+        self.seconds.labels(operation).observe(seconds)
+        if failed:
+            self.errors.labels(operation).inc()

@@ -1,0 +1,174 @@
+"""Findings of doctor, from readings: is what is wrong said, and what to do?"""
+
+from __future__ import annotations
+
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+from weighbridge._cli.doctor.checks import (
+    CertificateReading,
+    LaneReading,
+    PortReading,
+    SharedMemoryReading,
+    check_certificate,
+    check_huge_pages,
+    check_lane,
+    check_port,
+    check_shared_memory,
+    check_skew,
+)
+from weighbridge._cli.doctor.readings import read_releases, read_shared_memory
+from weighbridge._cli.doctor.releases import SUPPORTED, check_release
+from weighbridge._core.checks import Check, CheckStatus
+
+ROOT = Path(__file__).parents[3]
+OK, WARN, FAIL = CheckStatus.OK, CheckStatus.WARN, CheckStatus.FAIL
+NOW = 1_800_000_000.0
+DAY = 86_400.0
+
+
+def status(package: str, installed: str) -> CheckStatus:
+    found = check_release(package, installed)
+    assert found is not None
+    assert bool(found.fix) == (found.status is not OK)
+    return found.status
+
+
+def test_releases_are_judged_by_what_is_supported_and_what_was_tested() -> None:
+    assert status("transformers", "4.56.9") is FAIL
+    assert status("transformers", "4.57.0") is OK
+    assert status("transformers", "5.3.1") is WARN  # an engine may have it
+    assert status("transformers", "5.6.0") is OK
+    assert status("transformers", "5.24.0") is WARN
+    assert status("torch", "2.13.1+cu130") is OK
+    assert status("torch", "2.5.1") is FAIL
+    assert status("torch", "3.0.0.dev2026") is WARN
+    assert status("vllm", "0.9.2") is FAIL
+    assert status("vllm", "0.33.0.post1") is OK
+    assert check_release("left-pad", "1.0") is None
+
+
+def test_the_oldest_releases_are_those_that_the_distribution_asks_for() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    asked = [*project["dependencies"], *extras["service"]]
+    for requirement in map(Requirement, asked):
+        supported = SUPPORTED.get(requirement.name)
+        if supported is None:
+            continue
+        bounds = requirement.specifier
+        lowest = [Version(each.version) for each in bounds if each.operator == ">="]
+        assert [Version(supported.oldest)] == lowest, requirement
+        without = {each.version.removesuffix(".*") for each in bounds if each.operator == "!="}
+        assert set(supported.without) == without, requirement
+
+
+def test_the_newest_releases_are_those_that_tests_run_with() -> None:
+    pinned = dict(re.findall(r"^([\w-]+)==([\d.]+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    for package in ("torch", "megatron-core", "mbridge", "grpcio", "protobuf"):
+        newest = SUPPORTED[package].newest
+        assert f"{pinned[package]}.".startswith(f"{newest}."), package
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_engines_are_supported_from_the_oldest_to_the_newest_release_that_tests_run_in(engine: str) -> None:
+    run = [path.stem.partition("-")[2] for path in (ROOT / "tests/engines/releases").glob(f"{engine}-*.txt")]
+    pins = {"vllm": "requirements-vllm.txt", "sglang": "tests/support/sglang_cpu/requirements.txt"}
+    text = (ROOT / pins[engine]).read_text()
+    run += re.findall(rf"^{engine}(?:-cpu)?==([\d.]+)", text, re.MULTILINE)
+    ordered = sorted(map(Version, run))
+    supported = SUPPORTED[engine]
+    assert Version(supported.oldest) == ordered[0]
+    assert f"{ordered[-1]}.".startswith(f"{supported.newest}.")
+
+
+def test_installed_packages_are_read_and_none_is_imported() -> None:
+    before = set(sys.modules)
+    found = dict(read_releases())
+    assert found["grpcio"]
+    assert not {"vllm", "sglang", "mbridge"} & (set(sys.modules) - before)
+
+
+def test_a_clock_counts_as_wrong_only_beyond_what_can_be_told() -> None:
+    # a service says whole seconds: 0.9 s are none
+    assert check_skew(NOW, NOW + 0.2, NOW - 0.9).status is OK
+    assert check_skew(NOW, NOW + 30, NOW + 20).status is OK
+    late = check_skew(NOW, NOW + 0.1, NOW - 61)
+    assert (late.status, "60 s behind" in late.what) == (WARN, True)
+    early = check_skew(NOW, NOW + 0.1, NOW + 120.1)
+    assert (early.status, "120 s ahead" in early.what) == (WARN, True)
+    assert "NTP" in early.fix
+
+
+def test_a_port_that_cannot_be_reached_fails_with_what_to_look_at() -> None:
+    assert check_port(PortReading("h:1", "gRPC", seconds=0.002)) == Check(
+        "port of gRPC", OK, "h:1 answers in 2 ms"
+    )
+    refused = check_port(PortReading("h:1", "streams of weights", "Connection refused"))
+    assert refused.status is FAIL
+    assert "h:1 cannot be reached: Connection refused" in refused.what
+    assert "firewall" in refused.fix
+
+
+@pytest.mark.parametrize(
+    ("error", "advice"),
+    [
+        ("certificate has expired", "renew"),
+        ("certificate is not yet valid", "clocks"),
+        ("Hostname mismatch, certificate is not valid for 'a'.", "name"),
+        ("IP address mismatch, certificate is not valid for '10.0.0.1'.", "name"),
+        ("unable to get local issuer certificate", "WEIGHBRIDGE_CA"),
+        ("self-signed certificate in certificate chain", "WEIGHBRIDGE_CA"),
+        ("WRONG_VERSION_NUMBER", "speak TLS"),
+        ("something else", "WEIGHBRIDGE_CERT"),
+    ],
+)
+def test_a_certificate_that_is_refused_fails_with_what_to_do(error: str, advice: str) -> None:
+    found = check_certificate(CertificateReading("h:1", error), NOW)
+    assert found.status is FAIL
+    assert error in found.what
+    assert advice in found.fix
+
+
+def test_a_certificate_that_ends_soon_is_warned_of() -> None:
+    soon = check_certificate(CertificateReading("h:1", expires_s=NOW + 3 * DAY, names=("h",)), NOW)
+    assert (soon.status, "ends in 3 days" in soon.what) == (WARN, True)
+    later = check_certificate(CertificateReading("h:1", expires_s=NOW + 90 * DAY, names=("h", "i")), NOW)
+    assert (later.status, "for h, i" in later.what, later.fix) == (OK, True, "")
+
+
+def test_a_lane_that_is_not_used_is_warned_of_only_where_it_could_be() -> None:
+    socket = "/run/w/lane.sock"
+    assert check_lane(LaneReading(socket)).status is OK
+    assert check_lane(LaneReading(socket, error="gone", missing=True)).status is OK
+    container = check_lane(LaneReading(socket, same_host=True, error="gone", missing=True))
+    assert (container.status, "mount" in container.fix) == (WARN, True)
+    denied = check_lane(LaneReading(socket, same_host=True, error="Permission denied"))
+    assert (denied.status, "user" in denied.fix) == (WARN, True)
+    assert check_lane(LaneReading("", "it is off")).status is OK
+    off = check_lane(LaneReading("", "it is off", same_host=True))
+    assert (off.status, "it is off" in off.what, "--local-socket" in off.fix) == (WARN, True, True)
+
+
+def test_what_the_kernel_refuses_of_shared_memory_is_said() -> None:
+    fine = SharedMemoryReading("6.18", policy="never")
+    assert (check_shared_memory(fine).status, check_huge_pages(fine).status) == (OK, OK)
+    none = SharedMemoryReading("6.18", shared="Operation not permitted")
+    assert (check_shared_memory(none).status, check_huge_pages(none).status) == (FAIL, WARN)
+    old = SharedMemoryReading("5.10", ahead="Invalid argument", huge="Invalid argument", policy="never")
+    assert (check_shared_memory(old).status, check_huge_pages(old).status) == (WARN, WARN)
+    assert "6.1" in check_huge_pages(old).fix
+    denied = check_huge_pages(SharedMemoryReading("6.18", huge="Invalid argument", policy="deny"))
+    assert "deny" in denied.fix
+
+
+def test_shared_memory_of_this_machine_can_be_read() -> None:
+    found = read_shared_memory()
+    assert found.kernel
+    assert not found.shared

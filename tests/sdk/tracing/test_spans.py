@@ -1,0 +1,181 @@
+"""Spans: does each belong where the rule says, and is there nothing of them where tracing is off?"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+from opentelemetry import trace
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON, ParentBased, Sampler
+
+from weighbridge._tracing import settings, spans
+from weighbridge._tracing.opentelemetry import OpenTelemetry
+from weighbridge._tracing.settings import Settings, wanted
+from weighbridge._tracing.span import Span
+from weighbridge.errors import VersionFailed
+
+PUSH = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+TRACE, ID = int(PUSH[3:35], 16), int(PUSH[36:52], 16)
+
+
+class Traced:
+    """Tracing by a provider whose spans can be looked at."""
+
+    def __init__(self, sampler: Sampler = ALWAYS_ON) -> None:
+        self.exporter = InMemorySpanExporter()
+        self.provider = TracerProvider(sampler=ParentBased(sampler), shutdown_on_exit=False)
+        self.provider.add_span_processor(SimpleSpanProcessor(self.exporter))
+        self.tracer = self.provider.get_tracer("application")
+
+    def ended(self) -> dict[str, ReadableSpan]:
+        return {span.name: span for span in self.exporter.get_finished_spans()}
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> Traced:
+    found = Traced()
+    turn_on(monkeypatch, found)
+    return found
+
+
+def turn_on(monkeypatch: pytest.MonkeyPatch, found: Traced) -> None:
+    on = Settings()
+    on._on = OpenTelemetry(found.provider)
+    monkeypatch.setattr(spans, "OF_PROCESS", on)
+
+
+def ids(span: ReadableSpan) -> tuple[int, int | None]:
+    """The trace, and the parent's id."""
+    assert span.context is not None
+    return span.context.trace_id, span.parent.span_id if span.parent else None
+
+
+def test_who_has_no_span_continues_the_trace_of_what_led_to_it(traced: Traced) -> None:
+    with spans.span("update", origin=PUSH):
+        spans.begin("pull", origin=PUSH).end()
+    ended = traced.ended()
+    assert ids(ended["update"]) == (TRACE, ID)
+    assert ended["update"].context is not None
+    assert ids(ended["pull"]) == (TRACE, ended["update"].context.span_id)
+
+
+def test_who_has_a_span_continues_its_own_trace_and_links_to_what_led_to_it(traced: Traced) -> None:
+    with traced.tracer.start_as_current_span("step") as step, spans.span("update", origin=PUSH):
+        pass
+    update = traced.ended()["update"]
+    assert ids(update) == (step.get_span_context().trace_id, step.get_span_context().span_id)
+    assert [link.context.trace_id for link in update.links] == [TRACE]
+
+
+def test_a_rank_that_comes_later_is_in_the_trace_of_the_push_from_its_own_beginning_on(
+    traced: Traced,
+) -> None:
+    begun = spans.begin("push", {"rank": 3})
+    span = begun.under(PUSH)
+    span.set("version", 17)
+    span.begin("open", back=True).end()
+    span.end()
+    ended = traced.ended()
+    assert {*ended} == {"push", "open"}, "the trace that it had begun is not told"
+    assert ids(ended["push"]) == (TRACE, ID)
+    assert ended["push"].attributes == {"rank": 3, "version": 17}
+    assert ended["push"].start_time == ended["open"].start_time
+    assert ended["push"].start_time <= ended["open"].end_time  # type: ignore[operator]
+
+
+def test_a_rank_of_an_application_that_traces_stays_in_its_trace_and_links(traced: Traced) -> None:
+    with traced.tracer.start_as_current_span("step") as step:
+        spans.begin("push").under(PUSH).end()
+    push = traced.ended()["push"]
+    assert ids(push)[0] == step.get_span_context().trace_id
+    assert [link.context.trace_id for link in push.links] == [TRACE]
+
+
+def test_the_rank_that_opens_the_version_stays_the_root(traced: Traced) -> None:
+    span = spans.begin("push")
+    assert span.under(span.traceparent) is span
+    assert span.under("") is span
+    span.end()
+    assert ids(traced.ended()["push"])[1] is None
+
+
+def test_what_is_not_sampled_says_nothing_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = Traced(ALWAYS_OFF)
+    turn_on(monkeypatch, found)
+    with spans.span("push") as span:
+        assert span.traceparent == ""
+        assert spans.headers() == ()
+    with spans.span("update", origin=PUSH):  # the push is sampled: so is what it has led to
+        assert spans.headers()[0][0] == "traceparent"
+    assert {*found.ended()} == {"update"}
+
+
+def test_a_failure_is_told_by_its_kind_alone(traced: Traced) -> None:
+    with pytest.raises(VersionFailed), spans.span("push") as span, span.child("seal"):
+        raise VersionFailed("https://bucket/weights?X-Amz-Signature=secret")
+    for each in traced.ended().values():
+        assert each.status.status_code is trace.StatusCode.ERROR
+        assert each.attributes == {"error.type": "VERSION_FAILED"}
+        assert "secret" not in each.to_json()
+
+
+def test_a_call_is_answered_in_its_callers_trace_and_in_none_of_its_own(traced: Traced) -> None:
+    with traced.tracer.start_as_current_span("whatever the thread is at"):
+        spans.answering("Service/Method", {"rpc.system": "grpc"}, PUSH).end()
+        spans.answering("Service/Other", {}, "").end()
+    ended = traced.ended()
+    assert ids(ended["Service/Method"]) == (TRACE, ID)
+    assert ended["Service/Method"].kind is trace.SpanKind.SERVER
+    assert "Service/Other" not in ended
+
+
+@pytest.mark.parametrize(
+    ("environment", "is_wanted"),
+    [
+        ({}, False),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://a:4317"}, True),
+        ({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://a:4317"}, True),
+        ({"OTEL_EXPORTER_OTLP_METRICS_ENDPOINT": "http://a:4317"}, False),
+        ({"OTEL_TRACES_EXPORTER": "otlp"}, True),
+        ({"OTEL_TRACES_EXPORTER": "none", "OTEL_EXPORTER_OTLP_ENDPOINT": "http://a:4317"}, False),
+        ({"OTEL_SDK_DISABLED": "True", "OTEL_EXPORTER_OTLP_ENDPOINT": "http://a:4317"}, False),
+        ({"OTEL_SERVICE_NAME": "trainer"}, False),
+    ],
+)
+def test_the_environment_says_whether_there_are_traces(environment: dict[str, str], is_wanted: bool) -> None:
+    assert wanted(environment) is is_wanted
+
+
+def test_where_tracing_is_off_there_is_one_span_that_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    off = Settings()
+    monkeypatch.setattr(spans, "OF_PROCESS", off)
+    for name in settings.ENDPOINTS:
+        monkeypatch.delenv(name, raising=False)
+    assert spans.begin("push") is spans.OFF
+    assert type(spans.OFF) is Span
+    with spans.span("update", origin=PUSH) as span, span.child("prepare") as child:
+        assert span is child is spans.OFF
+        assert spans.headers() == span.headers == ()
+        assert span.under(PUSH).traceparent == ""
+
+
+@pytest.mark.process
+def test_an_application_that_sets_up_opentelemetry_late_is_traced_by_its_own_provider() -> None:
+    script = """
+from weighbridge._tracing import spans
+assert spans.begin("push") is spans.OFF
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+assert spans.begin("push") is spans.OFF
+trace.set_tracer_provider(TracerProvider())
+span = spans.begin("push")
+assert span.traceparent, span
+assert span.recorded.resource is trace.get_tracer_provider().resource
+"""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")}
+    subprocess.run([sys.executable, "-c", script], env=clean, check=True, timeout=60)

@@ -1,0 +1,1 @@
+"""Tests of `weighbridge_service.metrics`."""

@@ -1,0 +1,136 @@
+"""`/metrics` of a service that works: is every metric there, by its declaration, and do its figures say what happened?"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.support.promtool import promtool
+from tests.support.raw_clients import TinyModel, tiny_folder
+from tests.support.services import RunningService, running_service
+from tests.support.waiting import eventually
+from weighbridge import EngineClient, TrainerClient
+from weighbridge.errors import VersionFailed
+from weighbridge_service.metrics import declared
+from weighbridge_service.metrics.declared import Kind
+
+MODEL = "acme/tiny"
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> TinyModel:
+    return tiny_folder(tmp_path / "hf")
+
+
+@pytest.fixture
+def service(tmp_path: Path, source: TinyModel) -> Iterator[RunningService]:
+    with running_service(tmp_path / "store", {MODEL: source.files}) as running:
+        yield running
+
+
+def figures(service: RunningService) -> dict[tuple[str, tuple[str, ...]], float]:
+    """Each sample, by its name and the values of its labels."""
+    return {
+        (sample.name, tuple(sample.labels.values())): sample.value
+        for family in text_string_to_metric_families(service.metrics.text().decode())
+        for sample in family.samples
+    }
+
+
+def push(service: RunningService, source: TinyModel, step: int) -> int:
+    state = {name: torch.from_numpy(array.copy()) for name, array in source.arrays.items()}
+    with TrainerClient(service.address) as trainer:
+        handle = trainer.push_state_dict(MODEL, state, step=step, rank=0, world_size=1)
+        return handle.wait("durable", timeout=60).number
+
+
+def test_what_is_exposed_is_what_is_declared_and_promtool_has_nothing_against_it(
+    service: RunningService, source: TinyModel
+) -> None:
+    push(service, source, 1)
+    with EngineClient(service.address) as engine:
+        for _ in engine.pull(f"{MODEL}@latest"):
+            pass
+    text = service.metrics.text()
+    exposed = {
+        family.name + ("_total" if family.type == "counter" else ""): (family.type, family.documentation)
+        for family in text_string_to_metric_families(text.decode())
+        if not family.name.endswith("_created")
+    }
+    assert exposed == {each.name: (each.kind.value, each.text) for each in declared.ALL}
+    labels = {
+        sample.name: {*sample.labels}
+        for family in text_string_to_metric_families(text.decode())
+        for sample in family.samples
+    }
+    for metric in declared.ALL:
+        extra = {"le"} if metric.kind is Kind.HISTOGRAM else set()
+        if metric.series[0] in labels:  # there is none of what has not happened
+            assert labels[metric.series[0]] == {*metric.labels} | extra
+    promtool("check", "metrics", text=text)
+
+
+def test_a_push_that_becomes_durable_is_counted_with_its_durations(
+    service: RunningService, source: TinyModel
+) -> None:
+    before = figures(service)
+    assert before["weighbridge_pushes_total", ("published",)] == 0
+    begun = time.monotonic()
+    for step in (1, 2):
+        push(service, source, step)
+    after, took = figures(service), time.monotonic() - begun
+    assert after["weighbridge_pushes_total", ("published",)] == 2
+    assert after["weighbridge_push_ready_seconds_count", ()] == 2
+    assert after["weighbridge_push_durable_seconds_count", ()] == 2
+    ready, durable = (after[f"weighbridge_push_{what}_seconds_sum", ()] for what in ("ready", "durable"))
+    assert 0 < ready <= durable <= took
+    phases = [
+        after["weighbridge_push_phase_seconds_sum", (phase,)]
+        for phase in ("open", "planned", "filling", "sealed", "ready", "verified")
+    ]
+    assert all(seconds >= 0 for seconds in phases)
+    assert 0 < sum(phases) <= took
+    assert after["weighbridge_grpc_call_seconds_count", ("SealRank",)] == 2
+
+
+def test_a_push_whose_rank_is_missing_is_seen_waiting_and_then_as_a_failure_with_its_reason(
+    tmp_path: Path, source: TinyModel
+) -> None:
+    settings = {"receive_timeout": 2.0}
+    with running_service(tmp_path / "other", {MODEL: source.files}, **settings) as service:
+        state = {name: torch.from_numpy(array.copy()) for name, array in source.arrays.items()}
+        seen: list[tuple[float, float]] = []
+
+        def waits() -> bool:
+            now = figures(service)
+            seen.append(
+                (now["weighbridge_push_waiting_ranks", ()], now["weighbridge_push_silent_seconds", ()])
+            )
+            return seen[-1][0] == 2 and seen[-1][1] > 0.2
+
+        with TrainerClient(service.address) as trainer:
+            from threading import Thread
+
+            errors: list[BaseException] = []
+
+            def rank() -> None:
+                try:
+                    trainer.push_state_dict(MODEL, state, step=1, rank=0, world_size=3)
+                except VersionFailed as error:
+                    errors.append(error)
+
+            pushing = Thread(target=rank)
+            pushing.start()
+            eventually(waits)
+            pushing.join(60)
+        assert errors
+        after = figures(service)
+        assert after["weighbridge_pushes_total", ("failed",)] == 1
+        assert after["weighbridge_push_failures_total", ("VERSION_FAILED",)] == 1
+        assert after["weighbridge_push_waiting_ranks", ()] == 0
+        assert after["weighbridge_push_silent_seconds", ()] == 0

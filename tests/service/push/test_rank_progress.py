@@ -1,0 +1,77 @@
+"""Is it told which rank the others waited for, and by how much?"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.support.raw_clients import RawClient, cut, rows_layout, stream_of, tiny_folder
+from tests.support.services import running_service
+from tests.support.waiting import eventually
+from weighbridge_service.push.machine.rank_progress import HeldUp, RankProgress, held_up
+from weighbridge_storage.documents.names import ModelName
+
+
+def ranks(*times: tuple[int, int]) -> list[RankProgress]:
+    """Ranks that have declared and sealed at these times."""
+    return [RankProgress(rank, declared, sealed) for rank, (declared, sealed) in enumerate(times)]
+
+
+@pytest.mark.parametrize(
+    ("times", "expected"),
+    [
+        ([(1000, 2000), (1010, 2010), (1020, 9000)], HeldUp(2, 6990, declaring=False)),
+        ([(1000, 9900), (8000, 9950), (1010, 9960)], HeldUp(1, 6990, declaring=True)),
+        ([(1000, 2000), (1010, 2010), (1020, 2020)], None),
+        ([(1000, 9000)], None),
+        ([(1000, 0), (1010, 0), (7000, 0)], HeldUp(2, 5990, declaring=True)),
+        ([(1000, 0), (1010, 0), (0, 0)], None),
+        ([(1000, 60_000), (1000, 60_000), (1000, 61_000)], None),
+    ],
+    ids=["bytes", "declaring", "together", "alone", "not sealed yet", "not all declared", "a small part of the time"],
+)  # fmt: skip
+def test_the_rank_is_named_that_the_others_waited_for(
+    times: list[tuple[int, int]], expected: HeldUp | None
+) -> None:
+    assert held_up(ranks(*times)) == expected
+
+
+def test_ranks_of_other_replicas_are_not_judged() -> None:
+    known = ranks((1000, 2000), (1010, 2010))
+    assert held_up([*known, RankProgress(2, elsewhere=True)]) is None
+
+
+def test_a_session_tells_how_far_each_rank_is_and_its_memory_when_each_was_done(tmp_path: Path) -> None:
+    source, model = tiny_folder(tmp_path / "hf"), "acme/smol"
+    with running_service(tmp_path / "store", {model: source.files}, kept_images=0) as running:
+        registry, name = running.service.registry, ModelName.parse(model)
+        with RawClient(running.address) as raw:
+            number = raw.open(model, ranks=2)
+            layouts = [rows_layout(source.arrays, rank, 2) for rank in range(2)]
+            (found,) = registry.of_version(name, number)
+            assert [each.declared_ms for each in found.rank_progress] == [0, 0]
+            with ThreadPoolExecutor(2) as pool:  # each waits for the other
+                declare = partial(raw.declare, model, number)
+                assigned = list(pool.map(lambda rank: declare(layouts[rank], rank=rank), range(2)))
+            streams = [stream_of(source.arrays, layouts[r], assigned[r]) for r in range(2)]
+            raw.push(model, number, [(0, streams[0][:1000])], rank=0)
+            first, second = found.rank_progress
+            assert (first.received, first.total) == (1000, len(streams[0]))
+            assert (second.received, second.sealed_ms) == (0, 0)
+            assert first.declared_ms
+            assert second.declared_ms
+            for rank in range(2):
+                raw.push(model, number, cut(streams[rank]), rank=rank)
+                raw.seal(model, number, rank=rank)
+            eventually(lambda: running.service.catalog.get_version(model, str(number)).state.stored)
+            done = found.rank_progress
+            assert [each.received for each in done] == [len(stream) for stream in streams]
+            assert all(each.declared_ms <= each.sealed_ms for each in done)
+            raw.push_whole(model, source.arrays, step=2, request_id="next")
+            raw.push_whole(model, source.arrays, step=3, request_id="last")
+            eventually(lambda: registry.get(name, number) is None)
+            (ended,) = registry.of_version(name, number)
+            assert ended.rank_progress == done
