@@ -107,7 +107,9 @@ def test_a_manager_keeps_each_step_as_it_was_while_the_loop_goes_on(client: Trai
         trainer.train()
         expected[checkpoints.save(step).number] = trainer.held()
     trainer.train()
-    assert checkpoints.wait(timeout=60).step == 3
+    saved = checkpoints.wait(timeout=60)
+    assert saved is not None
+    assert saved.step == 3
     for number, held in expected.items():
         other = Trainer(seed=1)
         CheckpointManager(client, MODEL, other.module, other.optimizer).restore(number)

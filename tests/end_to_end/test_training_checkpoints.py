@@ -439,7 +439,8 @@ def test_commands_take_states_out_and_in(service: RunningService, small: int, tm
     assert version["metadata"] == {"from": "disk"}
 
     code, refused = run("export", f"{TORCH}:training@{small}", folder)
-    assert (code, refused["error"]["fix"]) == (1, "name a new folder")
+    fix = "name a new folder, or replace the checkpoint that is there: --replace, replace=True"
+    assert (code, refused["error"]["fix"]) == (1, fix)
     code, refused = run("export", f"{TORCH}@latest", tmp_path / "weights", "--format", "dcp")
     assert "is for training states" in refused["error"]["message"]
     code, refused = run("import", folder, TORCH, "--training", "--dtype", "bf16")

@@ -568,6 +568,7 @@ def test_a_manager_begins_anew_without_a_state_and_saves_a_step_again_in_another
         assert checkpoints.restore() is None
         checkpoints.save(2)
         saved = checkpoints.wait(timeout=60)
+        assert saved is not None
         assert (saved.model, saved.step) == (TRAINING, 2)
         assert checkpoints.latest() == saved
         assert checkpoints.restore() == saved

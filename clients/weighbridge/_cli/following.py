@@ -17,6 +17,7 @@ from weighbridge._cli.running import RETRY_SECONDS, Command, client_options, end
 from weighbridge._cli.showing import completing
 from weighbridge._cli.signing import FILE, trusted
 from weighbridge._core.engines.facts import STANDING_BEHIND
+from weighbridge._core.references import is_training
 from weighbridge._core.resources import REF_LATEST
 from weighbridge._core.text.counts import counted
 from weighbridge._core.text.sizes import readable_size
@@ -117,6 +118,10 @@ def follow_command(
     from weighbridge.follow.agent import Follower
     from weighbridge.follow.status_file import status_file
 
+    if is_training(model):
+        raise click.UsageError(f"engines take no training states: follow {model.partition(':')[0]}")
+    if url is not None and not url.startswith(("http://", "https://")):
+        raise click.UsageError(f"--url {url} has no scheme: write http://{url}")
     end_tidily()  # else the engine would stay paused
     trusts = trusted(required)
     listener = _nobody if status_path is None else status_file(status_path)

@@ -15,7 +15,7 @@ from weighbridge._core.references import training_of
 from weighbridge._core.resources import REF_LATEST, Version
 from weighbridge._formats.torch_state import rank_and_world
 from weighbridge._formats.training.megatron_chunks import sharded_chunks, unwrapped
-from weighbridge.errors import FailedPrecondition, NotFound, WeighbridgeError
+from weighbridge.errors import NotFound, WeighbridgeError
 
 log = logging.getLogger(__name__)
 
@@ -137,16 +137,18 @@ class CheckpointManager:
             rank_state=self._rank_state if rank_state else None,
         )
 
-    def wait(self, *, timeout: float | None = None) -> Version:
-        """Wait until this rank's newest save is in the store, weights and training state; gives the latter's version.
+    def wait(self, *, timeout: float | None = None) -> Version | None:
+        """Wait until this rank's newest save is in the store, weights and training state.
+
+        Returns:
+            The training state's version; None if nothing was saved, as by a loop that was restored at its last step.
 
         Raises:
-            FailedPrecondition: nothing was saved.
             VersionFailed: one of them cannot be completed; lists what is missing.
             DeadlineExceeded: one of them is not there within ``timeout`` seconds.
         """
         if self.last is None or self.last.training is None:
-            raise FailedPrecondition(f"nothing of {self._model} was saved", fix="call save(step) first")
+            return None
         started = time.monotonic()
         self.last.wait(timeout=timeout)
         left = None if timeout is None else max(timeout - (time.monotonic() - started), 0.0)

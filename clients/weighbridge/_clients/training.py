@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     import torch
 
     from weighbridge._formats.training.training_state import Fit, RankValues, TrainingState, TrainingTensors
+
+log = logging.getLogger(__name__)
 
 
 def training_state(
@@ -177,12 +180,17 @@ def restore_training(
         of = f"was imported with what is their own of {counted(own or 0, 'rank')}"
         raise InvalidArgument(
             f"{name} {by if own is None else of}, and rank_state= is asked for on {world_size}",
-            fix="what is each rank's own fits as many ranks alone: leave rank_state= out, and begin it anew",
+            fix="what is each rank's own fits as many ranks alone: leave rank_state= out (checkpoints.restore(rank_state=False)), and begin it anew",
         )
     values = opened(kept, name, None if rank_state is None else rank)
     stateful.check_kept(state, values.state, "state", name)
     stateful.check_kept(rank_state, values.rank_state, "rank_state", name)
     filling = fit(StoredState(name, others, values.trainer))
+    left = stateful.left_out(state, values.state, "state") + stateful.left_out(
+        rank_state, values.rank_state, "rank_state"
+    )
+    if left and own is None and rank == 0:  # what was imported has entries that nobody asks for
+        log.warning("%s was pushed with %s, which this restore leaves out", name, ", ".join(left))
     with torch.no_grad():
         try:
             restoring.hugging_face_shards(connection, part, filling.layout, filling.tensors, found.number)

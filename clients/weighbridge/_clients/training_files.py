@@ -63,7 +63,9 @@ def write_checkpoint(
     from weighbridge._formats.training.training_state import without_blobs
 
     if not replaces:
-        check_free(folder)
+        check_free(
+            folder, fix="name a new folder, or replace the checkpoint that is there: --replace, replace=True"
+        )
     meant = Reference.of(model, version, REF_LATEST)
     part = training_of(meant.model)
     known = KnownLayouts()

@@ -73,14 +73,14 @@ def unwritable(path: Path, error: OSError) -> WeighbridgeError:
     return FailedPrecondition(text, fix="check that the folder can be written")
 
 
-def check_free(folder: Path) -> None:
-    """Refuse a folder that has something in it.
+def check_free(folder: Path, *, fix: str = "name a new folder") -> None:
+    """Refuse a folder that has something in it; the error says ``fix``.
 
     Raises:
         InvalidArgument: it exists and is not an empty folder.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise InvalidArgument(f"{folder} exists and is not an empty folder", fix="name a new folder")
+        raise InvalidArgument(f"{folder} exists and is not an empty folder", fix=fix)
 
 
 def write_hf_folder(

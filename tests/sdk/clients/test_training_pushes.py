@@ -277,8 +277,41 @@ def test_a_save_that_fails_behind_the_loop_is_told_at_the_next_one(
             first.training.report(timeout=60)
         checkpoints.save(2)
         assert f"{first.training.model}@{first.training.number} was not saved: " in caplog.text
-        assert checkpoints.wait(timeout=60).step == 2
+        saved = checkpoints.wait(timeout=60)
+        assert saved is not None
+        assert saved.step == 2
         latest = checkpoints.latest()
         assert latest is not None
         assert latest.step == 2
         assert operator.version(MODEL, first.number).step == 1
+
+
+def test_a_loop_that_is_restored_at_its_last_step_ends_without_a_save(service: RunningService) -> None:
+    own = module()
+    with TrainerClient(service.address) as client:
+        begun = CheckpointManager(client, MODEL, own, torch.optim.AdamW(own.parameters()))
+        begun.save(1)
+        assert begun.wait(timeout=60) is not None
+        again = CheckpointManager(client, MODEL, own, torch.optim.AdamW(own.parameters()))
+        restored = again.restore()
+        assert restored is not None
+        assert restored.step == 1
+        assert again.wait(timeout=60) is None
+
+
+def test_what_a_restore_leaves_out_of_what_was_pushed_is_told_in_the_log(
+    service: RunningService, caplog: pytest.LogCaptureFixture
+) -> None:
+    own = module()
+    with TrainerClient(service.address) as client:
+        values = {"scheduler": {"last_epoch": 7}}
+        checkpoints = CheckpointManager(client, MODEL, own, state=values, rank_state={"loader": 3})
+        checkpoints.save(1)
+        checkpoints.wait(timeout=60)
+        checkpoints.restore(rank_state=False)
+        assert "leaves out" not in caplog.text
+        CheckpointManager(client, MODEL, own, rank_state={}).restore()
+        assert (
+            f"{MODEL}:training@1 was pushed with scheduler in state=, loader in rank_state=, which this restore leaves out"
+            in caplog.text
+        )

@@ -210,3 +210,18 @@ def test_a_service_that_takes_reports_and_answers_none_delays_no_update(client: 
             assert time.monotonic() - begun < REPORT_SECONDS, "less than one report takes to fail"
             reporter.close()
             assert time.monotonic() - begun < 2 * REPORT_SECONDS
+
+
+@pytest.mark.parametrize(
+    ("model", "url", "said"),
+    [
+        (MODEL, "127.0.0.1:8000", "write http://127.0.0.1:8000"),
+        (f"{MODEL}:training", "http://127.0.0.1:8000", f"follow {MODEL}"),
+    ],
+)
+def test_what_no_engine_can_follow_is_refused_before_anything_is_asked(
+    model: str, url: str, said: str
+) -> None:
+    done = CliRunner().invoke(commands, ["follow", model, "--url", url, "--server", "127.0.0.1:1"])
+    assert done.exit_code == 2
+    assert said in done.output

@@ -189,10 +189,10 @@ def _read_metadata(folder: Path) -> bytes:
         if inner:
             fix = f"give the folder of one iteration, such as {', '.join(inner)}"
         else:
-            fix = "give the folder that holds .metadata and the .distcp files; other formats cannot be read here"
+            fix = "give the folder that holds .metadata and the .distcp files, as Megatron-core (torch_dist) and torch.distributed.checkpoint write them"
         found = f", only {CONFIG_FILE}" if (folder / CONFIG_FILE).exists() else ""
         raise NotFound(
-            f"{folder} is not a torch_dist checkpoint: it has no {METADATA_FILE}{found}", fix=fix
+            f"{folder} is no torch_dist or DCP checkpoint: it has no {METADATA_FILE}{found}", fix=fix
         ) from error
 
 

@@ -57,6 +57,11 @@ def check_kept(
         )
 
 
+def left_out(named: Mapping[str, Any] | None, kept: Mapping[str, Any], argument: str) -> list[str]:
+    """Entries that were kept and are not asked for, as ``scheduler in state=``; none if nothing is to be given back."""
+    return [] if named is None else [f"{name} in {argument}=" for name in kept if name not in named]
+
+
 def give_back(named: MutableMapping[str, Any] | None, kept: Mapping[str, Any]) -> None:
     """Give values back, all of which were kept: objects load theirs, others are replaced in the mapping."""
     for name, value in list((named or {}).items()):

@@ -23,6 +23,8 @@ _STATE = "state."
 PARAMS = "params"
 _OWN = frozenset((PARAMS, "param_names"))
 """What says which parameters a group has, and does not come back."""
+_SCHEDULERS = frozenset(("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"))
+"""What torch's schedulers add to groups."""
 Path = tuple[str, ...]
 
 
@@ -168,6 +170,7 @@ def fit_optimizers(
             found, problem = groups.of(members)
             if problem:
                 problems.append(f"group {number} of the optimizer {problem}")
+            problems += _another_kind(optimizer, number, group, found)
             options.append((group, found))
             for parameter, name in zip(group[PARAMS], members, strict=True):
                 if name not in groups.names and name not in entries:
@@ -192,6 +195,19 @@ def fit_optimizers(
                 set_option(group, key, value)
 
     return OptimizerFit(tensors, problems, finish)
+
+
+def _another_kind(
+    optimizer: torch.optim.Optimizer, number: int, group: Mapping[str, Any], stored: Mapping[str, Any]
+) -> list[str]:
+    """A line if a stored group is of another kind of optimizer: each has options that the other one does not know. A release of torch that adds some is the same kind."""
+    lacking = sorted(set(optimizer.defaults) - set(stored)) if stored else []
+    unknown = sorted(set(own_options(stored)) - set(group) - _SCHEDULERS)
+    if not lacking or not unknown:
+        return []
+    return [
+        f"group {number} of the optimizer ({type(optimizer).__name__}) has {', '.join(lacking)}; the version's has {', '.join(unknown)} instead"
+    ]
 
 
 class Groups:

@@ -356,6 +356,30 @@ def test_parameters_that_have_been_put_into_other_groups_are_refused() -> None:
         pushed(module, OPTIMIZERS["groups"](module)).fill(torch_fit(other, OPTIMIZERS["adamw"](other)))
 
 
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize(("stored", "own"), [("adamw", "sgd"), ("momentum", "adamw"), ("adafactor", "adamw")])
+def test_an_optimizer_of_another_kind_is_refused_by_its_options(stored: str, own: str, strict: bool) -> None:
+    module, other = Net(1), Net(2)
+    optimizer, filled = OPTIMIZERS[stored](module), OPTIMIZERS[own](other)
+    train(module, optimizer, range(2))
+    torch.optim.lr_scheduler.LinearLR(optimizer)
+    with pytest.raises(
+        LayoutError, match=rf"group 0 of the optimizer \({type(filled).__name__}\) has .*instead"
+    ):
+        pushed(module, optimizer).fill(torch_fit(other, filled, strict=strict))
+    assert not filled.state
+
+
+def test_options_of_a_later_torch_and_of_schedulers_do_not_make_an_optimizer_another_one() -> None:
+    module, other = Net(1), Net(2)
+    optimizer, filled = OPTIMIZERS["adamw"](module), OPTIMIZERS["adamw"](other)
+    torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=5)
+    for group in optimizer.param_groups:
+        del group["decoupled_weight_decay"]  # as torch before 2.7 had none
+    pushed(module, optimizer).fill(torch_fit(other, filled))
+    assert filled.param_groups[0]["max_lr"] == 0.1
+
+
 def test_a_state_without_an_optimizer_is_told_from_one_with_it() -> None:
     module, other = Net(1), Net(2)
     whole = pushed(module, None)
