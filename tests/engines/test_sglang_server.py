@@ -282,10 +282,10 @@ class Versions:
         self.numbers = numbers
 
     def watch(self, model: str, ref: str) -> Iterator[SimpleNamespace]:
-        return (SimpleNamespace(number=number) for number in self.numbers)
+        return (SimpleNamespace(number=number, traceparent="") for number in self.numbers)
 
     def version(self, model: str, ref: str) -> SimpleNamespace:
-        return SimpleNamespace(number=self.numbers[-1])
+        return SimpleNamespace(number=self.numbers[-1], traceparent="")
 
 
 def test_an_agent_takes_the_server_along_and_says_which_version_it_serves(

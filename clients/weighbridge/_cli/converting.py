@@ -81,7 +81,7 @@ def convert_command(
     restart: bool,
     as_json: bool,
 ) -> None:
-    """Convert a Hugging Face folder to torch_dist, or a checkpoint to a Hugging Face folder.
+    """Convert checkpoints to Hugging Face folders, and back.
 
     Of a Hugging Face folder, TARGET becomes a torch_dist checkpoint of Megatron-core. Of a checkpoint it becomes a Hugging Face
     folder: of torch_dist, and of DCP and FSDP (a file for each rank, as verl's) whose parameters have its names. TARGET is new,

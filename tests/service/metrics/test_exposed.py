@@ -86,8 +86,9 @@ def test_a_push_that_becomes_durable_is_counted_with_its_durations(
     begun = time.monotonic()
     for step in (1, 2):
         push(service, source, step)
-    after, took = figures(service), time.monotonic() - begun
-    assert after["weighbridge_pushes_total", ("published",)] == 2
+    took = time.monotonic() - begun
+    eventually(lambda: figures(service)["weighbridge_pushes_total", ("published",)] == 2)
+    after = figures(service)
     assert after["weighbridge_push_ready_seconds_count", ()] == 2
     assert after["weighbridge_push_durable_seconds_count", ()] == 2
     ready, durable = (after[f"weighbridge_push_{what}_seconds_sum", ()] for what in ("ready", "durable"))
