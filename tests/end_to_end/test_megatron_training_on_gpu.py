@@ -1,25 +1,33 @@
 """Training states of Megatron's distributed optimizer on GPUs: does training go on to the bit, with all that Megatron itself would save?
 
-One process for each GPU, over NCCL, with nothing of Megatron's replaced.
+One process for each GPU, over NCCL. All GPUs are used; with one, nothing is cut.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import multiprocessing
-from collections.abc import Iterator
+import os
+import tempfile
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from tests.support.megatron_training import TrainingRank, wholes
-from tests.support.reference import tiny_config
+from tests.support.megatron_loops import (
+    Case,
+    check_that_a_manager_brings_back_the_last,
+    check_that_it_goes_on_after_kills,
+    register,
+)
 from tests.support.services import RunningService, running_service
 from weighbridge import TrainerClient
 from weighbridge_demo.megatron_cpu import Parallel
+from weighbridge_demo.ranks import RankError
 
 pytestmark = [
     pytest.mark.gpu,
@@ -31,67 +39,82 @@ pytestmark = [
         importlib.util.find_spec("megatron.core") is None, reason="megatron-core is not installed"
     ),
 ]
-MODEL = "tests/llama"
-CONFIG = tiny_config("llama", tied=False)
+GPUS = max(1, torch.cuda.device_count())
+SEVERAL = pytest.mark.skipif(GPUS == 1, reason="there is one GPU only")
+DENSE = Case("llama", Parallel(dp=GPUS), True)
+OTHERS = [Parallel(tp=GPUS), Parallel(pp=GPUS)] if GPUS > 1 else []
+CUT = Case("llama", Parallel(tp=GPUS), True, lane="grpc")
+EXPERTS = Case("qwen3_moe", Parallel(dp=GPUS, ep=GPUS), True, "float32")
+
+
+def _on_gpu(
+    parallel: Parallel, rank: int, store_path: str, fn: Callable[..., Any], args: tuple[Any, ...]
+) -> Any:
+    """What one rank does, with a GPU of its own and nothing of Megatron's replaced."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+    from megatron.core.transformer.moe import moe_utils
+
+    # a routine of Transformer Engine that routers ask for without having imported it
+    moe_utils.te_general_gemm = None
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    torch.use_deterministic_algorithms(True)  # or experts' outputs are added up in any order
+    torch.cuda.set_device(rank)
+    torch.set_default_device("cuda")
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl", init_method=f"file://{store_path}", rank=rank, world_size=parallel.world_size
+    )
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tp,
+        pipeline_model_parallel_size=parallel.pp,
+        expert_model_parallel_size=parallel.ep,
+        create_gloo_process_groups=False,
+    )
+    result = fn(rank, *args)
+    dist.destroy_process_group()
+    return result
+
+
+def run_ranks(parallel: Parallel, fn: Callable[..., Any], *args: Any, timeout: float) -> list[Any]:
+    """As `tests.support.megatron_ranks.run_ranks`, on GPUs: by processes that are not forked, which CUDA refuses."""
+    size = parallel.world_size
+    with (
+        tempfile.TemporaryDirectory(prefix="ranks-") as folder,
+        ProcessPoolExecutor(size, multiprocessing.get_context("spawn")) as pool,
+    ):
+        jobs = [pool.submit(_on_gpu, parallel, rank, f"{folder}/store", fn, args) for rank in range(size)]
+        try:
+            return [job.result(timeout=timeout) for job in jobs]
+        except BrokenProcessPool as error:
+            raise RankError("a rank died") from error
 
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningService]:
     folder = tmp_path_factory.mktemp("store")
-    CONFIG.save_pretrained(folder)
     with running_service(folder / "store", local_socket=str(folder / "lane.sock")) as running:
         with TrainerClient(running.address) as trainer:
-            trainer.register_model(MODEL, folder, dtype="bf16")
+            for case in (DENSE, EXPERTS):
+                register(trainer, case, tmp_path_factory.mktemp(case.family))
         yield running
 
 
-Saved = dict[str, Tensor]
+@pytest.mark.parametrize(
+    ("case", "others"),
+    [
+        pytest.param(DENSE, OTHERS, id="dense, local lane"),
+        pytest.param(CUT, [Parallel(dp=GPUS)], id="dense, cut, by gRPC", marks=SEVERAL),
+        pytest.param(EXPERTS, [Parallel(dp=GPUS)], id="experts", marks=SEVERAL),
+    ],
+)
+def test_training_on_gpus_goes_on_after_all_ranks_were_killed(
+    service: RunningService, tmp_path: Path, case: Case, others: list[Parallel]
+) -> None:
+    check_that_it_goes_on_after_kills(run_ranks, service.address, tmp_path, case, others)
 
 
-def goes_on(
-    address: str, folder: str, rank: int, ranks: int, device: str, lane: str
-) -> tuple[list[float | None], list[float | None], Saved, Saved]:
-    """Losses after a push and those after a restore, and what Megatron would have saved at either."""
-    import torch.distributed as dist
-    from megatron.core import parallel_state
-
-    backend = "gloo"
-    if device != "cpu":
-        torch.cuda.set_device(rank)
-        torch.set_default_device(device)
-        backend = "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backend, init_method=f"file://{folder}/job-{lane}", rank=rank, world_size=ranks)
-    parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
-    parallel = Parallel(dp=ranks)
-    first, second = (
-        TrainingRank(CONFIG, parallel, distributed=True, dtype=torch.bfloat16, seed=seed) for seed in (1, 2)
-    )
-    with TrainerClient(address, lane=lane) as trainer:
-        for number in range(3):
-            first.step(number)
-        before = wholes([first.own_state()])
-        handle = trainer.push(MODEL, first.sharded_state_dict(), step=3, run=lane, optimizer=first.optimizer)
-        expected = [first.step(number) for number in range(3, 8)]
-        assert handle.training is not None
-        version = handle.training.wait(timeout=100).number
-        trainer.restore(MODEL, second.sharded_state_dict(), optimizer=second.optimizer, version=version)
-    after = wholes([second.own_state()])
-    losses = [second.step(number) for number in range(3, 8)]
-    dist.destroy_process_group()
-    return expected, losses, before, after
-
-
-@pytest.mark.parametrize("lane", ["local", "grpc"])
-def test_training_on_gpus_goes_on_to_the_bit(service: RunningService, tmp_path: Path, lane: str) -> None:
-    ranks = torch.cuda.device_count()
-    with ProcessPoolExecutor(ranks, multiprocessing.get_context("spawn")) as pool:
-        jobs = [
-            pool.submit(goes_on, service.address, str(tmp_path), rank, ranks, "cuda", lane)
-            for rank in range(ranks)
-        ]
-        results = [job.result(timeout=300) for job in jobs]
-    for expected, losses, before, after in results:
-        assert None not in expected
-        assert losses == expected
-        assert after.keys() == before.keys()
-        assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+@pytest.mark.parametrize("case", [DENSE, CUT], ids=["local lane", "cut, by gRPC"])
+def test_a_manager_saves_every_step_on_gpus_and_brings_back_the_last(
+    service: RunningService, tmp_path: Path, case: Case
+) -> None:
+    check_that_a_manager_brings_back_the_last(run_ranks, service.address, tmp_path, case)
