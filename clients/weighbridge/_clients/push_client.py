@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Unpack
 
-from weighbridge._clients.copying.ahead import CopiesAhead, nbytes_ahead
+from weighbridge._clients.copying.ahead import CopiesAhead
 from weighbridge._clients.copying.behind import StepGate
 from weighbridge._clients.copying.copies import Copies, CopiesInCall
 from weighbridge._clients.push_handle import PushHandle
@@ -24,8 +24,6 @@ from weighbridge.v1 import checkpoint_service_pb2 as pb
 
 if TYPE_CHECKING:
     import torch
-
-    from weighbridge._formats.training.training_state import TrainingState
 
 
 class PushingClient(RestoringClient):
@@ -115,26 +113,13 @@ class PushingClient(RestoringClient):
             both.append(self._training.opening(opening))
         return self._pusher.telling(both, rank)
 
-    def _copies(
-        self,
-        model: str,
-        layout: Layout,
-        tensors: Sequence[torch.Tensor],
-        training: TrainingState | None,
-        until: Any,
-        optimizer: Any,
-    ) -> Copies:
-        """How the shards of weights and of the training state beside them are copied."""
+    def _copies(self, until: Any, optimizer: Any, *values: object) -> Copies:
+        """How one call copies what it pushes: weights, and a training state beside them if anything of it is given."""
         if until is not None:
-            both = [*tensors, *(() if training is None else training.tensors)]
-            return self._steps.until(until, optimizer, both)
-        if training is None:
+            return self._steps.until(until, optimizer)
+        if all(each is None for each in (optimizer, *values)):
             return CopiesInCall()
-        weights = self._pusher.expected(model, layout, tensors)
-        beside = self._training.expected(model, training)
-        if weights is None or beside is None or nbytes_ahead([*weights, *beside]) > self._ahead_bytes:
-            return CopiesInCall()
-        return CopiesAhead([*weights, *beside], self._ahead)
+        return CopiesAhead(self._ahead_bytes)
 
     def _push_of(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -84,15 +85,23 @@ class TrainerClient(ImportingClient):
 
         rank, world_size = rank_and_world(rank, world_size)
         opening = self._opening(model, step, run, world_size, request_id)
-        with self._telling_both(opening, rank, optimizer, state, rank_state):
-            say(opening, options)
-            shards = sharded_tensors(sharded_state_dict)
-            opening.cast_from.extend(cast_dtypes(shards.layout, shards.tensors))
-            held = partial(training_tensors, shards, optimizer)
-            training = training_state(held, rank, optimizer=optimizer, state=state, rank_state=rank_state)
-            copies = self._copies(model, shards.layout, shards.tensors, training, until, optimizer)
-        push = self._push_of(opening, rank, shards.layout, TensorSpace.MEGATRON, shards.tensors, copies)
-        return self._training.beside(push, opening, rank, training, copies)
+        with ExitStack() as stack:
+            with self._telling_both(opening, rank, optimizer, state, rank_state):
+                say(opening, options)
+                copies = stack.enter_context(self._copies(until, optimizer, state, rank_state))
+                shards = sharded_tensors(sharded_state_dict)
+                copies.begin(self._pusher.expected(model, shards.layout, shards.tensors), self._ahead)
+                training = training_state(
+                    partial(training_tensors, shards, optimizer),
+                    rank,
+                    optimizer=optimizer,
+                    state=state,
+                    rank_state=rank_state,
+                    begin=partial(self._training.begin, copies, model),
+                )
+                opening.cast_from.extend(cast_dtypes(shards.layout, shards.tensors))
+            push = self._push_of(opening, rank, shards.layout, TensorSpace.MEGATRON, shards.tensors, copies)
+            return self._training.beside(push, opening, rank, training, copies)
 
     def push_state_dict(
         self,
@@ -156,21 +165,24 @@ class TrainerClient(ImportingClient):
 
         rank, world_size = rank_and_world(rank, world_size)
         opening = self._opening(model, step, run, world_size, request_id)
-        with self._tensors(model) as tensors:
+        with ExitStack() as stack:
+            tensors = stack.enter_context(self._tensors(model))
             with self._telling_both(opening, rank, optimizer, state, rank_state):
                 say(opening, options)
+                copies = stack.enter_context(self._copies(until, optimizer, state, rank_state))
                 shards = torch_shards(
                     state_dict_or_module, tensors, cast=cast, whole=world_size == 1, of=model
                 )
-                opening.cast_from.extend(cast_dtypes(shards.layout, shards.tensors))
+                copies.begin(self._pusher.expected(model, shards.layout, shards.tensors), self._ahead)
                 training = training_state(
                     partial(training_tensors, state_dict_or_module, optimizer),
                     rank,
                     optimizer=optimizer,
                     state=state,
                     rank_state=rank_state,
+                    begin=partial(self._training.begin, copies, model),
                 )
-                copies = self._copies(model, shards.layout, shards.tensors, training, until, optimizer)
+                opening.cast_from.extend(cast_dtypes(shards.layout, shards.tensors))
             space = TensorSpace.HUGGING_FACE
             push = self._push_of(opening, rank, shards.layout, space, shards.tensors, copies)
             return self._training.beside(push, opening, rank, training, copies)
