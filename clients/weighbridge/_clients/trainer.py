@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, Unpack
 
 from weighbridge._clients.importer import ImportingClient
 from weighbridge._clients.push_handle import PushHandle
 from weighbridge._clients.push_options import PushOptions, check_options, say
-from weighbridge._clients.training import training_state
 from weighbridge._core.tensor_spaces import TensorSpace
-from weighbridge._formats.push_sources import cast_dtypes
 
 if TYPE_CHECKING:
     import torch
@@ -85,23 +82,18 @@ class TrainerClient(ImportingClient):
 
         rank, world_size = rank_and_world(rank, world_size)
         opening = self._opening(model, step, run, world_size, request_id)
-        with ExitStack() as stack:
-            with self._telling_both(opening, rank, optimizer, state, rank_state):
-                say(opening, options)
-                copies = stack.enter_context(self._copies(until, optimizer, state, rank_state))
-                shards = sharded_tensors(sharded_state_dict)
-                copies.begin(self._pusher.expected(model, shards.layout, shards.tensors), self._ahead)
-                training = training_state(
-                    partial(training_tensors, shards, optimizer),
-                    rank,
-                    optimizer=optimizer,
-                    state=state,
-                    rank_state=rank_state,
-                    begin=partial(self._training.begin, copies, model),
-                )
-                opening.cast_from.extend(cast_dtypes(shards.layout, shards.tensors))
-            push = self._push_of(opening, rank, shards.layout, TensorSpace.MEGATRON, shards.tensors, copies)
-            return self._training.beside(push, opening, rank, training, copies)
+        return self._push_tensors(
+            opening,
+            rank,
+            TensorSpace.MEGATRON,
+            partial(sharded_tensors, sharded_state_dict),
+            lambda shards: training_tensors(shards, optimizer),
+            options,
+            until=until,
+            optimizer=optimizer,
+            state=state,
+            rank_state=rank_state,
+        )
 
     def push_state_dict(
         self,
@@ -165,27 +157,21 @@ class TrainerClient(ImportingClient):
 
         rank, world_size = rank_and_world(rank, world_size)
         opening = self._opening(model, step, run, world_size, request_id)
-        with ExitStack() as stack:
-            tensors = stack.enter_context(self._tensors(model))
-            with self._telling_both(opening, rank, optimizer, state, rank_state):
-                say(opening, options)
-                copies = stack.enter_context(self._copies(until, optimizer, state, rank_state))
-                shards = torch_shards(
-                    state_dict_or_module, tensors, cast=cast, whole=world_size == 1, of=model
-                )
-                copies.begin(self._pusher.expected(model, shards.layout, shards.tensors), self._ahead)
-                training = training_state(
-                    partial(training_tensors, state_dict_or_module, optimizer),
-                    rank,
-                    optimizer=optimizer,
-                    state=state,
-                    rank_state=rank_state,
-                    begin=partial(self._training.begin, copies, model),
-                )
-                opening.cast_from.extend(cast_dtypes(shards.layout, shards.tensors))
-            space = TensorSpace.HUGGING_FACE
-            push = self._push_of(opening, rank, shards.layout, space, shards.tensors, copies)
-            return self._training.beside(push, opening, rank, training, copies)
+        with self._tensors(model) as tensors:
+            return self._push_tensors(
+                opening,
+                rank,
+                TensorSpace.HUGGING_FACE,
+                partial(
+                    torch_shards, state_dict_or_module, tensors, cast=cast, whole=world_size == 1, of=model
+                ),
+                lambda _: training_tensors(state_dict_or_module, optimizer),
+                options,
+                until=until,
+                optimizer=optimizer,
+                state=state,
+                rank_state=rank_state,
+            )
 
     def push_gathered(
         self,
