@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 import pytest
 
 from weighbridge import Credentials
-from weighbridge._cli.doctor.asking import ask
+from weighbridge._cli.doctor.asking import ask, reached_at
 from weighbridge.errors import Unavailable
 
 TOKEN = Credentials(token="a-token")
@@ -39,6 +39,22 @@ def answering(answer: Callable[[socket.socket], None]) -> Iterator[tuple[str, li
         yield "{}:{}".format(*server.getsockname()), asked
         server.shutdown(socket.SHUT_RDWR)
         thread.join()
+
+
+@pytest.mark.parametrize(
+    ("told", "server", "reached"),
+    [
+        ("0.0.0.0:8080", "node7:50051", "node7:8080"),
+        ("[::]:8080", "[fd00::7]:50051", "[fd00::7]:8080"),
+        ("10.0.0.7:8080", "node7:50051", "10.0.0.7:8080"),
+        ("127.0.0.1:8080", "127.0.0.1:50051", "127.0.0.1:8080"),
+        ("localhost:8080", "127.0.0.1:50051", "localhost:8080"),
+        ("127.0.0.1:8080", "node7:50051", ""),
+        ("", "node7:50051", ""),
+    ],
+)
+def test_an_http_face_is_reached_where_the_service_says(told: str, server: str, reached: str) -> None:
+    assert reached_at(told, server) == reached
 
 
 def test_a_token_does_not_follow_a_redirect() -> None:
