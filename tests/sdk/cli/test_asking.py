@@ -67,6 +67,17 @@ def test_a_token_does_not_follow_a_redirect() -> None:
     assert stolen == []
 
 
+def test_no_proxy_reads_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    with (
+        answering(lambda connection: connection.sendall(HEAD + b"{}")) as (proxy, stolen),
+        answering(lambda connection: connection.sendall(HEAD + b"{}")) as (named, asked),
+    ):
+        monkeypatch.setenv("http_proxy", f"http://{proxy}")
+        monkeypatch.delenv("no_proxy", raising=False)
+        assert ask(named, "/v1/checks", 5.0, TOKEN).value == {}
+    assert (stolen, len(asked)) == ([], 1)
+
+
 def test_an_answer_without_end_is_left() -> None:
     def endless(connection: socket.socket) -> None:
         connection.sendall(HEAD)

@@ -112,7 +112,10 @@ def ask(address: str, path: str, seconds: float, credentials: Credentials | None
     until_s = time.monotonic() + seconds
     tls = credentials.for_https() if url.startswith("https://") else None
     try:
-        handlers = [] if tls is None else [urllib.request.HTTPSHandler(context=tls)]
+        # without TLS, a proxy would read the token
+        handlers = [
+            urllib.request.ProxyHandler({}) if tls is None else urllib.request.HTTPSHandler(context=tls)
+        ]
         opener = urllib.request.build_opener(_NoRedirects, *handlers)
         with opener.open(request, timeout=seconds) as response:
             return Answer(json.loads(_read(response, url, until_s)), url, _date(response.headers.get("Date")))
