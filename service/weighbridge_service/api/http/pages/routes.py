@@ -114,7 +114,7 @@ def pages_router(service: Weighbridge, exports: Exports) -> APIRouter:
         """One version."""
         viewer, model = viewer_of(request), f"{namespace}/{name}"
         made = pages.version(viewer, model, version, q, first)
-        number = made[0].head.version.number
+        number = made[0].head.said.version.number
         events = f"/models/{model}/versions/{number}/events"
         return pages.answer("version", made, viewer, events, model=model, number=number, q=q, first=first)
 

@@ -8,6 +8,8 @@ from weighbridge._core.text.sizes import readable_size
 
 NONE = "\u2013"
 """Where there is no figure."""
+_LAST_MS = 253_402_300_799_000
+"""The end of the year 9999, behind which calendars of programs know nothing."""
 _SECOND, _MINUTE, _HOUR = 1000, 60_000, 3_600_000
 
 
@@ -34,12 +36,17 @@ def rate(nbytes: int, ms: int) -> str:
 
 def iso(unix_ms: int) -> str:
     """A moment for programs: ISO 8601 in UTC, to the millisecond."""
-    return datetime.fromtimestamp(unix_ms / 1000, UTC).isoformat(timespec="milliseconds")
+    return _utc(unix_ms).isoformat(timespec="milliseconds")
 
 
 def moment(unix_ms: int) -> str:
     """A moment for people, in UTC."""
-    return datetime.fromtimestamp(unix_ms / 1000, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    return _utc(unix_ms).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+def _utc(unix_ms: int) -> datetime:
+    """A moment, whatever clock has said so."""
+    return datetime.fromtimestamp(min(unix_ms, _LAST_MS) / 1000, UTC)
 
 
 def count(number: int) -> str:
