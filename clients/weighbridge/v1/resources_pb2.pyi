@@ -329,6 +329,7 @@ class RankProgress(_message.Message):
     RECEIVED_BYTES_FIELD_NUMBER: _builtins.int
     TOTAL_BYTES_FIELD_NUMBER: _builtins.int
     ELSEWHERE_FIELD_NUMBER: _builtins.int
+    COPYING_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     declared_time_ms: _builtins.int
     """When it has declared its layout, Unix time; 0 if it has not."""
@@ -340,6 +341,8 @@ class RankProgress(_message.Message):
     """Bytes that it pushes; 0 before that is known."""
     elsewhere: _builtins.bool
     """Whether it pushes to another replica, which knows more."""
+    copying: _builtins.bool
+    """Whether its process writes to shared memory itself: the service is told when all is there, and not how far that is."""
     def __init__(
         self,
         *,
@@ -349,10 +352,11 @@ class RankProgress(_message.Message):
         received_bytes: _builtins.int = ...,
         total_bytes: _builtins.int = ...,
         elsewhere: _builtins.bool = ...,
+        copying: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["declared_time_ms", b"declared_time_ms", "elsewhere", b"elsewhere", "rank", b"rank", "received_bytes", b"received_bytes", "sealed_time_ms", b"sealed_time_ms", "total_bytes", b"total_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copying", b"copying", "declared_time_ms", b"declared_time_ms", "elsewhere", b"elsewhere", "rank", b"rank", "received_bytes", b"received_bytes", "sealed_time_ms", b"sealed_time_ms", "total_bytes", b"total_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

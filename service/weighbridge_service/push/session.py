@@ -11,12 +11,11 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from weighbridge._core.reports.rank_progress import RankProgress
 from weighbridge._core.resources import why_held
 from weighbridge.errors import (
     FailedPrecondition,
@@ -43,7 +42,7 @@ from weighbridge_service.push.machine.answers import (
     check_not_failed,
 )
 from weighbridge_service.push.machine.phases import BEFORE_SEALED, FINAL, INCOMPLETE, VISIBLE, Phase
-from weighbridge_service.push.machine.rank_progress import ranks_of
+from weighbridge_service.push.machine.rank_progress import PushProgress, Received, progress_of
 from weighbridge_service.push.machine.shown import version_of, waits_for
 from weighbridge_service.push.machine.state import Moment, PushState
 from weighbridge_service.push.machine.transitions import step
@@ -123,6 +122,7 @@ class PushSession:
         self._events: deque[on.Event] = deque()
         self._draining = False
         self._waiting: WaitingCalls[PushState] = WaitingCalls()
+        self._received: Mapping[int, Received] = {}
         self._shown = self._snapshot(state)
 
     @property
@@ -162,10 +162,15 @@ class PushSession:
         return self._state.share_number
 
     @property
-    def rank_progress(self) -> tuple[RankProgress, ...]:
-        """How far each rank is."""
+    def progress(self) -> PushProgress:
+        """How far it is."""
+        return progress_of(self._state, self._received_of_ranks, now())
+
+    @property
+    def _received_of_ranks(self) -> Mapping[int, Received]:
+        """What has come of each rank's stream; after the end, what had come by then."""
         writer = self._runner.writer
-        return ranks_of(self._state, {} if writer is None else writer.received_of_ranks)
+        return self._received if writer is None else writer.received_of_ranks
 
     @property
     def layouts(self) -> DeclaredLayouts:
@@ -227,6 +232,7 @@ class PushSession:
         if after.agreed is not None:
             self._runner.planned(after)
         if after.phase in FINAL and (after.agreed is None or after.agreed.alone):
+            self._received = self._received_of_ranks
             self._runner.forget()  # other replicas may still ask for their part
         self._waiting.give(after)  # before threads begin that would compete with those who wait for them
         self._start_all((effect for effect in effects if isinstance(effect, do.Awaited)), after)

@@ -31,7 +31,7 @@ T = TypeVar("T")
 _NARROW, _MEDIUM, _WIDE_LINE = 72, 110, 140
 """Columns below which tables leave out what is least needed, and a push takes several lines."""
 _BAR = 24
-_SHOWN_RANKS = (RankStage.MISSING, RankStage.DECLARED, RankStage.SENDING)
+_SHOWN_RANKS = (RankStage.MISSING, RankStage.DECLARED, RankStage.COPYING, RankStage.SENDING)
 """Ranks that others wait for, those that are least far first."""
 _MOST_RANKS = 8
 _MOST_PUSHES = 12
@@ -155,6 +155,8 @@ def _rank_text(rank: PushingRank) -> str:
     progress = rank.progress
     if progress.stage is RankStage.MISSING:
         return "not heard of"
+    if progress.stage is RankStage.COPYING:
+        return f"copies {readable_size(progress.total_bytes)} to shared memory itself"
     size = f"{readable_size(progress.received_bytes)} of {readable_size(progress.total_bytes)}"
     return f"{_percent(rank):3}%  {size}  {_rate_text(rank.rate)}"
 

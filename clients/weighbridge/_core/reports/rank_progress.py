@@ -22,6 +22,8 @@ class RankStage(StrEnum):
     """Nothing was heard of it."""
     DECLARED = "declared"
     """It has said what it holds, and nothing of that has come."""
+    COPYING = "copying"
+    """Its process writes to shared memory itself, and says when all is there."""
     SENDING = "sending"
     SEALED = "sealed"
     """All of its bytes are there, and it has said so."""
@@ -40,6 +42,7 @@ class RankProgress(JsonValue):
         received_bytes: of its stream, that have come.
         total_bytes: that it pushes; 0 before there is a plan.
         elsewhere: whether it pushes to another replica, which knows more.
+        copying: whether its process writes to shared memory itself: the service is told when all is there, and not how far that is.
     """
 
     rank: int
@@ -48,6 +51,7 @@ class RankProgress(JsonValue):
     received_bytes: int = 0
     total_bytes: int = 0
     elsewhere: bool = False
+    copying: bool = False
 
     @property
     def stage(self) -> RankStage:
@@ -56,6 +60,8 @@ class RankProgress(JsonValue):
             return RankStage.ELSEWHERE
         if self.sealed_time_ms:
             return RankStage.SEALED
+        if self.copying:
+            return RankStage.COPYING
         if self.received_bytes:
             return RankStage.SENDING
         return RankStage.DECLARED if self.declared_time_ms else RankStage.MISSING

@@ -114,7 +114,7 @@ class ModelHandlers:
             push = self._registry.find(ModelName.parse(version.model), version.number)
         return pb.GetVersionResponse(
             version=wire.version_to_proto(version),
-            ranks=() if push is None else map(wire.rank_to_proto, push.rank_progress),
+            ranks=() if push is None else map(wire.rank_to_proto, push.progress.ranks),
         )
 
     def ListVersions(self, request: pb.ListVersionsRequest, call: Call) -> pb.ListVersionsResponse:

@@ -9,6 +9,8 @@ from weighbridge._core.text.sizes import readable_rate
 
 NONE = "\u2013"
 """Where there is no figure."""
+_LAST_MS = 253_402_300_799_000
+"""The end of the year 9999, behind which calendars of programs know nothing."""
 
 
 def span(start_ms: int, end_ms: int) -> str:
@@ -23,9 +25,14 @@ def rate(nbytes: int, ms: int) -> str:
 
 def iso(unix_ms: int) -> str:
     """A moment for programs: ISO 8601 in UTC, to the millisecond."""
-    return datetime.fromtimestamp(unix_ms / 1000, UTC).isoformat(timespec="milliseconds")
+    return _utc(unix_ms).isoformat(timespec="milliseconds")
 
 
 def moment(unix_ms: int) -> str:
     """A moment for people, in UTC."""
-    return datetime.fromtimestamp(unix_ms / 1000, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    return _utc(unix_ms).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+def _utc(unix_ms: int) -> datetime:
+    """A moment, whatever clock has said so."""
+    return datetime.fromtimestamp(min(unix_ms, _LAST_MS) / 1000, UTC)
