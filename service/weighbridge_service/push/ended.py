@@ -63,7 +63,7 @@ class EndedPush:
             session.snapshot,
             session.client_id,
             session.request_id,
-            frozenset(each.client_id for each in state.declarations.here.values()),
+            session.clients,
             state.share_number,
             array("Q", [streams[rank].nbytes for rank in range(len(streams))]),
             _by_rank(state.declared_ms, state),
