@@ -23,9 +23,9 @@ _CONTAINERS = {
 }
 _MOST_MARKS = 1000
 """Containers within each other: Python's own pickler gives up before that."""
-_LEAST_BYTES, _FREE = 4, 4000
+_LEAST_BYTES, _FREE = 3, 4000
 """Bytes of a pickle for each unit of what it makes, but for the first units: one byte could make a set, which takes two hundred. A tuple, a reference or an
-instance is one unit, a list two, a dict or set four, which is about 60 bytes of memory for each. What torch writes has more than six."""
+instance is one unit, a list two, a dict or set four, which is about 60 bytes of memory for each. What torch writes has six and more."""
 SIZE = "torch.Size"
 GETATTR = ("__builtin__.getattr", "builtins.getattr")
 OTHER_DTYPES = (

@@ -28,7 +28,8 @@ from weighbridge._formats.torch_dist.metadata import CONFIG_FILE
 from weighbridge._formats.torch_dist.optimizer_rank_files import read_optimizer, read_scheduler
 from weighbridge._formats.torch_dist.rank_files import has_rank_files, read_rank_files, sharded_parameters
 from weighbridge._formats.torch_state import WRAPPERS
-from weighbridge._formats.training.checkpoint_values import CheckpointFormat, CheckpointValues
+from weighbridge._formats.training import blobs
+from weighbridge._formats.training.checkpoint_values import STEP_ENTRY, CheckpointFormat, CheckpointValues
 from weighbridge._formats.training.torch_entries import MODEL, OPTIMIZER
 from weighbridge._formats.training.training_state import (
     RankValues,
@@ -36,7 +37,7 @@ from weighbridge._formats.training.training_state import (
     TrainingTensors,
     without_blobs,
 )
-from weighbridge.errors import LayoutError
+from weighbridge.errors import DataLoss, LayoutError
 
 MAX_VALUES_BYTES = 1 << 30
 """Most bytes of what is no tensor; they are in memory while the checkpoint is pushed."""
@@ -56,7 +57,7 @@ class CheckpointFolder:
         layout: its tensors' chunks, and the blob of what is none, as one stream.
         space: to which the names belong.
         open_source: gives the bytes of some of the shards.
-        step: the iteration that its folder is named by; 0 if it is not. verl's is in the name of the folder above.
+        step: the iteration that its folder is named by, or the step that an export has noted in it; 0 if neither is there. verl's is in the name of the folder above.
     """
 
     format: CheckpointFormat | Literal["rank_files"]
@@ -85,7 +86,8 @@ class CheckpointFolder:
         values = CheckpointValues(kind, objects, found.paths, common).kept()
         space = TensorSpace.MEGATRON if kind == "torch_dist" else TensorSpace.HUGGING_FACE
         iteration = _ITERATION.fullmatch(folder.resolve().name)
-        return _pushed(folder, kind, found.layout, space, values, int(iteration[1]) if iteration else 0)
+        step = int(iteration[1]) if iteration else _step_in(objects.get(STEP_ENTRY))
+        return _pushed(folder, kind, found.layout, space, values, step)
 
 
 def _pushed(
@@ -104,6 +106,16 @@ def _pushed(
     files = {name: map_file(folder / name) for name in names} | {"": state.tensors[-1].numpy()}
     places = [*layout.placements, state.layout.placements[-1]._replace(buffer="", offset=0)]
     return CheckpointFolder(kind, state.layout, space, MappedSource.opener(places, files), step)
+
+
+def _step_in(content: bytes | None) -> int:
+    """The step that an export has noted; 0 if it has not."""
+    if content is None:
+        return 0
+    step = blobs.load(content, STEP_ENTRY)
+    if type(step) is not int or not 0 <= step < 1 << 53:
+        raise DataLoss(f"{STEP_ENTRY} is no step")
+    return step
 
 
 def _of_ranks(folder: Path) -> CheckpointFolder:

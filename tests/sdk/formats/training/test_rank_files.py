@@ -171,9 +171,9 @@ def test_what_is_no_optimizer_of_this_module_is_refused_by_name(
     def swapped(state: Any) -> None:
         state["state"][0], state["state"][1] = state["state"][1], state["state"][0]
 
-    with pytest.raises(InvalidArgument, match="state.embedding.weight.exp_avg. is a plain tensor"):
+    with pytest.raises(InvalidArgument, match=r"state.embedding.weight.exp_avg. is a plain tensor"):
         CheckpointFolder.read(_rewritten(folder, tmp_path / "plain", "optim", plain))
-    with pytest.raises(LayoutError, match="has state of parameter 17, and the model 6"):
+    with pytest.raises(LayoutError, match=r"has state of parameter .17., and the model 6"):
         CheckpointFolder.read(_rewritten(folder, tmp_path / "another", "optim", another))
     with pytest.raises(LayoutError, match="cannot be read"):
         CheckpointFolder.read(_rewritten(folder, tmp_path / "swapped", "optim", swapped))
