@@ -88,16 +88,13 @@ def read_optimizer(folder: Path, parameters: Mapping[str, tuple[int, ...]]) -> R
             details=problems[:_NAMED],
             fix="make the optimizer of all of module.parameters(), in their order",
         )
-    first: list[Any] = []
-    read_files(folder, files[:1], lambda root: first.append(root) or {})
-    (root,) = first
-    numbers = {
-        names[index]: found
-        for index, state in root["state"].items()
-        if (found := {(key,): value for key, value in state.items() if type(value) is not Instance})
-    }
-    groups = _groups(root.get("param_groups"), names)
-    return RankOptimizer(checkpoint, numbers, groups)
+    with open_rank_file(folder, files[0]) as (_, root):
+        numbers: dict[str, dict[tuple[str, ...], Any]] = {}
+        for index, state in root["state"].items():
+            found = {(key,): value for key, value in state.items() if type(value) is not Instance}
+            if found:
+                numbers[names[index]] = found
+        return RankOptimizer(checkpoint, numbers, _groups(root.get("param_groups"), names))
 
 
 def read_scheduler(folder: Path) -> dict[str, Any] | None:

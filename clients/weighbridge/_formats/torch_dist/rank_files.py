@@ -143,7 +143,7 @@ def read_files(folder: Path, files: Sequence[str], entries_of: Callable[[Any], A
     problems: dict[str, str] = {}
     most = _Most(len(files), sum((folder / file).stat().st_size for file in files))
     for file in files:
-        with open_rank_file(folder, file, _ALLOWED) as (archive, root):
+        with open_rank_file(folder, file) as (archive, root):
             sizes[file] = archive.length
             entries = entries_of(root)
             if type(entries) is not dict or any(type(name) is not str for name in entries):
@@ -184,13 +184,15 @@ def read_files(folder: Path, files: Sequence[str], entries_of: Callable[[Any], A
 
 
 @contextmanager
-def open_rank_file(folder: Path, file: str, allowed: Mapping[str, Named]) -> Iterator[tuple[Archive, Any]]:
+def open_rank_file(
+    folder: Path, file: str, allowed: Mapping[str, Named] = _ALLOWED
+) -> Iterator[tuple[Archive, Any]]:
     """The file of a rank as an archive, and what its pickle describes.
 
     Args:
         folder: where it lies.
         file: its name.
-        allowed: what it may name.
+        allowed: what it may name; by default what tensors do.
 
     Raises:
         NotFound: it is not there.
@@ -214,7 +216,7 @@ def sharded_parameters(folder: Path) -> tuple[dict[str, tuple[int, ...]], dict[s
     shapes: dict[str, tuple[int, ...]] = {}
     tied: dict[str, str] = {}
     first: dict[tuple[object, ...], str] = {}
-    with open_rank_file(folder, files_of(folder)[0], _ALLOWED) as (_, root):
+    with open_rank_file(folder, files_of(folder)[0]) as (_, root):
         for name, value in _mapping(root).items():
             if not is_dtensor(value):
                 continue
