@@ -91,7 +91,9 @@ def read_optimizer(folder: Path, parameters: Mapping[str, tuple[int, ...]]) -> R
     with open_rank_file(folder, files[0]) as (_, root):
         numbers: dict[str, dict[tuple[str, ...], Any]] = {}
         for index, state in root["state"].items():
-            found = {(key,): value for key, value in state.items() if type(value) is not Instance}
+            found: dict[tuple[str, ...], Any] = {
+                (key,): value for key, value in state.items() if type(value) is not Instance
+            }
             if found:
                 numbers[names[index]] = found
         return RankOptimizer(checkpoint, numbers, _groups(root.get("param_groups"), names))
