@@ -70,7 +70,7 @@ class EndedPush:
             session.snapshot,
             session.client_id,
             session.request_id,
-            frozenset(each.client_id for each in state.declarations.here.values()),
+            session.clients,
             state.share_number,
             array("Q", [streams[rank].nbytes for rank in range(len(streams))]),
             array("Q", [each.declared_time_ms for each in ranks]),

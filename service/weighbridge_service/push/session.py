@@ -177,9 +177,14 @@ class PushSession:
         """What its ranks have declared (`EffectRunner.layouts`)."""
         return self._runner.layouts
 
+    @property
+    def clients(self) -> frozenset[str]:
+        """Who has declared a rank of the version here."""
+        return frozenset(each.client_id for each in self._state.declarations.here.values())
+
     def takes_part(self, client_id: str) -> bool:
         """Whether this client has declared a rank of the version."""
-        return any(each.client_id == client_id for each in self._state.declarations.here.values())
+        return client_id in self.clients
 
     # --- the queue
 

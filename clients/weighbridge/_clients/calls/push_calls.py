@@ -11,6 +11,7 @@ from functools import partial
 from weighbridge._clients.calls.steps import Pause, Steps, call_method
 from weighbridge._core.layouts import Layout
 from weighbridge._core.megatron_rank import MegatronRank
+from weighbridge._core.metadata import OTHER_WRITER
 from weighbridge._core.references import Reference
 from weighbridge._core.resources import Version
 from weighbridge._core.tensor_spaces import TensorSpace
@@ -31,8 +32,16 @@ _call = partial(call_method, pb.DESCRIPTOR.services_by_name["CheckpointService"]
 
 
 def open_version(opening: pb.OpenVersionRequest) -> Steps[Version]:
-    """Open a version, or find the one that another rank has opened."""
-    return wire.version_from_proto((yield from _call("OpenVersion", opening)).version)
+    """Open a version, or find the one that another rank has opened. Warns if another job pushes the model, too."""
+    opened = wire.version_from_proto((yield from _call("OpenVersion", opening)).version)
+    if OTHER_WRITER in opened.metadata and OTHER_WRITER not in opening.metadata:
+        log.warning(
+            "%s: another job pushes this model, too: between this job's last version and this one it has pushed %s. "
+            "End one of them, or push to two models",
+            opened,
+            opened.metadata[OTHER_WRITER],
+        )
+    return opened
 
 
 def declare(header: pb.PushHeader, layout: Layout, space: TensorSpace) -> Steps[pb.DeclareLayoutResponse]:
