@@ -70,7 +70,9 @@ class Transport:
         self.credentials = proofs = Credentials.from_environment() if credentials is None else credentials
         self.retry_seconds = retry_seconds
         self.client_id = str(uuid.uuid4())
-        self.lane = LocalLane(lane_wanted(lane), self.client_id, lambda: find_lane(addresses.current, proofs))
+        self.lane = LocalLane(
+            lane_wanted(lane), self.client_id, lambda: find_faces(addresses.current, proofs)
+        )
         most = default_connections() if connections is None else connections
         self.streams = bulk.Connections(addresses, most, proofs)
         self._lock = threading.Lock()
@@ -100,8 +102,8 @@ class Transport:
             connections.close()
 
 
-def find_lane(address: str, credentials: Credentials = NONE) -> local_lane_pb2.GetLocalLaneResponse:
-    """Where the service's socket is, as the service at an address says."""
+def find_faces(address: str, credentials: Credentials = NONE) -> local_lane_pb2.GetLocalLaneResponse:
+    """Where else a service answers, at its socket and by HTTP, as it says itself at one of its addresses for gRPC."""
     with rpc.open_channel(address, credentials) as channel, rpc.translated_errors(address):
         stub = local_lane_pb2_grpc.LocalLaneServiceStub(channel)
         return stub.GetLocalLane(local_lane_pb2.GetLocalLaneRequest(), timeout=_LANE_SECONDS)

@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from typing import NoReturn
 
 from weighbridge._core.layouts import Layout
+from weighbridge._core.reports.rank_progress import RankProgress
 from weighbridge_service.catalog.snapshots import VersionSnapshot
 from weighbridge_service.plan.declarations import Declarations
 from weighbridge_service.plan.planning import Plan
 from weighbridge_service.plan.push_plan import PreparedPush
 from weighbridge_service.plan.transfers import Transfer
 from weighbridge_service.push.machine.answers import answer_abort, check_not_failed, sealed
-from weighbridge_service.push.machine.rank_progress import RankProgress
 from weighbridge_service.push.machine.state import PushState
 from weighbridge_service.push.session import PushSession
 from weighbridge_storage.versions.writing import Written

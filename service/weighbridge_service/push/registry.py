@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import TypeAlias
 
 from weighbridge._core.resources import VersionState
+from weighbridge._core.text.durations import readable_duration
 from weighbridge._core.text.waits import REMIND_SECONDS
 from weighbridge.errors import VersionFailed
 from weighbridge_service.catalog.snapshots import Snapshots, VersionSnapshot
@@ -273,7 +274,12 @@ class WaitsSaid:
             version = session.snapshot.described
             seconds = (unix_ms() - version.create_time_ms) / 1000
             if version.waits_for and seconds >= REMIND_SECONDS:
-                log.info("%s: for %.0f s, waits for %s", version, seconds, "; ".join(version.waits_for))
+                log.info(
+                    "%s: for %s, waits for %s",
+                    version,
+                    readable_duration(seconds, rough=True),
+                    "; ".join(version.waits_for),
+                )
 
 
 def _is_over(session: PushSession) -> bool:

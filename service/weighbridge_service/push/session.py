@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
+from weighbridge._core.reports.rank_progress import RankProgress
 from weighbridge._core.resources import why_held
 from weighbridge.errors import (
     FailedPrecondition,
@@ -42,7 +43,7 @@ from weighbridge_service.push.machine.answers import (
     check_not_failed,
 )
 from weighbridge_service.push.machine.phases import BEFORE_SEALED, FINAL, INCOMPLETE, VISIBLE, Phase
-from weighbridge_service.push.machine.rank_progress import RankProgress, ranks_of
+from weighbridge_service.push.machine.rank_progress import ranks_of
 from weighbridge_service.push.machine.shown import version_of, waits_for
 from weighbridge_service.push.machine.state import Moment, PushState
 from weighbridge_service.push.machine.transitions import step

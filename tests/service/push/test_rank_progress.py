@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
@@ -11,7 +12,9 @@ import pytest
 from tests.support.raw_clients import RawClient, cut, rows_layout, stream_of, tiny_folder
 from tests.support.services import running_service
 from tests.support.waiting import eventually
-from weighbridge_service.push.machine.rank_progress import HeldUp, RankProgress, held_up
+from weighbridge._clients.calls.version_calls import rank_progress
+from weighbridge._clients.connection import Connection
+from weighbridge._core.reports.rank_progress import HeldUp, RankProgress, RankStage, held_up
 from weighbridge_storage.documents.names import ModelName
 
 
@@ -44,6 +47,13 @@ def test_ranks_of_other_replicas_are_not_judged() -> None:
     assert held_up([*known, RankProgress(2, elsewhere=True)]) is None
 
 
+def test_a_rank_stands_where_its_times_and_bytes_say() -> None:
+    told = [
+        RankProgress(0), RankProgress(1, 5), RankProgress(2, 5, 0, 7, 9), RankProgress(3, 5, 8, 9, 9), RankProgress(4, 5, elsewhere=True)
+    ]  # fmt: skip
+    assert [each.stage for each in told] == list(RankStage)
+
+
 def test_a_session_tells_how_far_each_rank_is_and_its_memory_when_each_was_done(tmp_path: Path) -> None:
     source, model = tiny_folder(tmp_path / "hf"), "acme/smol"
     with running_service(tmp_path / "store", {model: source.files}, kept_images=0) as running:
@@ -52,24 +62,29 @@ def test_a_session_tells_how_far_each_rank_is_and_its_memory_when_each_was_done(
             number = raw.open(model, ranks=2)
             layouts = [rows_layout(source.arrays, rank, 2) for rank in range(2)]
             (found,) = registry.of_version(name, number)
-            assert [each.declared_ms for each in found.rank_progress] == [0, 0]
+            assert [each.declared_time_ms for each in found.rank_progress] == [0, 0]
             with ThreadPoolExecutor(2) as pool:  # each waits for the other
                 declare = partial(raw.declare, model, number)
                 assigned = list(pool.map(lambda rank: declare(layouts[rank], rank=rank), range(2)))
             streams = [stream_of(source.arrays, layouts[r], assigned[r]) for r in range(2)]
             raw.push(model, number, [(0, streams[0][:1000])], rank=0)
             first, second = found.rank_progress
-            assert (first.received, first.total) == (1000, len(streams[0]))
-            assert (second.received, second.sealed_ms) == (0, 0)
-            assert first.declared_ms
-            assert second.declared_ms
+            assert (first.received_bytes, first.total_bytes) == (1000, len(streams[0]))
+            assert (second.received_bytes, second.sealed_time_ms) == (0, 0)
+            connection = Connection(running.address)
+            with closing(connection):
+                assert connection.run(rank_progress(model, number)) == [first, second], (
+                    "clients read the same"
+                )
+            assert first.declared_time_ms
+            assert second.declared_time_ms
             for rank in range(2):
                 raw.push(model, number, cut(streams[rank]), rank=rank)
                 raw.seal(model, number, rank=rank)
             eventually(lambda: running.service.catalog.get_version(model, str(number)).state.stored)
             done = found.rank_progress
-            assert [each.received for each in done] == [len(stream) for stream in streams]
-            assert all(each.declared_ms <= each.sealed_ms for each in done)
+            assert [each.received_bytes for each in done] == [len(stream) for stream in streams]
+            assert all(each.declared_time_ms <= each.sealed_time_ms for each in done)
             raw.push_whole(model, source.arrays, step=2, request_id="next")
             raw.push_whole(model, source.arrays, step=3, request_id="last")
             eventually(lambda: registry.get(name, number) is None)

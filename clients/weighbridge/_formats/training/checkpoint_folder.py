@@ -82,14 +82,19 @@ class CheckpointFolder:
         names = dict.fromkeys(place.buffer for place in found.layout.placements)
         files = {name: map_file(folder / name) for name in names} | {"": blob}
         places = [*found.layout.placements, state.layout.placements[-1]._replace(buffer="", offset=0)]
-        iteration = _ITERATION.fullmatch(folder.resolve().name)
         return CheckpointFolder(
             kind,
             state.layout,
             space,
             MappedSource.opener(places, files),
-            int(iteration[1]) if iteration else 0,
+            iteration_of(folder),
         )
+
+
+def iteration_of(folder: Path) -> int:
+    """The iteration that a checkpoint's folder is named by, as Megatron-core names it, ``iter_0000100``; 0 if it is not."""
+    named = _ITERATION.fullmatch(folder.resolve().name)
+    return int(named[1]) if named else 0
 
 
 def _named(found: TorchDistCheckpoint) -> TorchDistCheckpoint:

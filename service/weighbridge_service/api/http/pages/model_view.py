@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from weighbridge._core.engines.facts import Engine
+from weighbridge._core.reports.rank_progress import RankProgress
 from weighbridge._core.resources import (
     REF_LATEST,
     REF_LIVE,
@@ -18,7 +19,8 @@ from weighbridge._core.resources import (
     VersionState,
     why_failed,
 )
-from weighbridge._core.text.counts import counted
+from weighbridge._core.text.counts import counted, percent, readable_count
+from weighbridge._core.text.durations import readable_duration
 from weighbridge._core.text.sizes import readable_size
 from weighbridge_service.access.scopes import Verb
 from weighbridge_service.api.http.pages import words
@@ -26,7 +28,6 @@ from weighbridge_service.api.http.pages.engine_view import Engines, engines_view
 from weighbridge_service.api.http.pages.push_view import LivePush, held_up_text, live_push
 from weighbridge_service.api.http.pages.viewer import Viewer
 from weighbridge_service.exports.jobs import ExportJob, ExportState
-from weighbridge_service.push.machine.rank_progress import RankProgress
 
 _UNITS = 1000
 """Width of the picture of a version's times."""
@@ -305,7 +306,7 @@ def _summary(facts: ModelFacts) -> Summary:
         live_number=live,
         latest_number=latest,
         last=last,
-        push_time=words.duration(push_ms) if last else words.NONE,
+        push_time=readable_duration(push_ms / 1000) if last else words.NONE,
         push_rate=words.rate(last.tensor_bytes, push_ms) if last else words.NONE,
         durable_time=words.span(last.create_time_ms, last.durable_time_ms) if last else words.NONE,
         given_up=newest if newest and newest.state.given_up else None,
@@ -330,7 +331,7 @@ def _timeline(facts: ModelFacts, viewer: Viewer) -> Timeline:
         rows=rows,
         before=facts.before,
         more_before=facts.versions[-1].number if facts.more and facts.versions else 0,
-        scale=words.duration(longest) if longest else "",
+        scale=readable_duration(longest / 1000) if longest else "",
     )
 
 
@@ -378,7 +379,7 @@ def spans_of(version: Version, longest: int) -> tuple[Span, ...]:
             kind,
             _UNITS * (start - origin) // longest,
             max(2, _UNITS * (end - start) // longest),
-            f"{kind} in {words.duration(max(0, end - start))}",
+            f"{kind} in {readable_duration(max(0, end - start) / 1000)}",
         )
         for kind, start, end in times
         if start and end and longest
@@ -453,7 +454,7 @@ def _exports(facts: ModelFacts, viewer: Viewer) -> ExportsPart:
 
 def _export(job: ExportJob, may: bool) -> ExportRow:
     total = job.bytes_total
-    done = 100 if job.state is ExportState.DONE else words.percent(job.bytes_done, total) if total else 0
+    done = 100 if job.state is ExportState.DONE else percent(job.bytes_done, total)
     return ExportRow(
         job=job,
         percent=done,
@@ -468,8 +469,8 @@ def _rules(retention: Retention) -> tuple[str, ...]:
         return ("every version is kept",)
     rules: Sequence[tuple[int, str]] = (
         (retention.keep_last, f"the newest {counted(retention.keep_last, 'version')} are kept"),
-        (retention.keep_every, f"of each {words.count(retention.keep_every)} numbers the first is kept"),
-        (retention.keep_younger_s, f"younger than {words.duration(1000 * retention.keep_younger_s)}: kept"),
+        (retention.keep_every, f"of each {readable_count(retention.keep_every)} numbers the first is kept"),
+        (retention.keep_younger_s, f"younger than {readable_duration(retention.keep_younger_s)}: kept"),
     )
     return (*(text for value, text in rules if value), "whatever a ref names or an engine serves is kept")
 

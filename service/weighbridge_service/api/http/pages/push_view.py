@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from weighbridge._core.reports.rank_progress import RankProgress, RankStage, held_up
 from weighbridge._core.resources import Version, VersionState
+from weighbridge._core.text.counts import percent
+from weighbridge._core.text.durations import readable_duration
 from weighbridge._core.text.sizes import readable_size
 from weighbridge._core.text.waits import ranks_text
 from weighbridge_service.api.http.pages import words
-from weighbridge_service.push.machine.rank_progress import RankProgress, held_up
 
 _SHOWN = 1024
 """Ranks of which each has a cell."""
@@ -21,13 +23,13 @@ class RankCell:
 
     Attributes:
         rank: which one.
-        state: ``missing``, ``declared``, ``sending``, ``sealed`` or ``elsewhere``.
+        state: where it stands.
         percent: of its bytes that have come.
         text: the same in words.
     """
 
     rank: int
-    state: str
+    state: RankStage
     percent: int
     text: str
 
@@ -72,17 +74,16 @@ def live_push(version: Version, ranks: Sequence[RankProgress], now_ms: int) -> L
         ranks: how far each of its ranks is, as far as it is known here.
         now_ms: the time, in milliseconds since 1970 UTC.
     """
-    received = max(version.received_bytes, sum(each.received for each in ranks))
-    total = version.tensor_bytes or sum(each.total for each in ranks)
-    absent = [each.rank for each in ranks if not each.declared_ms and not each.elsewhere]
-    sealed = sum(bool(each.sealed_ms) for each in ranks) if ranks else version.sealed_ranks
+    received = max(version.received_bytes, sum(each.received_bytes for each in ranks))
+    total = version.tensor_bytes or sum(each.total_bytes for each in ranks)
+    sealed = sum(each.stage is RankStage.SEALED for each in ranks) if ranks else version.sealed_ranks
     return LivePush(
         number=version.number,
         step=version.step,
         run=version.run,
         state=version.state,
         opened_ms=version.create_time_ms,
-        percent=words.percent(received, total) if total else 0,
+        percent=percent(received, total),
         bytes_text=f"{readable_size(received)} of {readable_size(total)}"
         if total
         else readable_size(received),
@@ -91,9 +92,15 @@ def live_push(version: Version, ranks: Sequence[RankProgress], now_ms: int) -> L
         ranks=cells(ranks),
         ranks_total=version.ranks,
         ranks_text=f"{sealed} of {version.ranks} sealed",
-        missing=ranks_text(absent) if absent else "",
+        missing=missing_text(ranks),
         waits_for=version.waits_for,
     )
+
+
+def missing_text(ranks: Sequence[RankProgress]) -> str:
+    """The ranks that nothing was heard of, in words; empty if there are none."""
+    absent = [each.rank for each in ranks if each.stage is RankStage.MISSING]
+    return ranks_text(absent) if absent else ""
 
 
 def cells(ranks: Sequence[RankProgress]) -> tuple[RankCell, ...]:
@@ -107,18 +114,20 @@ def held_up_text(ranks: Sequence[RankProgress]) -> str:
     if found is None:
         return ""
     late = "to declare" if found.declaring else "with its bytes"
-    return f"rank {found.rank} was {words.duration(found.behind_ms)} behind {late}"
+    return f"rank {found.rank} was {readable_duration(found.behind_ms / 1000)} behind {late}"
 
 
 def _cell(each: RankProgress) -> RankCell:
-    done = 100 if each.sealed_ms else words.percent(each.received, each.total) if each.total else 0
-    amount = f"{readable_size(each.received)} of {readable_size(each.total)}"
-    if each.elsewhere:
-        return RankCell(each.rank, "elsewhere", 0, "pushes to another replica")
-    if each.sealed_ms:
-        return RankCell(each.rank, "sealed", 100, f"sealed, {readable_size(each.total)}")
-    if each.received:
-        return RankCell(each.rank, "sending", done, amount)
-    if each.declared_ms:
-        return RankCell(each.rank, "declared", 0, "declared, nothing received")
-    return RankCell(each.rank, "missing", 0, "not heard of")
+    done = percent(each.received_bytes, each.total_bytes)
+    match each.stage:
+        case RankStage.ELSEWHERE:
+            shown = 0, "pushes to another replica"
+        case RankStage.SEALED:
+            shown = 100, f"sealed, {readable_size(each.total_bytes)}"
+        case RankStage.SENDING:
+            shown = done, f"{readable_size(each.received_bytes)} of {readable_size(each.total_bytes)}"
+        case RankStage.DECLARED:
+            shown = 0, "declared, nothing received"
+        case RankStage.MISSING:
+            shown = 0, "not heard of"
+    return RankCell(each.rank, each.stage, *shown)

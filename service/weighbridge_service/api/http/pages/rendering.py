@@ -14,7 +14,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from weighbridge._core.lru import Cache
-from weighbridge._core.text.counts import counted
+from weighbridge._core.text.counts import counted, readable_count
 from weighbridge._core.text.sizes import readable_size
 from weighbridge_service.api.http.pages import words
 from weighbridge_service.api.http.pages.viewer import Viewer
@@ -65,10 +65,9 @@ class Renderer:
         )
         self._templates.filters |= {
             "size": readable_size,
-            "duration": words.duration,
             "iso": words.iso,
             "moment": words.moment,
-            "count": words.count,
+            "count": readable_count,
             "quoted": lambda text: quote(str(text), safe=""),
         }
         self._templates.globals |= {"counted": counted, "assets": assets(), "NONE": words.NONE}

@@ -7,16 +7,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from weighbridge._core.engines.facts import Engine
+from weighbridge._core.reports.rank_progress import RankProgress
 from weighbridge._core.resources import Version, VersionState, why_failed, why_held
+from weighbridge._core.text.counts import readable_count
 from weighbridge._core.text.sizes import readable_size
-from weighbridge._core.text.waits import ranks_text
 from weighbridge_service.access.scopes import Verb
 from weighbridge_service.api.http.pages import words
 from weighbridge_service.api.http.pages.engine_view import serving_it
 from weighbridge_service.api.http.pages.model_view import Span, spans_of
-from weighbridge_service.api.http.pages.push_view import LivePush, RankCell, cells, held_up_text, live_push
+from weighbridge_service.api.http.pages.push_view import (
+    LivePush,
+    RankCell,
+    cells,
+    held_up_text,
+    live_push,
+    missing_text,
+)
 from weighbridge_service.api.http.pages.viewer import Viewer
-from weighbridge_service.push.machine.rank_progress import RankProgress
 
 TENSORS = 100
 """Tensors on a page."""
@@ -292,7 +299,6 @@ def _life(version: Version) -> Life:
 
 def _ranks(version: Version, ranks: Sequence[RankProgress], now_ms: int) -> Ranks:
     receiving = version.state in (VersionState.OPEN, VersionState.RECEIVING)
-    absent = [each.rank for each in ranks if not each.declared_ms and not each.elsewhere]
     opened = version.create_time_ms
     return Ranks(
         live=live_push(version, ranks, now_ms) if receiving else None,
@@ -301,13 +307,13 @@ def _ranks(version: Version, ranks: Sequence[RankProgress], now_ms: int) -> Rank
         rows=tuple(
             RankRow(
                 each.rank,
-                words.span(opened, each.declared_ms),
-                words.span(opened, each.sealed_ms),
-                readable_size(each.total) if each.total else words.NONE,
+                words.span(opened, each.declared_time_ms),
+                words.span(opened, each.sealed_time_ms),
+                readable_size(each.total_bytes) if each.total_bytes else words.NONE,
             )
             for each in ranks[:TENSORS]
         ),
-        missing=ranks_text(absent) if absent else "",
+        missing=missing_text(ranks),
         held_up=held_up_text(ranks),
     )
 
@@ -325,7 +331,7 @@ def _about(facts: VersionFacts) -> About:
         *facts.contents.lineage,
         *facts.contents.provenance,
         *(
-            [("non-finite elements", words.count(version.nonfinite_elements))]
+            [("non-finite elements", readable_count(version.nonfinite_elements))]
             if version.nonfinite_elements
             else []
         ),

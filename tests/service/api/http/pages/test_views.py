@@ -9,6 +9,7 @@ from weighbridge._core import dtypes
 from weighbridge._core.boxes import Box
 from weighbridge._core.engines.facts import Engine
 from weighbridge._core.layouts import Placement, Shard
+from weighbridge._core.reports.rank_progress import RankProgress
 from weighbridge._core.resources import Version, VersionState
 from weighbridge_service.api.http.pages import words
 from weighbridge_service.api.http.pages.distributions import distribution, sample, svg
@@ -16,22 +17,12 @@ from weighbridge_service.api.http.pages.engine_view import engines_view, serving
 from weighbridge_service.api.http.pages.model_view import spans_of
 from weighbridge_service.api.http.pages.push_view import live_push
 from weighbridge_service.api.http.pages.version_view import in_order
-from weighbridge_service.push.machine.rank_progress import RankProgress
 from weighbridge_storage.memory.file_bytes import MappedBytes
-
-
-@pytest.mark.parametrize(
-    ("ms", "text"),
-    [(0, "0 ms"), (999, "999 ms"), (1500, "1.50 s"), (12_345, "12.3 s"), (125_000, "2 min 05 s"), (4_020_000, "1 h 07 min")],
-)  # fmt: skip
-def test_durations_are_read_at_a_glance(ms: int, text: str) -> None:
-    assert words.duration(ms) == text
 
 
 def test_figures_that_are_not_known_are_no_figures() -> None:
     assert words.rate(0, 10) == words.rate(10, 0) == words.span(0, 10) == words.span(10, 0) == words.NONE
     assert words.rate(5_000_000, 2000) == "2.5 MB/s"
-    assert words.percent(999, 1000) == 99, "it is not all there"
 
 
 def test_parts_of_a_bar_stand_for_times_on_one_scale() -> None:

@@ -2,14 +2,13 @@
 "use strict";
 
 (() => {
-  const MINUTE = 60, HOUR = 3600, DAY = 86400;
+  const UNITS = [[86400, "d"], [3600, "h"], [60, "min"], [1, "s"]];
 
+  // As `readable_duration` of the service words it, roughly.
   const age = (seconds) => {
     if (seconds < 2) return "now";
-    if (seconds < MINUTE) return `${Math.floor(seconds)} s ago`;
-    if (seconds < HOUR) return `${Math.floor(seconds / MINUTE)} min ago`;
-    if (seconds < 2 * DAY) return `${Math.floor(seconds / HOUR)} h ago`;
-    return `${Math.floor(seconds / DAY)} d ago`;
+    const [scale, unit] = UNITS.find((each) => seconds >= 2 * each[0]);
+    return `${Math.floor(seconds / scale)} ${unit} ago`;
   };
 
   const showAges = (where) => {
