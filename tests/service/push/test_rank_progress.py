@@ -55,8 +55,13 @@ def test_ranks_of_other_replicas_are_not_judged() -> None:
 
 def test_a_rank_stands_where_its_times_and_bytes_say() -> None:
     told = [
-        RankProgress(0), RankProgress(1, 5), RankProgress(2, 5, 0, 7, 9), RankProgress(3, 5, 8, 9, 9), RankProgress(4, 5, elsewhere=True)
-    ]  # fmt: skip
+        RankProgress(0),
+        RankProgress(1, 5),
+        RankProgress(2, 5, 0, 0, 9, copying=True),
+        RankProgress(3, 5, 0, 7, 9),
+        RankProgress(4, 5, 8, 9, 9),
+        RankProgress(5, 5, elsewhere=True),
+    ]
     assert [each.stage for each in told] == list(RankStage)
 
 
@@ -129,4 +134,4 @@ def test_ranks_that_pushed_to_other_replicas_are_not_missing_when_the_push_has_e
     ended = EndedPush(
         state, shown, "", "", frozenset(), 0, [5, 5], [1, 0], [2, 0], [5, 0], [5, 5], frozenset({1})
     )
-    assert [(each.absent, each.elsewhere) for each in ended.progress.ranks] == [(False, False), (False, True)]
+    assert [each.stage for each in ended.progress.ranks] == [RankStage.SEALED, RankStage.ELSEWHERE]
