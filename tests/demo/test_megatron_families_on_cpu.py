@@ -31,9 +31,7 @@ TOLERANCE = 1e-4
 VALUE_FAMILIES = ("llama", "qwen2", "qwen3")
 PARALLELS = [
     Parallel(),
-    Parallel(dp=2, ep=2),
     Parallel(dp=2, etp=2),
-    Parallel(tp=2, ep=2, etp=1),
     Parallel(tp=2, dp=2, ep=2),
     Parallel(pp=2, dp=2, ep=2),
     Parallel(tp=2, pp=2, ep=2, etp=1),

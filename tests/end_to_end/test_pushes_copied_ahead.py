@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
 
@@ -20,7 +19,6 @@ from tests.support.training_states import same_bits
 from weighbridge import EngineClient, PushHandle, TrainerClient
 from weighbridge._clients.copying import ahead
 from weighbridge._clients.copying.ahead import CopiesAhead
-from weighbridge._clients.copying.copies import Points
 from weighbridge._formats.push_sources import StagingPool
 
 MODEL = "tests/ahead"
@@ -71,7 +69,8 @@ def test_what_is_changed_as_soon_as_a_push_returns_arrives_as_it_was(client: Tra
             for tensor in (*module.state_dict().values(), *optimizer.state[module[0].weight].values()):
                 tensor.add_(1)
         waited(handle)
-    assert client._ahead._free, "nothing was copied ahead"
+    for pool in (client._ahead, client._training._ahead):
+        assert pool._free, "nothing was copied ahead"
     for number, (held, state) in pushed.items():
         with EngineClient(client.server) as engine:
             found = dict(engine.pull(MODEL, number))
@@ -93,6 +92,7 @@ def test_a_push_takes_no_more_memory_than_it_may(client: TrainerClient) -> None:
     for step in range(2):
         waited(client.push_state_dict(MODEL, module, step=step, optimizer=optimizer))
     assert not client._ahead._free
+    assert not client._training._ahead._free
 
 
 def test_tensors_that_were_not_expected_arrive_as_they_were(client: TrainerClient) -> None:
@@ -121,7 +121,7 @@ def test_a_failed_copy_is_raised_in_the_call_and_gives_both_versions_up(
         raise RuntimeError("the device is gone")
 
     with monkeypatch.context() as patched:
-        patched.setattr(ahead, "on_streams", gone)
+        patched.setattr(ahead, "_copy", gone)
         with pytest.raises(RuntimeError, match="the device is gone"):
             client.push_state_dict(MODEL, module, step=2, optimizer=optimizer)
     waited(client.push_state_dict(MODEL, module, step=3, optimizer=optimizer))
@@ -134,25 +134,25 @@ def test_a_push_says_that_it_keeps_the_rank_until_all_is_copied(
 ) -> None:
     module, optimizer = trainer()
     waited(client.push_state_dict(MODEL, module, step=1, optimizer=optimizer))
-    on_streams = ahead.on_streams
+    copy = ahead._copy
 
-    @contextmanager
-    def slowly(points: Points) -> Iterator[Sequence[torch.cuda.Stream]]:
-        with on_streams(points) as streams:
-            time.sleep(1)
-            yield streams
+    def slowly(copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        time.sleep(0.5)
+        copy(copies)
 
-    monkeypatch.setattr(ahead, "on_streams", slowly)
+    monkeypatch.setattr(ahead, "_copy", slowly)
     handle = waited(client.push_state_dict(MODEL, module, step=2, optimizer=optimizer))
-    assert handle.report().held_seconds > 0.3  # of the second that copying takes, it begins a moment later
+    assert handle.report().held_seconds > 0.7  # weights, and the state beside them
 
 
 def test_memory_goes_back_once_and_when_the_last_user_is_done() -> None:
     pool, tensor = StagingPool(), torch.arange(1000.0)
-    with CopiesAhead([tensor, tensor.view(1000), tensor[:500]], pool) as copies:
+    with CopiesAhead(10_000) as copies:
+        copies.begin([tensor, tensor.view(1000), tensor[:500]], pool)
+        copies.begin([tensor, torch.arange(2000.0)], pool)
         pushes = [copies.source([tensor], pool)[1] for _ in range(2)]
-    assert ahead.nbytes_ahead([tensor, tensor.view(1000), tensor[:500]]) == 6000
     for push in pushes:
         assert not pool._free
         push.release()
-    assert len(pool._free) == 1
+    [buffer] = pool._free
+    assert len(buffer) == 4032 + 2048, "both different ones, aligned, and not what would be too much"

@@ -243,9 +243,9 @@ def test_parameters_and_moments_are_steady_and_buffers_are_not() -> None:
     trainer.train()
     steady = steady_until_step(trainer.optimizer)
     held = [*trainer.module.parameters(), *trainer.optimizer.state[trainer.module[0].weight].values()]
-    assert all(a is b for a, b in zip(steady.settled(held), held, strict=True))
+    assert all(steady.settled(each) is each for each in held)
     buffers = list(trainer.module.buffers())
-    settled = steady.settled(buffers)
+    settled = [steady.settled(each) for each in buffers]
     trainer.backward()
     assert all(a.data_ptr() != b.data_ptr() for a, b in zip(settled, buffers, strict=True))
     assert not same_bits(settled[0], buffers[0])
@@ -254,8 +254,7 @@ def test_parameters_and_moments_are_steady_and_buffers_are_not() -> None:
 def test_what_something_else_may_change_is_copied_once_for_weights_and_training_state() -> None:
     trainer, gate = Trainer(), StepGate()
     frozen = torch.nn.Parameter(torch.ones(1000), requires_grad=False)
-    both = [*trainer.module.parameters(), frozen]
-    copies = gate.until(trainer.optimizer, None, [*both, *(each.detach() for each in both)])
+    copies = gate.until(trainer.optimizer, None)
     layout = Layout.stream(
         [TensorSpec("frozen", dtypes.parse("f32"), (1000,))], [Shard("frozen", Box.whole((1000,)))]
     )

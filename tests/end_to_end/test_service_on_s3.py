@@ -9,10 +9,9 @@ from torch import Tensor
 
 from tests.support.reference import tiny_config, tiny_model
 from tests.support.s3_server import S3Server
-from tests.support.services import running_service
+from tests.support.services import running_service, service_process
 from weighbridge import EngineClient, FullTensors, TensorParallel, TrainerClient
 from weighbridge._core.resources import VersionState
-from weighbridge_demo.service_process import ServiceProcess
 from weighbridge_storage.opening import open_store
 
 MODEL = "tests/smol"
@@ -37,9 +36,8 @@ def test_versions_go_through_a_service_on_s3_and_outlive_it(seaweed: S3Server, t
         folders.append(folder)
     weights = [load_file(folder / "model.safetensors") for folder in folders]
 
-    with ServiceProcess(location, tmp_path, tmp_path / "scratch1") as service:
-        address, _ = service.wait_ready()
-        with TrainerClient(address) as trainer, EngineClient(address) as engine:
+    with service_process(location, "--scratch", tmp_path / "scratch1") as service:
+        with TrainerClient(service.address) as trainer, EngineClient(service.address) as engine:
             trainer.register_model(MODEL, folders[0])
             for step, folder in enumerate(folders):
                 version = trainer.push_folder(MODEL, folder, step=step).wait(timeout=60)
@@ -48,8 +46,8 @@ def test_versions_go_through_a_service_on_s3_and_outlive_it(seaweed: S3Server, t
             for number in ("1", "2"):
                 assert trainer.verify(MODEL, number).problems == ()
         assert service.stop() == 0
-    assert "://" in service.store
-    assert seaweed.endpoint not in (tmp_path / "service.out").read_text()
+    assert "s3://" in service.ready
+    assert seaweed.endpoint not in service.ready
 
     with running_service(location, scratch=tmp_path / "scratch2") as again:
         with TrainerClient(again.address) as trainer, EngineClient(again.address) as engine:

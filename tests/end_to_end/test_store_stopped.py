@@ -22,12 +22,12 @@ import pytest
 
 from tests.support.raw_clients import Arrays, TinyModel, tiny_folder
 from tests.support.s3_server import seaweedfs
+from tests.support.services import service_process
 from tests.support.waiting import eventually
 from weighbridge import EngineClient, FullTensors, TrainerClient
 from weighbridge._clients import rank_stream
 from weighbridge._core.resources import VersionState
 from weighbridge.errors import DeadlineExceeded, Unavailable, WeighbridgeError
-from weighbridge_demo.service_process import ServiceProcess
 
 pytestmark = pytest.mark.process
 
@@ -119,12 +119,15 @@ def test_a_service_outlives_a_store_that_is_stopped(
     models = [tiny_folder(tmp_path / f"hf{seed}", seed=seed) for seed in range(3)]
     (tmp_path / "weed").mkdir()
     times = Times()
+    log = tmp_path / "log"
     with (
         seaweedfs(tmp_path / "weed") as weed,
-        ServiceProcess(weed.location(), tmp_path, tmp_path / "scratch") as service,
+        log.open("w") as stderr,
+        service_process(
+            weed.location(), "--scratch", tmp_path / "scratch", stderr=stderr.fileno()
+        ) as service,
     ):
-        address, url = service.wait_ready()
-        pid = service._process.pid
+        address, url, pid = service.address, service.url, service.process.pid
         with (
             httpx.Client(base_url=url, timeout=30) as http,
             TrainerClient(address, retry_seconds=0, lane="grpc") as trainer,
@@ -156,7 +159,7 @@ def test_a_service_outlives_a_store_that_is_stopped(
                 assert trainer.verify(MODEL, number).problems == ()
         print("longest answers:", times.shown(times.longest))
         assert service.stop() == 0
-    assert "Traceback" not in service.log.read_text()
+    assert "Traceback" not in log.read_text()
 
 
 def while_it_is_stopped(

@@ -41,14 +41,14 @@ RANKS = 2
 
 def send(address: str, root: Path, hf_dir: Path) -> None:
     """The relay beside the trainer, until it is killed."""
-    with TrainerClient(address, retry_seconds=5.0, lane="grpc") as client:
+    with TrainerClient(address, lane="grpc") as client:
         for _ in Outgoing(client, MODEL, root, hf_dir=hf_dir, poll_seconds=0.02).run():
             pass
 
 
 def receive(address: str, root: Path) -> None:
     """The relay beside the engines, until it is killed."""
-    with EngineClient(address, retry_seconds=5.0, lane="grpc") as client:
+    with EngineClient(address, lane="grpc") as client:
         for _ in Incoming(client, MODEL, StepPlaces(root, keep=2), retry_seconds=0.05).run():
             pass
 
@@ -132,29 +132,39 @@ class Orchestrator:
         broadcasts = self.output_dir / "broadcasts"
         while not self._stop.is_set():
             for step in steps_in(broadcasts)[-1:]:
-                folder = broadcasts / f"step_{step}"
-                if (folder / "STABLE").exists():
-                    self._load(step, folder)
+                self._look(step, broadcasts / f"step_{step}")
             time.sleep(0.002)
 
-    def _load(self, step: int, folder: Path) -> None:
-        try:
-            files = sorted(folder.glob("*.safetensors"))
-            opened = [safe_open(file, framework="pt") for file in files]
-        except OSError as error:
-            if steps_in(folder.parent)[-1:] == [step] and (folder / "STABLE").exists():
-                self.problems.append(f"step {step}: {error}")
+    def _look(self, step: int, folder: Path) -> None:
+        """Load a step that is marked. What is wrong with it counts if it is still the one that was looked at: its marker goes first, and comes last."""
+        before = marked(folder)
+        if before is None:
             return
+        try:
+            self._load(step, folder)
+        except (OSError, ValueError) as error:
+            if marked(folder) == before:
+                self.problems.append(f"step {step}: {error}")
+
+    def _load(self, step: int, folder: Path) -> None:
+        opened = [safe_open(file, framework="pt") for file in sorted(folder.glob("*.safetensors"))]
         found: dict[str, torch.Tensor] = {}
         for file in opened:
             found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
         if found.keys() != self.names or any((tensor != step).any() for tensor in found.values()):
-            if (folder / "STABLE").exists():
-                self.problems.append(f"step {step} is marked and not complete: {len(found)} tensors")
-            return
+            raise ValueError(f"it is marked and not complete: {len(found)} tensors")
         (folder / "NCCL_READY").touch()
         if step not in self.loaded[-1:]:
             self.loaded.append(step)
+
+
+def marked(folder: Path) -> tuple[int, int] | None:
+    """Which marker a folder has; None without one."""
+    try:
+        found = (folder / "STABLE").stat()
+    except FileNotFoundError:
+        return None
+    return found.st_ino, found.st_mtime_ns
 
 
 @dataclass

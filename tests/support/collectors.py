@@ -96,7 +96,7 @@ def collector() -> Iterator[Collector]:
         server.stop(0).wait()
 
 
-def environment(endpoint: str) -> dict[str, str]:
+def sent_to(endpoint: str) -> dict[str, str]:
     """Variables of a process that sends its spans there, soon after they have ended."""
     return {"OTEL_EXPORTER_OTLP_ENDPOINT": endpoint, "OTEL_BSP_SCHEDULE_DELAY": "100"}
 

@@ -8,11 +8,13 @@ does.
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
 import runpy
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
@@ -27,12 +29,14 @@ from weighbridge_demo.ranks import Job
 PRELOAD = (
     *ranks.PRELOAD,
     "tests.support.megatron_families",
+    "tests.support.reference",
     "mbridge",
     "transformers.models.qwen2.modeling_qwen2",
     "transformers.models.qwen3.modeling_qwen3",
     "torch._inductor.compile_fx",
     "pytest",
     "boto3",
+    "model_signing._cli",
     "weighbridge._clients.engine",
     "weighbridge._clients.trainer",
     "weighbridge_service.models.bridges",
@@ -97,6 +101,14 @@ class ForkedPython:
             raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
         return self.returncode
 
+    def communicate(self, *, timeout: float | None = None) -> tuple[str, None]:
+        """Close its standard input, and wait for its end; what it has said on its standard output since."""
+        self.stdin.close()
+        with self.stdout:
+            said = self.stdout.read()
+        self.wait(timeout)
+        return said, None
+
     def send_signal(self, number: int) -> None:
         """Send it a signal, unless it has ended."""
         if self.returncode is None:
@@ -151,8 +163,13 @@ def _run(
     # this process, unlike those that are daemons for multiprocessing, may start others
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     option, program, *sys.argv[1:] = arguments
-    if option == "-m":
-        runpy.run_module(program, run_name="__main__", alter_sys=True)
-    else:
-        sys.argv[0] = option
-        exec(program, {"__name__": "__main__"})
+    try:
+        if option == "-m":
+            runpy.run_module(program, run_name="__main__", alter_sys=True)
+        else:
+            sys.argv[0] = option
+            exec(program, {"__name__": "__main__"})
+    finally:
+        # as Python ends a program, and multiprocessing ends none
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import mmap
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from tests.support.forked import ForkedPython, forked_python
 from weighbridge._clients.transport import find_lane
 from weighbridge._lane.connection import LaneConnection
 from weighbridge._transport import rpc
@@ -30,22 +30,15 @@ def connected(server: str, client_id: str = CLIENT_ID) -> LaneConnection:
 
 
 @contextmanager
-def lane_process(server: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+def lane_process(server: str, *arguments: str) -> Iterator[ForkedPython]:
     """Such a process, once it has borrowed; killed in the end."""
-    command = [sys.executable, "-W", "ignore", "-m", "tests.support.lane_client", server, *arguments]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "borrowed\n"
-            yield process
-        finally:
-            process.kill()
+    with forked_python("-m", "tests.support.lane_client", server, *arguments) as process:
+        assert process.stdout.readline() == "borrowed\n"
+        yield process
 
 
-def go_on(process: subprocess.Popen[str]) -> str:
+def go_on(process: ForkedPython) -> str:
     """Let it do the next thing; what it says when it is done."""
-    assert process.stdin is not None
-    assert process.stdout is not None
     process.stdin.write("\n")
     process.stdin.flush()
     return process.stdout.readline().strip()

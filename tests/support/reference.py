@@ -14,7 +14,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import Qwen2Config
+from transformers import (
+    DeepseekV3Config,
+    Ernie4_5_MoeConfig,
+    Glm4MoeConfig,
+    GptOssConfig,
+    LlamaConfig,
+    MixtralConfig,
+    Qwen2Config,
+    Qwen2MoeConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+    Qwen3NextConfig,
+)
 
 if TYPE_CHECKING:
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
@@ -89,19 +101,6 @@ def tiny_config(family: str, *, tied: bool, **overrides: Any) -> PretrainedConfi
         tied: whether the output layer is the embedding.
         overrides: fields of the configuration to replace.
     """
-    from transformers import (
-        DeepseekV3Config,
-        Ernie4_5_MoeConfig,
-        Glm4MoeConfig,
-        GptOssConfig,
-        LlamaConfig,
-        MixtralConfig,
-        Qwen2MoeConfig,
-        Qwen3Config,
-        Qwen3MoeConfig,
-        Qwen3NextConfig,
-    )
-
     fields: dict[str, Any] = {
         "num_hidden_layers": 4,
         "hidden_size": 64,

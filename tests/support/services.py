@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import time
 from collections.abc import Iterator, Mapping
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.support.forked import ForkedPython
 from tests.support.raw_clients import TinyModel
 from weighbridge import TrainerClient
 from weighbridge_service.access.certificates import Certificates
@@ -21,6 +23,8 @@ from weighbridge_service.health import Health
 from weighbridge_service.push.machine.phases import BEFORE_SEALED
 from weighbridge_service.runtime.config import ServiceConfig
 from weighbridge_service.service import Weighbridge
+
+_READY = re.compile(r"weighbridge serving gRPC on (\S+), HTTP on (\S+), store .*\n")
 
 
 class RunningService:
@@ -91,6 +95,50 @@ def running_service(
         yield running
     finally:
         running.stop()
+
+
+@dataclass(frozen=True)
+class ServiceProcess:
+    """``weighbridge serve`` in a process of its own.
+
+    Attributes:
+        process: it.
+        ready: the line that it has said when it was.
+        address: for gRPC.
+        url: for HTTP.
+    """
+
+    process: ForkedPython
+    ready: str
+    address: str
+    url: str
+
+    def stop(self) -> int:
+        """Tell it to end, and wait for that; its exit code."""
+        self.process.terminate()
+        return self.process.wait(60)
+
+
+@contextmanager
+def service_process(
+    store: Path | str, *options: object, stderr: int = 2, environment: Mapping[str, str] | None = None
+) -> Iterator[ServiceProcess]:
+    """Such a process over this store, stopped in the end.
+
+    Args:
+        store: its store.
+        options: of the command.
+        stderr, environment: as for `ForkedPython`.
+    """
+    line = ("weighbridge", "serve", "--grpc", "127.0.0.1:0", "--http", "127.0.0.1:0", "--store", store)
+    with ForkedPython("-m", *map(str, (*line, *options)), stderr=stderr, environment=environment) as process:
+        try:
+            ready = process.stdout.readline()
+            found = _READY.fullmatch(ready)
+            assert found, ready
+            yield ServiceProcess(process, ready, *found.groups())
+        finally:
+            process.terminate()
 
 
 @dataclass(frozen=True)

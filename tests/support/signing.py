@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -14,6 +13,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from tests.support.forked import ForkedPython
 
 
 @dataclass(frozen=True)
@@ -102,17 +103,21 @@ class SigningAuthority:
         )
 
 
-def model_signing(*line: str | Path) -> subprocess.CompletedProcess[str]:
-    """Run the stock command line of model-signing."""
-    return subprocess.run(
-        [sys.executable, "-m", "model_signing", *map(str, line)], capture_output=True, text=True, check=False
-    )
+def model_signing(*line: str | Path) -> tuple[int, str]:
+    """Run the stock command line of model-signing; its exit code, and what it says."""
+    with tempfile.TemporaryFile("w+") as errors:
+        process = ForkedPython("-m", "model_signing", *map(str, line), stderr=errors.fileno())
+        said, _ = process.communicate(timeout=60)
+        errors.seek(0)
+        return process.wait(), said + errors.read()
 
 
 def stock_verify(folder: Path, signature: Path, public: Path, *options: str) -> tuple[bool, str]:
     """Whether the stock command line finds a folder to be what a key has signed, and what it says."""
-    done = model_signing("verify", "key", folder, "--signature", signature, "--public_key", public, *options)
-    return done.returncode == 0, done.stdout + done.stderr
+    code, said = model_signing(
+        "verify", "key", folder, "--signature", signature, "--public_key", public, *options
+    )
+    return code == 0, said
 
 
 def signature_of(folder: Path) -> Path:

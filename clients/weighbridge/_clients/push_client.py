@@ -3,29 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Unpack
+from contextlib import ExitStack
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, Unpack
 
-from weighbridge._clients.copying.ahead import CopiesAhead, nbytes_ahead
+from weighbridge._clients.copying.ahead import CopiesAhead
 from weighbridge._clients.copying.behind import StepGate
 from weighbridge._clients.copying.copies import Copies, CopiesInCall
 from weighbridge._clients.push_handle import PushHandle
 from weighbridge._clients.push_options import PushOptions, opening_of, say
 from weighbridge._clients.pushing import Pusher
 from weighbridge._clients.restorer import RestoringClient
-from weighbridge._clients.training import TrainingPushes
+from weighbridge._clients.training import TrainingPushes, training_state
 from weighbridge._clients.transport import ConnectionOptions
 from weighbridge._core.layouts import Layout
 from weighbridge._core.references import is_training
 from weighbridge._core.tensor_spaces import TensorSpace
-from weighbridge._formats.push_sources import OpenSource, StagingPool
+from weighbridge._formats.push_sources import OpenSource, StagingPool, cast_dtypes
 from weighbridge.errors import InvalidArgument
 from weighbridge.v1 import checkpoint_service_pb2 as pb
 
 if TYPE_CHECKING:
     import torch
 
-    from weighbridge._formats.training.training_state import TrainingState
+    from weighbridge._formats.training.training_state import TrainingTensors
+
+
+class _Shards(Protocol):
+    """What a rank holds of a model: the shards as one stream, and a tensor for each of them."""
+
+    @property
+    def layout(self) -> Layout: ...
+    @property
+    def tensors(self) -> Sequence[torch.Tensor]: ...
+
+
+FoundT = TypeVar("FoundT", bound=_Shards)
 
 
 class PushingClient(RestoringClient):
@@ -106,49 +119,49 @@ class PushingClient(RestoringClient):
             )
         return opening_of(model, step=step, run=run, ranks=ranks, client_id=client_id, request_id=request_id)
 
-    def _telling_both(
-        self, opening: pb.OpenVersionRequest, rank: int, *training: object
-    ) -> AbstractContextManager[None]:
-        """As `Pusher.telling`, of weights and of the training state beside them if anything of it is given."""
-        both = [opening]
-        if any(each is not None for each in training):
-            both.append(self._training.opening(opening))
-        return self._pusher.telling(both, rank)
-
-    def _copies(
-        self,
-        model: str,
-        layout: Layout,
-        tensors: Sequence[torch.Tensor],
-        training: TrainingState | None,
-        until: Any,
-        optimizer: Any,
-    ) -> Copies:
-        """How the shards of weights and of the training state beside them are copied."""
-        if until is not None:
-            both = [*tensors, *(() if training is None else training.tensors)]
-            return self._steps.until(until, optimizer, both)
-        if training is None:
-            return CopiesInCall()
-        weights = self._pusher.expected(model, layout, tensors)
-        beside = self._training.expected(model, training)
-        if weights is None or beside is None or nbytes_ahead([*weights, *beside]) > self._ahead_bytes:
-            return CopiesInCall()
-        return CopiesAhead([*weights, *beside], self._ahead)
-
-    def _push_of(
+    def _push_tensors(
         self,
         opening: pb.OpenVersionRequest,
         rank: int,
-        layout: Layout,
         space: TensorSpace,
-        tensors: Sequence[torch.Tensor],
-        copies: Copies,
-    ) -> Callable[[pb.OpenVersionRequest | None], PushHandle]:
-        """A push of tensors that is made when it is called, with the opening of what comes behind."""
+        find_shards: Callable[[], FoundT],
+        training_tensors: Callable[[FoundT], TrainingTensors],
+        options: PushOptions,
+        *,
+        until: Any,
+        **training: Any,
+    ) -> PushHandle:
+        """Push a rank's tensors, and behind them its training state if anything of it is given. What is refused of them is told to all ranks.
 
-        def push(behind: pb.OpenVersionRequest | None) -> PushHandle:
-            source, copying = copies.source(tensors, self._staging)
-            return self._pusher.push(opening, rank, layout, space, source, behind=behind, copying=copying)
+        Args:
+            opening: of the weights.
+            rank: which rank.
+            space: to which the names of the shards belong.
+            find_shards: finds what the rank holds of the model.
+            training_tensors: gives what the rank holds of model and optimizer, by these shards.
+            options, until, training: as for `TrainerClient.push`: ``optimizer``, ``state`` and ``rank_state``.
+        """
+        is_given = any(each is not None for each in training.values())
+        told = [opening, self._training.opening(opening)] if is_given else [opening]
+        with ExitStack() as stack:
+            with self._pusher.telling(told, rank):
+                say(opening, options)
+                copies = stack.enter_context(self._copies(until, training["optimizer"], is_given))
+                shards = find_shards()
+                layout, tensors = shards.layout, shards.tensors
+                copies.begin(self._pusher.expected(opening.model, layout, tensors), self._ahead)
+                begin = partial(self._training.begin, copies, opening.model)
+                state = training_state(partial(training_tensors, shards), rank, **training, begin=begin)
+                opening.cast_from.extend(cast_dtypes(layout, tensors))
 
-        return push
+            def weights(behind: pb.OpenVersionRequest | None) -> PushHandle:
+                source, copying = copies.source(tensors, self._staging)
+                return self._pusher.push(opening, rank, layout, space, source, behind=behind, copying=copying)
+
+            return self._training.beside(weights, opening, rank, state, copies)
+
+    def _copies(self, until: Any, optimizer: Any, beside: bool) -> Copies:
+        """How one call copies what it pushes: weights, and perhaps a training state beside them."""
+        if until is not None:
+            return self._steps.until(until, optimizer)
+        return CopiesAhead(self._ahead_bytes) if beside else CopiesInCall()

@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 from weighbridge._clients.importer import ImportingClient
 from weighbridge._clients.push_handle import PushHandle
 from weighbridge._clients.push_options import PushOptions, check_options, say
-from weighbridge._clients.training import training_state
 from weighbridge._core.tensor_spaces import TensorSpace
-from weighbridge._formats.push_sources import cast_dtypes
 
 if TYPE_CHECKING:
     import torch
@@ -84,15 +82,18 @@ class TrainerClient(ImportingClient):
 
         rank, world_size = rank_and_world(rank, world_size)
         opening = self._opening(model, step, run, world_size, request_id)
-        with self._telling_both(opening, rank, optimizer, state, rank_state):
-            say(opening, options)
-            shards = sharded_tensors(sharded_state_dict)
-            opening.cast_from.extend(cast_dtypes(shards.layout, shards.tensors))
-            held = partial(training_tensors, shards, optimizer)
-            training = training_state(held, rank, optimizer=optimizer, state=state, rank_state=rank_state)
-            copies = self._copies(model, shards.layout, shards.tensors, training, until, optimizer)
-        push = self._push_of(opening, rank, shards.layout, TensorSpace.MEGATRON, shards.tensors, copies)
-        return self._training.beside(push, opening, rank, training, copies)
+        return self._push_tensors(
+            opening,
+            rank,
+            TensorSpace.MEGATRON,
+            partial(sharded_tensors, sharded_state_dict),
+            lambda shards: training_tensors(shards, optimizer),
+            options,
+            until=until,
+            optimizer=optimizer,
+            state=state,
+            rank_state=rank_state,
+        )
 
     def push_state_dict(
         self,
@@ -157,23 +158,20 @@ class TrainerClient(ImportingClient):
         rank, world_size = rank_and_world(rank, world_size)
         opening = self._opening(model, step, run, world_size, request_id)
         with self._tensors(model) as tensors:
-            with self._telling_both(opening, rank, optimizer, state, rank_state):
-                say(opening, options)
-                shards = torch_shards(
-                    state_dict_or_module, tensors, cast=cast, whole=world_size == 1, of=model
-                )
-                opening.cast_from.extend(cast_dtypes(shards.layout, shards.tensors))
-                training = training_state(
-                    partial(training_tensors, state_dict_or_module, optimizer),
-                    rank,
-                    optimizer=optimizer,
-                    state=state,
-                    rank_state=rank_state,
-                )
-                copies = self._copies(model, shards.layout, shards.tensors, training, until, optimizer)
-            space = TensorSpace.HUGGING_FACE
-            push = self._push_of(opening, rank, shards.layout, space, shards.tensors, copies)
-            return self._training.beside(push, opening, rank, training, copies)
+            return self._push_tensors(
+                opening,
+                rank,
+                TensorSpace.HUGGING_FACE,
+                partial(
+                    torch_shards, state_dict_or_module, tensors, cast=cast, whole=world_size == 1, of=model
+                ),
+                lambda _: training_tensors(state_dict_or_module, optimizer),
+                options,
+                until=until,
+                optimizer=optimizer,
+                state=state,
+                rank_state=rank_state,
+            )
 
     def push_gathered(
         self,

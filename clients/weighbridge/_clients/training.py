@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 from weighbridge._clients import restoring
@@ -25,8 +25,6 @@ from weighbridge.errors import DataLoss, InvalidArgument
 from weighbridge.v1 import checkpoint_service_pb2 as pb
 
 if TYPE_CHECKING:
-    import torch
-
     from weighbridge._formats.training.training_state import Fit, RankValues, TrainingState, TrainingTensors
 
 log = logging.getLogger(__name__)
@@ -39,6 +37,7 @@ def training_state(
     optimizer: Any,
     state: Mapping[str, Any] | None,
     rank_state: Mapping[str, Any] | None,
+    begin: Callable[[TrainingTensors], None] = lambda _: None,
 ) -> TrainingState | None:
     """What a rank pushes beside its weights; None if nothing of it was given.
 
@@ -46,6 +45,7 @@ def training_state(
         tensors: gives what the rank holds of model and optimizer.
         rank: which rank.
         optimizer, state, rank_state: as for `TrainerClient.push_state_dict`.
+        begin: is given the tensors before anything else is looked at.
 
     Raises:
         InvalidArgument: values are not plain; names the entry.
@@ -54,10 +54,12 @@ def training_state(
         return None
     from weighbridge._formats.training.training_state import RankValues, TrainingState
 
+    held = tensors()
+    begin(held)
     values = RankValues(
         state=stateful.values_of(state, "state"), rank_state=stateful.values_of(rank_state, "rank_state")
     )
-    return TrainingState.of(tensors(), values, rank)
+    return TrainingState.of(held, values, rank)
 
 
 class TrainingPushes:
@@ -71,6 +73,7 @@ class TrainingPushes:
     def __init__(self, connection: Connection) -> None:
         self._pusher = Pusher(connection)
         self._staging = StagingPool()
+        self._ahead = StagingPool()
 
     @staticmethod
     def opening(weights: pb.OpenVersionRequest) -> pb.OpenVersionRequest:
@@ -83,10 +86,9 @@ class TrainingPushes:
         own.candidate, own.allow_nonfinite = False, True
         return own
 
-    def expected(self, model: str, state: TrainingState) -> Sequence[torch.Tensor] | None:
-        """As `Pusher.expected`, of the state beside a model's weights. Its blob is no other rank's."""
-        found = self._pusher.expected(training_of(model), state.layout, state.tensors)
-        return None if found is None else [*found, state.tensors[-1]]
+    def begin(self, copies: Copies, model: str, held: TrainingTensors) -> None:
+        """Begin to copy what will probably be pushed of the state beside a model's weights."""
+        copies.begin(self._pusher.expected(training_of(model), held.layout, held.tensors), self._ahead)
 
     def beside(
         self,
@@ -96,33 +98,31 @@ class TrainingPushes:
         state: TrainingState | None,
         copies: Copies,
     ) -> PushHandle:
-        """Push weights, and behind them the training state that belongs to them. Returns once both are copied out, as ``copies`` says.
+        """Push weights, and behind them the training state that belongs to them.
 
         Args:
             weights: pushes them; is given the opening of what comes behind.
             opening: of the weights.
             rank: which rank.
             state: what is pushed beside them; None for nothing.
-            copies: those of both.
+            copies: how both are copied; begun by the caller, who ends them.
 
         Returns:
             The handle of the weights.
         """
-        with copies:
-            if state is None:
-                return weights(None)
-            own = self.opening(opening)
-            handle = weights(own)
-            own.at_least = handle.number
-            try:
-                source, copying = copies.source(state.tensors, self._staging)
-                handle.training = self._pusher.push(
-                    own, rank, state.layout, state.space, source, copying=copying
-                )
-            except Exception as error:
-                error.add_note(f"This rank had pushed the weights by then: {handle.model}@{handle.number}.")
-                raise
-            return handle
+        if state is None:
+            return weights(None)
+        own = self.opening(opening)
+        handle = weights(own)
+        own.at_least = handle.number
+        try:
+            copies.keep(state.tensors[-1:])  # the blob
+            source, copying = copies.source(state.tensors, self._staging)
+            handle.training = self._pusher.push(own, rank, state.layout, state.space, source, copying=copying)
+        except Exception as error:
+            error.add_note(f"This rank had pushed the weights by then: {handle.model}@{handle.number}.")
+            raise
+        return handle
 
     def close(self) -> None:
         """Wait until what was pushed has arrived or failed."""

@@ -396,8 +396,8 @@ def test_nothing_is_written_once_a_cancelled_pull_has_ended(
             await asyncio.sleep(0.1)
             assert [bool(tensor.any()) for tensor in tensors] == done
             del task
-        await soon(lambda: service.lane.clients == 0)
-        assert service.service.images.usage().memory_in_use <= held
+        # memory that the service makes ahead, for pushes of other tests, is in use as long as it is being made
+        await soon(lambda: service.lane.clients == 0 and service.service.images.usage().memory_in_use <= held)
 
     run(main())
 

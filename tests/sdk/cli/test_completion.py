@@ -29,6 +29,7 @@ PREPARED = {
     "zsh": 'autoload -Uz compinit; compinit -u -D; eval "$(weighbridge completion zsh)"',
     "fish": "weighbridge completion fish | source",
 }
+TRIES = 5
 LINES = {"bash": ["--norc", "--noprofile", "-i"], "zsh": ["-f", "-i"], "fish": ["--no-config", "-i"]}
 SHELLS = [
     pytest.param(
@@ -95,7 +96,9 @@ def test_commands_models_versions_and_refs_are_completed(
         f"weighbridge tag {MODEL}@2 pr": f"weighbridge tag {MODEL}@2 prod",
     }
     with Shell(shell, service.address, tmp_path) as opened:
-        assert {line: opened.completed(line) for line in lines} == lines
+        for typed, wanted in lines.items():
+            # of a service that is late nothing is offered: whoever types presses the key again
+            assert any(opened.completed(typed) == wanted for _ in range(TRIES)), opened.shown
 
 
 @contextmanager

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +14,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from tests.support.identities import Authority
+from tests.support.services import service_process
 from weighbridge._cli import commands
 from weighbridge._core.checks import CheckStatus
 from weighbridge_service.health.doctor import examine_store
@@ -26,20 +25,8 @@ from weighbridge_storage.stores.objects import PutMode
 @contextmanager
 def served(folder: Path, *more: object) -> Iterator[tuple[str, str]]:
     """A service in a process of its own; its gRPC and its HTTP address."""
-    line = [sys.executable, "-m", "weighbridge", "serve", "--store", folder / "store"]
-    ports = ["--grpc", "127.0.0.1:0", "--http", "127.0.0.1:0", "--memory-budget", "256MiB"]
-    process = subprocess.Popen(
-        [*map(str, line), *ports, *map(str, more)], stdout=subprocess.PIPE, text=True, cwd=folder
-    )
-    try:
-        assert process.stdout is not None
-        ready = process.stdout.readline()
-        found = re.search(r"gRPC on ([\d.:]+).*HTTP on (?:https?://)?([\d.:]+)", ready)
-        assert found, ready
-        yield found[1], found[2]
-    finally:
-        process.terminate()
-        process.communicate(timeout=60)
+    with service_process(folder / "store", "--memory-budget", "256MiB", *more) as service:
+        yield service.address, re.sub("https?://", "", service.url)
 
 
 def doctor(*args: object, **environment: object) -> Result:

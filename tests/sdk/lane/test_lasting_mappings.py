@@ -79,7 +79,7 @@ def _assert_served(address: str, number: int, source: TinyModel) -> None:
 def test_a_trainer_maps_each_image_once_however_often_it_pushes(
     service: RunningService, trainer: TrainerClient, sources: list[TinyModel], mapped: list[str]
 ) -> None:
-    for step in range(8):
+    for step in range(5):
         handle = trainer.push_folder(MODEL, sources[step % 2].folder)
         assert handle.report(20).lane == "local"
         handle.wait(timeout=20)

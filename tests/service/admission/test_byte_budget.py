@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import random
-import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +14,7 @@ import pytest
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
+from tests.support.forked import ForkedPython
 from tests.support.raw_clients import RawClient, TinyModel, assert_equal, tiny_folder
 from tests.support.services import RunningService, running_service
 from tests.support.waiting import eventually
@@ -361,13 +359,9 @@ def test_a_client_killed_while_it_reads_leaves_nothing_behind_and_disturbs_nobod
     with EngineClient(service.address, lane="grpc") as engine:
         other = engine.pull(MODEL, "live").stream()
         received = [bytes(next(other)) for _ in range(3)]
-        command = [sys.executable, "-W", "ignore", "-c", READER, service.address, MODEL]
-        with subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-        ) as reader:
-            assert reader.stdout is not None
-            assert reader.stdout.readline() == b"reading\n"
-            reader.send_signal(signal.SIGKILL)
+        with ForkedPython("-c", READER, service.address, MODEL) as reader:
+            assert reader.stdout.readline() == "reading\n"
+            reader.kill()
         received += map(bytes, other)
         whole = b"".join(t.numpy().tobytes() for _, t in engine.pull(MODEL, "live"))
         assert b"".join(received) == whole

@@ -189,7 +189,7 @@ def test_a_stream_can_begin_anywhere(written: Written, tmp_path: Path) -> None:
     with replica(written.location, tmp_path) as running:
         for name in ("full", "full, cast", "tp 3"):
             request, dtype = REQUESTS[name]
-            for _ in range(5):
+            for _ in range(3):
                 offset = dice.randrange(len(written.streams[name]) + 1)
                 found = stream(running.service.serving.pull(MODEL, "1", request, offset, dtype))
                 assert found == written.streams[name][offset:]
@@ -414,7 +414,7 @@ def test_verify_reads_each_file_once_and_names_what_is_wrong(
         assert running.service.read_cache.usage().fetched == 0
 
         dice = random.Random(2)
-        for name, entry in dice.sample(sorted(tensors.items()), 6):
+        for name, entry in dice.sample(sorted(tensors.items()), 3):
             data = objects(own)[entry["file"]]
             spoilt = bytearray(data)
             spoilt[dice.choice([entry["offset"], entry["offset"] + entry["nbytes"] - 1])] ^= 128
@@ -435,6 +435,7 @@ def test_verify_reads_each_file_once_and_names_what_is_wrong(
 def test_metrics_say_what_was_fetched(written: Written, tmp_path: Path) -> None:
     with replica(written.location, tmp_path) as running:
         stream(running.service.serving.pull(MODEL, "1", FullTensors(), 0))
+        running.service.read_cache.close()  # of what was asked for ahead, some may still be on its way
         usage = running.service.read_cache.usage()
         lines = running.metrics.text().decode().splitlines()
     told = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))

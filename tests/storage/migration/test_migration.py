@@ -6,8 +6,6 @@ import json
 import os
 import random
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -20,6 +18,7 @@ from blake3 import blake3
 from click.testing import CliRunner
 from safetensors.torch import load_file
 
+from tests.support.forked import ForkedPython
 from tests.support.old_stores import (
     DURABLE,
     MODEL,
@@ -182,7 +181,6 @@ def test_a_migration_that_is_killed_at_any_moment_is_finished_by_the_next(tmp_pa
         folder = shutil.copytree(old, tmp_path / "killed")
         for _ in range(2):  # and a second time, in what is left
             process = run(folder)
-            assert process.stdout is not None
             process.stdout.readline()  # it has begun
             time.sleep(dice.uniform(0, seconds / 2))
             process.kill()
@@ -196,17 +194,12 @@ def test_a_migration_that_is_killed_at_any_moment_is_finished_by_the_next(tmp_pa
     assert sum(0 < done < 70 for done in moments) > 0 or KILLS < 10
 
 
-def run(folder: Path) -> subprocess.Popen[str]:
+def run(folder: Path) -> ForkedPython:
     script = (
         "import sys; from weighbridge._cli import main; import weighbridge_storage.migration.migrate; "
         "print('begun', flush=True); sys.exit(main(['migrate', sys.argv[1]]))"
     )
-    return subprocess.Popen(
-        [sys.executable, "-c", script, str(folder)],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-    )
+    return ForkedPython("-c", script, str(folder))
 
 
 def check_consistent(folder: Path) -> int:

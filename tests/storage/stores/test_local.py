@@ -18,8 +18,7 @@ import pytest
 import xxhash
 
 from tests.support.descriptors import descriptors
-from tests.support.forked import forking
-from tests.support.scripts import start
+from tests.support.forked import ForkedPython, forking
 from weighbridge.errors import (
     Conflict,
     DataLoss,
@@ -253,7 +252,7 @@ try:
 except ResourceExhausted as error:
     print(error.message)
 """
-    out, _ = start(script, root).communicate(timeout=30)
+    out, _ = ForkedPython("-c", script, str(root)).communicate(timeout=30)
     assert "the limit on a file's size is reached" in out
     assert visible(root) == set()
 

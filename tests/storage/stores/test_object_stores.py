@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.scripts import start
+from tests.support.forked import ForkedPython
 from weighbridge.errors import Conflict, DataLoss, InvalidArgument, NotFound
 from weighbridge_storage.opening import open_store
 from weighbridge_storage.stores import objects
@@ -213,8 +213,7 @@ open_store(sys.argv[1]).put("models/x/object", data(), mode="create")
 
 @pytest.mark.process
 def test_what_a_killed_writer_left_is_found_and_removed(store: ObjectStore, location: str) -> None:
-    writer = start(HANG, location)
-    assert writer.stdout is not None
+    writer = ForkedPython("-c", HANG, location)
     assert writer.stdout.readline() == "writing\n"
     assert store.discard_unfinished("", older_than_s=600.0) == 0, "it may be alive"
     writer.send_signal(signal.SIGKILL)
@@ -251,13 +250,14 @@ for r in racers: r.join()
 def test_of_32_racing_creates_exactly_one_wins(store: ObjectStore, location: str) -> None:
     # SeaweedFS makes those who race for one name wait for seconds
     rounds, processes = (1, 2) if location.startswith("s3:") else (10, 8)
-    racers = [start(CREATE, location, me, 32 // processes, rounds) for me in range(processes)]
+    racers = [
+        ForkedPython("-c", CREATE, location, str(me), str(32 // processes), str(rounds))
+        for me in range(processes)
+    ]
     for racer in racers:
-        assert racer.stdout is not None
         assert racer.stdout.readline() == "ready\n"
     lines = []
     for racer in racers:
-        assert racer.stdin is not None
         racer.stdin.write("go\n")
         racer.stdin.flush()
     for racer in racers:

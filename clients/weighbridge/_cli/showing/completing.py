@@ -182,11 +182,13 @@ def offered_versions(refs: dict[str, int], listed: Iterable[Version]) -> list[Co
 
 def _ask(ctx: click.Context, question: Callable[[Client], T]) -> T | None:
     """What a service answers in time. Whoever types waits for it, and no error helps them."""
+    from weighbridge._clients.client import (
+        Client,  # takes long on a busy machine, and is none of the service's time
+    )
+
     found: list[T] = []
 
     def ask() -> None:
-        from weighbridge._clients.client import Client
-
         try:
             with Client(_server(ctx), retry_seconds=0.0, lane="grpc") as client:
                 found.append(question(client))

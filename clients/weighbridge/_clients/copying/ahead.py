@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
@@ -13,7 +14,6 @@ from weighbridge._clients.copying.copies import (
     Copies,
     Copying,
     Key,
-    Points,
     key_of,
     on_streams,
     points_of,
@@ -29,36 +29,48 @@ _ALIGNMENT = 64
 
 
 class CopiesAhead(Copies):
-    """Copies of tensors in host memory, which a thread makes while the call asks where they go.
+    """Copies of tensors in host memory, which are made while the call asks where they go: those of GPUs by these, others by a thread.
+
+    Each tensor is copied once, by however many names it is pushed. The memory goes back when the last push has been delivered.
 
     Args:
-        tensors: what is expected to be pushed; each is copied once, by however many names it is pushed.
-        buffers: where the memory comes from. It goes back when the last push has been delivered.
+        most_bytes: of host memory that copies may take. What would take more is copied when it is known where to.
     """
 
-    def __init__(self, tensors: Iterable[torch.Tensor], buffers: StagingPool) -> None:
-        distinct = {key_of(each): each.detach() for each in tensors}
-        starts, nbytes = [], 0
-        for each in distinct.values():
-            starts.append(nbytes)
-            nbytes += -(-each.nbytes // _ALIGNMENT) * _ALIGNMENT
-        points = points_of(distinct.values())
-        self._buffers = buffers
-        self._buffer = buffers.take(nbytes, pinned=bool(points))
-        self._copies = {
-            key: _view(self._buffer, start, each)
-            for start, (key, each) in zip(starts, distinct.items(), strict=True)
-        }
+    def __init__(self, most_bytes: int) -> None:
+        self._left = most_bytes
+        self._copies: dict[Key, torch.Tensor] = {}
+        self._waits: list[Callable[[], object]] = []
+        self._thread: ThreadPoolExecutor | None = None
+        self._given_back: list[Callable[[], None]] = []
+        self._lock = threading.Lock()
+        self._users = 1  # the call
         self.ended = threading.Event()
         self.ended_at = 0.0
-        self.error: BaseException | None = None
-        self._lock = threading.Lock()
-        self._users = 2  # the call, and the thread
-        try:
-            threading.Thread(target=self._copy, args=(distinct, points), name="copies-ahead").start()
-        except BaseException:
-            buffers.give(self._buffer)
-            raise
+
+    def begin(self, tensors: Sequence[torch.Tensor] | None, buffers: StagingPool) -> None:
+        """See `Copies.begin`. All is begun before the first push is made."""
+        keyed = ((key_of(each), each.detach()) for each in tensors or ())
+        new = {key: each for key, each in keyed if key not in self._copies}
+        starts, nbytes = [], 0
+        for each in new.values():
+            starts.append(nbytes)
+            nbytes += -(-each.nbytes // _ALIGNMENT) * _ALIGNMENT
+        if not new or nbytes > self._left:
+            return
+        self._left -= nbytes
+        buffer = buffers.take(nbytes, pinned=any(each.is_cuda for each in new.values()))
+        self._given_back.append(partial(buffers.give, buffer))
+        copies = {
+            key: _view(buffer, start, each) for start, (key, each) in zip(starts, new.items(), strict=True)
+        }
+        self._begin_on_gpus([(copies[key], each) for key, each in new.items() if each.is_cuda])
+        self._begin_on_cpu([(copies[key], each) for key, each in new.items() if not each.is_cuda])
+        self._copies.update(copies)
+
+    def keep(self, tensors: Sequence[torch.Tensor]) -> None:
+        """See `Copies.keep`."""
+        self._copies.update((key_of(each), each) for each in tensors)
 
     def source(self, tensors: Sequence[torch.Tensor], staging: StagingPool) -> tuple[OpenSource, Copying]:
         """See `Copies.source`. Of tensors that are copied the copies are pushed; what goes by gRPC is sent from where they lie."""
@@ -66,18 +78,28 @@ class CopiesAhead(Copies):
         pushed = [own if copy is None else copy for own, copy in zip(tensors, copies, strict=True)]
         copying = _CopyingAhead(self, frozenset(at for at, copy in enumerate(copies) if copy is not None))
         steady, changing = CastingSource.opener(pushed), staged_source(pushed, staging)
-        with self._lock:
-            self._users += 1
+        self._use()
         return partial(_opened, copying, steady, changing), copying
 
     def __exit__(self, *raised: object) -> None:
         """Wait until all is copied. Raises what has kept it from being."""
         try:
-            self.ended.wait()
+            self.wait()
+        except Exception:
+            if raised[1] is None:
+                raise
         finally:
+            if self._thread is not None:
+                self._thread.shutdown(wait=False)
             self.release()
-        if self.error is not None and raised[1] is None:
-            raise self.error
+
+    def wait(self) -> None:
+        """Wait until all that has been begun is copied. Raises what has kept it from being."""
+        for wait in self._waits:
+            wait()
+        if not self.ended.is_set():
+            self.ended_at = time.monotonic()
+            self.ended.set()
 
     def release(self) -> None:
         """One of the users of the memory needs it no more."""
@@ -85,21 +107,38 @@ class CopiesAhead(Copies):
             self._users -= 1
             unused = not self._users
         if unused:
-            self._buffers.give(self._buffer)
+            for give_back in self._given_back:
+                give_back()
 
-    def _copy(self, tensors: dict[Key, torch.Tensor], points: Points) -> None:
+    def _use(self) -> None:
+        with self._lock:
+            self._users += 1
+
+    def _begin_on_gpus(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Give copies to their GPUs, which make them behind what they are at."""
+        if not copies:
+            return
+        with on_streams(points_of(each for _, each in copies)) as streams:
+            try:
+                for copy, each in copies:
+                    copy.copy_(each, non_blocking=True)
+            finally:  # what was given to them is waited for, also if the rest cannot be
+                self._waits += [stream.record_event().synchronize for stream in streams]
+
+    def _begin_on_cpu(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Let a thread make copies, one tensor after the other."""
+        if not copies:
+            return
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "copies-ahead")
+        self._use()
         try:
-            with on_streams(points) as streams:
-                for key, each in tensors.items():
-                    self._copies[key].copy_(each, non_blocking=True)
-                for stream in streams:
-                    stream.synchronize()
-        except BaseException as error:  # goes to the call and its pushes
-            self.error = error
-        finally:
-            self.ended_at = time.monotonic()
-            self.ended.set()
+            made = self._thread.submit(_copy, copies)
+        except BaseException:
             self.release()
+            raise
+        made.add_done_callback(lambda _: self.release())
+        self._waits.append(made.result)
 
 
 class _CopyingAhead(Copying):
@@ -122,9 +161,7 @@ class _CopyingAhead(Copying):
     @contextmanager
     def made(self) -> Iterator[None]:
         """See `Copying.made`."""
-        self.ended.wait()
-        if self._ahead.error is not None:
-            raise self._ahead.error
+        self._ahead.wait()
         yield
 
     def kept_until(self, returned: float) -> float:
@@ -142,9 +179,9 @@ def _opened(
     return (steady if copying.is_behind(indexes) else changing)(indexes, stream)
 
 
-def nbytes_ahead(tensors: Iterable[torch.Tensor]) -> int:
-    """How many bytes are copied of these tensors, whose memory some of them may share."""
-    return sum(each.nbytes for each in {key_of(each): each for each in tensors}.values())
+def _copy(copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    for copy, tensor in copies:
+        copy.copy_(tensor)
 
 
 def _view(buffer: Bytes, start: int, tensor: torch.Tensor) -> torch.Tensor:

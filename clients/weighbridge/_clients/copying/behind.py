@@ -8,7 +8,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from weighbridge._clients.copying.copies import Copies, Copying, key_of, on_streams, points_of, staged_source
+from weighbridge._clients.copying.copies import (
+    Copies,
+    Copying,
+    Key,
+    key_of,
+    on_streams,
+    points_of,
+    staged_source,
+)
 from weighbridge._formats.push_sources import OpenSource, StagingPool
 from weighbridge._formats.training.steady import Steady, steady_until_step
 from weighbridge.errors import InvalidArgument
@@ -50,13 +58,12 @@ class StepGate:
         self._waited_for: list[threading.Event] = []
         self._hooked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
-    def until(self, wanted: Any, optimizer: Any, tensors: Iterable[torch.Tensor]) -> CopiesUntilStep:
+    def until(self, wanted: Any, optimizer: Any) -> CopiesUntilStep:
         """Copies that are made until a step.
 
         Args:
             wanted: ``until`` of `TrainerClient.push`.
             optimizer: the one that is pushed along; None if none is.
-            tensors: what is pushed.
 
         Raises:
             InvalidArgument: it is neither `OPTIMIZER_STEP` nor an optimizer, or no optimizer is named at all.
@@ -67,7 +74,7 @@ class StepGate:
                 f"until={wanted!r} names no optimizer",
                 fix=f"push the optimizer along, optimizer=... and until={OPTIMIZER_STEP!r}; or name it, until=optimizer",
             )
-        return CopiesUntilStep(self, steady_until_step(named), tensors)
+        return CopiesUntilStep(self, steady_until_step(named))
 
     def hold(self, optimizers: Sequence[torch.optim.Optimizer], copying: Copying) -> None:
         """Let the next step of each of these optimizers wait for the copies."""
@@ -94,18 +101,27 @@ class CopiesUntilStep(Copies):
     Args:
         gate: lets steps wait.
         steady: what stays as it is until then.
-        tensors: what is pushed.
     """
 
-    def __init__(self, gate: StepGate, steady: Steady, tensors: Iterable[torch.Tensor]) -> None:
-        distinct = {key_of(each): each for each in tensors}
+    def __init__(self, gate: StepGate, steady: Steady) -> None:
         self._gate = gate
-        self._optimizers = steady.optimizers
-        self._settled = dict(zip(distinct, steady.settled(distinct.values()), strict=True))
+        self._steady = steady
+        self._settled: dict[Key, torch.Tensor] = {}
+
+    def keep(self, tensors: Sequence[torch.Tensor]) -> None:
+        """See `Copies.keep`."""
+        self._settled.update((key_of(each), each) for each in tensors)
 
     def source(self, tensors: Sequence[torch.Tensor], staging: StagingPool) -> tuple[OpenSource, Copying]:
         """See `Copies.source`."""
-        settled = [self._settled[key_of(each)] for each in tensors]
+        settled = [self._settle(each) for each in tensors]
         copying = CopyingBehind(settled)
-        self._gate.hold(self._optimizers, copying)
+        self._gate.hold(self._steady.optimizers, copying)
         return staged_source(settled, staging), copying
+
+    def _settle(self, tensor: torch.Tensor) -> torch.Tensor:
+        key = key_of(tensor)
+        found = self._settled.get(key)
+        if found is None:
+            found = self._settled[key] = self._steady.settled(tensor)
+        return found

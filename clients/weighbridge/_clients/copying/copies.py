@@ -53,6 +53,17 @@ class Copying:
 class Copies(ABC):
     """The copies of one call. Its block makes the pushes; after it the caller may change its tensors, unless that is put off."""
 
+    def begin(self, tensors: Sequence[torch.Tensor] | None, buffers: StagingPool) -> None:  # noqa: B027 - most wait until it is known where to
+        """Begin to copy what will probably be pushed.
+
+        Args:
+            tensors: these; None if that is not known.
+            buffers: where the memory for copies comes from.
+        """
+
+    def keep(self, tensors: Sequence[torch.Tensor]) -> None:  # noqa: B027 - a copy more does no harm
+        """Take note of tensors that nobody changes any more: they need no copy."""
+
     @abstractmethod
     def source(self, tensors: Sequence[torch.Tensor], staging: StagingPool) -> tuple[OpenSource, Copying]:
         """What one of the pushes reads its shards from, and how they are copied.

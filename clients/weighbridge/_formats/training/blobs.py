@@ -36,10 +36,10 @@ def encode(values: Mapping[str, Any]) -> torch.Tensor:
     import torch
 
     prepared = {name: _prepared(value, name) for name, value in values.items()}
-    for name, value in prepared.items():
-        refused = _refused(value, name)
-        if refused is not None:
-            raise InvalidArgument(f"{refused}, which torch.load(weights_only=True) refuses", fix=_FIX)
+    if not _loads(_without_data(prepared)):
+        found = (_refused(value, name) for name, value in prepared.items())
+        refused = next(filter(None, found), "all of it together")
+        raise InvalidArgument(f"{refused}, which torch.load(weights_only=True) refuses", fix=_FIX)
     written = io.BytesIO()
     torch.save(prepared, written)
     return torch.frombuffer(written.getbuffer(), dtype=torch.uint8)

@@ -26,9 +26,9 @@ class Steady:
     optimizers: tuple[torch.optim.Optimizer, ...]
     storages: frozenset[int]
 
-    def settled(self, tensors: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Tensors that stay as they are until then: each as it is, or a copy where something else may change it, such as a buffer."""
-        return tuple(each if _storage(each) in self.storages else each.detach().clone() for each in tensors)
+    def settled(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What stays as it is until then: the tensor itself, or a copy where something else may change it, such as a buffer."""
+        return tensor if _storage(tensor) in self.storages else tensor.detach().clone()
 
 
 def steady_until_step(optimizer: Any) -> Steady:

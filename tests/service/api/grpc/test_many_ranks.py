@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.forked import ForkedPython
 from tests.support.many_ranks import TENSOR
 from tests.support.raw_clients import tiny_config_json, tiny_shapes
 from tests.support.reference import tiny_config, tiny_model
@@ -96,9 +95,8 @@ def test_the_watches_of_one_host_leave_some_to_others(tmp_path: Path) -> None:
         assert not any(each.is_alive() for each in watchers)
 
 
-def say(players: list[subprocess.Popen[str]], line: str) -> None:
+def say(players: list[ForkedPython], line: str) -> None:
     for player in players:
-        assert player.stdin is not None
         player.stdin.write(f"{line}\n")
         player.stdin.flush()
 
@@ -118,20 +116,17 @@ def test_ranks_by_the_hundred_push_one_version_and_no_thread_is_held_for_each(tm
         for step in range(2):  # at first all wait for each other, then none does
             bounds = [ranks * i // processes for i in range(processes + 1)]
             players = [
-                subprocess.Popen(
-                    [sys.executable, "-m", "tests.support.many_ranks", running.address, model]
-                    + [str(n) for n in (ranks, first, last, step)],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    text=True,
-                    cwd=Path(__file__).parents[4],
+                ForkedPython(
+                    "-m",
+                    "tests.support.many_ranks",
+                    running.address,
+                    model,
+                    *(str(n) for n in (ranks, first, last, step)),
                 )
                 for first, last in itertools.pairwise(bounds)
             ]
             say(players, json.dumps(shapes))
-            assert [player.stdout.readline() for player in players if player.stdout] == [
-                "there\n"
-            ] * processes
+            assert [player.stdout.readline() for player in players] == ["there\n"] * processes
             started = time.monotonic()
             say(players, "go")
             while any(player.poll() is None for player in players):

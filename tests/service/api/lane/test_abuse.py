@@ -455,7 +455,7 @@ def test_clients_that_nobody_has_closed_go_with_their_last_reference(
     eventually(lambda: threading.active_count() <= threads)
 
 
-def test_thousands_of_operations_leave_no_descriptor_and_no_mapping_behind(
+def test_a_thousand_operations_leave_no_descriptor_and_no_mapping_behind(
     service: RunningService, trainer: TrainerClient, sources: list[TinyModel]
 ) -> None:
     def used() -> tuple[int, int, int]:
@@ -470,7 +470,7 @@ def test_thousands_of_operations_leave_no_descriptor_and_no_mapping_behind(
         connection = connected(service.address)
         refused = pb.LaneRequest(begin_write=pb.BeginWrite(model=MODEL, number=999))
         before = used()
-        for number in range(1000):
+        for number in range(300):
             answer, descriptors = connection.ask(begin_read(int(engine.version(MODEL, "live").number)))
             protocol.close_all(descriptors)
             connection.ask(pb.LaneRequest(end_read=pb.EndRead(loan=answer.read.loan)))
