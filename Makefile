@@ -338,7 +338,7 @@ bench-tls: $(STAMP) ## time pushes and pulls over TLS, and with tokens, next to 
 bench-quotas: $(STAMP) ## time pulls beside an identity at its limits that hammers, next to pulls alone; ARGS="--gb 0.25 --json FILE"
 	@$(BIN)/python -W ignore -m benchmarks.quotas $(ARGS)
 
-bench-tracing: $(STAMP) ## time pushes and pulls with traces, next to those without; ARGS="--gb 0.25 --lane local --json FILE"
+bench-tracing: $(STAMP) ## time pushes and pulls with traces, next to those without; ARGS="--gb 0.25 --seconds 240 --lane local --json FILE"
 	@$(BIN)/python -W ignore -m benchmarks.tracing $(ARGS)
 
 bench-page: $(STAMP) ## time pages of 100 models with 1,000 versions each, and what 200 open pages cost, also while a push runs; ARGS="--json FILE"

@@ -30,7 +30,7 @@ from benchmarks.held_connections import Counts
 from benchmarks.siege_verdicts import GIVEN_BACK_SECONDS, LEFT_MEMORY, MOST_MEMORY, Outcome, table, verdicts
 from benchmarks.vital_signs import VitalSigns, forget_most, vital_signs
 from weighbridge import TrainerClient
-from weighbridge._clients.transport import find_lane
+from weighbridge._clients.transport import find_faces
 from weighbridge._transport import bulk_entry, rpc
 from weighbridge_service.admission.tickets import Tickets, ticket_key
 from weighbridge_storage.stores.local import LocalStore
@@ -81,7 +81,7 @@ class Besieged:
     def __init__(self, service: processes.Service, folder: Path, log: Path) -> None:
         self._store = folder / "store"
         self.grpc, self.http, self.pid = service.grpc, service.http.removeprefix("http://"), service.pid
-        self.lane = find_lane(service.grpc).socket
+        self.lane = find_faces(service.grpc).socket
         self._log = log
 
     @property

@@ -42,19 +42,20 @@ if TYPE_CHECKING:
     from weighbridge._clients.training_files import WrittenCheckpoint
     from weighbridge._clients.transport import ConnectionOptions
     from weighbridge._core.boxes import Box
-    from weighbridge._core.collection import (
-        Collection,
-        DeletedVersion,
-        KeptVersion,
-        SweptVersion,
-        WaitingVersion,
-    )
     from weighbridge._core.dtypes import DType
     from weighbridge._core.engines.facts import Engine
     from weighbridge._core.engines.status import AgentStatus
     from weighbridge._core.layouts import Layout, Placement, Shard, TensorSpec
     from weighbridge._core.megatron_rank import MegatronRank
     from weighbridge._core.metadata import Metadata
+    from weighbridge._core.reports.collection import (
+        Collection,
+        DeletedVersion,
+        KeptVersion,
+        SweptVersion,
+        WaitingVersion,
+    )
+    from weighbridge._core.reports.usage import Quota, Usage
     from weighbridge._core.resources import (
         HELD_CANDIDATE,
         HELD_NONFINITE,
@@ -75,7 +76,6 @@ if TYPE_CHECKING:
     )
     from weighbridge._core.slices import Boxes, ExpertParallel, FullTensors, LayoutRequest, TensorParallel
     from weighbridge._core.tensor_spaces import TensorSpace
-    from weighbridge._core.usage import Quota, Usage
     from weighbridge._formats.host_slices import HostSlices, Slices
     from weighbridge._formats.push_sources import OpenSource, ShardSource, StreamSource
     from weighbridge._formats.training.random_states import RandomStates
@@ -205,7 +205,7 @@ _MODULES = {
     "_clients.training_files": ("WrittenCheckpoint",),
     "_clients.transport": ("ConnectionOptions",),
     "_core.boxes": ("Box",),
-    "_core.collection": (
+    "_core.reports.collection": (
         "Collection",
         "DeletedVersion",
         "KeptVersion",
@@ -249,7 +249,7 @@ _MODULES = {
         "TensorParallel",
     ),
     "_core.tensor_spaces": ("TensorSpace",),
-    "_core.usage": (
+    "_core.reports.usage": (
         "Quota",
         "Usage",
     ),

@@ -253,7 +253,7 @@ def run(config: ServiceConfig, grpc: str, http: str, log_level: str = "info") ->
             stack.callback(service.close)
             lane = LaneServer(service, config.local_socket, shares.lane)
             stack.callback(lane.stop)
-            grpc_server = GrpcServer(listener, service, lane)
+            grpc_server = GrpcServer(listener, service, lane, http_server.address)
             exports = Exports(service)
             stack.callback(exports.close)
             health = Health.of(service)

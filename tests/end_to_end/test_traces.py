@@ -19,13 +19,17 @@ import pytest
 from tests.support.collectors import Seen, collector, listed, sent_to
 from tests.support.forked import ForkedPython
 from tests.support.raw_clients import TinyModel, tiny_folder
+from tests.support.s3_server import ACCESS_KEY, SECRET_KEY
 from tests.support.services import service_process
-from weighbridge import EngineClient, TrainerClient
+from weighbridge import Credentials, EngineClient, TrainerClient
+from weighbridge_service.access import tokens
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 MODEL = "acme/tiny"
-SECRET = "wb-0123456789"
+TOKEN = tokens.new_token()
+"""Of everybody here. No span has it."""
+SHOWN = {"WEIGHBRIDGE_TOKEN": TOKEN}
 _READY = re.compile(r"weighbridge serving gRPC on (\S+), HTTP on (\S+), store .*\n")
 TRAINER, SERVICE = "weighbridge-client", "weighbridge"
 OF_SERVICE = {
@@ -55,12 +59,12 @@ def start(*arguments: object, env: Mapping[str, str]) -> ForkedPython:
 
 @contextmanager
 def served(
-    store: Path, source: TinyModel, *options: object, env: Mapping[str, str]
+    store: Path | str, source: TinyModel, *options: object, env: Mapping[str, str]
 ) -> Iterator[tuple[str, str]]:
     """The gRPC and the HTTP address of a service's process where the model is registered."""
     environment = {**without_opentelemetry(), **env}
     with service_process(store, "--memory-budget", "1GiB", *options, environment=environment) as service:
-        with TrainerClient(service.address) as trainer:
+        with TrainerClient(service.address, credentials=Credentials(token=TOKEN)) as trainer:
             trainer.register_files(MODEL, source.files)
         yield service.address, service.url
 
@@ -117,35 +121,43 @@ def short(names: Iterable[str]) -> set[str]:
     return {name.removeprefix("weighbridge.") for name in names}
 
 
-@pytest.mark.parametrize(("lane", "bulk"), [("grpc", "auto"), ("grpc", "off"), ("local", "off")])
-def test_a_push_makes_one_connected_trace_from_the_trainers_to_an_engine_that_comes_later(
-    tmp_path: Path, lane: str, bulk: str
+@pytest.mark.parametrize(
+    ("lane", "bulk", "on_s3"), [("grpc", "auto", True), ("grpc", "off", False), ("local", "off", False)]
+)
+def test_a_push_makes_one_connected_trace_from_the_trainers_to_an_engine_that_comes_later_without_a_secret(
+    tmp_path: Path, request: pytest.FixtureRequest, lane: str, bulk: str, on_s3: bool
 ) -> None:
     source = tiny_folder(tmp_path / "hf")
+    store = request.getfixturevalue("seaweed").location() if on_s3 else str(tmp_path / "store")
+    policy = tmp_path / "policy.toml"
+    policy.write_text(
+        f'[[identity]]\nname = "me"\nmay = ["admin"]\ntokens = ["{tokens.digest(TOKEN)}"]\nusers = [{os.getuid()}]\n'
+    )
     with collector() as there:
-        env = {**sent_to(there.endpoint), "WEIGHBRIDGE_TOKEN": SECRET}
+        env = {**sent_to(there.endpoint), **SHOWN}
         socket = ("--local-socket", tmp_path / "lane.sock") if lane == "local" else ()
-        options = ("--otlp", there.endpoint, "--bulk-port", bulk, *socket)
-        with served(tmp_path / "store", source, *options, env={"OTEL_BSP_SCHEDULE_DELAY": "100"}) as (
-            server,
-            url,
-        ):
+        options = ("--otlp", there.endpoint, "--bulk-port", bulk, "--policy", policy, *socket)
+        with served(store, source, *options, env={"OTEL_BSP_SCHEDULE_DELAY": "100"}) as (server, url):
             number = push(server, source, env, ranks=2, lane=lane)
             assert "prepared in" in follow(server, env, lane)
-            with EngineClient(server) as engine:
+            with EngineClient(server, credentials=Credentials(token=TOKEN)) as engine:
                 kept = engine.version(f"{MODEL}@{number}").traceparent
                 (reported,) = engine.engines(MODEL)
             line = ("weighbridge", "engines", MODEL, "--server", server, "--json")
-            with start(*line, env={}) as listing:
+            with start(*line, env=SHOWN) as listing:
                 by_command = json.loads(listing.communicate(timeout=60)[0])
-            asked = httpx.get(f"{url}/v1/models/{MODEL}/engines", headers={"traceparent": kept})
+            asked = httpx.get(
+                f"{url}/v1/models/{MODEL}/engines?token={TOKEN}",
+                headers={"traceparent": kept, "Authorization": f"Bearer {TOKEN}"},
+            )
             by_http = asked.json()["engines"]
         spans = there.wait(
             lambda seen: {"weighbridge.durable", "weighbridge.pull"} <= {each.name for each in seen}
         )
     print(listed(spans))  # shown if something fails
     check_connected(spans)
-    assert SECRET not in repr(spans)
+    for secret in (TOKEN, ACCESS_KEY, SECRET_KEY, "X-Amz", store, str(tmp_path)):
+        assert secret.encode() not in there.sent
     of_service = [span for span in spans if span.service == SERVICE]
     of_clients = [span for span in spans if span.service == TRAINER]
     assert short([span.name for span in of_service if not span.server]) >= OF_SERVICE
@@ -217,7 +229,9 @@ def test_neither_service_nor_clients_import_opentelemetry_where_nobody_asks_for_
     main = "from weighbridge._cli import main\nmain()"
     client = """
 from safetensors.torch import load_file
-from weighbridge import EngineClient, TrainerClient
+from tests.support.s3_server import ACCESS_KEY, SECRET_KEY
+from weighbridge import Credentials, EngineClient, TrainerClient
+from weighbridge_service.access import tokens
 server, model, file = sys.argv[1:]
 with TrainerClient(server) as trainer:
     trainer.push_state_dict(model, load_file(file), step=1, rank=0, world_size=1).wait("durable")
@@ -264,7 +278,13 @@ def test_requests_over_http_are_traced_in_their_callers_trace_and_without_their_
                 headers={"traceparent": caller, "Authorization": "Bearer wb-secret"},
             )
             assert found.status_code == 200
-            spans = there.wait(lambda seen: bool(seen))
+            hostile = {"User-Agent": "x" * 4000, "tracestate": "a=1," * 1000, "baggage": "b=2," * 500}
+            refused = httpx.get(f"{url}/v1/models/{'x' * 4000}", headers={"traceparent": caller, **hostile})
+            assert refused.status_code in (404, 422)
+            spans = there.wait(lambda seen: len(seen) == 2)
     assert {span.trace for span in spans} == {caller.split("-")[1]}
     assert {span.parent for span in spans} == {caller.split("-")[2]}
     assert "wb-secret" not in repr(spans)
+    assert "x" * 256 in repr(spans)
+    assert "x" * 257 not in repr(spans)
+    assert len(there.sent) < 10_000

@@ -366,6 +366,22 @@ def small(service: RunningService) -> int:
         return handle.wait(timeout=60).number
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_the_step_goes_out_and_comes_in_with_a_checkpoint_of_torch(
+    service: RunningService, small: int, tmp_path: Path
+) -> None:
+    number = small
+    with TrainerClient(service.address) as trainer:
+        for name, said, step in (("first", None, 4), ("second", 9, 9), ("third", None, 9)):
+            folder = trainer.export_training(TORCH, number, tmp_path / name).folder
+            imported = trainer.import_training(TORCH, folder, step=said).wait(timeout=60)
+            assert imported.step == step
+            number = imported.number
+    entry = {"weighbridge.step": None}
+    dcp.load(entry, checkpoint_id=tmp_path / "third", no_dist=True)
+    assert entry == {"weighbridge.step": 9}
+
+
 def test_a_folder_with_something_in_it_is_left_alone_unless_it_is_to_be_replaced(
     service: RunningService, small: int, tmp_path: Path
 ) -> None:

@@ -17,6 +17,7 @@ import shutil
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from tests.support.megatron_ranks import RankError, run_ranks
 from tests.support.megatron_training import TrainingRank, wholes
 from tests.support.reference import tiny_config
 from tests.support.services import RunningService, running_service
-from weighbridge import FailedPrecondition, NotFound, TrainerClient
+from weighbridge import FailedPrecondition, InvalidArgument, TrainerClient
 from weighbridge.integrations.megatron_saved_state import SavedState
 from weighbridge.integrations.megatron_saving import push_on_save
 from weighbridge_demo.megatron_cpu import Parallel
@@ -90,8 +91,8 @@ class Loop:
         np.random.set_state(found["np_rng_state"])
         torch.set_rng_state(found["torch_rng_state"])
 
-    def save(self, folder: Path, **others: Any) -> None:
-        """As Megatron-LM's ``save_checkpoint``."""
+    def save(self, folder: Path, *, behind: bool = False, **others: Any) -> None:
+        """As Megatron-LM's ``save_checkpoint``, with ``--async-save`` or without."""
         there = folder / f"iter_{self.iteration:07d}"
         there.mkdir(parents=True, exist_ok=True)
         torch.distributed.barrier()
@@ -103,7 +104,16 @@ class Loop:
             "rng_state": self.random_states(),
             "num_floating_point_operations_so_far": 7e9,
         }
-        self.training.save(there, {**common, **others})
+        request = self.training.save(there, {**common, **others}, async_sharded_save=behind)
+        if behind:
+            request.add_finalize_fn(partial(self._track, folder))
+            request.execute_sync()
+        else:
+            self._track(folder)
+
+    def _track(self, folder: Path) -> None:
+        if torch.distributed.get_rank() == 0:
+            (folder / "latest_checkpointed_iteration.txt").write_text(str(self.iteration))
 
     def after(self) -> After:
         losses = [self.step() for _ in range(AFTER)]
@@ -132,7 +142,8 @@ def _killed(
     rank: int, address: str, hf_dir: str, folder: Path, parallel: Parallel, distributed: bool
 ) -> None:
     loop = Loop(parallel, distributed=distributed, seed=0)
-    with push_on_save(MODEL, address, hf_dir=hf_dir, run=str(folder), strict=True) as hook:
+    options: dict[str, Any] = {"strict": True, "megatron_saves": distributed}
+    with push_on_save(MODEL, address, hf_dir=hf_dir, run=str(folder), **options) as hook:
         for _ in range(BEFORE):
             loop.step()
         random.random()
@@ -226,17 +237,20 @@ def test_a_loop_that_saves_as_megatron_lm_does_goes_on_to_the_bit_from_what_one_
     how = (parallel, distributed)
     with pytest.raises(RankError, match="exit code -9"):
         run_ranks(parallel, _killed, service.address, str(hf_dir), tmp_path, *how, timeout=300)
-    shutil.rmtree(tmp_path / "lost")
+    lost = tmp_path / "lost"
+    assert any((lost / f"iter_{BEFORE:07d}").iterdir()) == distributed
+    if distributed:
+        shutil.rmtree(lost)
     ranks = range(parallel.world_size)
     saved = [torch.load(tmp_path / f"saved-{rank}", weights_only=False) for rank in ranks]
     own = wholes(each.own for each in saved)
     with TrainerClient(service.address) as trainer:
         weights, training = trainer.version(MODEL), trainer.version(f"{MODEL}:training")
-        trainer.export_training(MODEL, None, tmp_path / "export")
+        trainer.export_training(MODEL, None, lost, replace=True)
     assert (weights.step, weights.number) == (training.step, training.number) == (BEFORE, training.number)
 
     restored = run_ranks(parallel, _restored, service.address, *how, timeout=300)
-    loaded = run_ranks(parallel, _loaded, tmp_path / "export", *how, timeout=300)
+    loaded = run_ranks(parallel, _loaded, lost, *how, timeout=300)
     for each, again, expected in zip(restored, loaded, saved, strict=True):
         _same(each, expected)
         _same(again, expected)
@@ -300,10 +314,13 @@ def _odd(rank: int, address: str, hf_dir: str, folder: Path) -> tuple[str, bool]
     logging.getLogger("weighbridge").addHandler(logging.StreamHandler(heard))
     loop = Loop(Parallel(tp=2), distributed=False, seed=0)
     odd = {"odd": Backend.AUTO} if rank == 1 else {}
-    with push_on_save(MODEL, address, hf_dir=hf_dir) as hook:
+    with push_on_save(MODEL, address, hf_dir=hf_dir, megatron_saves=False) as hook:
         loop.save(folder)  # before the optimizer's first step there is no state
         loop.step()
         loop.save(folder, **odd)
+        hook.wait(timeout=60)
+    with push_on_save(MODEL, address, run="behind", megatron_saves=False) as hook:
+        loop.save(folder / "behind", behind=True)
         hook.wait(timeout=60)
     with (
         push_on_save(MODEL, address, run="strict", strict=True),
@@ -317,15 +334,24 @@ def _odd(rank: int, address: str, hf_dir: str, folder: Path) -> tuple[str, bool]
     return heard.getvalue(), ChainedOptimizer.sharded_state_dict is before
 
 
-def test_weights_are_pushed_alone_when_one_rank_cannot_push_a_training_state(
+def test_weights_are_pushed_alone_when_one_rank_cannot_push_a_training_state_and_megatron_keeps_what_was_not_pushed(
     service: RunningService, tmp_path: Path, hf_dir: Path
 ) -> None:
     seen = run_ranks(Parallel(tp=2), _odd, service.address, str(hf_dir), tmp_path / "run", timeout=240)
+    run = tmp_path / "run"
+    assert all((run / f"iter_000000{number}" / "metadata.json").is_file() for number in (0, 1))
+    assert not any((run / "behind" / "iter_0000001").iterdir())
+    assert (run / "behind" / "latest_checkpointed_iteration.txt").read_text() == "1"
     for log, undone in seen:
+        assert all(f"Megatron writes {run}/iter_000000{number} itself" in log for number in (0, 1))
         assert f"{MODEL}: the weights are pushed alone. not all ranks can push a training state" in log
         assert "rank 1: state.odd is a tests.engines.test_megatron_saved_states.Backend" in log
         assert undone
     with TrainerClient(service.address) as trainer:
-        assert [version.step for version in trainer.versions(MODEL)] == [2, 1, 0]
-        with pytest.raises(NotFound):
-            trainer.version(f"{MODEL}:training")
+        assert [version.step for version in trainer.versions(MODEL)] == [2, 1, 1, 0]
+        assert [version.run for version in trainer.versions(f"{MODEL}:training")] == ["behind"]
+
+
+def test_no_hook_is_made_that_would_let_nobody_keep_the_optimizer() -> None:
+    with pytest.raises(InvalidArgument, match="nobody keeps the optimizer's state"):
+        push_on_save(MODEL, training=False, megatron_saves=False)

@@ -10,6 +10,7 @@ import pytest
 
 from tests.support.reference import tiny_config, tiny_model
 from tests.support.services import RunningService, running_service
+from tests.support.traced import Traced, ids, turn_on
 from tests.support.waiting import eventually
 from weighbridge import Engine, EngineClient, TrainerClient
 from weighbridge.errors import WeighbridgeError
@@ -17,6 +18,13 @@ from weighbridge.integrations.engine_rank import reports
 from weighbridge.integrations.transformers import from_weighbridge, live_model, update
 
 MODEL = "tests/llama"
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> Traced:
+    found = Traced()
+    turn_on(monkeypatch, found)
+    return found
 
 
 @pytest.fixture
@@ -62,6 +70,34 @@ def test_a_transformers_model_reports_what_it_serves_and_what_it_could_not_be_ta
     assert "9" in only(client).error
     live_model(model).rank.end_reports()
     eventually(lambda: only(client).standing == "gone")
+
+
+def test_an_engine_that_updates_itself_reports_its_span_in_the_trace_of_the_push(
+    traced: Traced, running: RunningService, client: EngineClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reports, "_AGENT_SECONDS", 0.0)
+    model = from_weighbridge(f"{MODEL}@1", running.address)
+    update(model, 2)
+    eventually(lambda: client.engines(MODEL) and only(client).update_version == 2)
+    push, ended = client.version(f"{MODEL}@2").traceparent, traced.ended()
+    trace, parent = (int(each, 16) for each in push.split("-")[1:3])
+    updated, filled = ended["weighbridge.rank_update"], ended["weighbridge.fill"]
+    assert ids(updated) == (trace, parent)
+    assert updated.attributes == {
+        "weighbridge.model": MODEL,
+        "weighbridge.version": 2,
+        "weighbridge.rank": 0,
+    }
+    assert updated.context is not None
+    assert ids(filled) == (trace, updated.context.span_id)
+    assert only(client).traceparent == f"00-{trace:032x}-{updated.context.span_id:016x}-01"
+    with pytest.raises(WeighbridgeError):
+        live_model(model).rank.apply(9)
+    eventually(lambda: only(client).state == "failing")
+    failed = traced.ended()["weighbridge.rank_update"]
+    assert failed.context is not None
+    assert not failed.status.is_ok
+    assert f"{failed.context.trace_id:032x}" in only(client).traceparent
 
 
 def test_an_engine_that_an_agent_reports_in_time_reports_nothing_itself(

@@ -6,12 +6,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
 
 from tests.support.reference import tiny_config, tiny_model
 from tests.support.services import RunningService, running_service
 from tests.support.verl_jobs import checkpoint_job, needs_verl
-from weighbridge import TrainerClient
+from weighbridge import EngineClient, TrainerClient
 from weighbridge.integrations.checkpoint_names import step_named
+from weighbridge_service.converting.convert import convert_folder
 
 pytestmark = [needs_verl, pytest.mark.slow, pytest.mark.xdist_group("verl"), pytest.mark.timeout(900)]
 
@@ -68,3 +72,35 @@ def test_ranks_that_were_killed_go_on_to_the_bit_and_others_with_every_tensor(
     with TrainerClient(service.address) as client:
         steps = {client.version(name).step for name in (MODEL, f"{MODEL}:training")}
     assert steps == {step_named(saved)}
+    if kind == "fsdp2":
+        _check_taken_in(
+            service, saved / "critic", torch.load(folder / "saved-0", weights_only=False)[1], tmp_path
+        )
+
+
+def _check_taken_in(
+    service: RunningService, folder: Path, gathered: dict[str, Tensor], tmp_path: Path
+) -> None:
+    """What verl itself has saved, converted and imported, is what torch has gathered of the same module and optimizer."""
+    report = convert_folder(folder, tmp_path / "converted")
+    assert report.left_out == {"extra_state (files)": 2, "optim (files)": 2}
+    weights = {name: each for name, each in gathered.items() if not name.startswith("state.")}
+    with TrainerClient(service.address) as client, EngineClient(service.address) as engine:
+        imported = client.import_training(MODEL, folder).wait(timeout=60)
+        state = dict(engine.pull(f"{MODEL}:training", imported.number))
+    assert imported.step == step_named(folder.parent)
+    for found, expected in (
+        (load_file(tmp_path / "converted" / "model.safetensors"), weights),
+        (
+            {name: each for name, each in state.items() if not name.startswith("rank_state.")},
+            {
+                f"{'model' if name in weights else 'optimizer'}.{name}": each
+                for name, each in gathered.items()
+            },
+        ),
+    ):
+        assert found.keys() == expected.keys()
+        assert all(
+            found[name].dtype == each.dtype and torch.equal(found[name], each)
+            for name, each in expected.items()
+        )

@@ -49,9 +49,11 @@ class Collector:
     Attributes:
         endpoint: its OTLP address.
         spans: in the order in which they came.
+        sent: all that came, byte for byte.
     """
 
     endpoint: str = ""
+    sent: bytes = b""
     spans: list[Seen] = field(default_factory=list)
     _changed: threading.Condition = field(default_factory=threading.Condition)
 
@@ -64,6 +66,7 @@ class Collector:
         ]
         with self._changed:
             self.spans += found
+            self.sent += request.SerializeToString()
             self._changed.notify_all()
 
     def wait(self, until: Callable[[Sequence[Seen]], bool], seconds: float = 60.0) -> list[Seen]:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from tests.support.forked import ForkedPython, forked_python
-from weighbridge._clients.transport import find_lane
+from weighbridge._clients.transport import find_faces
 from weighbridge._lane.connection import LaneConnection
 from weighbridge._transport import rpc
 from weighbridge.v1 import local_lane_pb2 as pb
@@ -23,7 +23,7 @@ CLIENT_ID = "lane-client-of-a-test"
 
 def connected(server: str, client_id: str = CLIENT_ID) -> LaneConnection:
     """A connection to a service's socket, for requests that no well-behaved client makes."""
-    found = find_lane(server)
+    found = find_faces(server)
     return LaneConnection(
         found.socket, False, found.service_id, client_id, "", lambda _key: None, lambda _connection: None
     )

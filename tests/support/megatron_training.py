@@ -181,15 +181,15 @@ class TrainingRank:
                 found.setdefault(each.key, []).append(Piece(each.global_shape, each.global_offset, data))
         return found
 
-    def save(self, folder: Path, common: Mapping[str, Any]) -> None:
-        """Save model and optimizer as Megatron-LM does by ``--ckpt-format torch_dist``, to a folder that is there."""
+    def save(self, folder: Path, common: Mapping[str, Any], **options: Any) -> Any:
+        """Save model and optimizer as Megatron-LM does by ``--ckpt-format torch_dist``, to a folder that is there. What ``dist_checkpointing.save`` gives."""
         from megatron.core import dist_checkpointing
 
         let_it_write()
         weights = self.sharded_state_dict()
         optimizer = self.optimizer.sharded_state_dict(weights, metadata=dict(SHARDING))
         state = {"model": weights, "optimizer": optimizer, **common}
-        dist_checkpointing.save(state, str(folder), content_metadata=dict(SHARDING))
+        return dist_checkpointing.save(state, str(folder), content_metadata=dict(SHARDING), **options)
 
     @contextmanager
     def loading(self) -> Iterator[None]:

@@ -40,6 +40,7 @@ class RunningService:
         store: Path | str,
         *,
         lane_clients: int = 1024,
+        http: str = "",
         limits: CallLimits = DEFAULT_LIMITS,
         **settings: Any,
     ) -> None:
@@ -61,7 +62,7 @@ class RunningService:
         self.lane = LaneServer(self.service, config.local_socket, lane_clients)
         self.health = Health.of(self.service)
         self.metrics = Metrics(self.service, self.lane, listener.calls, self.health)
-        self.grpc = GrpcServer(listener, self.service, self.lane, limits)
+        self.grpc = GrpcServer(listener, self.service, self.lane, http, limits)
         self.grpc.start()
         self.address = f"127.0.0.1:{self.grpc.port}"
 

@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -38,50 +39,55 @@ from collections.abc import Sequence
 import click
 
 from weighbridge import __version__
+from weighbridge._cli.output import PlainFormatter, print_error
 from weighbridge._core.text.suggestions import did_you_mean
 
-_MODULE_OF = {
-    "serve": "serving",
-    "token": "identifying",
-    "import": "pushing",
-    "push": "pushing",
-    "pull": "pulling",
-    "restore": "pulling",
-    "export": "pulling",
-    "convert": "converting",
-    "models": "looking",
-    "versions": "looking",
-    "show": "looking",
-    "diff": "showing.comparing",
-    "tag": "tagging",
-    "watch": "looking",
-    "top": "showing.top",
-    "follow": "following",
-    "engines": "following",
-    "relay": "relaying",
-    "verify": "looking",
-    "approve": "gating",
-    "sign": "signing",
-    "signatures": "signing",
-    "gate": "gating",
-    "retention": "keeping",
-    "usage": "keeping",
-    "collect": "keeping",
-    "delete": "removing",
-    "abort": "removing",
-    "warm": "keeping",
-    "fsck": "maintaining",
-    "migrate": "maintaining",
-    "doctor": "examining",
-    "completion": "showing.completing",
-    "demo": "serving",
+_SECTIONS = {
+    "Service": {"serve": "serving", "demo": "serving", "token": "identifying", "usage": "keeping"},
+    "Weights in and out": {
+        "import": "pushing",
+        "push": "pushing",
+        "pull": "pulling",
+        "restore": "pulling",
+        "export": "pulling",
+        "convert": "converting",
+        "warm": "keeping",
+        "abort": "removing",
+    },
+    "What there is": {
+        "models": "looking",
+        "versions": "looking",
+        "show": "looking",
+        "diff": "showing.comparing",
+        "watch": "looking",
+        "top": "showing.top",
+    },
+    "Engines": {"follow": "following", "engines": "following", "relay": "relaying"},
+    "Which version is served": {
+        "tag": "tagging",
+        "approve": "gating",
+        "gate": "gating",
+        "verify": "looking",
+        "sign": "signing",
+        "signatures": "signing",
+    },
+    "What is kept": {"retention": "keeping", "collect": "keeping", "delete": "removing"},
+    "Trouble": {
+        "doctor": "examining",
+        "fsck": "maintaining",
+        "migrate": "maintaining",
+    },
+    "Shell": {"completion": "showing.completing"},
 }
+_MODULE_OF = {name: module for section in _SECTIONS.values() for name, module in section.items()}
+_BESIDES = 4
+"""Columns of a line of help beside a command's name and what it does."""
 _INTERRUPTED = 130
 """What shells report of a process that was interrupted: 128 and SIGINT."""
 
 
 class _LazyGroup(click.Group):
-    """Commands that are imported when they are named; listed in the order of the table."""
+    """Commands that are imported when they are named; listed by section, in the order of the table."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_MODULE_OF)
@@ -94,6 +100,21 @@ class _LazyGroup(click.Group):
             importlib.import_module(f"weighbridge._cli.{module}"), f"{cmd_name}_command"
         )
         return found
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The commands with what each does, section by section."""
+        wide = max(map(len, _MODULE_OF))
+        room = formatter.width - wide - _BESIDES
+        for title, section in _SECTIONS.items():
+            with formatter.section(title):
+                found = ((name, self.get_command(ctx, name)) for name in section)
+                formatter.write_dl(
+                    [
+                        (f"{name:<{wide}}", each.get_short_help_str(room))
+                        for name, each in found
+                        if each is not None
+                    ]
+                )
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -113,7 +134,7 @@ def commands() -> None:
     """Move model weights from the machines that train to the machines that serve.
 
     MODEL is namespace/name. A version is a number or a ref: acme/smol@17, acme/smol@latest (the newest in the object
-    store), acme/smol@live (the newest that can be pulled), or a tag such as acme/smol@prod. Both pass by versions that are held.
+    store), acme/smol@live (the newest that can be pulled), or a tag such as acme/smol@prod. latest and live pass by versions that are held.
     """
 
 
@@ -132,6 +153,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         completing.register()
     arguments = sys.argv[1:] if argv is None else list(argv)
+    if logging.lastResort is not None:  # what clients warn of, where nobody has said where that goes
+        logging.lastResort.setFormatter(PlainFormatter())
     try:
         code = _run(arguments)
         sys.stdout.flush()
@@ -158,7 +181,6 @@ def _run(arguments: list[str]) -> int:
 
 
 def _print_as_json(error: click.ClickException) -> None:
-    from weighbridge._cli.output import print_error
     from weighbridge.errors import InvalidArgument
 
     context = error.ctx if isinstance(error, click.UsageError) else None

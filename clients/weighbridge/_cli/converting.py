@@ -6,10 +6,11 @@ from pathlib import Path
 
 import click
 
-from weighbridge._cli.output import print_json, print_left_out, progress_bar
+from weighbridge._cli.output import print_json, print_left_out, progress_bar, say
 from weighbridge._cli.parsing import WholeNumber, size
 from weighbridge._cli.running import Command
 from weighbridge._core.text.counts import counted
+from weighbridge._core.text.durations import readable_duration
 from weighbridge._core.text.extras import needs_extra
 from weighbridge._core.text.sizes import readable_size
 
@@ -101,9 +102,7 @@ def convert_command(
     )
 
     def resumed(done: int, total: int) -> None:
-        click.echo(
-            f"going on: {readable_size(done)} of {readable_size(total)} are converted already", err=True
-        )
+        say(f"going on: {readable_size(done)} of {readable_size(total)} are converted already", err=True)
 
     try:
         with progress_bar(f"converting to {target.name}") as update:
@@ -118,13 +117,13 @@ def convert_command(
                 on_resume=resumed,
             )
     except KeyboardInterrupt:
-        click.echo("interrupted: run the same command again, and it goes on where it stopped", err=True)
+        say("interrupted: run the same command again, and it goes on where it stopped", err=True)
         raise
     if as_json:
         print_json(report.to_json())
         return
-    click.echo(
+    say(
         f"{target}: {readable_size(report.bytes)}, {counted(report.tensors, 'tensor')} in {counted(len(report.files), 'file')}, "
-        f"{report.seconds:.1f} s"
+        f"{readable_duration(report.seconds)}"
     )
     print_left_out(report.left_out)

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from weighbridge._cli.doctor import asking
-from weighbridge._cli.output import print_json
+from weighbridge._cli.output import print_json, print_table
 from weighbridge._cli.parsing import StoreLocation, size_or
 from weighbridge._cli.running import Command
 from weighbridge._core.checks import Check, CheckStatus
 from weighbridge._transport.addresses import DEFAULT_SERVER, SERVER_VARIABLE
-from weighbridge.errors import Unavailable, WeighbridgeError
+from weighbridge.errors import FailedPrecondition, Unavailable, WeighbridgeError
+
+if TYPE_CHECKING:
+    from weighbridge._transport.credentials import Credentials
 
 _SECONDS = 60.0
 """How long a service may take: it looks at each model."""
@@ -30,7 +34,7 @@ _GRACE_SECONDS = 900.0
     envvar="WEIGHBRIDGE_HTTP",
     show_envvar=True,
     metavar="HOST:PORT",
-    help="The service's HTTP address.  [default: port 8080 where WEIGHBRIDGE_SERVER is, or here, if one answers there]",
+    help="The service's HTTP address.  [default: what the service says at --server]",
 )
 @click.option(
     "--server",
@@ -71,7 +75,7 @@ def doctor_command(
     scratch: Path,
     as_json: bool,
 ) -> None:
-    """Say what is wrong with a service, and with this machine.
+    """Find what is wrong with a service or a machine, and what to do.
 
     Asks a running service: its store, what limits its memory, who holds it, and what a push of each model needs. Without one, says what
     this machine allows one. Then, from here: ports, certificates, clocks, the local lane, shared memory, huge pages, and releases of other
@@ -91,28 +95,40 @@ def doctor_command(
 
 def _of_service(named: str | None, server: str, memory_budget: int | None, scratch: Path) -> Iterator[Check]:
     """What a service says of itself, or what this machine allows one; and what is found of the way to it."""
-    addresses = [named] if named else asking.guessed_addresses(server)
-    answered = ""
-    for address in addresses:
-        asked = time.time()
-        try:
-            answer = asking.ask(address, "/v1/checks", _SECONDS)
-            yield Check("service", CheckStatus.OK, f"one answers at {address}")
-            yield from _found(answer)
-            if answer.said_s is not None:
-                from weighbridge._cli.doctor.checks import check_skew
+    from weighbridge._transport.addresses import Addresses
+    from weighbridge._transport.credentials import Credentials
 
-                yield check_skew(asked, time.time(), answer.said_s)
-        except Unavailable as error:
-            problem = error
-            continue
+    credentials = Credentials.from_environment()
+    servers = Addresses.of(server).all if server or not named else ()
+    answered = ""
+    try:
+        http = named or _told_address(servers, credentials)
+        asked = time.time()
+        answer = asking.ask(http, "/v1/checks", _SECONDS, credentials)
         answered = answer.url
-        break
-    if not answered:
-        yield _absent(named, server, addresses, problem)
+        yield Check("service", CheckStatus.OK, f"one answers at {http}")
+        yield from _found(answer)
+        if answer.said_s is not None:
+            from weighbridge._cli.doctor.checks import check_skew
+
+            yield check_skew(asked, time.time(), answer.said_s)
+    except Unavailable as error:
+        yield _absent(error, wanted=bool(named or server))
         yield from _examine_machine(memory_budget, scratch)
-    here = answered and not named
-    yield from _of_connections(server or (DEFAULT_SERVER if here else ""), answered)
+        if not server:
+            return
+    except WeighbridgeError as error:
+        status = CheckStatus.WARN if isinstance(error, FailedPrecondition) else CheckStatus.FAIL
+        yield Check("service", status, error.message, error.fix)
+    yield from _of_connections(servers, answered, credentials)
+
+
+def _told_address(servers: Sequence[str], credentials: Credentials) -> str:
+    """Where the first service that answers says that its HTTP face is. Raises WeighbridgeError, of the last one that was asked."""
+    for server in servers[:-1]:
+        with contextlib.suppress(Unavailable):
+            return asking.told_address(server, credentials)
+    return asking.told_address(servers[-1], credentials)
 
 
 def _found(answer: asking.Answer) -> list[Check]:
@@ -124,17 +140,11 @@ def _found(answer: asking.Answer) -> list[Check]:
         raise asking.no_service(answer.url) from error
 
 
-def _absent(named: str | None, server: str, tried: Sequence[str], error: Unavailable) -> Check:
-    """What is said where no service was asked."""
-    if named:
+def _absent(error: Unavailable, *, wanted: bool) -> Check:
+    """What is said where no service has answered: that is wrong only if one was named."""
+    if wanted:
         return Check("service", CheckStatus.FAIL, error.message, error.fix)
-    what = f"none answers at {' or '.join(tried)}"
-    if server:
-        what += f", and {SERVER_VARIABLE} names {server}: it was not asked, and this is what this machine allows one"
-        return Check(
-            "service", CheckStatus.WARN, what, "name its HTTP address: --http HOST:PORT, or WEIGHBRIDGE_HTTP"
-        )
-    return Check("service", CheckStatus.OK, f"{what}: this is what this machine allows one")
+    return Check("service", CheckStatus.OK, f"{error.message}: this is what this machine allows one")
 
 
 def _examine_machine(memory_budget: int | None, scratch: Path) -> list[Check]:
@@ -144,15 +154,12 @@ def _examine_machine(memory_budget: int | None, scratch: Path) -> list[Check]:
     return examine_machine(ServiceConfig(scratch, scratch=scratch, memory_budget=memory_budget))
 
 
-def _of_connections(server: str, http: str) -> Iterator[Check]:
+def _of_connections(servers: Sequence[str], http: str, credentials: Credentials) -> Iterator[Check]:
     """What is found of the gRPC addresses of a service, and of the certificates at these and at its HTTP address."""
     from weighbridge._cli.doctor import checks, readings
-    from weighbridge._transport.addresses import Addresses
-    from weighbridge._transport.credentials import Credentials
 
-    credentials = Credentials.from_environment()
     secured = [asking.address_of(http)] if http.startswith("https://") else []
-    for address in Addresses.of(server).all if server else ():
+    for address in servers:
         port = readings.read_port(address, "gRPC")
         yield checks.check_port(port)
         if port.error:
@@ -188,9 +195,12 @@ def _of_machine() -> Iterator[Check]:
 
 
 def _print(checks: Iterable[Check]) -> None:
-    listed = list(checks)
-    wide = max(len(check.name) for check in listed)
-    for check in listed:
-        click.echo(f"{check.status.value:<6}{check.name:<{wide}}  {check.what}")
-        if check.fix:
-            click.echo(f"{'':<6}{'':<{wide}}  what to do: {check.fix}")
+    rows = [
+        (
+            check.status.value,
+            check.name,
+            f"{check.what}\nwhat to do: {check.fix}" if check.fix else check.what,
+        )
+        for check in checks
+    ]
+    print_table(("", "CHECK", "FOUND"), rows)

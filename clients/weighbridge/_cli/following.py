@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from weighbridge._cli.looking import say_if_absent
-from weighbridge._cli.output import print_json, print_table
+from weighbridge._cli.output import print_json, print_table, say
 from weighbridge._cli.parsing import WholeNumber
 from weighbridge._cli.running import RETRY_SECONDS, Command, client_options, end_tidily
 from weighbridge._cli.showing import completing
@@ -20,6 +20,7 @@ from weighbridge._core.engines.facts import STANDING_BEHIND
 from weighbridge._core.references import is_training
 from weighbridge._core.resources import REF_LATEST
 from weighbridge._core.text.counts import counted
+from weighbridge._core.text.durations import readable_duration
 from weighbridge._core.text.sizes import readable_size
 
 if TYPE_CHECKING:
@@ -108,7 +109,7 @@ def follow_command(
     server: str,
     as_json: bool,
 ) -> None:
-    """Take a running vLLM or SGLang server along with a ref.
+    """Keep a running vLLM or SGLang server on a ref's version.
 
     Each new version is fetched while the server answers; then it is paused, gets it, and goes on. On any failure it keeps the version
     that it has. One line a version. With --require-signature it fetches nothing of a version that is not signed so, and takes the version
@@ -136,7 +137,7 @@ def follow_command(
                 if as_json:
                     print_json(done.to_json(), one_line=True)
                 else:
-                    click.echo(_line(done))
+                    say(_line(done))
     ctx.exit(1 if done is not None and done.error else 0)
 
 
@@ -178,19 +179,22 @@ def _line(done: Followed) -> str:
     if not done.nbytes:
         return f"{done.model}@{done.version}: the engine has it"
     return (
-        f"{done.model}@{done.version}: {readable_size(done.nbytes)} prepared in {done.prepare_seconds:.2f} s, "
-        f"engine paused for {done.pause_seconds:.2f} s"
+        f"{done.model}@{done.version}: {readable_size(done.nbytes)} prepared in {readable_duration(done.prepare_seconds)}, "
+        f"engine paused for {readable_duration(done.pause_seconds)}"
     )
 
 
+_BESIDES = ("REF", "HEARD", "LAST UPDATE", "NOTE")
+
+
 @click.command("engines", cls=Command)
-@click.argument("model", required=False)
+@click.argument("model", required=False, shell_complete=completing.models)
 @client_options
 def engines_command(model: str | None, server: str, as_json: bool) -> None:
     """Show what engines serve, and how far behind they are.
 
-    Those of MODEL, or of all models, as their agents report. An engine is stale when its agent was not heard for three reports (15 s), and gone after a minute. What engines serve that are not gone
-    is kept, whatever the retention says.
+    Those of MODEL, or of all models, as their agents report. An engine is stale when its agent was not heard for three reports (15 s), and
+    gone after a minute. What engines serve that are not gone is kept, whatever the retention says.
     """
     from weighbridge._clients.client import Client
 
@@ -199,10 +203,13 @@ def engines_command(model: str | None, server: str, as_json: bool) -> None:
     if as_json:
         print_json([engine.to_json() for engine in found])
     elif found:
-        columns = ("ENGINE", "MODEL", "REF", "SERVES", "STATE", "STANDING", "LAST UPDATE", "HEARD", "NOTE")
-        print_table(columns, [_engine_row(engine, time.time()) for engine in found])
+        print_table(
+            ("ENGINE", "MODEL", "SERVES", "STANDING", "STATE", *_BESIDES),
+            [_engine_row(engine, time.time()) for engine in found],
+            below=_BESIDES,
+        )
     else:
-        click.echo("no engine has reported lately: agents do (`weighbridge follow`)", err=True)
+        say("no engine has reported lately: agents do (`weighbridge follow`)", err=True)
 
 
 def _engine_row(engine: Engine, now: float) -> tuple[str, ...]:
@@ -210,12 +217,12 @@ def _engine_row(engine: Engine, now: float) -> tuple[str, ...]:
     return (
         engine.label,
         engine.model,
-        f"{engine.ref}={engine.named or '?'}" if engine.ref else "-",
         str(engine.version or "-"),
-        f"{state}, {_ago(engine.since_ms, now)}",
         _standing_text(engine),
+        f"{state}, {_age(engine.since_ms, now)}",
+        f"{engine.ref}={engine.named or '?'}" if engine.ref else "-",
+        f"{_age(engine.heard_time_ms, now)} ago",
         _update_text(engine, now),
-        f"{_ago(engine.heard_time_ms, now)} ago",
         engine.error,
     )
 
@@ -231,17 +238,11 @@ def _standing_text(engine: Engine) -> str:
 def _update_text(engine: Engine, now: float) -> str:
     if not engine.update_version:
         return "-"
-    size, prepared = readable_size(engine.update_bytes), engine.update_prepare_seconds
     return (
-        f"to {engine.update_version}, {_ago(engine.update_time_ms, now)} ago: {size} in {prepared:.2f} s, "
-        f"paused for {engine.update_pause_seconds:.2f} s"
+        f"to {engine.update_version}, {_age(engine.update_time_ms, now)} ago, {readable_size(engine.update_bytes)} "
+        f"in {readable_duration(engine.update_prepare_seconds)}, paused for {readable_duration(engine.update_pause_seconds)}"
     )
 
 
-def _ago(time_ms: int, now: float) -> str:
-    """How long ago something was, in two figures at most: ``12 s``, ``5 min``, ``3 h``, ``9 d``."""
-    seconds = max(now - time_ms / 1000, 0.0)
-    for unit, name in ((86_400, "d"), (3600, "h"), (60, "min")):
-        if seconds >= 2 * unit:
-            return f"{seconds // unit:.0f} {name}"
-    return f"{seconds:.0f} s"
+def _age(time_ms: int, now: float) -> str:
+    return readable_duration(max(now - time_ms / 1000, 0.0), rough=True)

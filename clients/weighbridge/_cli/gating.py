@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from weighbridge._cli.output import print_json
+from weighbridge._cli.output import print_json, say
 from weighbridge._cli.parsing import model_at_number, model_perhaps_at_version
 from weighbridge._cli.running import RETRY_SECONDS, Command, client_options
 from weighbridge._cli.showing import completing
@@ -16,7 +16,7 @@ from weighbridge._cli.tagging import (
     approval_command,
     asked_text,
     named_request,
-    outcome_text,
+    outcome_lines,
     protection_text,
 )
 from weighbridge._core.references import Reference
@@ -71,7 +71,7 @@ def gate_command(
     server: str,
     as_json: bool,
 ) -> None:
-    """Show or say which versions are held and which refs protected.
+    """Show or set which versions are held and which refs protected.
 
     live and latest pass by a version that is held, until it is approved. What is said goes for versions that are pushed from then
     on; what is left out stays as it is. A protected ref is changed by those alone of whose scopes one names it. Without any option
@@ -99,11 +99,11 @@ def gate_command(
             *(["every version, as a candidate"] if gate.approval_required else []),
             *([] if gate.allow_nonfinite else ["versions with NaN or infinite elements"]),
         ]
-        click.echo(f"{model}: holds {' and '.join(held) or 'what is pushed as a candidate'}")
+        say(f"{model}: holds {' and '.join(held) or 'what is pushed as a candidate'}")
         for protection in protections:
-            click.echo(f"{model}: protects {protection_text(protection)}")
+            say(f"{model}: protects {protection_text(protection)}")
         if request is not None:
-            click.echo(outcome_text(request))
+            say(*outcome_lines(request))
 
 
 @click.command("approve", cls=Command)
@@ -129,7 +129,7 @@ def approve_command(
     server: str,
     as_json: bool,
 ) -> None:
-    """Hold a version no longer, or approve a change of a REF.
+    """Approve a version that is held, or a change of a protected REF.
 
     live and latest then name the version, unless they name a newer one; they pass by what is held, so it is named by its number, or by a tag.
 
@@ -161,9 +161,9 @@ def approve_command(
         return
     names = sorted(ref for ref, named in refs.items() if named == version.number)
     if before.held:
-        click.echo(f"{version}: approved ({', '.join(before.held)}); named by {', '.join(names) or 'no ref'}")
+        say(f"{version}: approved ({', '.join(before.held)}); named by {', '.join(names) or 'no ref'}")
     else:
-        click.echo(f"{version}: is not held, so there is nothing to approve")
+        say(f"{version}: is not held, so there is nothing to approve")
 
 
 def _approve_request(
@@ -181,7 +181,7 @@ def _approve_request(
     if as_json:
         print_json(found.to_json())
     else:
-        click.echo(outcome_text(found))
+        say(*outcome_lines(found))
 
 
 def _caller() -> str:

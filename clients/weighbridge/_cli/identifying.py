@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from weighbridge._cli.output import print_json
+from weighbridge._cli.output import print_json, say
 from weighbridge._cli.running import Command
 from weighbridge._core.text.extras import needs_extra
 
@@ -23,4 +23,4 @@ def token_command(as_json: bool) -> None:
     if as_json:
         print_json({"token": token, "digest": digest(token)})
     else:
-        click.echo(f"token   {token}\ndigest  {digest(token)}")
+        say(f"token   {token}", f"digest  {digest(token)}")

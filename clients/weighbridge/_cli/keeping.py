@@ -6,20 +6,22 @@ from typing import TYPE_CHECKING
 
 import click
 
-from weighbridge._cli.output import print_json, print_table, readable_time
+from weighbridge._cli.output import print_json, print_table, readable_time, say
 from weighbridge._cli.parsing import WholeNumber, duration
 from weighbridge._cli.running import RETRY_SECONDS, Command, client_options
 from weighbridge._cli.showing import completing
 from weighbridge._core.references import is_training, training_of
+from weighbridge._core.reports.collection import RULE_KEEP_EVERYTHING
+from weighbridge._core.reports.usage import QUOTA_BYTES_PER_SECOND, QUOTA_STORED
 from weighbridge._core.resources import Retention
 from weighbridge._core.text.counts import counted
+from weighbridge._core.text.durations import readable_duration
 from weighbridge._core.text.sizes import readable_size
-from weighbridge._core.usage import QUOTA_BYTES_PER_SECOND, QUOTA_STORED
 
 if TYPE_CHECKING:
     from weighbridge._clients.client import Client
-    from weighbridge._core.collection import Collection, KeptVersion
-    from weighbridge._core.usage import Quota
+    from weighbridge._core.reports.collection import Collection, KeptVersion
+    from weighbridge._core.reports.usage import Quota
 
 
 def _connect(server: str) -> Client:
@@ -69,7 +71,7 @@ def retention_command(
     server: str,
     as_json: bool,
 ) -> None:
-    """Show or say which versions of a model are kept.
+    """Show or set which versions of a model are kept.
 
     A version is kept if one of the rules speaks for it, a ref names it or an engine serves it (`weighbridge engines`); the others are
     deleted some time later. New rules replace all that were there. Without any option the rules are shown. Training states, versions
@@ -96,23 +98,16 @@ def retention_command(
         print_json({**own, **({"training": others[0]} if others else {})})
     else:
         for name, each in shown.items():
-            click.echo(f"{name}: keeps {_rules_text(each)}")
+            say(f"{name}: keeps {_rules_text(each)}")
 
 
 def _rules_text(rules: Retention) -> str:
     parts = [
         *([f"the last {rules.keep_last}"] if rules.keep_last else []),
         *([f"one of every {rules.keep_every}"] if rules.keep_every else []),
-        *([f"those younger than {_time_text(rules.keep_younger_s)}"] if rules.keep_younger_s else []),
+        *([f"those younger than {readable_duration(rules.keep_younger_s)}"] if rules.keep_younger_s else []),
     ]
     return ", ".join([*parts, "what refs name"]) if parts else "everything"
-
-
-def _time_text(seconds: int) -> str:
-    for unit, name in ((86_400, "d"), (3600, "h"), (60, "m")):
-        if seconds % unit == 0:
-            return f"{seconds // unit}{name}"
-    return f"{seconds}s"
 
 
 @click.command("collect", cls=Command)
@@ -121,10 +116,10 @@ def _time_text(seconds: int) -> str:
 @client_options
 @click.pass_context
 def collect_command(ctx: click.Context, model: str, dry_run: bool, server: str, as_json: bool) -> None:
-    """Delete what need not be kept of a model now.
+    """Delete now what no rule of retention keeps of a model.
 
-    Services do so by themselves now and then. A version that is not kept is taken out of history first, and deleted
-    by a collection after the grace time. The exit code is 1 if a deletion failed.
+    Services do so by themselves every ten minutes (`serve --collect-every`). A version that is not kept is taken out of history first, and its
+    files are deleted by a collection after the grace time. The exit code is 1 if a deletion failed.
     """
     with _connect(server) as client:
         report = client.collect(model, dry_run=dry_run)
@@ -144,27 +139,32 @@ def _show(report: Collection) -> None:
         *((number, "given up", "nothing more was heard of it") for number in report.given_up),
         *((v.number, "swept", f"{counted(v.objects, 'object')} of no version") for v in report.swept),
     ]
-    print_table(("VERSION", "", ""), rows)
+    print_table(("VERSION", "OUTCOME", "WHY"), rows)
     for count, what in (
         (report.uploads_discarded, counted(report.uploads_discarded, "unfinished upload") + " discarded"),
         (report.leases_removed, counted(report.leases_removed, "lease") + " of dead readers removed"),
     ):
         if count:
-            click.echo(what)
+            say(what)
     for problem in report.problems:
-        click.echo(problem, err=True)
-    summary = f"{counted(len(report.deleted), 'version')} deleted, {readable_size(report.deleted_bytes)}"
+        say(problem, err=True)
+    deleted = f"{counted(len(report.deleted), 'version')} deleted, {readable_size(report.deleted_bytes)}"
+    summary = deleted if report.deleted else "no version deleted"
     if report.retired:
         summary += f"; {counted(len(report.retired), 'version')} retired now"
     if report.waiting:
         first = min(version.until_ms for version in report.waiting)
         summary += f"; {counted(len(report.waiting), 'version')} to be deleted, after {readable_time(first)}"
-    click.echo(f"{report.model}: {summary}{' (dry run: nothing was changed)' if report.dry_run else ''}")
+    say(f"{report.model}: {summary}{' (dry run: nothing was changed)' if report.dry_run else ''}")
 
 
 def _why_it_is_kept(version: KeptVersion) -> str:
     engines = [f"served by {', '.join(version.engines)}"] if version.engines else []
-    return ", ".join([*version.rules, *version.refs, *engines])
+    rules = [
+        "no rule of retention is set" if rule == RULE_KEEP_EVERYTHING else rule for rule in version.rules
+    ]
+    refs = [f"named by {', '.join(version.refs)}"] if version.refs else []
+    return ", ".join([*rules, *refs, *engines])
 
 
 def _why_it_waits(until_ms: int, readers: int) -> str:
@@ -177,7 +177,7 @@ def _why_it_waits(until_ms: int, readers: int) -> str:
 @client_options
 @click.pass_context
 def warm_command(ctx: click.Context, model: str, server: str, as_json: bool) -> None:
-    """Make the memory now that the first pushes of a model need.
+    """Allocate memory ahead of a model's first pushes.
 
     It is room that nobody has, within the service's memory budget; another model that needs it gets it. The exit code is 1 if there is
     not as much as pushes want that follow each other.
@@ -187,11 +187,11 @@ def warm_command(ctx: click.Context, model: str, server: str, as_json: bool) -> 
     if as_json:
         print_json(memory.to_json())
     else:
-        click.echo(
+        say(
             f"{model}: memory for {memory.images} of {counted(memory.wanted, 'image')}, {readable_size(memory.image_bytes)} each"
         )
         if memory.images < memory.wanted:
-            click.echo("there is no room for more: `weighbridge doctor` says what limits it", err=True)
+            say("there is no room for more: `weighbridge doctor` says what limits it", err=True)
     ctx.exit(0 if memory.images >= memory.wanted else 1)
 
 
@@ -212,7 +212,7 @@ def usage_command(server: str, as_json: bool) -> None:
     elif usage.quotas:
         print_table(("LIMIT", "OF", "USED", "AT MOST"), [_usage_row(quota) for quota in usage.quotas])
     else:
-        click.echo(f"{usage.identity}: no limits")
+        say(f"{usage.identity}: no limits")
 
 
 def _usage_row(quota: Quota) -> tuple[str, str, str, str]:

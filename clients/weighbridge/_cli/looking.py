@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from weighbridge._cli.output import print_json, print_table, readable_time
+from weighbridge._cli.output import print_json, print_table, readable_time, say
 from weighbridge._cli.parsing import WholeNumber, comparisons, model_perhaps_at_version
 from weighbridge._cli.running import RETRY_SECONDS, Command, client_options
 from weighbridge._cli.showing import completing
@@ -20,7 +20,6 @@ from weighbridge._core.metadata import Metadata, conditions
 from weighbridge._core.references import Reference, is_training, training_of
 from weighbridge._core.resources import REF_LATEST, REF_LIVE, why_held
 from weighbridge._core.text.counts import counted
-from weighbridge._core.text.plain import plain
 from weighbridge._core.text.sizes import readable_size
 from weighbridge._core.text.suggestions import did_you_mean
 from weighbridge.errors import FailedPrecondition, InvalidArgument, NotFound
@@ -103,7 +102,9 @@ def versions_command(
         for v in found
     ]
     print_table(
-        ("VERSION", "STATE", "STEP", "RUN", "SIZE", "CREATED", "REFS", "HELD", "METADATA", "NOTE"), rows
+        ("VERSION", "STATE", "STEP", "RUN", "SIZE", "CREATED", "REFS", "HELD", "METADATA", "NOTE"),
+        rows,
+        below=("RUN", "HELD", "METADATA", "NOTE"),
     )
 
 
@@ -188,9 +189,10 @@ def show_command(reference: Reference, with_tensors: bool, server: str, as_json:
         *(_version_lines(version, model.refs) if version else [("version", "none yet")]),
     ]
     for label, text in lines:
-        click.echo(f"{label + ':':<10}{plain(text, lines=True)}")
+        first, *others = text.split("\n")
+        say(f"{label + ':':<10}{first}", *(f"{'':<10}{line}" for line in others))
     if tensors is not None:
-        click.echo()
+        say("")
         print_table(("TENSOR", "DTYPE", "SHAPE"), [(t.name, t.dtype, list(t.shape)) for t in tensors])
 
 
@@ -249,7 +251,7 @@ def _version_lines(version: Version, refs: Mapping[str, int]) -> list[tuple[str,
         lines.append(("approved", what))
     lines += [("waiting", f"for {what}") for what in version.waits_for]
     if version.error:
-        lines.append(("error", version.error + "".join(f"\n  - {line}" for line in version.error_details)))
+        lines.append(("error", version.error + "".join(f"\n- {line}" for line in version.error_details)))
     return lines
 
 
@@ -272,7 +274,7 @@ def watch_command(model: str, ref: str, count: int | None, server: str, as_json:
             if as_json:
                 print_json(version.to_json(), one_line=True)
             else:
-                click.echo(plain(str(version)))
+                say(str(version))
 
 
 def say_if_absent(model: Model, ref: str) -> None:
@@ -284,7 +286,7 @@ def say_if_absent(model: Model, ref: str) -> None:
     else:
         meant = did_you_mean(ref, [REF_LATEST, REF_LIVE, *model.refs])
         missing = f"{model.name} has no ref {ref!r}{meant or f': it has {_refs_text(model.refs)}.'}"
-    click.echo(f"{missing} Waiting until there is one.", err=True)
+    say(f"{missing} Waiting until there is one.", err=True)
 
 
 @click.command("verify", cls=Command)
@@ -357,14 +359,14 @@ def verify_command(
         )
     else:
         for problem in found.problems:
-            click.echo(plain(problem))
+            say(problem)
         verdict = counted(len(found.problems), "problem") if found.problems else "all is well"
         checked = f"{counted(found.tensors_checked, 'tensor')}, {readable_size(found.bytes_checked)} checked"
-        click.echo(f"{reference.model}@{found.number}: {verdict} ({checked})")
+        say(f"{reference.model}@{found.number}: {verdict} ({checked})")
         for each in signed:
-            click.echo(f"signed by {each.by}, as {each.trusted} wants it")
+            say(f"signed by {each.by}, as {each.trusted} wants it")
         if found.nonfinite_elements:
-            click.echo(
+            say(
                 counted(found.nonfinite_elements, "element is", "elements are")
                 + " NaN or infinite, as they were pushed"
             )

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import textwrap
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from weighbridge._cli.output import print_json, progress_bar
+from weighbridge._cli.output import print_json, progress_bar, say
 from weighbridge._cli.parsing import StoreLocation
 from weighbridge._cli.running import Command
 from weighbridge._core.text.counts import counted
@@ -35,7 +34,7 @@ _DONE = {"drop": "taken out of history", "stray": "deleted"}
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, also for errors.")
 @click.pass_context
 def migrate_command(ctx: click.Context, location: Path | str, drop_damaged: bool, as_json: bool) -> None:
-    """Bring a store of an earlier release to the formats of this one.
+    """Bring a store of an earlier release to this one's formats.
 
     STORE is a folder or s3://BUCKET/PREFIX, as for serve. Stop all its services first. All weights are read once, and compared with
     their digests. If the command is interrupted, running it again goes on where it stopped. The exit code is 1 if a
@@ -55,28 +54,28 @@ def migrate_command(ctx: click.Context, location: Path | str, drop_damaged: bool
                         _show(model)
             empty = not found and next(store.folders("models/"), None) is None
         except KeyboardInterrupt:
-            click.echo("interrupted: run the same command again, and it goes on where it stopped", err=True)
+            say("interrupted: run the same command again, and it goes on where it stopped", err=True)
             raise
     failed = not all(model.ok for model in found)
     if as_json:
         print_json({"ok": not failed, "models": [model.to_json() for model in found]})
     elif not found:
-        click.echo(_no_models(location) if empty else "nothing is to be migrated")
+        say(_no_models(location) if empty else "nothing is to be migrated")
     ctx.exit(1 if failed else 0)
 
 
 def _show(model: MigratedModel) -> None:
     migrated = f"{counted(len(model.versions), 'version')}, {readable_size(model.nbytes)}"
     for number in model.dropped:
-        click.echo(f"{model.name}@{number}: is damaged, and is not part of history any more")
+        say(f"{model.name}@{number}: is damaged, and is not part of history any more")
     for number, problem in model.problems.items():
-        click.echo(f"{model.name}@{number}: {problem}", err=True)
+        say(f"{model.name}@{number}: {problem}", err=True)
     if model.failure:
-        click.echo(f"{model.name}: not migrated: {model.failure}", err=True)
+        say(f"{model.name}: not migrated: {model.failure}", err=True)
     elif model.problems:
-        click.echo(f"{model.name}: not migrated ({migrated} are)\n  What to do: {model.fix}", err=True)
+        say(f"{model.name}: not migrated ({migrated} are)", f"  What to do: {model.fix}", err=True)
     else:
-        click.echo(f"{model.name}: migrated ({migrated})")
+        say(f"{model.name}: migrated ({migrated})")
 
 
 @click.command("fsck", cls=Command)
@@ -115,7 +114,7 @@ def fsck_command(
     if as_json:
         print_json({"ok": ok, "models": [model.to_json() for model in found]})
     elif not found:
-        click.echo(_no_models(location))
+        say(_no_models(location))
     ctx.exit(0 if ok else 1)
 
 
@@ -124,14 +123,14 @@ def _show_checked(model: CheckedModel) -> None:
         finding = checked.finding
         where = model.name if finding.number is None else f"{model.name}@{finding.number}"
         outcome = f" ({_DONE.get(finding.mend, 'repaired')})" if checked.repaired else ""
-        click.echo(f"{where}: {finding.what}{outcome}")
+        say(f"{where}: {finding.what}{outcome}")
         if checked.failure:
-            click.echo(textwrap.indent(f"not repaired: {checked.failure}", "  "))
+            say(f"  not repaired: {checked.failure}")
     left = sum(not checked.repaired for checked in model.findings)
     verdict = counted(left, "problem") if left else "all is well"
-    click.echo(f"{model.name}: {verdict} ({counted(model.versions, 'version')})")
+    say(f"{model.name}: {verdict} ({counted(model.versions, 'version')})")
     if model.fix:
-        click.echo(f"  What to do: {model.fix}")
+        say(f"  What to do: {model.fix}")
 
 
 def _no_models(location: Path | str) -> str:

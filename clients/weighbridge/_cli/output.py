@@ -3,50 +3,107 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from weighbridge._core.text.plain import plain
 from weighbridge.errors import WeighbridgeError
 
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
 _WIDE = 10_000
-"""Columns of a table that no terminal shows: wide enough that nothing is ever folded."""
+"""Columns where there is no terminal: wide enough that nothing is ever folded."""
+_APART = 2
+"""Columns between those of a table."""
+
+
+def say(*lines: str, err: bool = False) -> None:
+    """Lines on stdout or stderr. Whatever others have written in them, such as names and reasons, is only shown: a terminal obeys nothing of
+    it, and it makes no line of its own.
+    """
+    click.echo("\n".join(map(plain, lines)), err=err)
 
 
 def print_left_out(left_out: Mapping[str, int], *, err: bool = False) -> None:
     """Say what of a checkpoint was not taken, if there is anything: how many entries, by kind."""
     if left_out:
-        what = ", ".join(f"{count} {kind}" for kind, count in left_out.items())
-        click.echo(f"left out, as they are no weights of the model: {what}", err=err)
+        what = ", ".join(f"{kind}: {count}" for kind, count in left_out.items())
+        say(f"left out, as they are no weights of the model: {what}", err=err)
 
 
 def print_json(value: Any, *, one_line: bool = False) -> None:
-    """One JSON document on stdout."""
-    click.echo(json.dumps(value, indent=None if one_line else 2, ensure_ascii=False))
+    """One JSON document on stdout. What a terminal would obey in its texts is escaped."""
+    text = json.dumps(value, indent=None if one_line else 2, ensure_ascii=False)
+    if not text.isprintable():
+        text = "".join(
+            each if each.isprintable() or each == "\n" else json.dumps(each)[1:-1] for each in text
+        )
+    click.echo(text)
 
 
-def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """A table on stdout, plain text where that is not a terminal."""
+def print_table(
+    columns: Sequence[str], rows: Sequence[Sequence[object]], *, below: Collection[str] = ()
+) -> None:
+    """A table on stdout, plain text where that is not a terminal.
+
+    Args:
+        columns: their titles.
+        rows: a cell for each.
+        below: columns that go below each row, in words, where the terminal is too narrow for all of them.
+    """
+    from rich.cells import cell_len
     from rich.console import Console
+    from rich.padding import Padding
     from rich.table import Table
     from rich.text import Text
 
     console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else _WIDE, highlight=False)
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        table.add_row(
-            *(Text(plain(str(cell), lines=True)) for cell in row)
-        )  # as text: a name may look like markup
+    cells = [[plain(str(cell), lines=True) for cell in row] for row in rows]
+    natural = [
+        max(cell_len(line) for cell in (title, *column) for line in cell.split("\n"))
+        for title, *column in zip(columns, *cells, strict=True)
+    ]
+    fits = sum(natural) + _APART * (len(columns) - 1) <= console.width
+    inside = [index for index, title in enumerate(columns) if fits or title not in below]
+    outside = [index for index in range(len(columns)) if index not in inside]
+    widths = _fitted([natural[index] for index in inside], console.width - _APART * (len(inside) - 1))
+
+    def grid(row: Sequence[str], style: str = "") -> Table:
+        made = Table.grid(padding=(0, _APART, 0, 0))
+        for width in widths:
+            made.add_column(width=width, overflow="fold")
+        made.add_row(*(Text(row[index], style) for index in inside))  # as text: a name may look like markup
+        return made
+
+    drawn: list[RenderableType] = [grid(columns, "bold")]
+    for row in cells:
+        drawn.append(grid(row))
+        said = [f"{columns[index].lower()}: {row[index]}" for index in outside if row[index] not in ("", "-")]
+        if said:
+            drawn.append(Padding(Text("; ".join(said)), (0, 0, 0, _APART)))
+    print_drawn(console, *drawn)
+
+
+def print_drawn(console: Console, *drawn: RenderableType) -> None:
+    """What rich draws, on stdout and without blanks at the ends of lines. The texts in it are `plain` ones already."""
     with console.capture() as captured:
-        console.print(table)
+        console.print(*drawn, sep="\n")
     click.echo("\n".join(line.rstrip() for line in captured.get().splitlines()))
+
+
+def _fitted(natural: Sequence[int], room: int) -> list[int]:
+    """Widths of columns that fit into so much room: the widest are cut down, all to one width."""
+    most = max(natural, default=0)
+    while most > 1 and sum(min(width, most) for width in natural) > room:
+        most -= 1
+    return [min(width, most) for width in natural]
 
 
 def print_error(error: WeighbridgeError, *, as_json: bool) -> None:
@@ -63,7 +120,17 @@ def print_error(error: WeighbridgeError, *, as_json: bool) -> None:
             }
         )
     else:
-        click.echo(f"Error: {plain(str(error), lines=True)}", err=True)
+        fix = [f"  What to do: {error.fix}"] if error.fix else []
+        parts = (f"Error: {error.message}", *(f"  - {each}" for each in error.details), *fix)
+        say(*(line for part in parts for line in part.replace("\n", "\n    ").split("\n")), err=True)
+
+
+class PlainFormatter(logging.Formatter):
+    """Messages of loggers, of which a terminal obeys nothing."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The message of a record, with its traceback if there is one."""
+        return plain(super().format(record), lines=True)
 
 
 @contextmanager
@@ -98,7 +165,7 @@ def progress_bar(what: str, *, counted: bool = False) -> Iterator[Callable[[int,
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(what, total=None)
+        task = progress.add_task(plain(what), total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)
 
 

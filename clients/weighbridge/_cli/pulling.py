@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from weighbridge._cli.output import print_json, progress_bar
+from weighbridge._cli.output import print_json, progress_bar, say
 from weighbridge._cli.parsing import WholeNumber, model_at_version, size
 from weighbridge._cli.running import RETRY_SECONDS, Command, client_options
 from weighbridge._cli.showing import completing
@@ -319,7 +319,7 @@ def _write_folder(
     if version.state.stored and not (folder / SIGNATURES_FOLDER).exists():
         unsigned = len(client.signatures(version.model, version.number))
         if unsigned:
-            click.echo(
+            say(
                 f"without {counted(unsigned, 'signature')}: these are not the files that were signed",
                 err=True,
             )
@@ -377,4 +377,4 @@ def _report_written(version: Version, paths: list[Path], as_json: bool, folder: 
         print_json({"version": version.to_json(), "folder": str(folder), "files": names, "bytes": nbytes})
     else:
         where = paths[0] if len(paths) == 1 else folder or paths[0].parent
-        click.echo(f"{version}: {readable_size(nbytes)} in {where}")
+        say(f"{version}: {readable_size(nbytes)} in {where}")

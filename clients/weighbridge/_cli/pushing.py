@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from weighbridge._cli.output import print_json, print_left_out, progress_bar
+from weighbridge._cli.output import print_json, print_left_out, progress_bar, say
 from weighbridge._cli.parsing import WholeNumber, key_values
 from weighbridge._cli.running import RETRY_SECONDS, Command, client_options
 from weighbridge._cli.showing import completing
@@ -75,7 +75,7 @@ def _push_options(function: F) -> F:
 @click.option(
     "--step",
     type=WholeNumber(min=0),
-    help="Recorded with the version.  [default: the iteration that a checkpoint's folder is named by, or 0]",
+    help="Recorded with the version.  [default: 100 of a checkpoint in iter_0000100; otherwise 0]",
 )
 @click.option(
     "--training",
@@ -129,7 +129,6 @@ def import_command(
             version = _finish(client, handle, handle.model)
         _report_pushed(version, as_json)
         return
-    step = step or 0
     if (folder / ".metadata").exists() or any(folder.glob("model_world_size_*_rank_*.pt")):
         if dequantize or no_weight_map:
             option = "--dequantize" if dequantize else "--no-weight-map"
@@ -149,7 +148,7 @@ def import_command(
                 model,
                 folder,
                 dequantize=dequantize or "",
-                step=step,
+                step=step or 0,
                 run="import",
                 weight_map=not no_weight_map,
                 **options,
@@ -163,11 +162,12 @@ def _import_checkpoint(
     model: str,
     config: Path | None,
     dtype: str | None,
-    step: int,
+    step: int | None,
     server: str,
     options: PushOptions,
 ) -> Version:
     from weighbridge._core import dtypes
+    from weighbridge._formats.training.checkpoint_folder import iteration_of
 
     with needs_extra("service"):
         from weighbridge_service.converting.pushing import CheckpointToPush
@@ -181,7 +181,8 @@ def _import_checkpoint(
         )
     print_left_out(checkpoint.left_out, err=True)
     with _trainer(server) as client:
-        handle = checkpoint.push(client, model, step=step, run="import", **options)
+        named = iteration_of(folder) if step is None else step
+        handle = checkpoint.push(client, model, step=named, run="import", **options)
         return _finish(client, handle, model)
 
 
@@ -224,7 +225,7 @@ def push_command(
     report = handle.report()
     if report.cast_tensors:
         exact = "exact" if report.widened_tensors == report.cast_tensors else "rounded"
-        click.echo(
+        say(
             counted(report.cast_tensors, "tensor was", "tensors were")
             + f" cast to the model's dtype ({exact})",
             err=True,
@@ -269,6 +270,6 @@ def _report_pushed(version: Version, as_json: bool) -> None:
     if as_json:
         print_json(version.to_json())
     else:
-        click.echo(f"{version}: {readable_size(version.tensor_bytes)}")
+        say(f"{version}: {readable_size(version.tensor_bytes)}")
     if version.held:
-        click.echo(why_held(version), err=True)
+        say(why_held(version), err=True)

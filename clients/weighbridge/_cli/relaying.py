@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 import click
 
 from weighbridge._cli.looking import say_if_absent
-from weighbridge._cli.output import print_json
+from weighbridge._cli.output import print_json, say
 from weighbridge._cli.parsing import WholeNumber
 from weighbridge._cli.running import RETRY_SECONDS, Command, client_options, end_tidily
 from weighbridge._cli.showing import completing
 from weighbridge._core.resources import REF_LIVE
+from weighbridge._core.text.durations import readable_duration
 from weighbridge._core.text.extras import needs_extra
 from weighbridge._core.text.sizes import readable_size
 from weighbridge.errors import NotFound, ResourceExhausted, Unavailable
@@ -132,7 +133,7 @@ def relay_command(
         if as_json:
             print_json(done.to_json(), one_line=True)
         else:
-            click.echo(_line(done))
+            say(_line(done))
     ctx.exit(1 if done is not None and done.error else 0)
 
 
@@ -180,7 +181,7 @@ def _registered(client: EngineClient, model: str) -> Model:
             return client.model(model)
         except NotFound as error:
             if not waiting:
-                click.echo(f"Waiting for {model}: {error.message}", err=True)
+                say(f"Waiting for {model}: {error.message}", err=True)
             waiting = True
         except (Unavailable, ResourceExhausted):
             if not waiting:
@@ -196,4 +197,4 @@ def _line(done: Relayed) -> str:
         return f"{named}: failed: {done.error}"
     if not done.nbytes:
         return f"{named}: {done.folder} is there"
-    return f"{named}: {done.folder}, {readable_size(done.nbytes)} in {done.seconds:.2f} s"
+    return f"{named}: {done.folder}, {readable_size(done.nbytes)} in {readable_duration(done.seconds)}"

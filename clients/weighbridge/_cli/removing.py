@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from weighbridge._cli.output import print_json
+from weighbridge._cli.output import print_json, say
 from weighbridge._cli.parsing import model_at_number, model_perhaps_at_version
 from weighbridge._cli.running import RETRY_SECONDS, Command, client_options
 from weighbridge._cli.showing import completing
@@ -52,7 +52,7 @@ def delete_command(reference: Reference, yes: bool, server: str, as_json: bool) 
     if as_json:
         print_json(deleted.to_json())
         return
-    click.echo(f"{model}: deleted, with {counted(deleted.versions, 'version')}")
+    say(f"{model}: deleted, with {counted(deleted.versions, 'version')}")
 
 
 def _delete_version(reference: Reference, server: str, as_json: bool) -> None:
@@ -62,7 +62,7 @@ def _delete_version(reference: Reference, server: str, as_json: bool) -> None:
     if as_json:
         print_json({"model": reference.model, "number": number})
     else:
-        click.echo(f"{reference.model}: version {number} is deleted")
+        say(f"{reference.model}: version {number} is deleted")
 
 
 def _number(reference: Reference, why_no_ref: str) -> int:
@@ -78,7 +78,7 @@ def _confirm(client: Client, model: str, as_json: bool) -> None:
     if as_json or not _at_a_terminal():
         raise click.UsageError(f"this deletes {model} with all of its versions: confirm it with --yes")
     found, count = client.model(model), len(client.versions(model))
-    click.echo(f"{model}: {counted(count, 'version')} of {readable_size(found.tensor_bytes)} will be deleted")
+    say(f"{model}: {counted(count, 'version')} of {readable_size(found.tensor_bytes)} will be deleted")
     typed: str = click.prompt("Type the model's name to go on", err=True)
     if typed != model:
         raise click.Abort
@@ -95,7 +95,7 @@ def _at_a_terminal() -> bool:
 @click.option("--reason", default="aborted from the command line", show_default=True, help="Kept with it.")
 @client_options
 def abort_command(reference: Reference, reason: str, server: str, as_json: bool) -> None:
-    """Give up a version that is being received.
+    """Abort a version that is being received.
 
     Its ranks are told so. A version that is visible and cannot be made durable can be given up, too. `weighbridge versions MODEL --all` lists what is being received.
     """
@@ -108,4 +108,4 @@ def abort_command(reference: Reference, reason: str, server: str, as_json: bool)
     if as_json:
         print_json(version.to_json())
     else:
-        click.echo(f"{version}: {version.error}")
+        say(f"{version}: {version.error}")

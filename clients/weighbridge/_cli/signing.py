@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from weighbridge._cli.output import print_json, print_table
+from weighbridge._cli.output import print_json, print_table, say
 from weighbridge._cli.parsing import model_at_version
 from weighbridge._cli.running import RETRY_SECONDS, Command, client_options
 from weighbridge._cli.showing import completing
@@ -93,10 +93,10 @@ def sign_command(
         return
     what = "signed" if done.added else "is signed already"
     read = f"; the service has read {readable_size(done.bytes_read)} for it" if done.bytes_read else ""
-    click.echo(f"{done.model}@{done.number}: {what} by {done.method} {done.signer[:_SHOWN]}{read}")
+    say(f"{done.model}@{done.number}: {what} by {done.method} {done.signer[:_SHOWN]}{read}")
     by = done.provenance.get("by")
     whose = f", pushed by {by}" if by else ""
-    click.echo(f"step {done.step} of run {done.run}{whose}; signature {done.id}")
+    say(f"step {done.step} of run {done.run}{whose}; signature {done.id}")
 
 
 @click.command("signatures", cls=Command)

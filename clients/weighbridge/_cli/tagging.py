@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from weighbridge._cli.output import print_json
+from weighbridge._cli.output import print_json, say
 from weighbridge._cli.parsing import model_perhaps_at_version
 from weighbridge._cli.running import RETRY_SECONDS, Command, client_options
 from weighbridge._cli.showing import completing
@@ -48,7 +48,7 @@ def _connect(server: str) -> Client:
 def tag_command(
     reference: Reference, name: str, delete: bool, withdraw: bool, note: str, server: str, as_json: bool
 ) -> None:
-    """Let the tag NAME name a version, or take the tag away.
+    """Set the tag NAME to a version, or delete the tag.
 
     If the tag is protected, and changes of it take approvals, this asks for it, and says how another identity approves it: the tag stays
     as it is until then. With --json, `state` is `done` or `pending`.
@@ -75,9 +75,9 @@ def tag_command(
             {"model": model, "ref": name, "number": number, "state": found.state, "request": found.to_json()}
         )
     elif withdraw:
-        click.echo(f"{model}: {asked_text(found)} is withdrawn")
+        say(f"{model}: {asked_text(found)} is withdrawn")
     else:
-        click.echo(outcome_text(found))
+        say(*outcome_lines(found))
 
 
 def named_request(
@@ -112,16 +112,17 @@ def named_request(
     return found
 
 
-def outcome_text(request: RefRequest) -> str:
+def outcome_lines(request: RefRequest) -> list[str]:
     """What has become of a request, and what to do next."""
     model, ref = request.model, request.ref
     if request.pending:
         others = "another identity" if request.missing == 1 else f"{request.missing} other identities"
-        return f"{model}: asked for {asked_text(request)}; it takes the approval of {others}:\n  {approval_command(request)}"
+        asked = f"{model}: asked for {asked_text(request)}; it takes the approval of {others}:"
+        return [asked, f"  {approval_command(request)}"]
     if not request.done:
-        return f"{model}: {asked_text(request)} was {request.state}"
+        return [f"{model}: {asked_text(request)} was {request.state}"]
     done = {REQUEST_DELETE: f"{ref} is gone", REQUEST_UNPROTECT: f"{ref} is protected no longer"}
-    return f"{model}: {done.get(request.action, f'{ref} names version {request.version}')}"
+    return [f"{model}: {done.get(request.action, f'{ref} names version {request.version}')}"]
 
 
 def asked_text(request: RefRequest) -> str:

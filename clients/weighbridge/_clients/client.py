@@ -22,10 +22,11 @@ from weighbridge._clients.calls.signature_calls import Signing
 from weighbridge._clients.calls.watching import Watch
 from weighbridge._clients.connection import Connection
 from weighbridge._clients.transport import ConnectionOptions
-from weighbridge._core.collection import Collection
 from weighbridge._core.engines.facts import Engine
 from weighbridge._core.layouts import TensorSpec
 from weighbridge._core.references import Reference
+from weighbridge._core.reports.collection import Collection
+from weighbridge._core.reports.usage import Usage
 from weighbridge._core.resources import (
     REF_LIVE,
     DeletedModel,
@@ -40,7 +41,6 @@ from weighbridge._core.resources import (
     VersionState,
     WarmMemory,
 )
-from weighbridge._core.usage import Usage
 from weighbridge._signing.checking import Signed
 from weighbridge._signing.signer import Signer
 from weighbridge._signing.trust import Trusted
@@ -119,8 +119,15 @@ class Client:
             InvalidArgument: its model type has no weight map and there are no ``tensors``, or a name or a file is wrong.
             FailedPrecondition: the model is registered already, with other tensors.
         """
-        said = "%s is being registered: the first weight map of a model type takes a while to make"
-        telling = threading.Timer(_SLOW_SECONDS, log.warning, (said, model))
+
+        def tell() -> None:
+            if not self._connection.addresses.away:  # of which is told besides
+                log.warning(
+                    "%s is being registered: the first weight map of a model type takes a while to make",
+                    model,
+                )
+
+        telling = threading.Timer(_SLOW_SECONDS, tell)
         telling.daemon = True
         if weight_map:
             telling.start()

@@ -119,7 +119,7 @@ class ImportingClient(PushingClient):
         run: str | None = None,
         **options: Unpack[PushOptions],
     ) -> PushHandle:
-        """Push a checkpoint of Megatron-core (``torch_dist``) or torch (``dcp``) as a training state, with its optimizer.
+        """Push a checkpoint of Megatron-core (``torch_dist``), torch (``dcp``) or verl's FSDP2 ranks (a file of each) as a training state, with its optimizer.
 
         Its layout is what is declared, and the bytes of tensors are read from where they lie. Entries that are no tensors are kept as the bytes
         that they are, unopened.
@@ -127,7 +127,7 @@ class ImportingClient(PushingClient):
         Args:
             model: ``namespace/name``, registered before.
             folder: the checkpoint; of Megatron-LM that of one iteration.
-            step: recorded with the version; by default the iteration that the folder is named by, or 0.
+            step: recorded with the version; by default the iteration that the folder is named by, or what an export has noted in it, or 0.
             run: overrides the client's.
             options: as for `push`. Elements that are not finite do not hold it.
 

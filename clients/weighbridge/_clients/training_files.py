@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -24,6 +25,8 @@ from weighbridge.errors import InvalidArgument, LayoutError
 if TYPE_CHECKING:
     from weighbridge._formats.torch_dist.folder import TorchDistFiles
     from weighbridge._formats.training.checkpoint_values import CheckpointValues
+
+log = logging.getLogger(__name__)
 
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
 """Where Megatron-LM's ``--load`` looks for the iteration to load."""
@@ -105,6 +108,9 @@ def write_checkpoint(
         _check_replaceable(folder / name, METADATA_FILE)
         with appearing(folder / name, replace=True) as unfinished:
             write(unfinished)
+        before = _tracked(folder / TRACKER_FILE)
+        if before > found.step:
+            log.warning("%s named iteration %d, and names %d now", folder / TRACKER_FILE, before, found.step)
         _replace_file(folder / TRACKER_FILE, str(found.step))
     else:
         with appearing(folder) as unfinished:
@@ -153,6 +159,14 @@ def _check_replaceable(folder: Path, metadata_file: str) -> None:
         raise InvalidArgument(
             f"{folder} is no checkpoint, and is not replaced by one", fix="name another folder"
         )
+
+
+def _tracked(path: Path) -> int:
+    """The iteration that a tracker file names; 0 if there is none, or it names none."""
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return 0
 
 
 def _replace_file(path: Path, text: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import threading
 import uuid
 import weakref
@@ -48,7 +50,7 @@ class Transport:
     Attributes:
         addresses: where the service is reached, and which address is in use.
         retry_seconds: as given.
-        client_id: the name of this client in its requests.
+        client_id: the name of this client in its requests; of clients in one process it begins alike, up to a slash.
         credentials: of all connections.
         lane: the local lane.
         streams: connections for streams from whichever address is in use.
@@ -69,8 +71,10 @@ class Transport:
         self.addresses = addresses = Addresses.of(server)
         self.credentials = proofs = Credentials.from_environment() if credentials is None else credentials
         self.retry_seconds = retry_seconds
-        self.client_id = str(uuid.uuid4())
-        self.lane = LocalLane(lane_wanted(lane), self.client_id, lambda: find_lane(addresses.current, proofs))
+        self.client_id = f"{_process_id(os.getpid())}/{uuid.uuid4()}"
+        self.lane = LocalLane(
+            lane_wanted(lane), self.client_id, lambda: find_faces(addresses.current, proofs)
+        )
         most = default_connections() if connections is None else connections
         self.streams = bulk.Connections(addresses, most, proofs)
         self._lock = threading.Lock()
@@ -100,8 +104,14 @@ class Transport:
             connections.close()
 
 
-def find_lane(address: str, credentials: Credentials = NONE) -> local_lane_pb2.GetLocalLaneResponse:
-    """Where the service's socket is, as the service at an address says."""
+@functools.cache
+def _process_id(pid: int) -> str:
+    """The name of a process; another one in a process that was forked."""
+    return f"{uuid.uuid4()}.{pid}"
+
+
+def find_faces(address: str, credentials: Credentials = NONE) -> local_lane_pb2.GetLocalLaneResponse:
+    """Where else a service answers, at its socket and by HTTP, as it says itself at one of its addresses for gRPC."""
     with rpc.open_channel(address, credentials) as channel, rpc.translated_errors(address):
         stub = local_lane_pb2_grpc.LocalLaneServiceStub(channel)
         return stub.GetLocalLane(local_lane_pb2.GetLocalLaneRequest(), timeout=_LANE_SECONDS)

@@ -101,7 +101,8 @@ class FolderSide:
             NotFound: there is no safetensors file in it.
             DataLoss: a file is damaged.
         """
-        files = safetensors_files.map_folder(folder)
+        # by their paths, so that an error names the side
+        files = {str(folder / name): data for name, data in safetensors_files.map_folder(folder).items()}
         layout = safetensors_files.layout_of_files({name: data.data for name, data in files.items()}).layout
         placements = {placement.shard.tensor: placement for placement in layout.placements}
         return FolderSide(str(folder), layout.tensors, files, placements)

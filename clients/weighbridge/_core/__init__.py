@@ -17,8 +17,7 @@ May import: `weighbridge.errors`.
 - `engines`: engines that serve versions.
 - `resources`: models, versions, retention, as the service reports them.
 - `metadata`: what a trainer says of a version, and comparisons with it.
-- `usage`: limits, and how much of them is used.
-- `collection`: result of collecting a model's versions.
+- `reports`: what a service reports on its work.
 - `checks`: findings of ``weighbridge doctor``.
 - `json_values`: values as JSON.
 - `pauses`: lengths of pauses between tries.

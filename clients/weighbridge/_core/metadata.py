@@ -16,6 +16,8 @@ MetadataValue: TypeAlias = str | int | float | bool
 Metadata: TypeAlias = Mapping[str, MetadataValue]
 """What is said of a version by who pushes it: texts, finite numbers and booleans."""
 
+OTHER_WRITER = "weighbridge.other_writer"
+"""What the service says of a version itself: which one another job has pushed between this one and the one before it."""
 MAX_KEYS = 32
 MAX_BYTES = 4096
 """Most bytes of the metadata of a version, as JSON."""
@@ -52,6 +54,21 @@ def checked_metadata(metadata: Mapping[str, object]) -> dict[str, MetadataValue]
             fix="keep what is long elsewhere, and its place here",
         )
     return found
+
+
+def by_trainer(metadata: Metadata) -> Metadata:
+    """Metadata without what the service says itself."""
+    return {key: value for key, value in metadata.items() if key != OTHER_WRITER}
+
+
+def with_other_writer(metadata: Metadata, other: str) -> Metadata:
+    """Metadata and which version another job has pushed, if there is one and room to say so."""
+    if not other:
+        return metadata
+    try:
+        return checked_metadata({OTHER_WRITER: other, **metadata})
+    except InvalidArgument:  # as much as there may be
+        return metadata
 
 
 def _checked_value(key: object, value: object) -> MetadataValue:

@@ -32,6 +32,7 @@ DEFAULT_SHARD_BYTES = 5_000_000_000
 MAX_HEADER_BYTES = 100_000_000
 """The limit that safetensors' own reader has."""
 _ALIGNMENT = 8
+_LARGEST = (1 << 63) - 1
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,200}\.safetensors")
 
 
@@ -145,8 +146,11 @@ def read_header(
     placements = []
     position = 0
     for begin, end, name, dtype, shape in entries:
-        spec = TensorSpec(name, dtypes.from_safetensors(dtype), shape)
-        check_spec(spec)
+        try:
+            spec = TensorSpec(name, dtypes.from_safetensors(dtype), shape)
+            check_spec(spec)
+        except InvalidArgument as error:
+            raise type(error)(f"{file}: {error.message}", fix=error.fix) from error
         if begin != position or end - begin != spec.nbytes:
             raise DataLoss(
                 f"{file}: {spec} has the data offsets [{begin}, {end}], "
@@ -164,8 +168,10 @@ def _entry(name: str, entry: Any) -> tuple[int, int, str, str, tuple[int, ...]]:
     """Begin, end, name, dtype and shape of one tensor, as a header has them."""
     begin, end = entry["data_offsets"]
     shape = entry["shape"]
-    if not isinstance(shape, list) or any(type(n) is not int for n in (begin, end, *shape)):
-        raise ValueError(f"offsets and extents of {name[:80]!r} are not integers")
+    if not isinstance(shape, list) or any(
+        type(n) is not int or abs(n) > _LARGEST for n in (begin, end, *shape)
+    ):
+        raise ValueError(f"offsets and extents of {name[:80]!r} are not integers of 64 bits")
     return begin, end, name, str(entry["dtype"])[:40], tuple(shape)
 
 
@@ -214,7 +220,7 @@ def map_folder(folder: Path) -> dict[str, NDArray[np.uint8]]:
     index = folder / INDEX_FILE
     if index.exists():
         try:
-            names = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
+            names = sorted(set(json.loads(_read_index(index))["weight_map"].values()))
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise DataLoss(f"{index} is not a safetensors index: {error!r}"[:300]) from error
         if any(not isinstance(name, str) or not _FILE_NAME.fullmatch(name) for name in names):
@@ -229,6 +235,18 @@ def map_folder(folder: Path) -> dict[str, NDArray[np.uint8]]:
             fix="save the model with model.save_pretrained(folder), which writes safetensors",
         )
     return {name: map_file(folder / name) for name in names}
+
+
+def _read_index(index: Path) -> bytes:
+    """The content of an index. Raises DataLoss if it is none: what never ends, or has no end in memory, is not read."""
+    found = index.stat()
+    if not stat.S_ISREG(found.st_mode) or found.st_size > MAX_HEADER_BYTES:
+        what = f"of {found.st_size} bytes" if stat.S_ISREG(found.st_mode) else "that is not a regular file"
+        raise DataLoss(
+            f"{index} is an index {what}",
+            fix="save the model again, or remove it if there is one file of weights",
+        )
+    return index.read_bytes()
 
 
 def has_weights(folder: Path) -> bool:
@@ -251,4 +269,6 @@ def map_file(path: Path) -> NDArray[np.uint8]:
                 return np.empty(0, dtype=np.uint8)
             return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), dtype=np.uint8)
     except FileNotFoundError as error:
-        raise NotFound(f"there is no file {path}") from error
+        raise NotFound(
+            f"there is no file {path}", fix="download or save all files of the folder again"
+        ) from error

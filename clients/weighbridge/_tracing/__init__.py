@@ -6,5 +6,7 @@ May import: `errors`. OpenTelemetry is imported where tracing is on, and nowhere
 - `spans`: spans of this process begun; nothing, at no cost, where tracing is off.
 - `span`: what one is, and does nothing.
 - `opentelemetry`: those that do.
+- `http_parents`: what of HTTP's headers counts.
+- `variables`: which of OpenTelemetry's are read here.
 - `settings`: whether it is on, and where spans are sent.
 """

@@ -6,7 +6,7 @@ import atexit
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from urllib.parse import urlsplit
 
 from opentelemetry import context, trace
@@ -17,11 +17,11 @@ from opentelemetry.trace import NonRecordingSpan, SpanContext, SpanKind, Status,
 
 from weighbridge._tracing.span import NO_ATTRIBUTES, Attributes, Headers, Span, Tracing
 from weighbridge._tracing.traceparent import HEADER, TraceParent
+from weighbridge._tracing.variables import ENDPOINTS, PROTOCOLS
 from weighbridge._version import VERSION
 from weighbridge.errors import InvalidArgument
 
 _GRPC, _HTTP = "grpc", "http/protobuf"
-_PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 _EXIT_SECONDS = 2.0
 """How long a process that ends waits for a collector that does not answer."""
 
@@ -90,8 +90,17 @@ class _Recorded(Span):
     def end(self) -> None:
         self.recorded.end()
 
-    def active(self) -> AbstractContextManager[None]:
-        return _current(self.recorded)
+    @contextmanager
+    def running(self) -> Iterator[Span]:
+        token = context.attach(trace.set_span_in_context(self.recorded))
+        try:
+            yield self
+        except Exception as error:
+            self.fail(error)
+            raise
+        finally:
+            context.detach(token)
+            self.end()
 
     def under(self, traceparent: str) -> Span:
         found, mine = TraceParent.parse(traceparent), self.recorded.get_span_context()
@@ -111,24 +120,6 @@ class _Recorded(Span):
         start = self._began if back else None
         made = self._tracing.tracer.start_span(name, within, attributes=attributes, start_time=start)
         return _Recorded(self._tracing, made, name, attributes, root=False)
-
-    @contextmanager
-    def child(self, name: str, attributes: Attributes = NO_ATTRIBUTES) -> Iterator[Span]:
-        made = self.begin(name, attributes)
-        try:
-            with made.active():
-                yield made
-        except Exception as error:
-            made.fail(error)
-            raise
-        finally:
-            made.end()
-
-
-@contextmanager
-def _current(span: trace.Span) -> Iterator[None]:
-    with trace.use_span(span, record_exception=False, set_status_on_exception=False):
-        yield
 
 
 def _headers(span: trace.Span) -> Headers:
@@ -182,15 +173,22 @@ def exporting(service: str, endpoint: str) -> Tracing:
 def _exporter(endpoint: str) -> SpanExporter:
     if not endpoint and os.environ.get("OTEL_TRACES_EXPORTER", "").strip().lower() == "console":
         return ConsoleSpanExporter()
-    protocol = next((found for name in _PROTOCOLS if (found := os.environ.get(name, "").strip())), _GRPC)
+    protocol = next((found for name in PROTOCOLS if (found := os.environ.get(name, "").strip())), _GRPC)
     if protocol not in (_GRPC, _HTTP):
         raise InvalidArgument(
             f"OTLP goes by {_GRPC} or {_HTTP}, not by {protocol[:40]!r}",
-            fix=f"set {_PROTOCOLS[1]} to one of these",
+            fix=f"set {PROTOCOLS[1]} to one of these",
         )
     if endpoint and (urlsplit(endpoint).scheme not in ("http", "https") or not urlsplit(endpoint).hostname):
         raise InvalidArgument(
-            f"{endpoint[:80]!r} is no URL of a collector", fix="as in http://127.0.0.1:4317"
+            f"{endpoint.rpartition('@')[2][:80]!r} is no URL of a collector",
+            fix="as in http://127.0.0.1:4317",
+        )
+    # gRPC has no use for one, and OpenTelemetry writes the address into the log
+    if protocol == _GRPC and "@" in (endpoint or next(filter(None, map(os.environ.get, ENDPOINTS)), "")):
+        raise InvalidArgument(
+            "the address of the collector has a name or a password in it, which gRPC does not send",
+            fix="set OTEL_EXPORTER_OTLP_HEADERS",
         )
     if protocol == _HTTP:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as ByHttp

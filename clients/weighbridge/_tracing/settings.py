@@ -14,11 +14,11 @@ import threading
 from collections.abc import Mapping
 
 from weighbridge._tracing.span import Tracing
+from weighbridge._tracing.variables import ENDPOINTS
 from weighbridge.errors import FailedPrecondition
 
 log = logging.getLogger(__name__)
 
-ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _FIX = "pip install 'weighbridge[tracing]'"
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 Attributes = Mapping[str, str | int | float | bool]
@@ -34,9 +34,9 @@ class Span:
     def end(self) -> None:
         """It is over. Has to be called, once; what comes later is ignored."""
 
-    def active(self) -> AbstractContextManager[None]:
-        """What the block calls belongs to it, where it runs in one thread or task."""
-        return nullcontext()
+    def running(self) -> AbstractContextManager[Span]:
+        """It lasts for as long as the block runs, and what the block calls belongs to it, where that runs in one thread or task."""
+        return nullcontext(self)
 
     def under(self, traceparent: str) -> Span:
         """The span under another process's, of whose trace it is learned only now: if this one has begun a trace of its own, it takes that one's
@@ -53,10 +53,9 @@ class Span:
         """
         return self
 
-    @contextmanager
-    def child(self, name: str, attributes: Attributes = NO_ATTRIBUTES) -> Iterator[Span]:
-        """A span in it, for as long as the block runs, to which what the block calls belongs."""
-        yield self
+    def child(self, name: str, attributes: Attributes = NO_ATTRIBUTES) -> AbstractContextManager[Span]:
+        """A span in it, for as long as the block runs. See `running`."""
+        return self.begin(name, attributes).running()
 
 
 class Tracing(Protocol):

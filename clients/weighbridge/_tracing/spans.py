@@ -6,8 +6,7 @@ led to it; who has none continues the trace of what led to it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 from weighbridge._tracing.settings import OF_PROCESS
 from weighbridge._tracing.span import NO_ATTRIBUTES, Attributes, Headers, Span
@@ -40,22 +39,11 @@ def continuing(name: str, attributes: Attributes, traceparent: str) -> Span:
     return OFF if tracing is None else tracing.begin(name, attributes, traceparent, under=True)
 
 
-@contextmanager
-def span(name: str, attributes: Attributes = NO_ATTRIBUTES, *, origin: str = "") -> Iterator[Span]:
+def span(
+    name: str, attributes: Attributes = NO_ATTRIBUTES, *, origin: str = ""
+) -> AbstractContextManager[Span]:
     """A span for as long as the block runs, to which what the block calls belongs. See `begin`."""
-    tracing = OF_PROCESS.tracing()
-    if tracing is None:
-        yield OFF
-        return
-    made = tracing.begin(name, attributes, origin)
-    try:
-        with made.active():
-            yield made
-    except Exception as error:
-        made.fail(error)
-        raise
-    finally:
-        made.end()
+    return begin(name, attributes, origin=origin).running()
 
 
 def headers() -> Headers:

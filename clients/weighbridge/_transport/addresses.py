@@ -36,6 +36,7 @@ class Addresses:
         self._current = 0
         self._failed: set[str] = set()
         self._answered: set[str] = set()
+        self._away = False
 
     @staticmethod
     def of(server: str | None) -> Addresses:
@@ -51,10 +52,16 @@ class Addresses:
         """The address in use."""
         return self.all[self._current]
 
+    @property
+    def away(self) -> bool:
+        """Whether nothing has answered since an address could not be reached."""
+        return self._away
+
     def answered(self, address: str) -> None:
         """Note that an address can be reached."""
-        if self._failed or address not in self._answered:
+        if self._failed or self._away or address not in self._answered:
             with self._lock:
+                self._away = False
                 self._failed.clear()
                 self._answered.add(address)
 
@@ -78,6 +85,7 @@ class Addresses:
         if address not in self.all:  # a replica that the service has named
             return False
         with self._lock:
+            self._away = True
             self._failed.add(address)
             if self.current == address:
                 self._current = (self._current + 1) % len(self.all)

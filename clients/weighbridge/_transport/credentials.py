@@ -107,7 +107,7 @@ class Credentials:
 
     def check_address(self, server: str) -> None:
         """Raise InvalidArgument if the token would go over the network for everybody to read."""
-        if not self.has_token or self.ca is not None or self.insecure or _stays_here(server):
+        if not self.has_token or self.ca is not None or self.insecure or stays_here(server):
             return
         raise InvalidArgument(
             f"the token would be sent to {server} without TLS, for everybody on the way to read",
@@ -180,7 +180,7 @@ def _changed(path: str) -> int:
         return 0
 
 
-def _stays_here(server: str) -> bool:
+def stays_here(server: str) -> bool:
     """Whether an address is one of this machine alone."""
     if server.startswith("unix:"):
         return True

@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 
+from weighbridge._core.text.durations import readable_duration
 from weighbridge._core.text.waits import Reminder
 from weighbridge.errors import WeighbridgeError
 
@@ -48,7 +49,12 @@ class Outage:
                 "the service at %s has been away since %s: %s", self._server, self._clock(), error.message
             )
         else:
-            log.warning("%s; since %s, retrying for another %.0f s", error.message, self._clock(), left)
+            log.warning(
+                "%s; since %s, retrying for another %s",
+                error.message,
+                self._clock(),
+                readable_duration(left, rough=True),
+            )
 
     def over(self) -> None:
         """There was news, or an answer."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -74,6 +75,10 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
 
 _HTTP1 = ("http1.x server", "Failed parsing HTTP/2")
 """What gRPC says of a port that answers in HTTP/1."""
+_CONNECTING = re.compile(
+    r"^failed to connect to all addresses; last error: \w+: (?:(?:ipv4|ipv6|unix):\S+ )?(?:Failed to connect to remote host: )?(?:connect: )?"
+)
+"""What gRPC says before the reason why it cannot connect."""
 _TLS = (("handshake failed",), ("failed to connect", "Socket closed"))
 """What gRPC says where one side speaks TLS and the other does not, or one does not trust the other."""
 _TLS_SECONDS = 3.0
@@ -186,7 +191,7 @@ def _translate(error: Any, server: str) -> WeighbridgeError:
         )
     if code is grpc.StatusCode.UNAVAILABLE:
         return Unavailable(
-            f"the service at {server} cannot be reached: {text}",
+            f"the service at {server} cannot be reached: {_CONNECTING.sub('', text)}",
             fix=f"start it with `weighbridge serve`, or name another with --server or {SERVER_VARIABLE}",
         )
     if code is grpc.StatusCode.UNIMPLEMENTED:

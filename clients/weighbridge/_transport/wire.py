@@ -10,9 +10,10 @@ from typing import Any, TypeVar
 
 from weighbridge._core import dtypes
 from weighbridge._core.boxes import Box
-from weighbridge._core.collection import Collection
 from weighbridge._core.layouts import MAX_TENSORS, Layout, Shard, TensorSpec, check_spec
 from weighbridge._core.metadata import Metadata, MetadataValue, checked_metadata
+from weighbridge._core.reports.collection import Collection
+from weighbridge._core.reports.rank_progress import RankProgress
 from weighbridge._core.resources import Gate, Model, Protection, RefRequest, Retention, Version, VersionState
 from weighbridge._core.slices import Boxes, ExpertParallel, FullTensors, LayoutRequest, TensorParallel
 from weighbridge._core.striping import MOST_CALLS, WHOLE, Striping
@@ -231,6 +232,11 @@ def version_to_proto(version: Version) -> resources_pb2.Version:
     return resources_pb2.Version(
         **{**version.to_json(), "state": _STATES[version.state], "metadata": metadata}
     )
+
+
+def rank_to_proto(progress: RankProgress) -> resources_pb2.RankProgress:
+    """How far a rank is, as a message."""
+    return resources_pb2.RankProgress(**progress.to_json())
 
 
 def version_from_proto(message: resources_pb2.Version) -> Version:

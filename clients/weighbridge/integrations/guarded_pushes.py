@@ -12,13 +12,15 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from weighbridge._clients.push_handle import PushHandle
 from weighbridge._clients.trainer import TrainerClient
 from weighbridge._core.resources import Version, VersionState
 from weighbridge._formats.torch_state import rank_and_world
 from weighbridge.errors import DeadlineExceeded, FailedPrecondition, NotFound, Unavailable, WeighbridgeError
+
+T = TypeVar("T")
 
 _AGAIN_SECONDS = 3.0
 """For how long a service that was away is tried, until it has answered: training has waited for it once already."""
@@ -64,8 +66,8 @@ class GuardedPushes:
         goes_on: str,
         prepare: Callable[[], tuple[int, Any]],
         push: Callable[[Any, int, int, int], PushHandle],
-    ) -> None:
-        """Push once for each step. All ranks call it.
+    ) -> bool:
+        """Push once for each step. All ranks call it. Whether `last` is now this rank's push of that step.
 
         Args:
             what: is pushed, for the log.
@@ -80,6 +82,8 @@ class GuardedPushes:
             if self._strict:
                 raise
             self._logger.error("%s: %s was not pushed; %s goes on. %s", self._model, what, goes_on, error)
+            return False
+        return True
 
     def wait(
         self, until: VersionState | str = VersionState.DURABLE, *, timeout: float | None = None
@@ -167,7 +171,7 @@ class GuardedPushes:
         return step, weights
 
 
-def of_all_ranks(value: tuple[str, bool], world_size: int) -> list[tuple[str, bool]]:
+def of_all_ranks(value: T, world_size: int) -> list[T]:
     """What each rank says; all ranks call it."""
     import torch.distributed as dist
 

@@ -2,7 +2,7 @@
 
 `push_on_save` wraps ``megatron.core.dist_checkpointing.save``, through which both Megatron-LM's training loop (with
 ``--ckpt-format torch_dist``, its default) and users of plain ``dist_checkpointing`` save. Of the state dict that is saved,
-the model's weights are pushed first, behind them all else that is saved as a training state, and then the save takes its course. Taking hold there,
+the model's weights are pushed first, behind them all else that is saved as a training state, and then the save takes its course, unless it is not wanted. Taking hold there,
 rather than in a save strategy, is what works for both: only that function sees the whole state dict, the iteration included, and newer training
 loops make their strategies themselves.
 """
@@ -10,6 +10,7 @@ loops make their strategies themselves.
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import re
 from collections.abc import Callable, Mapping
@@ -21,6 +22,7 @@ from weighbridge._clients.push_options import PushOptions, check_options
 from weighbridge._clients.trainer import TrainerClient
 from weighbridge._core.resources import Version, VersionState
 from weighbridge._formats.megatron_state import sharded_tensors
+from weighbridge._formats.torch_state import rank_and_world
 from weighbridge._transport.credentials import Credentials
 from weighbridge.errors import FailedPrecondition, InvalidArgument
 from weighbridge.integrations.checkpoint_names import step_named
@@ -39,6 +41,7 @@ def push_on_save(
     step: Callable[[], int] | None = None,
     weights: Callable[[Mapping[str, Any]], Any] | None = None,
     training: bool = True,
+    megatron_saves: bool = True,
     strict: bool = False,
     lane: str | None = None,
     retry_seconds: float = 60.0,
@@ -64,6 +67,8 @@ def push_on_save(
         weights: takes the weights out of the state dict. By default what it has under ``model``, ``model0``, ``model1`` and so
             on, as Megatron-LM names them, or else all of it.
         training: False pushes weights alone.
+        megatron_saves: False lets Megatron write no checkpoint of what all ranks push with its training state. Whatever else is saved it writes: what could not be
+            pushed, and what has no optimizer's state.
         strict: a push that fails, a training state that cannot be pushed, or a version that cannot be completed, raises before anything is saved, and each save waits
             until its version is ready. Otherwise it is logged, and the save goes on.
         lane, retry_seconds, credentials: as for `TrainerClient`.
@@ -72,8 +77,16 @@ def push_on_save(
 
     Returns:
         The hook; close it, or use it as a context manager, to undo it.
+
+    Raises:
+        InvalidArgument: nobody would keep the optimizer: neither ``training`` nor ``megatron_saves``.
     """
     check_options(options)
+    if not (training or megatron_saves):
+        raise InvalidArgument(
+            "with training=False and megatron_saves=False nobody keeps the optimizer's state",
+            fix="leave one of them out",
+        )
     client = TrainerClient(server, run=run, retry_seconds=retry_seconds, lane=lane, credentials=credentials)
     return PushOnSave(
         client,
@@ -82,6 +95,7 @@ def push_on_save(
         step,
         weights or model_weights,
         training=training,
+        megatron_saves=megatron_saves,
         strict=strict,
         options=options,
     )
@@ -109,6 +123,7 @@ class PushOnSave:
         weights: Callable[[Mapping[str, Any]], Any],
         *,
         training: bool,
+        megatron_saves: bool,
         strict: bool,
         options: PushOptions | None = None,
     ) -> None:
@@ -123,6 +138,7 @@ class PushOnSave:
         register = None if hf_dir is None else functools.partial(client.register_model, model, hf_dir)
         self._pushes = GuardedPushes(client, model, register, strict=strict, logger=logger)
         self._strict = strict
+        self._megatron_saves = megatron_saves
         self._notes = OptimizerNotes() if training else None
         self._in_place = True
         self._places = (dist_checkpointing, serialization)
@@ -172,13 +188,14 @@ class PushOnSave:
 
         @functools.wraps(original)
         def save(sharded_state_dict: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._in_place:
-                self._push(sharded_state_dict, str(checkpoint_dir))
+            if self._in_place and self._push(sharded_state_dict, str(checkpoint_dir)):
+                return _nothing_to_write(original, sharded_state_dict, checkpoint_dir, *args, **kwargs)
             return original(sharded_state_dict, checkpoint_dir, *args, **kwargs)
 
         return save
 
-    def _push(self, state_dict: Mapping[str, Any], folder: str) -> None:
+    def _push(self, state_dict: Mapping[str, Any], folder: str) -> bool:
+        """Push what is saved. Whether Megatron is to write nothing of it, the same on all ranks."""
         optimizer = (None, None) if self._notes is None else self._notes.taken(state_dict)
 
         def prepare() -> tuple[int, Any]:
@@ -200,7 +217,16 @@ class PushOnSave:
                 **self._options,
             )
 
-        self._pushes.push(f"what is saved in {folder}", "the save", prepare, push)
+        pushed = self._pushes.push(f"what is saved in {folder}", "the save", prepare, push)
+        if self._megatron_saves:
+            return False
+        kept = pushed and self.last is not None and self.last.training is not None
+        # the save is collective: all ranks make it, or none
+        of_ranks = of_all_ranks(kept, rank_and_world(None, None)[1])
+        if kept and all(of_ranks):
+            return True
+        logger.warning("%s: Megatron writes %s itself, for it was not pushed whole", self.model, folder)
+        return False
 
     def _beside(
         self,
@@ -235,6 +261,14 @@ class PushOnSave:
             raise refused
         logger.error("%s: the weights are pushed alone. %s", self.model, refused)
         return None
+
+
+def _nothing_to_write(save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What a save returns that writes nothing: if it was to write behind the trainer's back, a request of which nothing is left to do."""
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+
+    called = inspect.signature(save).bind(*args, **kwargs).arguments
+    return AsyncRequest(None, (), []) if called.get("async_sharded_save") else None
 
 
 def step_of(state_dict: Mapping[str, Any], folder: str) -> int:

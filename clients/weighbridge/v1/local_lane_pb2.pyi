@@ -49,6 +49,7 @@ class GetLocalLaneResponse(_message.Message):
     UNAVAILABLE_FIELD_NUMBER: _builtins.int
     PRIVATE_FIELD_NUMBER: _builtins.int
     TICKET_FIELD_NUMBER: _builtins.int
+    HTTP_FIELD_NUMBER: _builtins.int
     socket: _builtins.str
     """Path of the socket, on the service's machine and as it is mounted there; empty if there is none."""
     service_id: _builtins.str
@@ -63,6 +64,10 @@ class GetLocalLaneResponse(_message.Message):
     """Says on the lane who the client is, as this call has said; empty where everybody may do everything. Whose process a client is counts where
     it shows none.
     """
+    http: _builtins.str
+    """host:port at which its HTTP face listens, which speaks TLS if this call does. An unspecified host stands for the one at which this call has
+    reached it; a loopback address is that of its own machine. Empty if it has none.
+    """
     def __init__(
         self,
         *,
@@ -71,10 +76,11 @@ class GetLocalLaneResponse(_message.Message):
         unavailable: _builtins.str = ...,
         private: _builtins.bool = ...,
         ticket: _builtins.str = ...,
+        http: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["private", b"private", "service_id", b"service_id", "socket", b"socket", "ticket", b"ticket", "unavailable", b"unavailable"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["http", b"http", "private", b"private", "service_id", b"service_id", "socket", b"socket", "ticket", b"ticket", "unavailable", b"unavailable"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -45,7 +45,7 @@ class LocalLaneServiceServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def GetLocalLane(self, request, context):
-        """Where this service's Unix socket is.
+        """Where else the process that answers can be reached: at its Unix socket, and by HTTP.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

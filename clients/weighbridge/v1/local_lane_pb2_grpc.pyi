@@ -36,13 +36,13 @@ class LocalLaneServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> LocalLaneServiceAsyncStub: ...
     GetLocalLane: _grpc.UnaryUnaryMultiCallable[_local_lane_pb2.GetLocalLaneRequest, _local_lane_pb2.GetLocalLaneResponse]
-    """Where this service's Unix socket is."""
+    """Where else the process that answers can be reached: at its Unix socket, and by HTTP."""
 
 @_typing.type_check_only
 class LocalLaneServiceAsyncStub(LocalLaneServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     GetLocalLane: _aio.UnaryUnaryMultiCallable[_local_lane_pb2.GetLocalLaneRequest, _local_lane_pb2.GetLocalLaneResponse]  # type: ignore[assignment]
-    """Where this service's Unix socket is."""
+    """Where else the process that answers can be reached: at its Unix socket, and by HTTP."""
 
 class LocalLaneServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -51,6 +51,6 @@ class LocalLaneServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _local_lane_pb2.GetLocalLaneRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_local_lane_pb2.GetLocalLaneResponse, _abc.Awaitable[_local_lane_pb2.GetLocalLaneResponse]]:
-        """Where this service's Unix socket is."""
+        """Where else the process that answers can be reached: at its Unix socket, and by HTTP."""
 
 def add_LocalLaneServiceServicer_to_server(servicer: LocalLaneServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

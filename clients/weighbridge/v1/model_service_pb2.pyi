@@ -221,21 +221,25 @@ class GetVersionRequest(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     WAIT_FOR_FIELD_NUMBER: _builtins.int
+    WITH_RANKS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     version: _builtins.str
     """A number or a ref."""
     wait_for: _resources_pb2.VersionState.ValueType
     """Wait until the version has reached this state or failed, bounded by the call's deadline."""
+    with_ranks: _builtins.bool
+    """Also say how far each of its ranks is."""
     def __init__(
         self,
         *,
         model: _builtins.str = ...,
         version: _builtins.str = ...,
         wait_for: _resources_pb2.VersionState.ValueType = ...,
+        with_ranks: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "version", b"version", "wait_for", b"wait_for"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "version", b"version", "wait_for", b"wait_for", "with_ranks", b"with_ranks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -246,16 +250,22 @@ class GetVersionResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     VERSION_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def version(self) -> _resources_pb2.Version: ...
+    @_builtins.property
+    def ranks(self) -> _containers.RepeatedCompositeFieldContainer[_resources_pb2.RankProgress]:
+        """By rank, as far as the replica that answers knows of the push; none if it does not."""
+
     def __init__(
         self,
         *,
         version: _resources_pb2.Version | None = ...,
+        ranks: _abc.Iterable[_resources_pb2.RankProgress] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ranks", b"ranks", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -318,6 +318,51 @@ class Version(_message.Message):
 Global___Version: _TypeAlias = Version  # noqa: Y015
 
 @_typing.final
+class RankProgress(_message.Message):
+    """How far a rank of a push is."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: _builtins.int
+    DECLARED_TIME_MS_FIELD_NUMBER: _builtins.int
+    SEALED_TIME_MS_FIELD_NUMBER: _builtins.int
+    RECEIVED_BYTES_FIELD_NUMBER: _builtins.int
+    TOTAL_BYTES_FIELD_NUMBER: _builtins.int
+    ELSEWHERE_FIELD_NUMBER: _builtins.int
+    COPYING_FIELD_NUMBER: _builtins.int
+    rank: _builtins.int
+    declared_time_ms: _builtins.int
+    """When it has declared its layout, Unix time; 0 if it has not."""
+    sealed_time_ms: _builtins.int
+    """When all of its bytes were there, and it had said so, likewise."""
+    received_bytes: _builtins.int
+    """Bytes of its stream that have come."""
+    total_bytes: _builtins.int
+    """Bytes that it pushes; 0 before that is known."""
+    elsewhere: _builtins.bool
+    """Whether it pushes to another replica, which knows more."""
+    copying: _builtins.bool
+    """Whether its process writes to shared memory itself: the service is told when all is there, and not how far that is."""
+    def __init__(
+        self,
+        *,
+        rank: _builtins.int = ...,
+        declared_time_ms: _builtins.int = ...,
+        sealed_time_ms: _builtins.int = ...,
+        received_bytes: _builtins.int = ...,
+        total_bytes: _builtins.int = ...,
+        elsewhere: _builtins.bool = ...,
+        copying: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copying", b"copying", "declared_time_ms", b"declared_time_ms", "elsewhere", b"elsewhere", "rank", b"rank", "received_bytes", b"received_bytes", "sealed_time_ms", b"sealed_time_ms", "total_bytes", b"total_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RankProgress: _TypeAlias = RankProgress  # noqa: Y015
+
+@_typing.final
 class MetadataValue(_message.Message):
     """A value of a version's metadata."""
 

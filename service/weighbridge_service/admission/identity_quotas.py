@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from weighbridge._core.striping import WHOLE, Striping
 from weighbridge._core.text.counts import counted
+from weighbridge._core.text.durations import readable_duration
 from weighbridge.errors import ResourceExhausted, Unavailable
 from weighbridge_service.access.identities import Identity
 from weighbridge_service.admission.buckets import Bucket
@@ -273,7 +274,7 @@ class IdentityQuotas:
                 opened.append(now)
         if seconds:
             raise ResourceExhausted(
-                f"{identity.name} has opened {counted(limit, 'version')} within an hour, and may open the next one in {seconds:.0f} s",
+                f"{identity.name} has opened {counted(limit, 'version')} within an hour, and may open the next one in {readable_duration(seconds, rough=True)}",
                 fix="push less often, or let the service's policy give it more `versions_per_hour`",
                 retry_after=seconds,
             )

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from weighbridge._core.collection import Collection
+from weighbridge._core.reports.collection import Collection
 from weighbridge._core.resources import DeletedModel, Retention, Version
 from weighbridge._core.text.counts import counted
 from weighbridge.errors import FailedPrecondition, NotFound, WeighbridgeError

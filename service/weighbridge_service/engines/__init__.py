@@ -8,5 +8,6 @@ May import: `catalog`, `admission`, `access`, `runtime`, `weighbridge_storage`, 
 - `reports`: checks of what agents say; pure.
 - `registry`: the engines of this process, as many as there is room for.
 - `fleets`: the engines of each model in a few figures; pure.
+- `pages`: pages of lists; pure.
 - `known_engines`: engines beside the refs that they follow.
 """

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
+from typing import TypeAlias
 
 from weighbridge._core.engines.facts import (
     STANDING_BEHIND,
@@ -28,6 +29,8 @@ _SLACK_MS = 2000
 
 _MOST_NAMED = 16
 """Engines that are named where a version is kept for them."""
+Order: TypeAlias = tuple[str, str, str, str]
+"""Model, address and id of an engine, and the identity of its agent."""
 MOST_KEPT = 64
 """Versions of a model that are kept for the engines of one owner: who may only pull does not decide how much is stored."""
 
@@ -117,6 +120,11 @@ class Entry:
     def key(self) -> tuple[str, str]:
         """Which engine: nobody speaks for engines of another identity."""
         return self.owner.identity, self.report.engine_id
+
+    @property
+    def order(self) -> Order:
+        """Where it stands in lists."""
+        return self.report.model, self.report.address, self.report.engine_id, self.owner.identity
 
     @property
     def facts(self) -> EngineFacts:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from itertools import groupby
 
 from weighbridge._core.engines.facts import MOST_BEHIND, Engine, EngineReport
 from weighbridge.errors import WeighbridgeError
@@ -13,6 +14,7 @@ from weighbridge_service.catalog.head_versions import refs_of
 from weighbridge_service.catalog.snapshots import VersionSnapshot
 from weighbridge_service.engines.entries import Entry, Owner, RefView, ToldEngine, served, shown
 from weighbridge_service.engines.fleets import Fleet, fleets
+from weighbridge_service.engines.pages import page_of
 from weighbridge_service.engines.registry import EngineRegistry
 from weighbridge_service.engines.reports import checked_report
 from weighbridge_service.runtime.clock import unix_ms
@@ -83,12 +85,31 @@ class KnownEngines:
         Raises:
             NotFound: there is no such model.
         """
+        return self._standing(model, self._entries(model, sees))
+
+    def page(
+        self, model: str, sees: Callable[[str], bool], after: str, limit: int
+    ) -> tuple[list[Engine], str]:
+        """As `listed`, a page; and the token of the next one, which is empty if that was the last.
+
+        Raises:
+            InvalidArgument: ``after`` is no token.
+            NotFound: there is no such model.
+        """
+        entries, more = page_of(self._entries(model, sees), after, limit)
+        return self._standing(model, entries), more
+
+    def _entries(self, model: str, sees: Callable[[str], bool]) -> list[Entry]:
         if model:
-            return self._shown(self.registry.of_model(model), self._refs(ModelName.parse(model)))
+            return self.registry.of_model(model)
+        return [entry for entry in self.registry.all() if sees(entry.report.model)]
+
+    def _standing(self, model: str, entries: Iterable[Entry]) -> list[Engine]:
+        """Entries, which are in the order of lists, beside the refs of their models; of a model that was asked for, raises NotFound."""
+        if model:
+            return self._shown(entries, self._refs(ModelName.parse(model)))
         found: list[Engine] = []
-        entries = [entry for entry in self.registry.all() if sees(entry.report.model)]
-        for each in dict.fromkeys(entry.report.model for entry in entries):
-            of_model = [entry for entry in entries if entry.report.model == each]
+        for each, of_model in groupby(entries, key=lambda entry: entry.report.model):
             try:
                 refs = self._refs(ModelName.parse(each))
             except WeighbridgeError:  # deleted since, or it cannot be read: its engines serve all the same

@@ -115,7 +115,7 @@ class EngineRegistry:
         now_s = self.clock()
         with self._lock:
             found = [e for e in self._entries.values() if now_s - e.heard_s < self.leases.forgotten_s]
-        return sorted(found, key=lambda e: (e.report.model, e.report.address, e.report.engine_id, e.key))
+        return sorted(found, key=lambda e: e.order)
 
     def of_model(self, model: str) -> list[Entry]:
         """Those of one model."""

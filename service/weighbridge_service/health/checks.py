@@ -10,6 +10,7 @@ from pathlib import Path
 from weighbridge._core.checks import Check, CheckStatus
 from weighbridge._core.resources import Version
 from weighbridge._core.text.counts import counted
+from weighbridge._core.text.durations import readable_duration
 from weighbridge._core.text.sizes import readable_size
 from weighbridge.errors import FailedPrecondition, NotFound, WeighbridgeError
 from weighbridge_service.health.monitor import NamedCheck
@@ -100,7 +101,7 @@ def check_clock(written_ms: tuple[int, int], modified_ms: int, most_ms: int) -> 
     """
     first, last = written_ms
     offset = max(first - (modified_ms + 999), modified_ms - last, 0)
-    what = f"it and the store's clock differ by {offset / 1000:.1f} s; {most_ms / 1000:g} s are the most"
+    what = f"it and the store's clock differ by {readable_duration(offset / 1000)}; {readable_duration(most_ms / 1000)} are the most"
     fix = "set the clocks of all machines by NTP"
     if offset > most_ms:
         return Check(CLOCK, CheckStatus.FAIL, what, fix)

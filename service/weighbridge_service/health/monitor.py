@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from weighbridge._core.checks import Check, CheckStatus
+from weighbridge._core.text.durations import readable_duration
 from weighbridge.errors import WeighbridgeError
 
 log = logging.getLogger(__name__)
@@ -66,7 +67,7 @@ def finding(check: NamedCheck, observed: Observation, now: float) -> Check:
             return Check(
                 check.name,
                 CheckStatus.FAIL,
-                f"no answer for {waited:.0f} s",
+                f"no answer for {readable_duration(waited, rough=True)}",
                 "see whether what it looks at is there, and can be reached from this machine",
             )
     if observed.found is None:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from weighbridge._core.text.waits import ranks_have
 from weighbridge.errors import DeadlineExceeded, Unavailable, VersionFailed, WeighbridgeError
 from weighbridge_service.metrics.instruments import PushInstruments
 from weighbridge_service.plan.declarations import Agreement, Declaration, Home, numbers_of
@@ -300,18 +301,14 @@ class EffectRunner:
         return on.Uploaded(file) if is_there else on.PerhapsUnchanged(file)
 
     def _missing(self, state: PushState) -> list[str]:
-        """What has not come, a line for each thing."""
-        missing = [f"rank {rank} has not declared" for rank in state.declarations.absent]
-        if state.share is None:
-            return missing
-        if self.writer is None:
-            missing += [f"rank {rank} has no stream yet" for rank in sorted(state.share.ranks)]
-        else:
-            missing += self.writer.missing_of_all()
+        """What has not come, a line for each thing: of the shards those last, as they are many."""
+        share, lines = state.share, [(state.declarations.absent, "not declared")]
+        if share is not None:
+            lines.append((sorted(share.ranks - state.sealed), "not sealed"))
+        missing = [f"{ranks_have(ranks)} {what}" for ranks, what in lines if ranks]
         if state.memory_mapped_at is not None:
             missing.append("a process can still write to the memory of files that have arrived")
-        missing += [f"rank {rank} has not sealed" for rank in sorted(state.share.ranks - state.sealed)]
-        return missing
+        return missing if self.writer is None else missing + self.writer.missing_of_all()
 
     # --- other replicas
 

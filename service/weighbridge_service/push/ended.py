@@ -7,18 +7,19 @@ a process that receives versions of many models would keep as many of them.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
 from weighbridge._core.layouts import Layout
+from weighbridge._core.reports.rank_progress import RankProgress
 from weighbridge_service.catalog.snapshots import VersionSnapshot
 from weighbridge_service.plan.declarations import Declarations
 from weighbridge_service.plan.planning import Plan
 from weighbridge_service.plan.push_plan import PreparedPush
 from weighbridge_service.plan.transfers import Transfer
 from weighbridge_service.push.machine.answers import answer_abort, check_not_failed, sealed
-from weighbridge_service.push.machine.rank_progress import RankProgress
+from weighbridge_service.push.machine.rank_progress import PushProgress
 from weighbridge_service.push.machine.state import PushState
 from weighbridge_service.push.session import PushSession
 from weighbridge_storage.versions.writing import Written
@@ -40,6 +41,8 @@ class EndedPush:
         share_number: which share of the version this process had; None if there never was a plan.
         lengths: of the ranks' streams, in bytes; empty if there never was a plan.
         declared_ms, sealed_ms: when each rank has declared here and was sealed, in milliseconds since 1970 UTC; 0 if it never was.
+        received, meant: bytes of each rank's stream that had come here, and that were to come.
+        elsewhere: ranks that have pushed to other replicas.
     """
 
     state: PushState
@@ -51,6 +54,9 @@ class EndedPush:
     lengths: Sequence[int]
     declared_ms: Sequence[int] = ()
     sealed_ms: Sequence[int] = ()
+    received: Sequence[int] = ()
+    meant: Sequence[int] = ()
+    elsewhere: frozenset[int] = frozenset()
 
     @staticmethod
     def of(session: PushSession) -> EndedPush:
@@ -58,16 +64,20 @@ class EndedPush:
         state = session.state
         agreed = state.agreed
         streams = {} if agreed is None else agreed.prepared.streams
+        ranks = session.progress.ranks
         return EndedPush(
             _without_plan(state),
             session.snapshot,
             session.client_id,
             session.request_id,
-            frozenset(each.client_id for each in state.declarations.here.values()),
+            session.clients,
             state.share_number,
             array("Q", [streams[rank].nbytes for rank in range(len(streams))]),
-            _by_rank(state.declared_ms, state),
-            _by_rank(state.sealed_ms, state),
+            array("Q", [each.declared_time_ms for each in ranks]),
+            array("Q", [each.sealed_time_ms for each in ranks]),
+            array("Q", [each.received_bytes for each in ranks]),
+            array("Q", [each.total_bytes for each in ranks]),
+            frozenset(each.rank for each in ranks if each.elsewhere),
         )
 
     @property
@@ -97,22 +107,18 @@ class EndedPush:
         self.state.declarations.check_rank(rank)
 
     @property
-    def rank_progress(self) -> tuple[RankProgress, ...]:
-        """See `PushSession.rank_progress`. Of a rank that was never sealed it is no longer known what had come."""
-        lengths = self.lengths or [0] * len(self.declared_ms)
-        there = enumerate(zip(self.declared_ms, self.sealed_ms, lengths, strict=True))
-        return tuple(
-            RankProgress(rank, declared, sealed, length if sealed else 0, length)
-            for rank, (declared, sealed, length) in there
+    def progress(self) -> PushProgress:
+        """See `PushSession.progress`."""
+        columns = zip(self.declared_ms, self.sealed_ms, self.received, self.meant, strict=True)
+        ranks = (
+            RankProgress(rank, *figures, elsewhere=rank in self.elsewhere)
+            for rank, figures in enumerate(columns)
         )
+        return PushProgress(tuple(ranks), ended_ms=self.state.ended_ms)
 
     def abort(self) -> None:
         """Do nothing if the version was given up. Raises FailedPrecondition if it is visible."""
         answer_abort(self.state)
-
-
-def _by_rank(times: Mapping[int, int], state: PushState) -> Sequence[int]:
-    return array("Q", [times.get(rank, 0) for rank in range(state.declarations.ranks)])
 
 
 def _without_plan(state: PushState) -> PushState:
@@ -131,6 +137,7 @@ def _without_plan(state: PushState) -> PushState:
         ready_ms=state.ready_ms,
         verified_ms=state.verified_ms,
         durable_ms=state.durable_ms,
+        ended_ms=state.ended_ms,
         error=None if state.error is None else state.error.anew(),
         superseded=state.superseded,
         handed_to=state.handed_to,

@@ -25,6 +25,7 @@ from weighbridge_service.plan.declarations import Agreement, Home
 from weighbridge_service.plan.push_plan import PreparedPush
 from weighbridge_service.plan.transfers import Bytes
 from weighbridge_service.push.machine import events as on
+from weighbridge_service.push.machine.rank_progress import Received
 from weighbridge_service.push.sample import MOST, MOST_BYTES, Sample
 from weighbridge_storage.memory.images import Hold, Image
 from weighbridge_storage.stores.objects import ByteArray
@@ -338,10 +339,13 @@ class ImageWriter:
             return self._received_bytes, self._heard_at
 
     @property
-    def received_of_ranks(self) -> dict[int, tuple[int, int]]:
-        """Of each rank's stream, the bytes that have come, and those that are to come to this replica."""
+    def received_of_ranks(self) -> dict[int, Received]:
+        """What has come of each rank's stream."""
         with self._lock:
-            return {rank: (there.size, self._meant[rank].size) for rank, there in self._received.items()}
+            return {
+                rank: Received(there.size, self._meant[rank].size, self._grants[rank] > 0)
+                for rank, there in self._received.items()
+            }
 
     def received(self, rank: int) -> tuple[list[tuple[int, int]], int]:
         """The ranges of a rank's stream that have come, and its length."""

@@ -154,6 +154,8 @@ class Opener:
             if (there := find()) is not None:
                 return there
             known = [push.snapshot.version for push in self._registry.of_model(model_name)]
+            other = self._registry.other_writer(model_name, client_id)
+            told = f"{other.model}@{other.number}, step {other.step} of run {other.run}" if other else ""
             given_up = {version.number: version for version in known if version.state.given_up}
             receiving = {each.number for each in known if not (each.state.visible or each.state.given_up)}
             joined = self._registry.of_request(model_name, request_id)
@@ -171,6 +173,7 @@ class Opener:
                 nbytes,
                 called,
                 at_least,
+                told,
             )
             is_open = partial(self._is_open, model_name, request_id, given_up)
             with self._quotas.opening(identity, model, nbytes, is_open) as room:
@@ -183,6 +186,8 @@ class Opener:
                 joined.post(on.Described(entry))
                 return replace(joined.snapshot.version, held=entry.held, metadata=entry.metadata)
             session = self._begin(model_name, entry, head, client_id)
+        if told:
+            log.warning("%s: another job has pushed %s since this one did", session.snapshot.version, told)
         log.info("opened %s for run %s with %s", session.snapshot.version, run, counted(ranks, "rank"))
         return session.snapshot.version
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
-from weighbridge._core.usage import (
+from weighbridge._core.reports.usage import (
     QUOTA_BYTES_PER_SECOND,
     QUOTA_STORED,
     QUOTA_STREAMS,

@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable, Iterable
 from typing import TypeAlias
 
-from weighbridge._core.resources import VersionState
+from weighbridge._core.resources import Version, VersionState
+from weighbridge._core.text.durations import readable_duration
 from weighbridge._core.text.waits import REMIND_SECONDS
 from weighbridge.errors import VersionFailed
 from weighbridge_service.catalog.snapshots import Snapshots, VersionSnapshot
@@ -108,6 +109,23 @@ class Registry:
         with self._lock:
             known: dict[int, Push] = {**self._ended.get(name, {}), **self._sessions.get(name, {})}
             return [known[number] for number in sorted(known)]
+
+    def other_writer(self, name: ModelName, client_id: str) -> Version | None:
+        """The newest version of a model that another job has pushed since the job of this client has pushed last; None if there is none.
+
+        A job that was restarted is no other one, for the one before it pushes no more: jobs count as two only once one has pushed, then the other one,
+        and now the first one again.
+        """
+        caller = _process(client_id)
+        between: list[Push] = []
+        for push in reversed(self.of_model(name)):
+            own = _processes(push)
+            if caller in own:
+                foreign = (each for each in between if own.isdisjoint(_processes(each)))
+                return next((each.snapshot.version for each in foreign), None)
+            if not push.snapshot.version.state.given_up:
+                between.append(push)
+        return None
 
     def sessions_of(self, name: ModelName) -> list[PushSession]:
         """The sessions of a model."""
@@ -273,7 +291,22 @@ class WaitsSaid:
             version = session.snapshot.described
             seconds = (unix_ms() - version.create_time_ms) / 1000
             if version.waits_for and seconds >= REMIND_SECONDS:
-                log.info("%s: for %.0f s, waits for %s", version, seconds, "; ".join(version.waits_for))
+                log.info(
+                    "%s: for %s, waits for %s",
+                    version,
+                    readable_duration(seconds, rough=True),
+                    "; ".join(version.waits_for),
+                )
+
+
+def _processes(push: Push) -> frozenset[str]:
+    """The processes that have opened a version or declared a rank of it, at this replica."""
+    return frozenset(map(_process, (*push.clients, push.client_id)))
+
+
+def _process(client_id: str) -> str:
+    """What the ids of all clients in one process begin with."""
+    return client_id.partition("/")[0]
 
 
 def _is_over(session: PushSession) -> bool:

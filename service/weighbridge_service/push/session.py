@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -42,7 +42,7 @@ from weighbridge_service.push.machine.answers import (
     check_not_failed,
 )
 from weighbridge_service.push.machine.phases import BEFORE_SEALED, FINAL, INCOMPLETE, VISIBLE, Phase
-from weighbridge_service.push.machine.rank_progress import RankProgress, ranks_of
+from weighbridge_service.push.machine.rank_progress import PushProgress, Received, progress_of
 from weighbridge_service.push.machine.shown import version_of, waits_for
 from weighbridge_service.push.machine.state import Moment, PushState
 from weighbridge_service.push.machine.transitions import step
@@ -122,6 +122,7 @@ class PushSession:
         self._events: deque[on.Event] = deque()
         self._draining = False
         self._waiting: WaitingCalls[PushState] = WaitingCalls()
+        self._received: Mapping[int, Received] = {}
         self._shown = self._snapshot(state)
 
     @property
@@ -161,19 +162,29 @@ class PushSession:
         return self._state.share_number
 
     @property
-    def rank_progress(self) -> tuple[RankProgress, ...]:
-        """How far each rank is."""
+    def progress(self) -> PushProgress:
+        """How far it is."""
+        return progress_of(self._state, self._received_of_ranks, now())
+
+    @property
+    def _received_of_ranks(self) -> Mapping[int, Received]:
+        """What has come of each rank's stream; after the end, what had come by then."""
         writer = self._runner.writer
-        return ranks_of(self._state, {} if writer is None else writer.received_of_ranks)
+        return self._received if writer is None else writer.received_of_ranks
 
     @property
     def layouts(self) -> DeclaredLayouts:
         """What its ranks have declared (`EffectRunner.layouts`)."""
         return self._runner.layouts
 
+    @property
+    def clients(self) -> frozenset[str]:
+        """Who has declared a rank of the version here."""
+        return frozenset(each.client_id for each in self._state.declarations.here.values())
+
     def takes_part(self, client_id: str) -> bool:
         """Whether this client has declared a rank of the version."""
-        return any(each.client_id == client_id for each in self._state.declarations.here.values())
+        return client_id in self.clients
 
     # --- the queue
 
@@ -226,6 +237,7 @@ class PushSession:
         if after.agreed is not None:
             self._runner.planned(after)
         if after.phase in FINAL and (after.agreed is None or after.agreed.alone):
+            self._received = self._received_of_ranks
             self._runner.forget()  # other replicas may still ask for their part
         self._waiting.give(after)  # before threads begin that would compete with those who wait for them
         self._start_all((effect for effect in effects if isinstance(effect, do.Awaited)), after)

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-from weighbridge._core.collection import (
+from weighbridge._core.reports.collection import (
     MOST_PROBLEMS,
     Collection,
     DeletedVersion,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from weighbridge._core.metadata import Metadata
+from weighbridge._core.metadata import OTHER_WRITER, Metadata, by_trainer, with_other_writer
 from weighbridge._core.resources import HELD_CANDIDATE
 from weighbridge._core.text.counts import counted
 from weighbridge._core.text.shortening import shown
@@ -52,6 +52,7 @@ def open_version(
     nbytes: int = 0,
     by: str = "",
     at_least: int = 0,
+    other: str = "",
 ) -> tuple[Head, OpenEntry]:
     """Take the next number for a version, or find the one that this request has opened before and that is still open.
 
@@ -67,6 +68,7 @@ def open_version(
         nbytes: size that its safetensors files will have together; 0 if that is not known.
         by: who opens it, as the service knows them; stays who came first.
         at_least: the lowest number that a new version gets; those that are passed by are never given.
+        other: which version another job has pushed since the one that opens this one has; kept in the metadata of a new version.
 
     Raises:
         InvalidArgument: the request has opened a version of another step or run, with another number of ranks, or with other metadata.
@@ -98,7 +100,7 @@ def open_version(
         parent=head.latest,
         held=(HELD_CANDIDATE,) if said.candidate or head.gate.approval_required else (),
         allow_nonfinite=said.allow_nonfinite or head.gate.allow_nonfinite,
-        metadata=said.metadata,
+        metadata=with_other_writer(said.metadata, other),
         nbytes=nbytes,
         by=by,
         cast_from=tuple(sorted(said.cast_from)),
@@ -126,17 +128,19 @@ def check_same_request(number: int, there: tuple[int, str, int], asked: tuple[in
 def _with_said(there: OpenEntry, said: Said) -> OpenEntry:
     """An open version of which a further rank says something. What was approved meanwhile stays so."""
     check_same_metadata(there.number, there.metadata, said.metadata)
+    other = str(there.metadata.get(OTHER_WRITER, ""))
     return replace(
         there,
         held=tuple(sorted({*there.held, HELD_CANDIDATE})) if said.candidate else there.held,
         allow_nonfinite=there.allow_nonfinite or said.allow_nonfinite,
-        metadata=there.metadata or said.metadata,
+        metadata=with_other_writer(by_trainer(there.metadata) or said.metadata, other),
         cast_from=tuple(sorted(said.cast_from.union(there.cast_from))),
     )
 
 
 def check_same_metadata(number: int, there: Metadata, asked: Metadata) -> None:
     """Raise InvalidArgument if a rank gives other metadata than another one has given; one that gives none contradicts nobody."""
+    there, asked = by_trainer(there), by_trainer(asked)
     differing = [key for key in sorted(there.keys() | asked.keys()) if there.get(key) != asked.get(key)]
     if there and asked and differing:
         raise InvalidArgument(

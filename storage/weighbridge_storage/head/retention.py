@@ -20,7 +20,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from weighbridge._core.collection import (
+from weighbridge._core.reports.collection import (
     RULE_KEEP_EVERY,
     RULE_KEEP_EVERYTHING,
     RULE_KEEP_LAST,

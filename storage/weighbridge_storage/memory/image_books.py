@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from weighbridge._core.text.durations import readable_duration
 from weighbridge._core.text.sizes import readable_size
 from weighbridge_storage.memory.image_decisions import Headroom, Space, fits
 from weighbridge_storage.memory.regions import Region
@@ -80,7 +81,7 @@ class Holding:
             HeldFor.READERS: f"kept by {self.readers} readers",
             HeldFor.MAPPED: "still mapped by another process",
         }[self.use]
-        return f"{self.owner}: {readable_size(self.nbytes)} of {place}, {why}, for {seconds:.0f} s"
+        return f"{self.owner}: {readable_size(self.nbytes)} of {place}, {why}, for {readable_duration(seconds, rough=True)}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
+from weighbridge._core.text.durations import readable_duration
 from weighbridge._core.text.sizes import readable_size
 from weighbridge.errors import InvalidArgument, ResourceExhausted
 from weighbridge_storage.memory import image_decisions
@@ -62,7 +63,7 @@ class Waiting:
     reason: str
 
     def __str__(self) -> str:
-        return f"{self.owner} has waited {self.seconds:.0f} s: {self.reason}"
+        return f"{self.owner} has waited {readable_duration(self.seconds, rough=True)}: {self.reason}"
 
 
 class ImageRequest:
@@ -227,7 +228,7 @@ class ImagePool:
 
     def _no_room(self, request: ImageRequest, memory: Space, disk: Space) -> ResourceExhausted:
         return ResourceExhausted(
-            f"{request.owner} found no room within {request.seconds:.0f} s: {request.reason}",
+            f"{request.owner} found no room within {readable_duration(request.seconds, rough=True)}: {request.reason}",
             details=[str(holding) for holding in self._holdings()[:_NAMED]],
             fix="wait until another version is done, abort one, or let go of tensors that were pulled without a copy; if that goes on, "
             + image_decisions.remedy(request.nbytes, memory, disk, beside=memory.in_use),

@@ -19,6 +19,7 @@ from functools import partial
 from itertools import islice
 from typing import TypeVar
 
+from weighbridge._core.text.durations import readable_duration
 from weighbridge.errors import DeadlineExceeded, NotFound, Unavailable
 from weighbridge_storage.stores.breaker import Breaker
 from weighbridge_storage.stores.call_threads import CallThreads
@@ -197,7 +198,7 @@ class GuardedStore(ObjectStore):
             if is_silent:
                 self._ask_again()
         if self._threads.drop(call):
-            busy = f"no thread was free for it for {seconds:.0f} s: too much waits for the object store"
+            busy = f"no thread was free for it for {readable_duration(seconds, rough=True)}: too much waits for the object store"
             raise _not_tried(what, _silent(seconds) if is_silent else busy)
         if changes:
             raise DeadlineExceeded(
@@ -241,12 +242,13 @@ class GuardedStore(ObjectStore):
             self._closing.wait(_ASK_EVERY)
         if not self._closing.is_set():
             log.info(
-                "the object store answers again, after %.0f s", time.monotonic() - begun + self._patience
+                "the object store answers again, after %s",
+                readable_duration(time.monotonic() - begun + self._patience, rough=True),
             )
 
 
 def _silent(seconds: float) -> str:
-    return f"the object store has not answered for {seconds:.0f} s"
+    return f"the object store has not answered for {readable_duration(seconds, rough=True)}"
 
 
 def _not_tried(what: str, why: str) -> Unavailable:

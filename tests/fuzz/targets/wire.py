@@ -19,8 +19,8 @@ from tests.fuzz.target import Bounds, Mutator, Target, stateless
 from tests.support.grpc_fuzzing import Messages
 from weighbridge._core import dtypes
 from weighbridge._core.boxes import Box
-from weighbridge._core.collection import Collection
 from weighbridge._core.layouts import Layout, Shard, TensorSpec
+from weighbridge._core.reports.collection import Collection
 from weighbridge._core.resources import Version, VersionState
 from weighbridge._core.slices import Boxes, ExpertParallel, FullTensors, TensorParallel
 from weighbridge._core.tensor_spaces import TensorSpace

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 import pytest
 
 from weighbridge import Credentials
-from weighbridge._cli.doctor.asking import ask
+from weighbridge._cli.doctor.asking import ask, reached_at
 from weighbridge.errors import Unavailable
 
 TOKEN = Credentials(token="a-token")
@@ -41,6 +41,22 @@ def answering(answer: Callable[[socket.socket], None]) -> Iterator[tuple[str, li
         thread.join()
 
 
+@pytest.mark.parametrize(
+    ("told", "server", "reached"),
+    [
+        ("0.0.0.0:8080", "node7:50051", "node7:8080"),
+        ("[::]:8080", "[fd00::7]:50051", "[fd00::7]:8080"),
+        ("10.0.0.7:8080", "node7:50051", "10.0.0.7:8080"),
+        ("127.0.0.1:8080", "127.0.0.1:50051", "127.0.0.1:8080"),
+        ("localhost:8080", "127.0.0.1:50051", "localhost:8080"),
+        ("127.0.0.1:8080", "node7:50051", ""),
+        ("", "node7:50051", ""),
+    ],
+)
+def test_an_http_face_is_reached_where_the_service_says(told: str, server: str, reached: str) -> None:
+    assert reached_at(told, server) == reached
+
+
 def test_a_token_does_not_follow_a_redirect() -> None:
     with answering(lambda connection: connection.sendall(HEAD + b"{}")) as (other, stolen):
         to_other = f"HTTP/1.1 302 Found\r\nLocation: http://{other}/\r\nContent-Length: 0\r\n\r\n".encode()
@@ -49,6 +65,17 @@ def test_a_token_does_not_follow_a_redirect() -> None:
                 ask(named, "/v1/checks", 5.0, TOKEN)
             assert b"a-token" in asked[0]
     assert stolen == []
+
+
+def test_no_proxy_reads_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    with (
+        answering(lambda connection: connection.sendall(HEAD + b"{}")) as (proxy, stolen),
+        answering(lambda connection: connection.sendall(HEAD + b"{}")) as (named, asked),
+    ):
+        monkeypatch.setenv("http_proxy", f"http://{proxy}")
+        monkeypatch.delenv("no_proxy", raising=False)
+        assert ask(named, "/v1/checks", 5.0, TOKEN).value == {}
+    assert (stolen, len(asked)) == ([], 1)
 
 
 def test_an_answer_without_end_is_left() -> None:

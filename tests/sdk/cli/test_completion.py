@@ -14,13 +14,22 @@ from pathlib import Path
 import click
 import pytest
 import torch
+from click.shell_completion import ShellComplete
 from click.testing import CliRunner
 
 from tests.support.services import RunningService, running_service
 from tests.support.terminals import Terminal
-from weighbridge import TrainerClient, Version, VersionState
+from weighbridge import Model, TrainerClient, Version, VersionState
 from weighbridge._cli import commands
-from weighbridge._cli.showing.completing import before_break, models, offered_versions
+from weighbridge._cli.showing import completing
+from weighbridge._cli.showing.completing import (
+    BashWords,
+    FishWords,
+    ZshWords,
+    before_break,
+    models,
+    offered_versions,
+)
 
 MODEL = "acme/tiny"
 BIN = Path(sys.executable).parent
@@ -99,6 +108,29 @@ def test_commands_models_versions_and_refs_are_completed(
         for typed, wanted in lines.items():
             # of a service that is late nothing is offered: whoever types presses the key again
             assert any(opened.completed(typed) == wanted for _ in range(TRIES)), opened.shown
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_a_folder_whose_name_is_a_command_is_not_executed(tmp_path: Path, shell: str) -> None:
+    (tmp_path / "side $(touch run)").mkdir()
+    with Shell(shell, "127.0.0.1:1", tmp_path) as opened:
+        opened.said(f"cd {tmp_path}; echo the''re\n", "there")
+        assert opened.completed("weighbridge diff si") == "weighbridge diff side $(touch run)/"
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("kind", [BashWords, ZshWords, FishWords])
+@pytest.mark.parametrize(
+    "name", ["a/$(touch run)", "a/`x`", "a/b c", "a/b;c", "a/'b", 'a/"b', "a/b\nplain,x", "a/\x1b[2J", "a/~|&<>", "a/é", "a/*"]
+)  # fmt: skip
+def test_names_that_a_shell_would_not_take_as_they_are_are_not_offered(
+    monkeypatch: pytest.MonkeyPatch, kind: type[ShellComplete], name: str
+) -> None:
+    found = [Model(each, "qwen3\n\x1b[2J", "BF16", 1, 1) for each in (name, MODEL)]
+    monkeypatch.setattr(completing, "_ask", lambda _context, _question: found)
+    offered = kind(commands, {}, "weighbridge", "_X").get_completions(["versions"], "a")
+    assert [each.value for each in offered] == [MODEL]
+    assert offered[0].help is None or offered[0].help.isprintable()
 
 
 @contextmanager

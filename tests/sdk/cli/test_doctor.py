@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from tests.sdk.cli.test_asking import answering
 from tests.support.identities import Authority
-from tests.support.services import service_process
+from tests.support.services import running_service, service_process
 from weighbridge._cli import commands
 from weighbridge._core.checks import CheckStatus
 from weighbridge_service.health.doctor import examine_store
@@ -46,7 +47,7 @@ def statuses(found: dict[str, dict[str, Any]], names: Sequence[str]) -> dict[str
 
 def test_a_service_of_this_machine_is_found_well_with_all_that_leads_to_it(tmp_path: Path) -> None:
     with served(tmp_path) as (grpc, http):
-        result = doctor("--server", grpc, "--http", http, "--json")
+        result = doctor("--server", grpc, "--json")
         lines = doctor("--server", grpc, "--http", http).stdout.splitlines()
     assert result.exit_code == 0, result.stdout
     names = [
@@ -54,7 +55,34 @@ def test_a_service_of_this_machine_is_found_well_with_all_that_leads_to_it(tmp_p
         *("port of gRPC", "port of streams of weights", "local lane", "shared memory", "version of torch"),
     ]
     assert statuses(checks(result), names) == dict.fromkeys(names, "ok")
-    assert any(re.match(r"ok    local lane +\S+ answers", line) for line in lines), lines
+    assert any(re.match(r"ok +local lane +\S+ answers", line) for line in lines), lines
+
+
+def test_a_token_goes_where_a_service_says_that_it_answers_and_to_no_port_that_is_only_usual(
+    tmp_path: Path,
+) -> None:
+    with (
+        answering(lambda connection: connection.sendall(b"HTTP/1.1 404 Not Found\r\n\r\n")) as (
+            usual,
+            asked,
+        ),
+        running_service(tmp_path / "store", http=usual) as told,
+        running_service(tmp_path / "other") as silent,
+    ):
+        here = {"WEIGHBRIDGE_TOKEN": "a-token"}
+        found = checks(doctor("--server", silent.address, "--json", **here))
+        assert (found["service"]["status"], "--http" in found["service"]["fix"]) == ("warn", True)
+        assert (
+            CliRunner(env=here).invoke(commands, ["top", "--once", "--server", silent.address]).exit_code == 0
+        )
+        assert asked == []
+        found = checks(doctor("--server", told.address, "--json", **here))
+        assert found["service"]["status"] == "fail"
+        assert b"a-token" in asked[0]
+        assert (
+            CliRunner(env=here).invoke(commands, ["top", "--once", "--server", told.address]).exit_code == 0
+        )
+        assert b"GET /v1/memory" in asked[1]
 
 
 def test_a_lane_that_a_container_does_not_see_is_warned_of(tmp_path: Path) -> None:

@@ -9,12 +9,10 @@ import pytest
 from rich.console import Console
 
 from weighbridge import Model, Version, VersionState
-from weighbridge._cli.output import print_error, print_table
 from weighbridge._cli.showing.overview import MemoryUse, Overview, Reading, overview, unfinished
-from weighbridge._cli.showing.screen import draw, memory_text, rate_text, seconds_text
-from weighbridge._clients.calls.push_calls import RankState
+from weighbridge._cli.showing.screen import draw, memory_text
 from weighbridge._core.engines.facts import Engine
-from weighbridge.errors import Unavailable
+from weighbridge._core.reports.rank_progress import RankProgress
 
 NOW_MS = 1_800_000_000_000
 GB = 10**9
@@ -30,7 +28,7 @@ def version(number: int, state: VersionState, **more: object) -> Version:
     return Version("acme/smol", number, state, **{**said, **more})  # type: ignore[arg-type]
 
 
-def reading(at_s: float, received: int, ranks: tuple[RankState, ...] = ()) -> Reading:
+def reading(at_s: float, received: int, ranks: tuple[RankProgress, ...] = ()) -> Reading:
     push = version(
         18, VersionState.RECEIVING, received_bytes=received, sealed_ranks=1, waits_for=("rank 3 to declare",)
     )
@@ -54,8 +52,12 @@ def reading(at_s: float, received: int, ranks: tuple[RankState, ...] = ()) -> Re
 
 
 def seen() -> Overview:
-    before = reading(100.0, GB // 2, (RankState(0, 100, 500, False), RankState(1, 500, 500, True)))
-    now = reading(102.0, GB, (RankState(0, 300, 500, False), RankState(1, 500, 500, True)))
+    before = reading(
+        100.0, GB // 2, (RankProgress(0, 1, 0, 100, 500), RankProgress(1, 1, 2, 500, 500), RankProgress(2))
+    )
+    now = reading(
+        102.0, GB, (RankProgress(0, 1, 0, 300, 500), RankProgress(1, 1, 2, 500, 500), RankProgress(2))
+    )
     return overview("127.0.0.1:50051", before, now)
 
 
@@ -70,8 +72,8 @@ def test_rates_are_what_came_between_two_readings() -> None:
     (push,) = seen().pushes
     assert push.rate == GB / 4
     assert push.left_s == 4.0
-    assert push.fraction == 0.5
-    assert [each.rate for each in push.ranks] == [100.0, 0.0]
+    assert push.percent == 50
+    assert [each.rate for each in push.ranks] == [100.0, 0.0, 0.0]
 
 
 def test_without_a_reading_before_rates_are_unknown() -> None:
@@ -91,14 +93,9 @@ def test_versions_say_how_long_they_took_and_which_refs_name_them() -> None:
     assert (failed.ready_s, failed.durable_s, failed.refs) == (None, None, ())
 
 
-def test_ranks_are_asked_only_of_pushes_that_have_begun_and_have_not_too_many() -> None:
-    versions = [
-        version(1, VersionState.OPEN),
-        version(2, VersionState.RECEIVING),
-        version(3, VersionState.RECEIVING, ranks=65),
-        version(4, VersionState.READY),
-    ]
-    assert [each.number for each in unfinished(versions, 64)] == [2]
+def test_ranks_are_asked_only_of_pushes_that_go_on() -> None:
+    versions = [version(number, state) for number, state in enumerate(VersionState)]
+    assert [each.state for each in unfinished(versions)] == [VersionState.OPEN, VersionState.RECEIVING]
 
 
 @pytest.mark.parametrize("width", [20, 40, 72, 80, 110, 140, 200])
@@ -113,9 +110,26 @@ def test_no_line_is_wider_than_the_terminal_and_what_matters_is_there(width: int
         assert "250.0 MB/s" in text
         assert "rank 0" in text
         assert "rank 1 " not in text, "what is sealed is not waited for"
+        assert text.index("rank 2     not heard of") < text.index("rank 0      60%"), "the least far first"
     if width >= 110:
         assert "1 version behind" in text
         assert "rank 2 is gone" in text
+
+
+def test_of_a_thousand_models_and_engines_as_many_are_drawn_as_there_is_room_for() -> None:
+    one = reading(1.0, GB)
+    many = replace(
+        one,
+        models=tuple(replace(one.models[0], name=f"acme/m{number}") for number in range(1000)),
+        engines=tuple(replace(one.engines[0], engine_id=str(number)) for number in range(1000)),
+    )
+    console = Console(file=io.StringIO(), width=80, highlight=False)
+    with console.capture() as captured:
+        console.print(draw(overview("s", None, many), 80, 10))
+    lines = captured.get().splitlines()
+    assert len(lines) < 50
+    assert lines.count("and 990 more") == 2
+    assert any("acme/m9 " in line for line in lines)
 
 
 def test_a_service_that_is_away_is_said_to_be_beside_what_was_seen_last() -> None:
@@ -140,17 +154,6 @@ def test_what_others_have_written_does_not_move_the_cursor() -> None:
     assert not {"\x1b", "\x07", "\u202e"} & set(text)
 
 
-def test_no_table_and_no_error_is_obeyed_by_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    bad = "x\x1b]0;title\x07\u202e"
-    print_table(("NOTE",), [(bad,)])
-    print_error(Unavailable(bad, fix=bad, details=[bad]), as_json=False)
-    said = capsys.readouterr()
-    for text in said:
-        assert "title" in text
-        assert not {"\x1b", "\x07", "\u202e"} & set(text)
-    assert "\n  What to do: x" in said.err
-
-
 def test_an_overview_is_json() -> None:
     said = seen().to_json()
     assert said["pushes"][0]["version"]["state"] == "receiving"
@@ -160,10 +163,6 @@ def test_an_overview_is_json() -> None:
 
 
 def test_figures_are_for_people() -> None:
-    times = [seconds_text(each) for each in (0.04, 9.9, 10, 119, 120, 7199, 7200, 172_800)]
-    assert times == ["0.0 s", "9.9 s", "10 s", "119 s", "2 min", "120 min", "2 h", "2 d"]
-    assert rate_text(None) == "-"
-    assert rate_text(1_500_000.4) == "1.5 MB/s"
     assert memory_text(MemoryUse(GB, 2 * GB, 0)) == "memory 1.0 GB of 2.0 GB"
     assert memory_text(MemoryUse(0, GB, GB, {"in": 0}, 1000)) == (
         "memory 0 B of 1.0 GB, spilled to disk 1.0 GB; in flight 0 B, of 1.0 kB"

@@ -83,7 +83,9 @@ def test_a_push_shows_what_has_come_of_each_rank_and_who_is_missing(
         said = json.loads(top("--server", service.address, "--every", "0.2", "--json").stdout)
         (push,) = said["pushes"]
         assert push["version"]["number"] == number
-        assert [(each["state"]["received"], each["state"]["total"]) for each in push["ranks"]] == [
+        assert [
+            (each["progress"]["received_bytes"], each["progress"]["total_bytes"]) for each in push["ranks"]
+        ] == [
             (15_000, len(streams[0])),
             (0, len(streams[1])),
         ]

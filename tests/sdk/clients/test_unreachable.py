@@ -15,6 +15,7 @@ import pytest
 
 from tests.support.ports import reserved_port
 from weighbridge import AsyncEngineClient, Credentials, EngineClient, TrainerClient, Unavailable
+from weighbridge._clients import client as client_module
 from weighbridge._core.text import waits
 from weighbridge._transport import outages
 from weighbridge._transport.addresses import Addresses
@@ -121,3 +122,29 @@ def test_a_call_that_waits_for_the_service_says_so_and_for_how_long(
     said = [each for each in caplog.messages if f"the service at {address} cannot be reached" in each]
     assert said
     assert all("retrying for another" in each for each in said)
+
+
+def test_a_model_is_not_said_to_be_registered_where_nobody_has_heard_of_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(client_module, "_SLOW_SECONDS", 0.2)
+    address = f"127.0.0.1:{reserved_port()}"
+    with TrainerClient(address, retry_seconds=1.0) as client, pytest.raises(Unavailable):
+        client.register_files(MODEL, {"config.json": b"{}"})
+    assert "is being registered" not in caplog.text
+
+
+def test_what_answers_again_is_away_no_longer() -> None:
+    addresses = Addresses(["127.0.0.1:1"])
+    assert not addresses.away
+    addresses.failed("127.0.0.1:1")
+    assert addresses.away
+    addresses.answered("127.0.0.1:1")
+    assert not addresses.away
+
+
+def test_why_it_cannot_be_reached_is_said_in_a_few_words() -> None:
+    address = f"127.0.0.1:{reserved_port()}"
+    with TrainerClient(address, retry_seconds=0.0) as client, pytest.raises(Unavailable) as error:
+        client.model(MODEL)
+    assert error.value.message == f"the service at {address} cannot be reached: Connection refused (111)"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +21,7 @@ from weighbridge._comparing.differences import layer_of
 from weighbridge._comparing.pictures import FORMATS, check_picture, draw_layers
 from weighbridge._comparing.sides import FolderSide
 from weighbridge._core.layouts import Shard
-from weighbridge.errors import InvalidArgument, NotFound
+from weighbridge.errors import DataLoss, InvalidArgument, NotFound
 
 
 def tensors() -> dict[str, Tensor]:
@@ -189,3 +191,58 @@ def test_nothing_to_compare_is_no_difference(tmp_path: Path) -> None:
     found = compare(path, folder(tmp_path / "b", {"y.weight": torch.zeros(3)}))
     assert (found.total.elements, found.total.fraction) == (0, 0.0)
     assert not math.isnan(found.total.step)
+
+
+def header(entries: object, data: bytes = b"", announced: int | None = None) -> bytes:
+    """A safetensors file with this header, whatever it says."""
+    text = entries if isinstance(entries, bytes) else json.dumps(entries).encode()
+    return (len(text) if announced is None else announced).to_bytes(8, "little") + text + data
+
+
+def entry(dtype: str = "F32", shape: object = (2,), offsets: object = (0, 8)) -> dict[str, object]:
+    return {"a": {"dtype": dtype, "shape": shape, "data_offsets": offsets}}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"abc", b"", header(entry(), bytes(8), announced=1 << 60), header(entry(offsets=(8, 16)), bytes(16)),
+        header(entry(shape=(200,), offsets=(0, 800)), bytes(8)), header(entry(shape=(1 << 40, 1 << 40)), bytes(8)),
+        header(entry(shape=(-1, -2)), bytes(8)), header(entry(shape=(0, 10**300), offsets=(0, 0))), header(b"[" * 100_000),
+        header(entry(dtype="F4"), bytes(8)), header({"a\x1b[2J": entry()["a"]}, bytes(8)), header([]), header({"a": 3}),
+    ],
+    ids=["short", "empty", "long header", "gap", "beyond the end", "huge", "negative", "no integer of 64 bits", "deep", "dtype", "name",
+         "a list", "no entry"],
+)  # fmt: skip
+def test_a_header_that_lies_is_refused_with_its_path(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises((DataLoss, InvalidArgument)) as refused:
+        FolderSide.map(tmp_path)
+    assert str(tmp_path / "model.safetensors") in refused.value.message
+    assert len(refused.value.message) < 1000
+
+
+def test_what_is_no_file_of_weights_is_not_waited_for(tmp_path: Path) -> None:
+    weights, index = tmp_path / "model.safetensors", tmp_path / "model.safetensors.index.json"
+    os.mkfifo(weights)
+    with pytest.raises(DataLoss, match="is not a regular file"):
+        FolderSide.map(tmp_path)
+    weights.unlink()
+    weights.symlink_to("/dev/zero")
+    with pytest.raises(DataLoss, match="is not a regular file"):
+        FolderSide.map(tmp_path)
+    os.mkfifo(index)
+    with pytest.raises(DataLoss, match="index that is not a regular file"):
+        FolderSide.map(tmp_path)
+    index.unlink()
+    with index.open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(DataLoss, match="index of 1099511627776 bytes"):
+        FolderSide.map(tmp_path)
+    index.write_text(json.dumps({"weight_map": {"a": "../model.safetensors"}}))
+    with pytest.raises(DataLoss, match="outside"):
+        FolderSide.map(tmp_path)
+    index.write_text(json.dumps({"weight_map": {"a": "model-00001-of-00002.safetensors"}}))
+    with pytest.raises(NotFound, match="model-00001-of-00002") as missing:
+        FolderSide.map(tmp_path)
+    assert missing.value.fix

@@ -8,32 +8,17 @@ import sys
 
 import pytest
 from opentelemetry import trace
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON, ParentBased, Sampler
+from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 
-from weighbridge._tracing import settings, spans
-from weighbridge._tracing.opentelemetry import OpenTelemetry
+from tests.support.traced import Traced, ids, turn_on
+from weighbridge._tracing import spans
 from weighbridge._tracing.settings import Settings, wanted
 from weighbridge._tracing.span import Span
+from weighbridge._tracing.variables import ENDPOINTS
 from weighbridge.errors import VersionFailed
 
 PUSH = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 TRACE, ID = int(PUSH[3:35], 16), int(PUSH[36:52], 16)
-
-
-class Traced:
-    """Tracing by a provider whose spans can be looked at."""
-
-    def __init__(self, sampler: Sampler = ALWAYS_ON) -> None:
-        self.exporter = InMemorySpanExporter()
-        self.provider = TracerProvider(sampler=ParentBased(sampler), shutdown_on_exit=False)
-        self.provider.add_span_processor(SimpleSpanProcessor(self.exporter))
-        self.tracer = self.provider.get_tracer("application")
-
-    def ended(self) -> dict[str, ReadableSpan]:
-        return {span.name: span for span in self.exporter.get_finished_spans()}
 
 
 @pytest.fixture
@@ -41,18 +26,6 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Traced:
     found = Traced()
     turn_on(monkeypatch, found)
     return found
-
-
-def turn_on(monkeypatch: pytest.MonkeyPatch, found: Traced) -> None:
-    on = Settings()
-    on._on = OpenTelemetry(found.provider)
-    monkeypatch.setattr(spans, "OF_PROCESS", on)
-
-
-def ids(span: ReadableSpan) -> tuple[int, int | None]:
-    """The trace, and the parent's id."""
-    assert span.context is not None
-    return span.context.trace_id, span.parent.span_id if span.parent else None
 
 
 def test_who_has_no_span_continues_the_trace_of_what_led_to_it(traced: Traced) -> None:
@@ -154,7 +127,7 @@ def test_the_environment_says_whether_there_are_traces(environment: dict[str, st
 def test_where_tracing_is_off_there_is_one_span_that_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     off = Settings()
     monkeypatch.setattr(spans, "OF_PROCESS", off)
-    for name in settings.ENDPOINTS:
+    for name in ENDPOINTS:
         monkeypatch.delenv(name, raising=False)
     assert spans.begin("push") is spans.OFF
     assert type(spans.OFF) is Span

@@ -54,7 +54,7 @@ def test_a_rank_that_never_comes_is_named_and_its_version_never_seen(bench: Benc
         stream = stream_of(arrays, layout, raw.declare("acme/late", half, layout))
         raw.push("acme/late", half, cut(stream)[:3])
         for waited, missing in (
-            (number, "rank 2 has not declared"),
+            (number, "- ranks 0 and 2 have not declared"),
             (half, "model.layers.0.mlp.up_proj.weight F32[48, 32]: box [0:48, 0:32] of rank 0"),
         ):
             with pytest.raises(VersionFailed) as failure:

@@ -18,7 +18,7 @@ from tests.support.waiting import eventually
 from weighbridge import EngineClient, Retention, TrainerClient
 from weighbridge._cli import commands
 from weighbridge._cli.parsing import parse_duration
-from weighbridge._core.collection import Collection, DeletedVersion
+from weighbridge._core.reports.collection import Collection, DeletedVersion
 from weighbridge._core.resources import VersionState
 from weighbridge.errors import FailedPrecondition, InvalidArgument, NotFound, WeighbridgeError
 from weighbridge.v1 import model_service_pb2, resources_pb2
@@ -423,7 +423,7 @@ def test_retention_on_the_command_line(local: Bench) -> None:
     assert (shown.exit_code, shown.output) == (0, f"{MODEL}: keeps everything\n")
     said = local.cli("retention", MODEL, "--keep-last", 1, "--keep-every", 2, "--keep-younger", "7d")
     assert (
-        said.output == f"{MODEL}: keeps the last 1, one of every 2, those younger than 7d, what refs name\n"
+        said.output == f"{MODEL}: keeps the last 1, one of every 2, those younger than 7 d, what refs name\n"
     )
     assert local.trainer.retention(MODEL) == Retention(1, 2, 7 * 86400)
     assert local.cli("retention", MODEL).output == said.output

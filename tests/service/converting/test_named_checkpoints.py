@@ -5,7 +5,6 @@ Real ranks over gloo save them by torch's own means, as verl and torchtitan do. 
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import json
 import os
@@ -248,37 +247,6 @@ def test_the_config_lies_where_verl_writes_it(
     with pytest.raises(NotFound) as error:
         convert_folder(tmp_path / "global_step_10", tmp_path / "other")
     assert "actor" in error.value.fix
-
-
-def _save_by_verl(rank: int, to: str) -> dict[str, Tensor]:
-    from types import SimpleNamespace
-
-    from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
-
-    module = shared(tiny_model(CONFIGS["tied"], seed=5).float(), "fsdp4")
-    optimizer = torch.optim.AdamW(module.parameters())
-    module(torch.arange(8)[None]).logits.sum().backward()
-    optimizer.step()
-    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
-    tokenizer = SimpleNamespace(save_pretrained=lambda _: None)
-    manager = FSDPCheckpointManager(module, optimizer, scheduler, tokenizer)
-    manager.save_checkpoint(to, global_step=10)
-    return full_tensors(module)
-
-
-@pytest.mark.skipif(importlib.util.find_spec("verl") is None, reason="verl is not installed")
-def test_what_verl_saves_becomes_the_model_that_torch_gathers(tmp_path: Path) -> None:
-    source = tmp_path / "global_step_10" / "actor"
-    gathered = run_ranks(RANKS, _save_by_verl, str(source))[0]
-    gathered.pop("lm_head.weight")
-    report = convert_folder(source, tmp_path / "hf")
-    _same(load_file(tmp_path / "hf/model.safetensors"), gathered)
-    assert report.left_out == {
-        "copies of other tensors": 1,
-        "extra_state (files)": RANKS,
-        "optim (files)": RANKS,
-    }
-    assert json.loads((tmp_path / "hf/config.json").read_text())["model_type"] == "qwen3"
 
 
 # -- bad input ------------------------------------------------------------------------------------------------------------

@@ -119,6 +119,35 @@ def test_many_engines_come_page_by_page(client: EngineClient) -> None:
     assert [each.engine_id for each in found] == [f"e{number}" for number in range(1005)]
 
 
+def test_pages_leave_no_engine_out_while_others_come_and_go(
+    running: RunningService, client: EngineClient
+) -> None:
+    def come(number: int, **more: object) -> None:
+        report(client, replace(REPORT, engine_id=f"e{number}", address=f"http://node{number}:8000", **more))
+
+    for number in range(1, 9):
+        come(number)
+    web = Web(running, None, Path())  # type: ignore[arg-type]
+    with closing(web.exports):
+        seen, asked = [], {"limit": 3, "after": ""}
+        while True:
+            page = web.http.get("/v1/engines", params=asked).json()
+            assert len(page["engines"]) <= 3
+            seen += [each["engine_id"] for each in page["engines"]]
+            if not page["next"]:
+                break
+            asked["after"] = page["next"]
+            come(0)  # before all pages that are still to come
+            running.service.engines.registry._forget(
+                running.service.engines.registry._entries["", seen[-1]]
+            )  # where the next page begins
+        assert seen == [f"e{number}" for number in range(1, 9)]
+        of_model = f"/v1/models/{MODEL}/engines"
+        assert [len(web.http.get(of_model, params={"limit": n}).json()["engines"]) for n in (1, 2)] == [1, 2]
+        for bad in ("x", "é", "e30=", "WyJhIiwxLDIsM10=", "W10=", "W251bGxd"):
+            assert web.http.get("/v1/engines", params={"after": bad}).status_code == 400, bad
+
+
 def test_http_lists_what_the_contract_lists(running: RunningService, client: EngineClient) -> None:
     report(client, REPORT)
     web = Web(running, None, Path())  # type: ignore[arg-type]

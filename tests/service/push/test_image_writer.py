@@ -32,6 +32,7 @@ from weighbridge_service.plan.push_plan import PreparedPush, prepare_push
 from weighbridge_service.plan.relations import WeightMap, identity_links
 from weighbridge_service.push.image_writer import ImageWriter
 from weighbridge_service.push.machine import events as on
+from weighbridge_service.push.machine.rank_progress import Received
 from weighbridge_service.push.sample import MOST
 from weighbridge_storage.memory.image_books import ImageOwner
 from weighbridge_storage.memory.image_pool import ImagePool
@@ -318,8 +319,10 @@ def test_files_are_filled_at_once_by_who_has_said_that_it_is_done_and_keeps_its_
 
 def test_a_grant_that_ends_early_counts_for_nothing_and_none_is_given_once_files_are_filled() -> None:
     bench = Bench()
-    grant = bench.writer.grant(0)
+    grant, length = bench.writer.grant(0), len(bench.stream(0))
+    assert bench.writer.received_of_ranks[0] == Received(0, length, copying=True)
     assert bench.writer.end_grant(grant, complete=False) == 0
+    assert bench.writer.received_of_ranks[0] == Received(0, length)
     assert bench.writer.received(0)[0] == []
     for rank in range(RANKS):
         bench.push(rank)

@@ -176,7 +176,7 @@ def test_who_waits_is_named_with_those_who_have_the_memory() -> None:
     found = by_name(check_memory(report(memory, holdings=(held,), waiting=(waiting,))))["images"]
     assert found.status is CheckStatus.WARN
     assert "acme/b@1 has waited 12 s: 8.0 GB do not fit" in found.what
-    assert "acme/a@7: 30.0 GB of memory, kept by 2 readers, for 400 s" in found.what
+    assert "acme/a@7: 30.0 GB of memory, kept by 2 readers, for 6 min" in found.what
     late = by_name(check_memory(report(memory, holdings=(held,))))["images"]
     assert (late.status, "let go of tensors" in late.fix) == (CheckStatus.WARN, True)
     early = replace(held, reading_seconds=10.0)

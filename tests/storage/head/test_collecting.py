@@ -26,7 +26,7 @@ from hypothesis.stateful import (
 )
 
 from tests.support.s3_server import S3Server
-from weighbridge._core.collection import Collection, DeletedVersion, SweptVersion, WaitingVersion
+from weighbridge._core.reports.collection import Collection, DeletedVersion, SweptVersion, WaitingVersion
 from weighbridge._core.resources import Retention
 from weighbridge.errors import (
     FailedPrecondition,

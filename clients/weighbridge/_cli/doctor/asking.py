@@ -1,4 +1,4 @@
-"""Questions to a service's HTTP face, by what the environment says of credentials."""
+"""Questions to a service's HTTP face, where it is named or the service itself says that it is, by what the environment says of credentials."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from weighbridge.errors import InvalidArgument, PermissionDenied, Unavailable
+from weighbridge.errors import FailedPrecondition, InvalidArgument, PermissionDenied, Unavailable
 
 if TYPE_CHECKING:
     from weighbridge._transport.credentials import Credentials
 
-HTTP_PORT = 8080
-DEFAULT_HTTP = f"127.0.0.1:{HTTP_PORT}"
+_NAME_IT = "name its HTTP address: --http HOST:PORT, or WEIGHBRIDGE_HTTP"
+_UNSPECIFIED = ("0.0.0.0", "::")  # noqa: S104  # nothing is bound
 _LONGEST = 16 << 20
 """Bytes of an answer."""
 _PART = 64 << 10
@@ -31,10 +31,40 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
         """None: the redirect is an error."""
 
 
-def guessed_addresses(server: str) -> list[str]:
-    """Where the HTTP face of a service may be whose gRPC addresses these are: at the default port of the same hosts."""
-    hosts = [each.strip().rpartition(":")[0] for each in server.split(",")]
-    return list(dict.fromkeys(f"{host}:{HTTP_PORT}" for host in hosts if host)) or [DEFAULT_HTTP]
+def told_address(server: str, credentials: Credentials) -> str:
+    """Where the HTTP face of a service is, as the service itself says at its gRPC address: no other is shown a token.
+
+    Raises:
+        FailedPrecondition: it does not say, or only its own machine reaches that.
+        WeighbridgeError: it cannot be asked.
+    """
+    from weighbridge._clients.transport import find_faces
+
+    told = find_faces(server, credentials).http
+    address = reached_at(told, server)
+    if not address:
+        what = (
+            f"answers HTTP at {told}, which its own machine alone reaches"
+            if told
+            else "does not say where it answers HTTP"
+        )
+        raise FailedPrecondition(f"the service at {server} {what}", fix=_NAME_IT)
+    return address
+
+
+def reached_at(told: str, server: str) -> str:
+    """Where a client reaches what a service listens at; empty if it does not.
+
+    Args:
+        told: ``host:port`` at which the service listens.
+        server: ``host:port`` at which the client has reached it.
+    """
+    from weighbridge._transport.credentials import stays_here
+
+    host, _, port = told.rpartition(":")
+    if host.strip("[]") in _UNSPECIFIED:
+        return f"{server.rpartition(':')[0]}:{port}"
+    return "" if stays_here(told) and not stays_here(server) else told
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +112,10 @@ def ask(address: str, path: str, seconds: float, credentials: Credentials | None
     until_s = time.monotonic() + seconds
     tls = credentials.for_https() if url.startswith("https://") else None
     try:
-        handlers = [] if tls is None else [urllib.request.HTTPSHandler(context=tls)]
+        # without TLS, a proxy would read the token
+        handlers = [
+            urllib.request.ProxyHandler({}) if tls is None else urllib.request.HTTPSHandler(context=tls)
+        ]
         opener = urllib.request.build_opener(_NoRedirects, *handlers)
         with opener.open(request, timeout=seconds) as response:
             return Answer(json.loads(_read(response, url, until_s)), url, _date(response.headers.get("Date")))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from weighbridge._core.checks import Check, CheckStatus
+from weighbridge._core.text.durations import readable_duration
 
 _MOST_SKEW_S = 5.0
 """From which difference of clocks on times in lists, logs and traces mislead; tokens and certificates bear more."""
@@ -34,7 +35,9 @@ def check_port(reading: PortReading) -> Check:
     """Whether something listens at an address."""
     name = f"port of {reading.what}"
     if not reading.error:
-        return Check(name, CheckStatus.OK, f"{reading.address} answers in {reading.seconds * 1000:.0f} ms")
+        return Check(
+            name, CheckStatus.OK, f"{reading.address} answers in {readable_duration(reading.seconds)}"
+        )
     return Check(
         name,
         CheckStatus.FAIL,
@@ -114,13 +117,15 @@ def check_skew(asked_s: float, answered_s: float, said_s: float) -> Check:
     name = "clock of the service"
     if offset <= _MOST_SKEW_S:
         return Check(
-            name, CheckStatus.OK, f"it and this machine's differ by {offset:.0f} s, as far as can be told"
+            name,
+            CheckStatus.OK,
+            f"it and this machine's differ by {readable_duration(offset, rough=True)}, as far as can be told",
         )
     which = "behind" if behind > ahead else "ahead of"
     return Check(
         name,
         CheckStatus.WARN,
-        f"it is {offset:.0f} s {which} this machine's: times in lists and traces mislead, and tokens may count as expired",
+        f"it is {readable_duration(offset, rough=True)} {which} this machine's: times in lists and traces mislead, and tokens may count as expired",
         "set the clocks of all machines by NTP",
     )
 

@@ -64,9 +64,9 @@ def read_lane(address: str, credentials: Credentials) -> LaneReading:
     Raises:
         WeighbridgeError: the service cannot be asked.
     """
-    from weighbridge._clients.transport import find_lane
+    from weighbridge._clients.transport import find_faces
 
-    found = find_lane(address, credentials)
+    found = find_faces(address, credentials)
     here = _is_here(address)
     if not found.socket:
         return LaneReading("", found.unavailable, same_host=here)

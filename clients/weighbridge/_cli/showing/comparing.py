@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 import click
 
-from weighbridge._cli.output import print_json, print_table, progress_bar
+from weighbridge._cli.output import print_json, print_table, progress_bar, say
 from weighbridge._cli.parsing import WholeNumber
 from weighbridge._cli.running import RETRY_SECONDS, Command, client_options
 from weighbridge._cli.showing import completing
@@ -52,7 +53,7 @@ _TOP = 20
 def diff_command(
     named: tuple[str, ...], top: int | None, plot: Path | None, server: str, as_json: bool
 ) -> None:
-    """Say which elements have changed between two versions.
+    """Show which elements have changed between two versions.
 
     VERSION is a number or a ref: `weighbridge diff acme/smol 16 17`. SIDE is MODEL@VERSION or a Hugging Face folder, in any
     combination. Training states are compared like weights: `weighbridge diff acme/smol:training 16 17`.
@@ -83,7 +84,7 @@ def diff_command(
     else:
         _show(found, _TOP if top is None else top)
         if plot is not None:
-            click.echo(f"drawn in {plot}")
+            say(f"drawn in {plot}")
 
 
 def sides_of(named: Sequence[str]) -> tuple[Named, Named]:
@@ -102,7 +103,7 @@ def sides_of(named: Sequence[str]) -> tuple[Named, Named]:
         case (before, after):
             return _side(before), _side(after)
     raise InvalidArgument(
-        f"{counted(len(named), 'argument')} do not name two sides",
+        f"two sides are compared, and {counted(len(named), 'argument')} cannot name them",
         fix="write a model and two versions, like acme/smol 16 17, or two sides, like acme/smol@16 FOLDER",
     )
 
@@ -122,39 +123,43 @@ def _open(before: Named, after: Named, server: str, stack: ExitStack) -> tuple[S
     from weighbridge._clients.engine import EngineClient
     from weighbridge._comparing.sides import FolderSide, VersionSide
 
-    client = stack.enter_context(EngineClient(server, retry_seconds=RETRY_SECONDS))
+    @cache
+    def client() -> EngineClient:
+        return stack.enter_context(EngineClient(server, retry_seconds=RETRY_SECONDS))
 
     def opened(named: Named) -> Side:
-        return FolderSide.map(named) if isinstance(named, Path) else VersionSide.find(client, named)
+        return FolderSide.map(named) if isinstance(named, Path) else VersionSide.find(client(), named)
 
     return opened(before), opened(after)
 
 
 def _show(found: Comparison, top: int) -> None:
-    click.echo(f"{found.before} to {found.after}: {_total_text(found.total)}")
+    say(f"{found.before} to {found.after}: {_total_text(found.total)}")
     if found.bytes_known:
-        click.echo(
+        say(
             f"{readable_size(found.bytes_read)} of each were read, "
             f"{readable_size(found.bytes_known)} are equal by their digests"
         )
     for names, where in ((found.only_before, found.before), (found.only_after, found.after)):
         if names:
-            click.echo(f"only in {where}: {counted(len(names), 'tensor')}: {_listed(names)}")
-    for other in found.others:
-        click.echo(f"not compared: {other.before} became {other.after.dtype}{list(other.after.shape)}")
+            say(f"only in {where}: {counted(len(names), 'tensor')}: {_listed(names)}")
+    for other in found.others[:_LISTED]:
+        say(f"not compared: {other.before} became {other.after.dtype}{list(other.after.shape)}")
+    if len(found.others) > _LISTED:
+        say(f"not compared: {counted(len(found.others) - _LISTED, 'other tensor')} of another dtype or shape")
     if found.total.changed:
-        click.echo()
+        say("")
         rows = [(layer.name, *_cells(layer.found)) for layer in found.layers]
         print_table(("LAYER", *_COLUMNS), rows)
     tensors = found.most_changed(top)
     if tensors:
-        click.echo()
+        say("")
         print_table(
             ("TENSOR", "DTYPE", *_COLUMNS), [(t.spec.name, t.spec.dtype, *_cells(t.found)) for t in tensors]
         )
         left = len(found.most_changed()) - len(tensors)
         if left:
-            click.echo(f"and {counted(left, 'tensor')} that changed less: --top {left + len(tensors)}")
+            say(f"and {counted(left, 'tensor')} that changed less: --top {left + len(tensors)}")
 
 
 _COLUMNS = ("CHANGED", "OF", "FRACTION", "LARGEST STEP", "NAN OR INF")
@@ -171,11 +176,13 @@ def _cells(found: Difference) -> tuple[str, ...]:
 
 
 def _total_text(total: Difference) -> str:
+    if not total.elements:
+        return "they have no tensor of the same name, dtype and shape"
     if not total.changed:
         return f"no difference in {total.elements:,} elements"
     text = f"{total.changed:,} of {total.elements:,} elements changed ({total.fraction:.4%}), largest step {total.step:.6g}"
     if total.nonfinite:
-        text += f"; of the changed ones {total.nonfinite:,} are NaN or infinite on either side"
+        text += f"; {counted(total.nonfinite, 'of these is', 'of these are')} NaN or infinite on either side"
     return text
 
 

@@ -6,6 +6,7 @@ A service is asked only where one of its names is being typed, and only for a mo
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, TypeVar
@@ -14,12 +15,17 @@ import click
 from click.shell_completion import (
     BashComplete,
     CompletionItem,
+    FishComplete,
+    ShellComplete,
+    ZshComplete,
     add_completion_class,
     get_completion_class,
     split_arg_string,
 )
 
+from weighbridge._cli.output import say
 from weighbridge._cli.running import Command
+from weighbridge._core.text.plain import plain
 from weighbridge._transport.addresses import DEFAULT_SERVER, SERVER_VARIABLE
 
 if TYPE_CHECKING:
@@ -35,6 +41,7 @@ _SECONDS = 1.5
 _NEWEST = 30
 """How many versions are offered."""
 _SHELLS = ("bash", "zsh", "fish")
+_WORD = re.compile(r"[A-Za-z0-9_@%+=:./-]+")
 
 
 @click.command("completion", cls=Command)
@@ -54,15 +61,36 @@ def completion_command(shell: str) -> None:
     register()
     kind = get_completion_class(shell)
     assert kind is not None  # noqa: S101  # these three are click's own
-    click.echo(kind(commands, {}, PROGRAM, COMPLETE_VARIABLE).source())
+    say(*kind(commands, {}, PROGRAM, COMPLETE_VARIABLE).source().splitlines())
 
 
 def register() -> None:
-    """Have click answer bash as `BashWords` does."""
-    add_completion_class(BashWords)
+    """Have click answer shells as these classes do."""
+    for kind in (BashWords, ZshWords, FishWords):
+        add_completion_class(kind)
 
 
-class BashWords(BashComplete):
+class Words(ShellComplete):
+    """Completion by words that stand for themselves in every shell: others would be split, expanded or executed there, whoever has named them so."""
+
+    def get_completions(self, args: list[str], incomplete: str) -> list[CompletionItem[str]]:
+        """What is offered."""
+        return [
+            CompletionItem(item.value, item.type, plain(item.help) if item.help else None)
+            for item in super().get_completions(args, incomplete)
+            if item.type != "plain" or _WORD.fullmatch(item.value)
+        ]
+
+
+class ZshWords(Words, ZshComplete):
+    """Completion in zsh."""
+
+
+class FishWords(Words, FishComplete):
+    """Completion in fish."""
+
+
+class BashWords(Words, BashComplete):
     """Completion in bash of words with ``@`` and ``:`` in them, at which it breaks words (``COMP_WORDBREAKS``).
 
     The line comes as it was typed, and of what is offered only the part behind the last break goes back: that is what bash replaces.

@@ -10,11 +10,11 @@ from typing import Any, Self, TypeVar
 
 from weighbridge._cli.doctor import asking
 from weighbridge._cli.showing.overview import MemoryUse, Place, Reading, unfinished
-from weighbridge._clients.calls import engine_calls, model_calls, push_calls, version_calls
-from weighbridge._clients.calls.push_calls import RankState
+from weighbridge._clients.calls import engine_calls, model_calls, version_calls
 from weighbridge._clients.connection import Connection
 from weighbridge._core.engines.facts import Engine
 from weighbridge._core.references import training_of
+from weighbridge._core.reports.rank_progress import RankProgress
 from weighbridge._core.resources import Model, Version
 from weighbridge.errors import DeadlineExceeded, ResourceExhausted, Unavailable, WeighbridgeError
 
@@ -25,8 +25,6 @@ _NEWEST = 12
 """How many versions of each model are read."""
 _AT_ONCE = 8
 """How many questions a service is asked at one time."""
-_MOST_RANKS = 64
-"""Of versions with more ranks it is not asked what has come of each."""
 _HTTP_SECONDS = 2.0
 _ASK_HTTP_AGAIN_SECONDS = 30.0
 """After how long a face that has not answered is asked again."""
@@ -37,14 +35,14 @@ class Gatherer:
 
     Args:
         server: its gRPC address, or those of its replicas.
-        http: its HTTP address; None for the default port of the same hosts.
+        http: its HTTP address; None for the one that it says.
         models: only these; all if there are none.
     """
 
     def __init__(self, server: str, http: str | None, models: Sequence[str]) -> None:
         self.server = server
         self._connection = Connection(server, retry_seconds=0.0, lane="grpc")
-        self._faces = [http] if http else asking.guessed_addresses(server)
+        self._http = http
         self._ask_http_at = 0.0
         self._models = tuple(models)
         self._pool = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="weighbridge-top")
@@ -79,7 +77,7 @@ class Gatherer:
             time_ms=int(time.time() * 1000),
             models=tuple(models),
             versions=tuple(versions),
-            ranks=self._ranks(unfinished(versions, _MOST_RANKS)),
+            ranks=self._ranks(unfinished(versions)),
             engines=self._engines(models),
             memory=self._memory(),
         )
@@ -89,21 +87,15 @@ class Gatherer:
         listing = version_calls.list_versions(model, include_invisible=True, limit=_NEWEST)
         return self._perhaps(lambda: self._connection.run(listing)) or []
 
-    def _ranks(self, versions: Sequence[Version]) -> dict[Place, tuple[RankState, ...]]:
-        """What has come of each rank; who may not push may not ask, and what has ended meanwhile has no ranks any more."""
+    def _ranks(self, versions: Sequence[Version]) -> dict[Place, tuple[RankProgress, ...]]:
+        """How far each rank is; of what was deleted meanwhile none."""
 
-        def of(version: Version) -> tuple[RankState, ...]:
-            return tuple(
-                self._connection.run(push_calls.rank_state(version.model, version.number, rank))
-                for rank in range(version.ranks)
-            )
+        def of(version: Version) -> list[RankProgress] | None:
+            asked = version_calls.rank_progress(version.model, version.number)
+            return self._perhaps(lambda: self._connection.run(asked))
 
-        found = self._pool.map(lambda version: self._perhaps(lambda: of(version)), versions)
-        return {
-            (version.model, version.number): states
-            for version, states in zip(versions, found, strict=True)
-            if states
-        }
+        found = zip(versions, self._pool.map(of, versions), strict=True)
+        return {(version.model, version.number): tuple(ranks) for version, ranks in found if ranks}
 
     def _engines(self, models: Sequence[Model]) -> tuple[Engine, ...]:
         names = {model.name for model in models}
@@ -111,17 +103,16 @@ class Gatherer:
         return tuple(engine for engine in listed if engine.model in names)
 
     def _memory(self) -> MemoryUse | None:
+        """How it stands with memory; None if it does not say where that can be asked, or not to this client."""
         if time.monotonic() < self._ask_http_at:
             return None
-        for address in self._faces:
-            try:
-                found = memory_of(asking.ask(address, "/v1/memory", _HTTP_SECONDS).value)
-            except WeighbridgeError:
-                continue
-            self._faces = [address]
-            return found
-        self._ask_http_at = time.monotonic() + _ASK_HTTP_AGAIN_SECONDS
-        return None
+        connection = self._connection
+        try:
+            address = self._http or asking.told_address(connection.addresses.current, connection.credentials)
+            return memory_of(asking.ask(address, "/v1/memory", _HTTP_SECONDS, connection.credentials).value)
+        except WeighbridgeError:
+            self._ask_http_at = time.monotonic() + _ASK_HTTP_AGAIN_SECONDS
+            return None
 
     def _perhaps(self, question: Callable[[], T]) -> T | None:
         """The answer to a question that a service of an earlier release, or by its policy, may not answer."""

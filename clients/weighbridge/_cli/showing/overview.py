@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from weighbridge._clients.calls.push_calls import RankState
 from weighbridge._core.engines.facts import Engine
 from weighbridge._core.json_values import JsonValue
+from weighbridge._core.reports.rank_progress import RankProgress
 from weighbridge._core.resources import Model, Version, VersionState
+from weighbridge._core.text.counts import percent
 
 Place = tuple[str, int]
 """A model and a version's number."""
@@ -43,7 +44,7 @@ class Reading:
         time_ms: Unix time in milliseconds.
         models: those that may be looked at.
         versions: of each model the newest ones, also those being received, and those that failed lately.
-        ranks: of versions that are being received what has come of each rank; without those for which that cannot be asked.
+        ranks: how far each rank is of versions that are being received.
         engines: that have reported.
         memory: None if its HTTP face was not asked.
     """
@@ -52,21 +53,21 @@ class Reading:
     time_ms: int
     models: tuple[Model, ...] = ()
     versions: tuple[Version, ...] = ()
-    ranks: Mapping[Place, tuple[RankState, ...]] = field(default_factory=dict)
+    ranks: Mapping[Place, tuple[RankProgress, ...]] = field(default_factory=dict)
     engines: tuple[Engine, ...] = ()
     memory: MemoryUse | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class RankProgress(JsonValue):
-    """Progress of a rank's push.
+class PushingRank(JsonValue):
+    """A rank of a push.
 
     Attributes:
-        state: what has come of it.
+        progress: how far it is.
         rate: bytes a second since the reading before; None if there was none.
     """
 
-    state: RankState
+    progress: RankProgress
     rate: float | None
 
 
@@ -78,19 +79,18 @@ class Push(JsonValue):
         version: as it stands.
         rate: bytes a second since the reading before; None if there was none.
         left_s: seconds until all bytes are there, at this rate; None if that cannot be told.
-        ranks: progress of each; none if that cannot be asked.
+        ranks: each of them; none where the replica that was asked knows nothing of them.
     """
 
     version: Version
     rate: float | None
     left_s: float | None
-    ranks: tuple[RankProgress, ...]
+    ranks: tuple[PushingRank, ...]
 
     @property
-    def fraction(self) -> float:
-        """Of its bytes, how many have come: 0 to 1."""
-        whole = self.version.tensor_bytes
-        return min(self.version.received_bytes / whole, 1.0) if whole else 0.0
+    def percent(self) -> int:
+        """Of its bytes, how many have come."""
+        return percent(self.version.received_bytes, self.version.tensor_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +176,7 @@ def _push(version: Version, before: Reading | None, now: Reading) -> Push:
     place = version.model, version.number
     seconds = now.at_s - before.at_s if before is not None else 0.0
     earlier = {(each.model, each.number): each.received_bytes for each in (before.versions if before else ())}
-    ranks = {each.rank: each.received for each in (before.ranks.get(place, ()) if before else ())}
+    ranks = {each.rank: each.received_bytes for each in (before.ranks.get(place, ()) if before else ())}
     rate = _rate(earlier.get(place), version.received_bytes, seconds)
     missing = version.tensor_bytes - version.received_bytes
     return Push(
@@ -184,8 +184,8 @@ def _push(version: Version, before: Reading | None, now: Reading) -> Push:
         rate,
         missing / rate if rate and missing > 0 else None,
         tuple(
-            RankProgress(state, _rate(ranks.get(state.rank), state.received, seconds))
-            for state in now.ranks.get(place, ())
+            PushingRank(each, _rate(ranks.get(each.rank), each.received_bytes, seconds))
+            for each in now.ranks.get(place, ())
         ),
     )
 
@@ -208,6 +208,6 @@ def _seconds(begun_ms: int, ended_ms: int) -> float | None:
     return (ended_ms - begun_ms) / 1000 if begun_ms and ended_ms >= begun_ms else None
 
 
-def unfinished(versions: Sequence[Version], most_ranks: int) -> list[Version]:
-    """Versions of which it is asked what has come of each rank: those being received, of not more ranks than that."""
-    return [each for each in versions if each.state is VersionState.RECEIVING and each.ranks <= most_ranks]
+def unfinished(versions: Sequence[Version]) -> list[Version]:
+    """Versions that are being received: of these it is asked how far each rank is."""
+    return [each for each in versions if each.state in _RECEIVING]

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
-from itertools import chain, islice
 from typing import TypeVar
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from weighbridge._cli.showing.overview import MemoryUse, Overview, Past, Push, RankProgress
+from weighbridge._cli.showing.overview import MemoryUse, Overview, Past, Push, PushingRank
 from weighbridge._core.engines.facts import (
     ENGINE_FAILING,
     ENGINE_UPDATING,
@@ -21,19 +20,22 @@ from weighbridge._core.engines.facts import (
     STANDING_STALE,
     Engine,
 )
-from weighbridge._core.resources import Model, VersionState
-from weighbridge._core.text.counts import counted
+from weighbridge._core.reports.rank_progress import RankStage
+from weighbridge._core.resources import Model, Version, VersionState
+from weighbridge._core.text.counts import counted, percent, readable_count
+from weighbridge._core.text.durations import readable_duration
 from weighbridge._core.text.plain import plain
-from weighbridge._core.text.sizes import readable_size
+from weighbridge._core.text.sizes import readable_rate, readable_size
 
 T = TypeVar("T")
 _NARROW, _MEDIUM, _WIDE_LINE = 72, 110, 140
 """Columns below which tables leave out what is least needed, and a push takes several lines."""
 _BAR = 24
-_SLOWEST = 8
-"""How many ranks of a push are shown: those of which the smallest part has come."""
+_SHOWN_RANKS = (RankStage.MISSING, RankStage.DECLARED, RankStage.COPYING, RankStage.SENDING)
+"""Ranks that others wait for, those that are least far first."""
+_MOST_RANKS = 8
 _MOST_PUSHES = 12
-_MOST_VERSIONS = 200
+_MOST_ROWS = 200
 _COLOURS = {
     VersionState.READY: "cyan",
     VersionState.VERIFIED: "cyan",
@@ -50,20 +52,25 @@ _STANDINGS = {
 }
 
 
-def draw(seen: Overview, width: int, most_versions: int = _MOST_VERSIONS) -> RenderableType:
+def draw(seen: Overview, width: int, most_rows: int = _MOST_ROWS) -> RenderableType:
     """Draw an overview.
 
     Args:
         seen: what is drawn.
         width: columns of the terminal.
-        most_versions: how many versions are listed.
+        most_rows: how many engines are listed, and how many versions and models.
     """
     parts = [
         _head(seen, width),
         *_pushes(seen, width),
-        *_titled("ENGINES", _engines(seen, width), seen.engines),
-        *_titled("VERSIONS", _versions(seen, width, most_versions), seen.versions),
-        *_titled("MODELS", _models(seen, width), seen.models),
+        *_titled("ENGINES", _engines(seen.engines[:most_rows], width), len(seen.engines), most_rows),
+        *_titled(
+            "VERSIONS",
+            _versions(seen.versions[:most_rows], seen.time_ms, width),
+            len(seen.versions),
+            most_rows,
+        ),
+        *_titled("MODELS", _models(seen.models[:most_rows], width), len(seen.models), most_rows),
     ]
     if not seen.models:
         parts.append(Text("no models yet: weighbridge import HF_DIR acme/smol", style="dim"))
@@ -76,7 +83,10 @@ def _head(seen: Overview, width: int) -> RenderableType:
     lines = [head]
     if seen.away_s:
         lines.append(
-            Text(f"no answer for {seconds_text(seen.away_s)}: {plain(seen.away_reason)}", style="bold red")
+            Text(
+                f"no answer for {readable_duration(seen.away_s, rough=True)}: {plain(seen.away_reason)}",
+                style="bold red",
+            )
         )
     if seen.memory is not None:
         lines.append(Text(plain(memory_text(seen.memory)), overflow="ellipsis", no_wrap=width >= _NARROW))
@@ -108,18 +118,18 @@ def _pushes(seen: Overview, width: int) -> Iterator[RenderableType]:
 def push_lines(push: Push, now_ms: int, width: int) -> Iterator[Text]:
     """A push: how far it is, who is missing, and its slowest ranks."""
     version = push.version
-    filled = round(push.fraction * _BAR)
-    age = seconds_text(max(now_ms - version.create_time_ms, 0) / 1000)
-    left = "" if push.left_s is None else f", {seconds_text(push.left_s)} left"
+    filled = push.percent * _BAR // 100
+    age = _age(version, now_ms)
+    left = "" if push.left_s is None else f", {readable_duration(push.left_s, rough=True)} left"
     parts = (
         Text.assemble((plain(f"{version.model}@{version.number}"), "bold"), f"  step {version.step}"),
         Text.assemble(
             ("█" * filled, "cyan"),
             ("░" * (_BAR - filled), "dim"),
-            f" {push.fraction:4.0%}  {readable_size(version.received_bytes)} of {readable_size(version.tensor_bytes)}",
+            f" {push.percent:3}%  {readable_size(version.received_bytes)} of {readable_size(version.tensor_bytes)}",
         ),
         Text(
-            f"{rate_text(push.rate)}  {version.sealed_ranks} of {counted(version.ranks, 'rank')} done, for {age}{left}"
+            f"{_rate_text(push.rate)}  {version.sealed_ranks} of {counted(version.ranks, 'rank')} done, for {age}{left}"
         ),
     )
     if width >= _WIDE_LINE:
@@ -131,24 +141,33 @@ def push_lines(push: Push, now_ms: int, width: int) -> Iterator[Text]:
         yield Text(f"  waits for {plain(what)}", style="yellow")
     if version.error:
         yield Text(f"  {plain(version.error)}", style="red")
-    behind = sorted((each for each in push.ranks if not each.state.sealed), key=_part)
-    for rank in behind[:_SLOWEST]:
-        state = rank.state
-        yield Text(
-            f"  rank {state.rank:<5}{_part(rank):4.0%}  {readable_size(state.received)} of {readable_size(state.total)}"
-            f"  {rate_text(rank.rate)}"
-        )
-    if len(behind) > _SLOWEST:
-        yield Text(f"  and {counted(len(behind) - _SLOWEST, 'rank')} that are further", style="dim")
+    behind = sorted(
+        (each for each in push.ranks if each.progress.stage in _SHOWN_RANKS),
+        key=lambda each: (_SHOWN_RANKS.index(each.progress.stage), _percent(each)),
+    )
+    for rank in behind[:_MOST_RANKS]:
+        yield Text(f"  rank {rank.progress.rank:<5} {_rank_text(rank)}")
+    if len(behind) > _MOST_RANKS:
+        yield Text(f"  and {counted(len(behind) - _MOST_RANKS, 'rank')} that are further", style="dim")
 
 
-def _part(rank: RankProgress) -> float:
-    return rank.state.received / rank.state.total if rank.state.total else 0.0
+def _rank_text(rank: PushingRank) -> str:
+    progress = rank.progress
+    if progress.stage is RankStage.MISSING:
+        return "not heard of"
+    if progress.stage is RankStage.COPYING:
+        return f"copies {readable_size(progress.total_bytes)} to shared memory itself"
+    size = f"{readable_size(progress.received_bytes)} of {readable_size(progress.total_bytes)}"
+    return f"{_percent(rank):3}%  {size}  {_rate_text(rank.rate)}"
 
 
-def _engines(seen: Overview, width: int) -> Table:
+def _percent(rank: PushingRank) -> int:
+    return percent(rank.progress.received_bytes, rank.progress.total_bytes)
+
+
+def _engines(engines: Iterable[Engine], width: int) -> Table:
     columns = _chosen(width, ("ENGINE", "MODEL", "SERVES", "STANDING"), ("STATE",), ("REF", "NOTE"))
-    return _table(columns, (_chosen(width, *_engine_cells(each)) for each in seen.engines))
+    return _table(columns, (_chosen(width, *_engine_cells(each)) for each in engines))
 
 
 def _engine_cells(engine: Engine) -> tuple[Sequence[Text], ...]:
@@ -172,12 +191,11 @@ def _engine_cells(engine: Engine) -> tuple[Sequence[Text], ...]:
     )
 
 
-def _versions(seen: Overview, width: int, most: int) -> Table:
+def _versions(versions: Iterable[Past], now_ms: int, width: int) -> Table:
     columns = _chosen(
         width, ("VERSION", "STATE", "SIZE", "READY"), ("DURABLE", "AGE", "REFS"), ("STEP", "NOTE")
     )
-    rows = (_chosen(width, *_version_cells(each, seen.time_ms)) for each in islice(seen.versions, most))
-    return _table(columns, rows)
+    return _table(columns, (_chosen(width, *_version_cells(each, now_ms)) for each in versions))
 
 
 def _version_cells(past: Past, now_ms: int) -> tuple[Sequence[Text], ...]:
@@ -188,20 +206,20 @@ def _version_cells(past: Past, now_ms: int) -> tuple[Sequence[Text], ...]:
             Text(plain(f"{version.model}@{version.number}")),
             Text(version.state.value, style=_COLOURS.get(version.state, "")),
             Text(readable_size(version.tensor_bytes)),
-            Text(took_text(past.ready_s)),
+            Text(_took_text(past.ready_s)),
         ),
         (
-            Text(took_text(past.durable_s)),
-            Text(seconds_text(max(now_ms - version.create_time_ms, 0) / 1000)),
+            Text(_took_text(past.durable_s)),
+            Text(_age(version, now_ms)),
             Text(plain(", ".join(past.refs) or "-")),
         ),
         (Text(str(version.step)), Text(plain(note))),
     )
 
 
-def _models(seen: Overview, width: int) -> Table:
+def _models(models: Iterable[Model], width: int) -> Table:
     columns = _chosen(width, ("MODEL", "REFS"), ("SIZE",), ("TYPE", "DTYPE"))
-    return _table(columns, (_chosen(width, *_model_cells(each)) for each in seen.models))
+    return _table(columns, (_chosen(width, *_model_cells(each)) for each in models))
 
 
 def _model_cells(model: Model) -> tuple[Sequence[Text], ...]:
@@ -231,25 +249,21 @@ def _table(columns: Iterable[str], rows: Iterable[Sequence[Text]]) -> Table:
     return table
 
 
-def _titled(title: str, table: Table, content: Sequence[object]) -> Iterator[RenderableType]:
-    return chain((Text(f"\n{title}", style="bold"), table)) if content else iter(())
+def _titled(title: str, table: Table, count: int, most: int) -> Iterator[RenderableType]:
+    if count:
+        yield Text(f"\n{title}", style="bold")
+        yield table
+    if count > most:
+        yield Text(f"and {readable_count(count - most)} more", style="dim")
 
 
-def rate_text(rate: float | None) -> str:
-    """Bytes a second, for people; ``-`` if that is not known."""
-    return "-" if rate is None else f"{readable_size(round(rate))}/s"
+def _rate_text(rate: float | None) -> str:
+    return "-" if rate is None else readable_rate(rate)
 
 
-def took_text(seconds: float | None) -> str:
-    """How long something took; ``-`` if that is not known."""
-    return "-" if seconds is None else seconds_text(seconds)
+def _took_text(seconds: float | None) -> str:
+    return "-" if seconds is None else readable_duration(seconds)
 
 
-def seconds_text(seconds: float) -> str:
-    """A time for people: ``0.3 s``, ``12 s``, ``5 min``, ``3 h``, ``2 d``."""
-    if seconds < 9.95:
-        return f"{seconds:.1f} s"
-    for most, scale, unit in ((120, 1, "s"), (7200, 60, "min"), (172_800, 3600, "h")):
-        if seconds < most:
-            return f"{seconds / scale:.0f} {unit}"
-    return f"{seconds / 86_400:.0f} d"
+def _age(version: Version, now_ms: int) -> str:
+    return readable_duration(max(now_ms - version.create_time_ms, 0) / 1000, rough=True)

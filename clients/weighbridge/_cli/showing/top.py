@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from weighbridge._cli.output import print_json
+from weighbridge._cli.output import print_drawn, print_json
 from weighbridge._cli.running import Command, client_options, end_tidily
 from weighbridge._cli.showing import completing
 
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 _SHARE = 0.25
 """Part of the time for which a service is asked at most: where it takes long, it is asked less often."""
+_SECTIONS = 3
+"""Lists that share the height of a terminal."""
 _PLAIN_COLUMNS = 160
 """Width of the page where there is no terminal."""
 
@@ -32,7 +34,7 @@ _PLAIN_COLUMNS = 160
     envvar="WEIGHBRIDGE_HTTP",
     show_envvar=True,
     metavar="HOST:PORT",
-    help="The service's HTTP address, for its memory.  [default: port 8080 where the service is]",
+    help="The service's HTTP address, for its memory.  [default: what the service says]",
 )
 @click.option(
     "--every",
@@ -42,7 +44,7 @@ _PLAIN_COLUMNS = 160
     metavar="SECONDS",
     help="How often to look.",
 )
-@click.option("--once", is_flag=True, help="Print it once, and end. So it is without a terminal.")
+@click.option("--once", is_flag=True, help="Print it once, and end; so it is where there is no terminal.")
 @client_options
 def top_command(
     models: tuple[str, ...], http: str | None, every: float, once: bool, server: str, as_json: bool
@@ -53,7 +55,7 @@ def top_command(
     newest versions with sizes and how long they took; refs; memory and bytes in flight. Only those of MODEL, if any is named. Ends
     with Ctrl-C. Goes on when the service is away and comes back.
 
-    Progress by rank is shown to those who may push, memory to those who may observe. --json prints one document.
+    Memory is shown to those who may observe. --json prints one document.
     """
     from rich.console import Console
 
@@ -91,9 +93,7 @@ def _print(console: Console, seen: Overview) -> None:
 
     if not console.is_terminal:
         console = Console(file=sys.stdout, width=_PLAIN_COLUMNS, highlight=False)
-    with console.capture() as captured:
-        console.print(draw(seen, console.width))
-    click.echo("\n".join(line.rstrip() for line in captured.get().splitlines()))
+    print_drawn(console, draw(seen, console.width))
 
 
 def _live(console: Console, gatherer: Gatherer, first: Reading, every: float) -> None:
@@ -104,7 +104,7 @@ def _live(console: Console, gatherer: Gatherer, first: Reading, every: float) ->
     with Live(console=console, screen=True, auto_refresh=False, vertical_overflow="crop") as live:
         try:
             for seen in _seen(gatherer, first, every):
-                live.update(draw(seen, console.width, max(console.height, 1)), refresh=True)
+                live.update(draw(seen, console.width, max(console.height // _SECTIONS, 1)), refresh=True)
         except KeyboardInterrupt:  # this is how it ends
             return
 

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 from weighbridge._clients.calls.steps import Steps, call_method
 from weighbridge._core import dtypes
-from weighbridge._core.collection import Collection
 from weighbridge._core.layouts import TensorSpec
 from weighbridge._core.references import Reference
+from weighbridge._core.reports.collection import Collection
+from weighbridge._core.reports.usage import Usage
 from weighbridge._core.resources import DeletedModel, Gate, Model, Retention, WarmMemory
-from weighbridge._core.usage import Usage
 from weighbridge._transport import wire
 from weighbridge._transport.request_parts import MAX_REQUEST_BYTES
 from weighbridge.errors import DataLoss, FailedPrecondition, InvalidArgument

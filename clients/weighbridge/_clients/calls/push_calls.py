@@ -6,16 +6,16 @@ import logging
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 
 from weighbridge._clients.calls.steps import Pause, Steps, call_method
-from weighbridge._core.json_values import JsonValue
 from weighbridge._core.layouts import Layout
 from weighbridge._core.megatron_rank import MegatronRank
+from weighbridge._core.metadata import OTHER_WRITER
 from weighbridge._core.references import Reference
 from weighbridge._core.resources import Version
 from weighbridge._core.tensor_spaces import TensorSpace
+from weighbridge._core.text.durations import readable_duration
 from weighbridge._core.text.waits import Reminder, ranks_text
 from weighbridge._transport import wire
 from weighbridge.errors import DeadlineExceeded, FailedPrecondition
@@ -32,8 +32,16 @@ _call = partial(call_method, pb.DESCRIPTOR.services_by_name["CheckpointService"]
 
 
 def open_version(opening: pb.OpenVersionRequest) -> Steps[Version]:
-    """Open a version, or find the one that another rank has opened."""
-    return wire.version_from_proto((yield from _call("OpenVersion", opening)).version)
+    """Open a version, or find the one that another rank has opened. Warns if another job pushes the model, too."""
+    opened = wire.version_from_proto((yield from _call("OpenVersion", opening)).version)
+    if OTHER_WRITER in opened.metadata and OTHER_WRITER not in opening.metadata:
+        log.warning(
+            "%s: another job pushes this model, too: between this job's last version and this one it has pushed %s. "
+            "End one of them, or push to two models",
+            opened,
+            opened.metadata[OTHER_WRITER],
+        )
+    return opened
 
 
 def declare(header: pb.PushHeader, layout: Layout, space: TensorSpace) -> Steps[pb.DeclareLayoutResponse]:
@@ -68,7 +76,11 @@ def declare(header: pb.PushHeader, layout: Layout, space: TensorSpace) -> Steps[
             if response.absent_ranks and (seconds := reminder.due()) is not None:
                 who = ranks_text(response.absent_ranks)
                 log.warning(
-                    "%s@%d: for %.0f s, waits for %s to declare", header.model, header.number, seconds, who
+                    "%s@%d: for %s, waits for %s to declare",
+                    header.model,
+                    header.number,
+                    readable_duration(seconds, rough=True),
+                    who,
                 )
             request.ClearField("layout")  # it has arrived
             yield Pause(response.retry_after_ms / 1000 * random.uniform(0.75, 1.25))  # not all at once
@@ -89,30 +101,6 @@ def refuse(opening: pb.OpenVersionRequest, rank: int, reason: str) -> Steps[None
     opened = yield from open_version(bare)
     if not opened.state.visible:
         yield from abort(opening.model, opened.number, reason, refused=opening.client_id, refused_rank=rank)
-
-
-@dataclass(frozen=True, slots=True)
-class RankState(JsonValue):
-    """What has arrived of a rank's stream, at the replica that was asked.
-
-    Attributes:
-        rank: which one.
-        received: bytes.
-        total: of the stream; by the local lane, and to other replicas, its parts come at once.
-        sealed: whether the rank has pushed everything.
-    """
-
-    rank: int
-    received: int
-    total: int
-    sealed: bool
-
-
-def rank_state(model: str, number: int, rank: int) -> Steps[RankState]:
-    """What has arrived of a rank's stream."""
-    state = yield from _call("GetPushState", pb.GetPushStateRequest(model=model, number=number, rank=rank))
-    arrived = sum(each.end - each.start for each in state.received)
-    return RankState(rank, arrived, state.stream_bytes, state.sealed)
 
 
 def received(header: pb.PushHeader) -> Steps[list[tuple[int, int]]]:

@@ -11,7 +11,9 @@ from functools import partial
 from weighbridge._clients.calls.steps import Pause, Steps, call_method
 from weighbridge._core.metadata import all_hold, conditions
 from weighbridge._core.references import Reference
+from weighbridge._core.reports.rank_progress import RankProgress
 from weighbridge._core.resources import REF_LATEST, Verification, Version, VersionState
+from weighbridge._core.text.durations import readable_duration
 from weighbridge._core.text.waits import REMIND_SECONDS, Reminder
 from weighbridge._transport import wire
 from weighbridge.errors import DeadlineExceeded, InvalidArgument
@@ -37,6 +39,13 @@ def get_version(model: str, version: str | int | None) -> Steps[Version]:
     meant = Reference.of(model, version, REF_LATEST)
     request = pb.GetVersionRequest(model=meant.model, version=meant.version)
     return wire.version_from_proto((yield from _call("GetVersion", request)).version)
+
+
+def rank_progress(model: str, number: int) -> Steps[list[RankProgress]]:
+    """How far each rank of a push is; none if the replica that was asked knows nothing of it."""
+    request = pb.GetVersionRequest(model=model, version=str(number), with_ranks=True)
+    response = yield from _call("GetVersion", request)
+    return [wire.read(RankProgress, each) for each in response.ranks]
 
 
 def wait_for(
@@ -78,7 +87,12 @@ def wait_for(
                 if on_progress is not None:
                     on_progress(found)
                 if waited is not None and found.waits_for:
-                    log.warning("%s: for %.0f s, waits for %s", found, waited, "; ".join(found.waits_for))
+                    log.warning(
+                        "%s: for %s, waits for %s",
+                        found,
+                        readable_duration(waited, rough=True),
+                        "; ".join(found.waits_for),
+                    )
             yield Pause(_PAUSE_SECONDS)  # the service may be too busy to let this call wait
             continue
         found = wire.version_from_proto(response.version)

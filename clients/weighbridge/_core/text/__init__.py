@@ -2,8 +2,9 @@
 
 May import: `weighbridge.errors`.
 
-- `sizes`: sizes as text.
-- `counts`: numbers of things.
+- `sizes`: sizes and rates.
+- `counts`: numbers of things, and parts of a whole.
+- `durations`: durations and ages.
 - `waits`: what is waited for.
 - `shortening`: texts that are too long.
 - `plain`: texts of others, for a terminal.

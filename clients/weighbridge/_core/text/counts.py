@@ -1,4 +1,4 @@
-"""Counts in words."""
+"""Counts for people."""
 
 from __future__ import annotations
 
@@ -6,3 +6,13 @@ from __future__ import annotations
 def counted(number: int, thing: str, things: str = "") -> str:
     """A number of things: ``1 version``, ``2 versions``; ``things`` is the plural if it is not made with an s."""
     return f"{number} {thing if number == 1 else things or f'{thing}s'}"
+
+
+def readable_count(number: int) -> str:
+    """A large number for people, its thousands apart: ``1,234``."""
+    return f"{number:,}"
+
+
+def percent(part: int, whole: int) -> int:
+    """How much there is of a whole, in percent, rounded down: 100 only if it is all; 0 of a whole that is not known."""
+    return min(100 * part // whole, 100) if whole else 0

@@ -1,4 +1,4 @@
-"""Sizes for people."""
+"""Sizes and rates for people."""
 
 from __future__ import annotations
 
@@ -21,6 +21,11 @@ def readable_size(nbytes: int) -> str:
             return f"{nbytes} B" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1000
     return f"{size:.1f} TB"
+
+
+def readable_rate(bytes_per_second: float) -> str:
+    """A rate for people: ``1.5 MB/s``."""
+    return f"{readable_size(round(bytes_per_second))}/s"
 
 
 def parse_size(text: str) -> int:

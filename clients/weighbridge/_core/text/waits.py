@@ -26,6 +26,12 @@ def ranks_text(ranks: Iterable[int]) -> str:
     return f"rank{'' if len(found) == 1 else 's'} {', '.join(others)}{' and ' if others else ''}{end}"
 
 
+def ranks_have(ranks: Iterable[int]) -> str:
+    """Ranks as `ranks_text` names them, with the verb that goes with them: ``rank 3 has``, ``ranks 3 and 5 have``."""
+    found = list(ranks)
+    return f"{ranks_text(found)} {'has' if len(found) == 1 else 'have'}"
+
+
 def _runs(ranks: list[int]) -> Iterator[tuple[int, int]]:
     for _, run in itertools.groupby(enumerate(ranks), lambda each: each[1] - each[0]):
         members = [rank for _, rank in run]

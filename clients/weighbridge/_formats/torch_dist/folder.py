@@ -42,7 +42,7 @@ from weighbridge.errors import DataLoss, InvalidArgument, LayoutError, NotFound
 
 DEFAULT_FILE_BYTES = 5_000_000_000
 """Files are cut at this size unless asked otherwise, so that several can be written and read at once."""
-MAX_METADATA_BYTES = 1 << 30
+MAX_METADATA_BYTES = 256 << 20
 """Largest ``.metadata`` that is read; one of 50,000 chunks has some ten megabytes."""
 
 

@@ -23,9 +23,9 @@ _CONTAINERS = {
 }
 _MOST_MARKS = 1000
 """Containers within each other: Python's own pickler gives up before that."""
-_LEAST_BYTES, _FREE = 6, 1000
-"""Bytes of a pickle for each container or instance that it makes, but for the first: one byte could make a set, which takes two hundred. What
-torch writes has ten."""
+_LEAST_BYTES, _FREE = 3, 4000
+"""Bytes of a pickle for each unit of what it makes, but for the first units: one byte could make a set, which takes two hundred. A tuple, a reference or an
+instance is one unit, a list two, a dict or set four, which is about 60 bytes of memory for each. What torch writes has six and more."""
 SIZE = "torch.Size"
 GETATTR = ("__builtin__.getattr", "builtins.getattr")
 OTHER_DTYPES = (
@@ -157,7 +157,7 @@ class _Machine:
                 marks.append(stack)
                 stack = []
             elif op == 0x7D:  # EMPTY_DICT
-                next(room)
+                next(room), next(room), next(room), next(room)
                 stack.append({})
             elif op == 0x29:  # EMPTY_TUPLE
                 stack.append(())
@@ -181,13 +181,16 @@ class _Machine:
                 args = stack.pop()
                 stack[-1] = self._called(_name(stack[-1]), args)
             elif op == 0x86:  # TUPLE2
+                next(room)
                 last = stack.pop()
                 stack[-1] = (stack[-1], last)
             elif op == 0x87:  # TUPLE3
+                next(room)
                 last = stack.pop()
                 middle = stack.pop()
                 stack[-1] = (stack[-1], middle, last)
             elif op == 0x74:  # TUPLE
+                next(room)
                 items, stack = stack, marks.pop()
                 stack.append(tuple(items))
             elif op == 0x4E:  # NONE
@@ -210,7 +213,7 @@ class _Machine:
                 stack.append(from_bytes(data[position + 1 : end], "little", signed=True))
                 position = end
             elif op == 0x5D:  # EMPTY_LIST
-                next(room)
+                next(room), next(room)
                 stack.append([])
             elif op == 0x61:  # APPEND
                 last = stack.pop()
@@ -258,7 +261,7 @@ class _Machine:
                 stack.append(data[position + 4 : end])
                 position = end
             elif op == 0x8F:  # EMPTY_SET
-                next(room)
+                next(room), next(room), next(room), next(room)
                 stack.append(set())
             elif op == 0x90:  # ADDITEMS
                 items, stack = stack, marks.pop()

@@ -1,6 +1,6 @@
 """Checkpoints of FSDP in which each rank has saved its state dict by ``torch.save``, as verl's ``FSDPCheckpointManager`` does.
 
-A folder has the files ``model_world_size_<ranks>_rank_<rank>.pt``. In each is a dict of DTensors (FSDP2, and FSDP1 over a device mesh),
+A folder has the files ``model_world_size_<ranks>_rank_<rank>.pt``; those of optimizers (``optim_...``) are read by `optimizer_rank_files`. In each is a dict of DTensors (FSDP2, and FSDP1 over a device mesh),
 ShardedTensors (FSDP1), and plain tensors, which all ranks have whole. Each says of which part of the whole tensor it is, so the files are a
 `Layout`. They are read as data, whichever classes they name: nothing of them is run, and none of their tensors is loaded. Sources: verl 0.9
 (``verl/utils/checkpoint/fsdp_checkpoint_manager.py``); ``torch.distributed.tensor``, ``device_mesh`` and ``_shard`` of torch 2.13.
@@ -11,10 +11,11 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from weighbridge._core import dtypes
 from weighbridge._core.boxes import Box
@@ -33,9 +34,11 @@ from weighbridge._formats.torch_dist.stored_tensors import (
 )
 from weighbridge.errors import DataLoss, InvalidArgument, LayoutError, NotFound
 
-_FILE = re.compile(r"model_world_size_(\d{1,7})_rank_(\d{1,7})\.pt")
-_MAX_PICKLE = 256 << 20
-"""Largest pickle that is read; one of 20,000 tensors has some 20 MB."""
+_FILE = re.compile(r"(model|optim|extra_state)_world_size_(\d{1,7})_rank_(\d{1,7})\.pt")
+_MAX_PICKLE = 64 << 20
+"""Largest pickle that is read; one of 20,000 tensors has some 20 MB. What it describes takes up to 24 times as much memory."""
+_MOST_TIED = 4
+"""Names that each byte of a file may have on the average, by tensors that are tied."""
 _MAX_DIRECTORY = 64 << 20
 _FROM_TYPE, _WRAPPER = "torch._tensor._rebuild_from_type_v2", "torch._utils._rebuild_wrapper_subclass"
 _PARAMETER = "torch._utils._rebuild_parameter"
@@ -119,23 +122,33 @@ def read_rank_files(folder: Path) -> TorchDistCheckpoint:
         InvalidArgument: a tensor has a dtype or name that is not supported, or the folder has checkpoints of several numbers of ranks.
         LayoutError: ranks disagree about a tensor, or what one holds of it is not told; names each.
     """
+    return read_files(folder, files_of(folder), lambda root: root)
+
+
+def read_files(folder: Path, files: Sequence[str], entries_of: Callable[[Any], Any]) -> TorchDistCheckpoint:
+    """Find all tensors of the files of ranks, by order of these.
+
+    Args:
+        folder: where they lie.
+        files: their names.
+        entries_of: finds in what one holds its values by name.
+
+    Raises:
+        As `read_rank_files`.
+    """
     specs: dict[str, TensorSpec] = {}
     others: dict[str, None] = {}
     placed: dict[Shard, Placement] = {}
     sizes: dict[str, int] = {}
     problems: dict[str, str] = {}
-    files = _files(folder)
     most = _Most(len(files), sum((folder / file).stat().st_size for file in files))
     for file in files:
-        with open_file(folder, file) as (fd, size):
-            sizes[file] = size
-            try:
-                archive = Archive(fd, 0, size, _MAX_DIRECTORY)
-                entries = read_pickle(archive.pickle(_MAX_PICKLE), _ALLOWED, "its pickle")
-                if type(entries) is not dict or any(type(name) is not str for name in entries):
-                    raise DataLoss("it holds no state dict")
-            except DataLoss as error:
-                raise DataLoss(f"{file} in {folder}: {error.message}", fix=error.fix) from error
+        with open_rank_file(folder, file) as (archive, root):
+            sizes[file] = archive.length
+            entries = entries_of(root)
+            if type(entries) is not dict or any(type(name) is not str for name in entries):
+                raise DataLoss(f"{file} in {folder}: it holds no state dict")
+            lies: list[tuple[int, int, str]] = []
             for name, value in entries.items():
                 try:
                     found = _tensor(name, value, most)
@@ -148,31 +161,120 @@ def read_rank_files(folder: Path) -> TorchDistCheckpoint:
                         raise LayoutError(f"{file} has {spec}, and a file before it {known}")
                     for piece in pieces:
                         shard = Shard(name, piece.box)
-                        if shard not in placed:
-                            placed[shard] = _placement(shard, spec, piece, archive, file)
+                        place = _placement(shard, spec, piece, archive, file)
+                        lies.append((place.offset, place.offset + place.nbytes, name))
+                        placed.setdefault(shard, place)
                 except (LayoutError, DataLoss) as error:
                     problems.setdefault(name, f"{shown(name)} in {file}: {error.message}")
+            for one, other in _overlapping(lies):
+                problems.setdefault(
+                    other, f"{shown(other)} in {file}: its elements are in part those of {shown(one)}"
+                )
     if problems:
         raise LayoutError(
             f"{counted(len(problems), 'tensor')} of {folder} cannot be read",
             details=list(problems.values())[:_NAMED],
             fix="save DTensors that are Shard or Replicate, and all ranks in one step",
         )
+    nbytes = sum(spec.nbytes for spec in specs.values())
+    if nbytes > _MOST_TIED * most.nbytes:
+        raise DataLoss(f"the tensors of {folder} have {nbytes} bytes, and its files together {most.nbytes}")
     layout = Layout(MappingProxyType(specs), tuple(placed.values()))
     return TorchDistCheckpoint(layout, others, {}, MappingProxyType(sizes))
 
 
-def _files(folder: Path) -> list[str]:
-    """Names of the files by rank."""
+@contextmanager
+def open_rank_file(
+    folder: Path, file: str, allowed: Mapping[str, Named] = _ALLOWED
+) -> Iterator[tuple[Archive, Any]]:
+    """The file of a rank as an archive, and what its pickle describes.
+
+    Args:
+        folder: where it lies.
+        file: its name.
+        allowed: what it may name; by default what tensors do.
+
+    Raises:
+        NotFound: it is not there.
+        DataLoss: it is damaged, cut short, or names something else.
+    """
+    with open_file(folder, file) as (fd, size):
+        try:
+            archive = Archive(fd, 0, size, _MAX_DIRECTORY)
+            root = read_pickle(archive.pickle(_MAX_PICKLE), allowed, "its pickle")
+        except DataLoss as error:
+            raise DataLoss(f"{file} in {folder}: {error.message}", fix=error.fix) from error
+        yield archive, root
+
+
+def sharded_parameters(folder: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
+    """The tensors of a module that ranks share as DTensors, with their shapes, in the module's order; and further names of tied ones, each with the first.
+
+    Raises:
+        As `read_rank_files`.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    tied: dict[str, str] = {}
+    first: dict[tuple[object, ...], str] = {}
+    with open_rank_file(folder, files_of(folder)[0]) as (_, root):
+        for name, value in _mapping(root).items():
+            if not is_dtensor(value):
+                continue
+            _, _, made_of, state = _items(value.args, 4)
+            shape = tuple(_list(_items(made_of, 3)[2]))
+            local = described(_fields_of(state).get("_local_tensor"))
+            kept = first.setdefault((local.key, local.begin, shape), name)
+            if kept == name:
+                shapes[name] = shape
+            else:
+                tied[name] = kept
+    return shapes, tied
+
+
+def is_dtensor(value: Any) -> bool:
+    """Whether what a pickle describes is a DTensor."""
+    if type(value) is not Instance or value.kind != _FROM_TYPE:
+        return False
+    kind = _items(value.args, 2)[1]
+    return type(kind) is Named and kind.name in _DTENSORS
+
+
+def _mapping(root: Any) -> Mapping[str, Any]:
+    if type(root) is not dict or any(type(name) is not str for name in root):
+        raise DataLoss("a file of a rank holds no state dict")
+    return root
+
+
+def _overlapping(lies: list[tuple[int, int, str]]) -> Iterator[tuple[str, str]]:
+    """Pairs of tensors that share some of their bytes and not all, as tied ones do."""
+    before = (0, 0, "")
+    for place in sorted(lies):
+        if place[0] < before[1] and place[:2] != before[:2]:
+            yield before[2], place[2]
+        before = max(before, place, key=lambda each: each[1])
+
+
+def files_of(folder: Path, kind: Literal["model", "optim", "extra_state"] = "model") -> list[str]:
+    """Names of the files of a kind, by rank.
+
+    Raises:
+        NotFound: no such folder, no files of that kind in it, or that of a rank is missing.
+        InvalidArgument: there are two files of one rank, or files of several numbers of ranks.
+    """
     if not folder.is_dir():
         raise NotFound(f"there is no folder {folder}")
     found: dict[int, dict[int, str]] = {}
     for path in folder.iterdir():
         match = _FILE.fullmatch(path.name)
-        if match:
-            found.setdefault(int(match[1]), {})[int(match[2])] = path.name
+        if match and match[1] == kind:
+            other = found.setdefault(int(match[2]), {}).setdefault(int(match[3]), path.name)
+            if other != path.name:
+                raise InvalidArgument(
+                    f"{folder} has two files of rank {int(match[3])}: {', '.join(sorted((other, path.name)))}",
+                    fix="keep the one that belongs to the others",
+                )
     if not found:
-        raise NotFound(f"{folder} has no files of the form model_world_size_4_rank_0.pt")
+        raise NotFound(f"{folder} has no files of the form {kind}_world_size_4_rank_0.pt")
     if len(found) > 1:
         raise InvalidArgument(
             f"{folder} has checkpoints of {' and of '.join(map(str, sorted(found)))} ranks",
@@ -183,7 +285,7 @@ def _files(folder: Path) -> list[str]:
     if missing:
         raise NotFound(
             f"of {counted(ranks, 'rank')}, {folder} has the files of {len(files)}",
-            details=[f"model_world_size_{ranks}_rank_{rank}.pt is missing" for rank in missing[:_NAMED]],
+            details=[f"{kind}_world_size_{ranks}_rank_{rank}.pt is missing" for rank in missing[:_NAMED]],
             fix="copy the files of all ranks into one folder",
         )
     return [files[rank] for rank in range(ranks)]

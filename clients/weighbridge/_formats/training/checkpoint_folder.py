@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any, Literal
 
 from weighbridge._core.boxes import Box, first_overlap, gaps
 from weighbridge._core.layouts import Layout
@@ -23,18 +25,25 @@ from weighbridge._formats.torch_dist.folder import (
     read_torch_dist,
 )
 from weighbridge._formats.torch_dist.metadata import CONFIG_FILE
-from weighbridge._formats.training.checkpoint_values import CheckpointFormat, CheckpointValues
+from weighbridge._formats.torch_dist.optimizer_rank_files import read_optimizer, read_scheduler
+from weighbridge._formats.torch_dist.rank_files import has_rank_files, read_rank_files, sharded_parameters
+from weighbridge._formats.torch_state import WRAPPERS
+from weighbridge._formats.training import blobs
+from weighbridge._formats.training.checkpoint_values import STEP_ENTRY, CheckpointFormat, CheckpointValues
+from weighbridge._formats.training.torch_entries import MODEL, OPTIMIZER
 from weighbridge._formats.training.training_state import (
     RankValues,
     TrainingState,
     TrainingTensors,
     without_blobs,
 )
-from weighbridge.errors import LayoutError
+from weighbridge.errors import DataLoss, LayoutError
 
 MAX_VALUES_BYTES = 1 << 30
 """Most bytes of what is no tensor; they are in memory while the checkpoint is pushed."""
 _CHAINED = re.compile(r"^chained_\d+\.(?=optimizer\.)")
+_GLOBAL_STEP = re.compile(r"global_step_(\d{1,15})")
+"""How verl names a step, of which each role has a folder."""
 _ITERATION = re.compile(r"iter_(\d{7,})")
 _NAMED = 20
 
@@ -44,14 +53,14 @@ class CheckpointFolder:
     """A checkpoint that is whole.
 
     Attributes:
-        format: ``torch_dist`` of Megatron-core, ``dcp`` of torch.
+        format: ``torch_dist`` of Megatron-core, ``dcp`` of torch, ``rank_files`` of FSDP2 by a file of each rank.
         layout: its tensors' chunks, and the blob of what is none, as one stream.
         space: to which the names belong.
         open_source: gives the bytes of some of the shards.
-        step: the iteration that its folder is named by; 0 if it is not.
+        step: the iteration that its folder is named by, or the step that an export has noted in it; 0 if neither is there. verl's is in the name of the folder above.
     """
 
-    format: CheckpointFormat
+    format: CheckpointFormat | Literal["rank_files"]
     layout: Layout
     space: TensorSpace
     open_source: OpenSource = field(repr=False)
@@ -67,6 +76,8 @@ class CheckpointFolder:
             InvalidArgument: a tensor has a dtype or name that is not supported, or what is no tensor is larger than `MAX_VALUES_BYTES`.
             LayoutError: a part of a tensor is missing, or there twice; names each tensor.
         """
+        if has_rank_files(folder):
+            return _of_ranks(folder)
         found = _named(read_torch_dist(folder))
         _check_whole(found.layout)
         kind: CheckpointFormat = "torch_dist" if (folder / CONFIG_FILE).exists() else "dcp"
@@ -74,22 +85,92 @@ class CheckpointFolder:
         common = read_common(folder, MAX_VALUES_BYTES) if kind == "torch_dist" else None
         values = CheckpointValues(kind, objects, found.paths, common).kept()
         space = TensorSpace.MEGATRON if kind == "torch_dist" else TensorSpace.HUGGING_FACE
-        stream = Layout.stream(
-            found.layout.tensors.values(), [place.shard for place in found.layout.placements]
-        )
-        state = TrainingState.of(TrainingTensors(stream, (), values.trainer, space), RankValues(), 0)
-        blob = state.tensors[-1].numpy()
-        names = dict.fromkeys(place.buffer for place in found.layout.placements)
-        files = {name: map_file(folder / name) for name in names} | {"": blob}
-        places = [*found.layout.placements, state.layout.placements[-1]._replace(buffer="", offset=0)]
-        iteration = _ITERATION.fullmatch(folder.resolve().name)
-        return CheckpointFolder(
-            kind,
-            state.layout,
-            space,
-            MappedSource.opener(places, files),
-            int(iteration[1]) if iteration else 0,
-        )
+        step = iteration_of(folder) or _step_in(objects.get(STEP_ENTRY))
+        return _pushed(folder, kind, found.layout, space, values, step)
+
+
+def _pushed(
+    folder: Path,
+    kind: CheckpointFormat | Literal["rank_files"],
+    layout: Layout,
+    space: TensorSpace,
+    values: RankValues,
+    step: int,
+) -> CheckpointFolder:
+    """What lies in files, with these values, as a rank pushes it that holds all of it."""
+    stream = Layout.stream(layout.tensors.values(), [place.shard for place in layout.placements])
+    own = RankValues(state=values.state)
+    state = TrainingState.of(TrainingTensors(stream, (), values.trainer, space), own, 0)
+    names = dict.fromkeys(place.buffer for place in layout.placements)
+    files = {name: map_file(folder / name) for name in names} | {"": state.tensors[-1].numpy()}
+    places = [*layout.placements, state.layout.placements[-1]._replace(buffer="", offset=0)]
+    return CheckpointFolder(kind, state.layout, space, MappedSource.opener(places, files), step)
+
+
+def _step_in(content: bytes | None) -> int:
+    """The step that an export has noted; 0 if it has not."""
+    if content is None:
+        return 0
+    step = blobs.load(content, STEP_ENTRY)
+    if type(step) is not int or not 0 <= step < 1 << 53:
+        raise DataLoss(f"{STEP_ENTRY} is no step")
+    return step
+
+
+def _of_ranks(folder: Path) -> CheckpointFolder:
+    """A checkpoint of FSDP2 in which each rank has files of its own: module, optimizer and scheduler by the names that torch's trainers have."""
+    parameters, tied = sharded_parameters(folder)
+    model = read_rank_files(folder).layout
+    optimizer = read_optimizer(folder, parameters)
+    parts = [_prefixed(model, f"{MODEL}.", tied)]
+    trainer: dict[str, Any] = {
+        MODEL: {},
+        "tied": {_canonical(name): _canonical(kept) for name, kept in tied.items()},
+    }
+    if optimizer is not None:
+        parts.append(_prefixed(optimizer.checkpoint.layout, f"{OPTIMIZER}.", ()))
+        numbers = {_canonical(name): dict(found) for name, found in optimizer.numbers.items()}
+        groups = [
+            {**group, "params": [_canonical(name) for name in group["params"]]} for group in optimizer.groups
+        ]
+        trainer[OPTIMIZER] = {"state": numbers, "param_groups": groups}
+    layout = Layout(
+        {name: spec for part in parts for name, spec in part.tensors.items()},
+        tuple(place for part in parts for place in part.placements),
+    )
+    _check_whole(layout)
+    scheduler = read_scheduler(folder)
+    values = RankValues(trainer, {} if scheduler is None else {"lr_scheduler": scheduler})
+    named = (_GLOBAL_STEP.fullmatch(each.name) for each in (folder.resolve(), folder.resolve().parent))
+    step = next((int(match[1]) for match in named if match), 0)
+    return _pushed(folder, "rank_files", layout, TensorSpace.HUGGING_FACE, values, step)
+
+
+def _prefixed(layout: Layout, prefix: str, without: Collection[str]) -> Layout:
+    """A layout whose tensors have this before their names, and no wrappers' names in them."""
+    names = {name: prefix + _canonical(name) for name in layout.tensors if name not in without}
+    return Layout(
+        {
+            names[name]: replace(spec, name=names[name])
+            for name, spec in layout.tensors.items()
+            if name in names
+        },
+        tuple(
+            place._replace(shard=place.shard._replace(tensor=names[place.shard.tensor]))
+            for place in layout.placements
+            if place.shard.tensor in names
+        ),
+    )
+
+
+def _canonical(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
+def iteration_of(folder: Path) -> int:
+    """The iteration that a checkpoint's folder is named by, as Megatron-core names it, ``iter_0000100``; 0 if it is not."""
+    named = _ITERATION.fullmatch(folder.resolve().name)
+    return int(named[1]) if named else 0
 
 
 def _named(found: TorchDistCheckpoint) -> TorchDistCheckpoint:

@@ -27,6 +27,8 @@ _CHECKPOINT = "checkpoint"
 _RANK_STATE = "rank_state"
 _OWN = re.compile(rf"{_RANK_STATE}/shard_(\d{{1,9}})_(\d{{1,9}})")
 """Name of the entry of Megatron-core's checkpoints that is a rank's own: which rank, of how many."""
+STEP_ENTRY = "weighbridge.step"
+"""Name of the entry of torch's checkpoints that is the trainer's step; they have no place of their own for it."""
 _COMMON_ENTRY = "common_state/shard_0_1"
 """Megatron-core 0.19 has no ``common.pt``."""
 
@@ -67,12 +69,15 @@ class CheckpointValues:
             found = _read(first.trainer[_CHECKPOINT], "the training state")
             if found.common is None and _COMMON_ENTRY in found.objects:  # also for what looks for the file
                 found = replace(found, common=_saved(_common_of(found, "the training state")))
-            return found
+            return found._of_step(step) if found.format == "dcp" else found
         if "objects" in first.trainer:
             return _of_megatron(ranks, names, step)
         if torch_entries.MODEL in first.trainer:
-            return _of_torch(ranks, names)
+            return _of_torch(ranks, names)._of_step(step)
         raise DataLoss("the values of the training state are of a trainer that this client does not know")
+
+    def _of_step(self, step: int) -> CheckpointValues:
+        return replace(self, objects={**self.objects, STEP_ENTRY: _saved(step)})
 
     def kept(self) -> RankValues:
         """What a training state keeps of it, as the values of one rank."""
@@ -184,7 +189,7 @@ def opened(values: RankValues, name: str, own: int | None = None) -> RankValues:
     }
     if of_optimizer:
         trainer["optimizer"] = torch_entries.optimizer_values(of_optimizer)
-    others = by_top.keys() - {model, torch_entries.OPTIMIZER, _RANK_STATE}
+    others = by_top.keys() - {model, torch_entries.OPTIMIZER, _RANK_STATE, STEP_ENTRY}
     state = _Opened(others, lambda top: torch_entries.nested(entries(top)))
     kept = by_top.get(_RANK_STATE, {})
     of_own: dict[KeyPath, Any] = {

@@ -92,7 +92,7 @@ class NamedOptimizers:
                     yield _STATE + ".".join((name, *path)), value
 
     def values(self) -> dict[str, Any]:
-        """What is no tensor of their state: numbers of it by parameter, and the parameter groups."""
+        """What is no tensor of their state: numbers of it by parameter, the parameter groups, and of which kind of optimizer each is."""
         import torch
 
         numbers: dict[str, dict[Path, Any]] = {}
@@ -105,7 +105,8 @@ class NamedOptimizers:
             for optimizer in self.optimizers
             for group in optimizer.param_groups
         ]
-        return {"state": numbers, "param_groups": groups}
+        kinds = [kind_of(optimizer) for optimizer in self.optimizers for _ in optimizer.param_groups]
+        return {"state": numbers, "param_groups": groups, "kinds": kinds}
 
     def problems(self) -> list[str]:
         """One line for each thing of their state that would not come back as it is, or on this number of ranks alone."""
@@ -155,9 +156,10 @@ def fit_optimizers(
         own: the optimizers.
         stored: its tensors, as `NamedOptimizers.tensors` has named them.
         values: what `NamedOptimizers.values` gave.
-        strict: whether both must have the same parameters. If not, what the other one does not have stays as it is.
+        strict: whether both must have the same parameters and be of the same kind. If not, what the other one does not have stays as it is, and the
+            options of groups alone tell kinds apart.
     """
-    groups = Groups(values["param_groups"])
+    groups = Groups(values["param_groups"], values.get("kinds", ()))
     known = {name: parameter for parameter, name in own.names.items()}
     entries, foreign = _entries(stored, values["state"], known)
     problems = [*foreign, *groups.unlike(known, entries)] if strict else []
@@ -170,6 +172,8 @@ def fit_optimizers(
             found, problem = groups.of(members)
             if problem:
                 problems.append(f"group {number} of the optimizer {problem}")
+            unlike = groups.of_another_kind(members, kind_of(optimizer)) if strict else ""
+            problems += [f"group {number} of the optimizer {unlike}"] if unlike else []
             problems += _another_kind(optimizer, number, group, found)
             options.append((group, found))
             for parameter, name in zip(group[PARAMS], members, strict=True):
@@ -210,11 +214,25 @@ def _another_kind(
     ]
 
 
-class Groups:
-    """Stored parameter groups, by their parameters."""
+def kind_of(optimizer: torch.optim.Optimizer) -> str:
+    """Name of an optimizer's class; of one that wraps another, as accelerate's does, that of the other."""
+    import torch
 
-    def __init__(self, groups: Sequence[Mapping[str, Any]]) -> None:
+    inner = getattr(optimizer, "optimizer", None)
+    return kind_of(inner) if isinstance(inner, torch.optim.Optimizer) else type(optimizer).__name__
+
+
+class Groups:
+    """Stored parameter groups, by their parameters.
+
+    Args:
+        groups: the groups.
+        kinds: of which kind of optimizer each is; empty if that was not kept.
+    """
+
+    def __init__(self, groups: Sequence[Mapping[str, Any]], kinds: Sequence[str] = ()) -> None:
         self._groups = groups
+        self._kinds = kinds
         self.names = {name: index for index, group in enumerate(groups) for name in group[PARAMS]}
 
     def unlike(self, known: Collection[str], filled: Collection[str]) -> list[str]:
@@ -236,6 +254,11 @@ class Groups:
             said = ", ".join(f"{name} of group {index}" for index, name in sorted(found.items()))
             return {}, f"has parameters of several groups of the version: {said}"
         return (self._groups[next(iter(found))] if found else {}), ""
+
+    def of_another_kind(self, members: Sequence[str], kind: str) -> str:
+        """What is wrong, if the stored group of these parameters is of another kind of optimizer."""
+        stored = {self._kinds[self.names[name]] for name in members if name in self.names and self._kinds}
+        return f"is of {kind}; the version's is of {', '.join(sorted(stored))}" if stored - {kind} else ""
 
 
 def _entries(

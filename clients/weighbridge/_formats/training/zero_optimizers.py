@@ -18,7 +18,13 @@ from weighbridge._core.boxes import Box
 from weighbridge._core.layouts import TensorSpec
 from weighbridge._formats import zero3
 from weighbridge._formats.flat_ranges import StridedView, parts_of_range
-from weighbridge._formats.training.torch_optimizers import PARAMS, Groups, own_options, set_option
+from weighbridge._formats.training.torch_optimizers import (
+    PARAMS,
+    Groups,
+    kind_of,
+    own_options,
+    set_option,
+)
 from weighbridge.errors import InvalidArgument, LayoutError
 
 if TYPE_CHECKING:
@@ -178,7 +184,9 @@ class ZeroOptimizer:
             {PARAMS: members} | own_options(group)
             for members, group in zip(self._members(), self._inner.param_groups, strict=True)
         ]
-        return {"state": numbers, "param_groups": groups, "loss_scaler": _numbers(self._scaler())}
+        kinds = [kind_of(self._inner)] * len(groups)
+        scaler = _numbers(self._scaler())
+        return {"state": numbers, "param_groups": groups, "kinds": kinds, "loss_scaler": scaler}
 
     def fit(self, stored: Mapping[str, TensorSpec], values: Mapping[str, Any], *, strict: bool) -> ZeroFit:
         """Find where a stored state goes. Afterwards the optimizer has just what is stored.
@@ -186,10 +194,9 @@ class ZeroOptimizer:
         Args:
             stored: its tensors, as `parts` has named them.
             values: what `values` gave.
-            strict: whether both must have the same parameters. If not, what only one of them has stays as it is.
+            strict: whether both must have the same parameters, of the same kind of optimizer. If not, what only one of them has stays as it is.
         """
-
-        groups = Groups(values["param_groups"])
+        groups = Groups(values["param_groups"], values.get("kinds", ()))
         known = {each.name for flat in self._flats for each in flat.ranges}
         by_name: dict[str, dict[str, TensorSpec]] = {name: {} for name in known}
         problems = []
@@ -208,6 +215,9 @@ class ZeroOptimizer:
             found, problem = groups.of(members)
             if problem:
                 problems.append(f"group {number} of the optimizer {problem}")
+            unlike = groups.of_another_kind(members, kind_of(self._inner)) if strict else ""
+            if unlike:
+                problems.append(f"group {number} of the optimizer {unlike}")
             options.append((group, found))
         fitted = [
             _fitted(flat, self._state(flat), by_name)
@@ -230,9 +240,9 @@ class ZeroOptimizer:
                 for key, value in own_options(found).items():
                     set_option(group, key, value)
             scaler = self._scaler()
-            for key, value in values.get("loss_scaler", {}).items():
-                if hasattr(scaler, key):
-                    setattr(scaler, key, value)
+            # no attribute but those that `values` gives: whoever has written the blob names them
+            for key in _numbers(scaler).keys() & values.get("loss_scaler", {}).keys():
+                setattr(scaler, key, values["loss_scaler"][key])
             self._tell()
 
         return ZeroFit([part for each in fitted for part in each.parts], problems, finish)

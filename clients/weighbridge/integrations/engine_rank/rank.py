@@ -14,6 +14,7 @@ from weighbridge import _lazy as lazy
 from weighbridge._clients.engine import EngineClient
 from weighbridge._core.engines.facts import ENGINE_FAILING, ENGINE_SERVING, ENGINE_UPDATING
 from weighbridge._core.resources import REF_LATEST
+from weighbridge._tracing import spans
 from weighbridge.errors import FailedPrecondition, NotFound, WeighbridgeError
 from weighbridge.follow.status import Status
 from weighbridge.integrations.engine_rank.agreement import RanksFailed, agree
@@ -171,17 +172,27 @@ class EngineRank:
         Raises:
             RanksFailed: says what went wrong on which ranks, and which version the engine has. `errors` is there if nothing was touched.
         """
+        said = {"weighbridge.version": number, "weighbridge.rank": self.engine.ranks.rank}
+        span = spans.begin("weighbridge.rank_update", said)
         had = self.held
-        self._say(state=ENGINE_UPDATING, target=number)
+        self._say(state=ENGINE_UPDATING, target=number, traceparent="")
         try:
             self._prepare_and_wait(number, source)
+            version = cast("Preparation", self._preparation).update.version
+            span.set("weighbridge.model", version.model)
+            span = span.under(version.traceparent)
+            self._say(state=ENGINE_UPDATING, target=number, traceparent=span.traceparent)
             try:
-                self._fill(f"version {number} could not be applied")
+                with span.child("weighbridge.fill"):
+                    self._fill(f"version {number} could not be applied")
             except RanksFailed as error:
                 self._go_back(had, number, error)
         except WeighbridgeError as error:
-            self._say(state=ENGINE_FAILING, error=str(error))
+            span.fail(error)
+            self._say(state=ENGINE_FAILING, error=str(error), traceparent=span.traceparent)
             raise
+        finally:
+            span.end()
         self._say(
             state=ENGINE_SERVING,
             update_version=number,
@@ -204,7 +215,7 @@ class EngineRank:
         """Report no more to the service what the engine serves: it ends, or an agent reports it."""
         self._reports.end()
 
-    def _say(self, *, state: str, target: int = 0, error: str = "", **update: int) -> None:
+    def _say(self, *, state: str, target: int = 0, error: str = "", **update: int | str) -> None:
         """Have the first rank report how the engine stands, if it is of a kind that is reported."""
         source = self.source if self.held is None else self.held.source
         if not self.engine.kind or source is None or self.engine.ranks.rank:

@@ -20,6 +20,7 @@ from weighbridge_service.api.grpc.methods import Methods, takes_long
 from weighbridge_service.api.grpc.watches import Watches, merged
 from weighbridge_service.push.image_allocator import IMAGES_OF_A_MODEL
 from weighbridge_service.service import Weighbridge
+from weighbridge_storage.documents.names import ModelName
 
 _PAGE = 100
 _LARGEST_PAGE = 1000
@@ -63,6 +64,7 @@ class ModelHandlers:
         self._gates = service.gates
         self._refs = service.refs
         self._intake = service.intake
+        self._registry = service.registry
         self._quotas = service.quotas
         self._signatures = service.signatures
         self._methods = methods
@@ -107,7 +109,13 @@ class ModelHandlers:
         else:
             patience = call.patience(_WAIT_SECONDS)
             version = await self._watches.reached(request.model, request.version, wanted, patience)
-        return pb.GetVersionResponse(version=wire.version_to_proto(version))
+        push = None
+        if request.with_ranks:
+            push = self._registry.find(ModelName.parse(version.model), version.number)
+        return pb.GetVersionResponse(
+            version=wire.version_to_proto(version),
+            ranks=() if push is None else map(wire.rank_to_proto, push.progress.ranks),
+        )
 
     def ListVersions(self, request: pb.ListVersionsRequest, call: Call) -> pb.ListVersionsResponse:
         size = _page(request.page_size)

@@ -204,6 +204,7 @@ class GrpcServer:
         listener: where it answers.
         service: what it is the face of.
         lane: what processes of this machine are told of.
+        http: ``host:port`` of the HTTP face, of which clients are told; empty without one.
         limits: how much calls may take.
     """
 
@@ -212,6 +213,7 @@ class GrpcServer:
         listener: GrpcListener,
         service: Weighbridge,
         lane: LaneServer,
+        http: str = "",
         limits: CallLimits = DEFAULT_LIMITS,
     ) -> None:
         self._limits = limits
@@ -258,7 +260,7 @@ class GrpcServer:
             (checkpoint_service_pb2, "CheckpointService", CheckpointHandlers(service, methods, bulk)),
             (weight_service_pb2, "WeightService", WeightHandlers(service, bulk)),
             (engine_service_pb2, "EngineService", EngineHandlers(service.engines)),
-            (local_lane_pb2, "LocalLaneService", LocalLaneHandlers(lane, service.access)),
+            (local_lane_pb2, "LocalLaneService", LocalLaneHandlers(lane, service.access, http)),
             (
                 replica_service_pb2,
                 "ReplicaService",

@@ -57,11 +57,13 @@ class LocalLaneHandlers:
     Args:
         lane: what is told of.
         access: gives tickets for it.
+        http: ``host:port`` of the HTTP face; empty without one.
     """
 
-    def __init__(self, lane: LaneServer, access: Access) -> None:
+    def __init__(self, lane: LaneServer, access: Access, http: str) -> None:
         self._lane = lane
         self._access = access
+        self._http = http
 
     def GetLocalLane(
         self, request: local_lane_pb2.GetLocalLaneRequest, call: Call
@@ -72,6 +74,7 @@ class LocalLaneHandlers:
             unavailable=self._lane.unavailable,
             private=self._lane.private,
             ticket="" if call.evidence is None else self._access.lane_ticket(call.evidence),
+            http=self._http,
         )
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Request
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Request
 from pydantic import Field
 
 from weighbridge_service.api.http.callers import peer_of
 from weighbridge_service.api.http.parameters import Name, Namespace
 from weighbridge_service.api.http.resources import Out
 from weighbridge_service.engines.known_engines import KnownEngines
+from weighbridge_service.engines.pages import LARGEST_PAGE
 
 
 class EngineOut(Out):
@@ -55,6 +58,12 @@ class EnginesOut(Out):
     """Engines whose agents have reported lately."""
 
     engines: list[EngineOut] = Field(description="Engines, by model, address and id.")
+    next: str = Field(description="Where the next page begins; empty if there are no more.")
+
+
+_PAGE = 100
+After = Annotated[str, Query(description="Begin where the page before has said, in `next`.")]
+Limit = Annotated[int, Query(ge=1, le=LARGEST_PAGE, description="Largest number of engines.")]
 
 
 def engines_router(engines: KnownEngines) -> APIRouter:
@@ -66,13 +75,17 @@ def engines_router(engines: KnownEngines) -> APIRouter:
     router = APIRouter(tags=["engines"])
 
     @router.get("/v1/engines")
-    def list_engines(request: Request) -> EnginesOut:
-        """Engines of all models that the caller may look at."""
-        return EnginesOut.model_validate({"engines": engines.listed(sees=peer_of(request).sees)})
+    def list_engines(request: Request, after: After = "", limit: Limit = _PAGE) -> EnginesOut:
+        """Engines of all models that the caller may look at. Give `next` of a page as `after` to get the next one."""
+        found, more = engines.page("", peer_of(request).sees, after, limit)
+        return EnginesOut.model_validate({"engines": found, "next": more})
 
     @router.get("/v1/models/{namespace}/{name}/engines")
-    def list_engines_of(namespace: Namespace, name: Name) -> EnginesOut:
-        """Engines that serve versions of a model, and how far behind their refs they are."""
-        return EnginesOut.model_validate({"engines": engines.listed(f"{namespace}/{name}")})
+    def list_engines_of(
+        namespace: Namespace, name: Name, request: Request, after: After = "", limit: Limit = _PAGE
+    ) -> EnginesOut:
+        """Engines that serve versions of a model, and how far behind their refs they are. Likewise in pages."""
+        found, more = engines.page(f"{namespace}/{name}", peer_of(request).sees, after, limit)
+        return EnginesOut.model_validate({"engines": found, "next": more})
 
     return router

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 _UNTRACED = "/livez,/readyz,/metrics,/events"
 """Probes and scrapes come every few seconds, and streams of events last as long as their readers."""
 _WITH_QUERY = ("http.url", "http.target", "url.full", "url.query")
+_LONGEST = 256
+"""Characters of what a span says of a request."""
 
 
 def trace_requests(app: FastAPI) -> None:
@@ -23,14 +25,17 @@ def trace_requests(app: FastAPI) -> None:
         return
     from opentelemetry.instrumentation.fastapi import FastAPIInstrumentor
     from opentelemetry.metrics import NoOpMeterProvider
+    from opentelemetry.propagate import set_global_textmap
 
+    from weighbridge._tracing.http_parents import TraceParents
     from weighbridge._tracing.opentelemetry import OpenTelemetry
 
     tracing = OF_PROCESS.tracing()
     if isinstance(tracing, OpenTelemetry):
+        set_global_textmap(TraceParents())  # the instrumentation takes none of its own
         FastAPIInstrumentor.instrument_app(
             app,
-            server_request_hook=_without_query,
+            server_request_hook=_bounded,
             tracer_provider=tracing.provider,
             meter_provider=NoOpMeterProvider(),
             excluded_urls=_UNTRACED,
@@ -40,7 +45,13 @@ def trace_requests(app: FastAPI) -> None:
         )
 
 
-def _without_query(span: Span, scope: Mapping[str, Any]) -> None:
-    """A query may have anything in it, as what was meant for a header."""
+def _bounded(span: Span, scope: Mapping[str, Any]) -> None:
+    """A query may have anything in it, as what was meant for a header. Whoever reaches the port chooses the rest, and thousands of spans wait for a
+    collector that does not answer, which refuses a batch as a whole if it is too long."""
     for name in _WITH_QUERY:
         span.set_attribute(name, scope.get("path", ""))
+    for name, value in dict(getattr(span, "attributes", None) or {}).items():
+        if isinstance(value, str) and len(value) > _LONGEST:
+            span.set_attribute(name, value[:_LONGEST])
+        elif isinstance(value, tuple):  # headers that the environment asks for
+            span.set_attribute(name, [str(each)[:_LONGEST] for each in value])

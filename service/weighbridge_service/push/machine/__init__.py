@@ -10,7 +10,7 @@ May import: `catalog.holding`, `plan`, and the values and errors of `weighbridge
 - `events`: what happens to a push.
 - `effects`: what is to be done about it.
 - `shown`: what everybody sees of a push, and what it waits for.
-- `rank_progress`: how far each rank is, and which of them the others waited for.
+- `rank_progress`: how far a push and each of its ranks are, and when it is given up.
 - `answers`: what its callers are answered.
 - `opening`: what a request to open a version leads to.
 """

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from weighbridge._core.metadata import by_trainer
 from weighbridge._core.resources import HELD_CANDIDATE
 from weighbridge._core.text.counts import counted
 from weighbridge.errors import AlreadyExists, DeadlineExceeded, FailedPrecondition
@@ -48,7 +49,7 @@ def is_known(state: PushState, said: Said) -> bool:
     """Whether all that a rank says of a version when it opens it was said before."""
     holding = state.holding
     return (
-        (not said.metadata or bool(state.opened.metadata))
+        (not said.metadata or bool(by_trainer(state.opened.metadata)))
         and (not said.candidate or HELD_CANDIDATE in holding.opened)
         and (not said.allow_nonfinite or holding.allows_nonfinite)
         and said.cast_from <= {*state.cast_from}

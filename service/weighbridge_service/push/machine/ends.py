@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from weighbridge._core.pauses import Pauses
-from weighbridge._core.text.waits import ranks_text
+from weighbridge._core.text.waits import ranks_have, ranks_text
 from weighbridge.errors import (
     AlreadyExists,
     DataLoss,
@@ -19,7 +19,7 @@ from weighbridge_service.plan.declarations import Home
 from weighbridge_service.push.machine import effects as do
 from weighbridge_service.push.machine import events as on
 from weighbridge_service.push.machine.effects import Awaited, Effect
-from weighbridge_service.push.machine.phases import BEFORE_SEALED, INCOMPLETE, VISIBLE, Phase
+from weighbridge_service.push.machine.phases import INCOMPLETE, VISIBLE, Phase
 from weighbridge_service.push.machine.shown import aborted, silent_ranks
 from weighbridge_service.push.machine.state import Moment, PushState
 from weighbridge_service.push.machine.wanted import LISTEN, LOOK
@@ -195,18 +195,19 @@ def head_said(state: PushState, said: on.HeadSaid, now: Moment) -> Transition:
 
 def timed_out(state: PushState, missing: tuple[str, ...], now: Moment) -> Transition:
     """Give the version up if no rank was heard of in time."""
-    seconds = state.limits.receive_timeout
-    if state.phase not in BEFORE_SEALED or now.seconds < state.heard_at + seconds:
+    until = state.given_up_at
+    if until is None or now.seconds < until:
         return state, ()
-    message = f"{state.name} was given up: nothing was heard of its ranks for {seconds:g} s"
+    message = (
+        f"{state.name} was given up: nothing was heard of its ranks for {state.limits.receive_timeout:g} s"
+    )
     fix = "push the step again on all ranks"
     if silent := silent_ranks(state):
         undeclared = [rank for rank in silent if rank in state.declarations.absent]
-        who = ranks_text(undeclared or silent)
-        verb = "has" if len(undeclared or silent) == 1 else "have"
+        who = undeclared or silent
         missed = "declared a layout" if undeclared else "pushed everything"
-        message += f", and {who} {verb} not {missed}"
-        fix = f"look what became of {who}: a process that was killed, or a push that has failed; then {fix}"
+        message += f", and {ranks_have(who)} not {missed}"
+        fix = f"look what became of {ranks_text(who)}: a process that was killed, or a push that has failed; then {fix}"
     error = VersionFailed(message, details=missing, fix=fix)
     return end(state, Phase.FAILED, error)
 

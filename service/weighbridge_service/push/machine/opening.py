@@ -30,6 +30,7 @@ class OpeningRequest:
         nbytes: size that the version's safetensors files will have together.
         by: who asks, as the service knows them; empty if it knows nobody by name.
         at_least: the lowest number that a new version gets.
+        other: which version another job has pushed since the one that asks has.
     """
 
     request_id: str
@@ -44,6 +45,7 @@ class OpeningRequest:
     nbytes: int = 0
     by: str = ""
     at_least: int = 0
+    other: str = ""
 
     def open(self, head: Head, now_ms: int) -> tuple[Head, tuple[OpenEntry, Head]]:
         """Open the version, or find it open; gives it, and the head with it.
@@ -83,6 +85,7 @@ class OpeningRequest:
             nbytes=self.nbytes,
             by=self.by,
             at_least=self.at_least,
+            other=self.other,
         )
 
 

@@ -1,68 +1,61 @@
-"""Progress of the ranks of one push: how far each is, and which of them the others waited for. Pure."""
+"""Progress of one push, by its state: how far it and each of its ranks are, and when it is given up. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from statistics import median_low
 
-from weighbridge_service.push.machine.state import PushState
-
-_NOTABLE_MS = 100
-"""By how much the last rank must be behind the middle one for it to count as held up by it."""
-_NOTABLE_SHARE = 0.1
-"""And for how much of the time that the push took."""
+from weighbridge._core.reports.rank_progress import RankProgress
+from weighbridge_service.push.machine.phases import FINAL
+from weighbridge_service.push.machine.state import Moment, PushState
 
 
 @dataclass(frozen=True, slots=True)
-class RankProgress:
-    """How far a rank is.
+class Received:
+    """What has come of a rank's stream.
 
     Attributes:
-        rank: which one.
-        declared_ms: when it has declared its layout, in milliseconds since 1970 UTC; 0 if it has not.
-        sealed_ms: when all of its bytes were here, and it had said so, likewise.
-        received: bytes of its stream that have come.
-        total: bytes that it pushes; 0 before there is a plan.
-        elsewhere: whether it pushes to another replica, which knows more.
+        come: bytes that have.
+        meant: bytes that are to come to this replica.
+        copying: as in `RankProgress`.
     """
 
-    rank: int
-    declared_ms: int = 0
-    sealed_ms: int = 0
-    received: int = 0
-    total: int = 0
-    elsewhere: bool = False
+    come: int
+    meant: int
+    copying: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class HeldUp:
-    """The rank that the others waited for.
+class PushProgress:
+    """How far a push is, as far as one process knows. Times are in milliseconds since 1970 UTC.
 
     Attributes:
-        rank: which one.
-        behind_ms: by how much it was behind the rank in the middle.
-        declaring: whether it was late to declare; otherwise it was late with its bytes.
+        ranks: how far each of its ranks is.
+        heard_ms: when one of them was last heard of; 0 if it waits for none of them.
+        given_up_ms: when it is given up unless one is heard of before; likewise.
+        ended_ms: when it ended, however it did; 0 if it has not.
     """
 
-    rank: int
-    behind_ms: int
-    declaring: bool
+    ranks: tuple[RankProgress, ...] = ()
+    heard_ms: int = 0
+    given_up_ms: int = 0
+    ended_ms: int = 0
 
 
-def ranks_of(state: PushState, received: Mapping[int, tuple[int, int]]) -> tuple[RankProgress, ...]:
-    """How far each rank of a push is.
+def progress_of(state: PushState, received: Mapping[int, Received], now: Moment) -> PushProgress:
+    """How far a push is.
 
     Args:
         state: of the push.
-        received: of each rank's stream the bytes that have come, and those that are to come here; of none before there is an image.
+        received: what has come of each rank's stream; of none before there is an image.
+        now: the time.
     """
     share, streams = state.share, {} if state.agreed is None else state.agreed.prepared.streams
     declared = state.declarations.declared
 
     def of(rank: int) -> RankProgress:
         length = streams[rank].nbytes if rank in streams else 0
-        come, meant = received.get(rank, (length if rank in state.sealed else 0, length))
+        there = received.get(rank, Received(length if rank in state.sealed else 0, length))
         elsewhere = (
             rank not in share.ranks
             if share is not None
@@ -72,28 +65,21 @@ def ranks_of(state: PushState, received: Mapping[int, tuple[int, int]]) -> tuple
             rank,
             state.declared_ms.get(rank, 0),
             state.sealed_ms.get(rank, 0),
-            come,
-            length if elsewhere else meant,
+            there.come,
+            length if elsewhere else there.meant,
             elsewhere,
+            there.copying and state.phase not in FINAL,
         )
 
-    return tuple(map(of, range(state.declarations.ranks)))
+    until = state.given_up_at
+    return PushProgress(
+        tuple(map(of, range(state.declarations.ranks))),
+        0 if until is None else _unix_ms(state.heard_at, now),
+        0 if until is None else _unix_ms(until, now),
+        state.ended_ms,
+    )
 
 
-def held_up(ranks: Sequence[RankProgress]) -> HeldUp | None:
-    """Which rank the others waited for longest, of those whose times are all known; None if none was notably late."""
-    found = [each for each in (_last(ranks, declaring=True), _last(ranks, declaring=False)) if each]
-    return max(found, key=lambda each: each.behind_ms, default=None)
-
-
-def _last(ranks: Sequence[RankProgress], *, declaring: bool) -> HeldUp | None:
-    times = {
-        each.rank: each.declared_ms if declaring else each.sealed_ms for each in ranks if not each.elsewhere
-    }
-    if len(times) < 2 or not all(times.values()):
-        return None
-    begun = min(each.declared_ms for each in ranks if each.declared_ms)
-    last = max(times, key=lambda rank: times[rank])
-    behind = times[last] - median_low(times.values())
-    notable = behind >= max(_NOTABLE_MS, _NOTABLE_SHARE * (times[last] - begun))
-    return HeldUp(last, behind, declaring) if notable else None
+def _unix_ms(seconds: float, now: Moment) -> int:
+    """When the monotonic clock says ``seconds``, to the second: two readings of two clocks give the same."""
+    return round(now.unix_ms / 1000 + seconds - now.seconds) * 1000

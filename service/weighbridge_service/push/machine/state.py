@@ -10,7 +10,14 @@ from weighbridge.errors import AlreadyExists, VersionFailed, WeighbridgeError
 from weighbridge_service.catalog.holding import HoldReasons
 from weighbridge_service.plan.declarations import Agreement, Declarations, Home, KnownSet, Share
 from weighbridge_service.push.machine.effects import Awaited
-from weighbridge_service.push.machine.phases import FINAL, INCOMPLETE, TRANSITIONS, VISIBLE, Phase
+from weighbridge_service.push.machine.phases import (
+    BEFORE_SEALED,
+    FINAL,
+    INCOMPLETE,
+    TRANSITIONS,
+    VISIBLE,
+    Phase,
+)
 from weighbridge_storage.documents.entries import OpenEntry
 
 
@@ -89,6 +96,7 @@ class PushState:
         settling: the error of a publication of which it is not known yet whether it was made all the same.
         received_bytes: of tensors that have come.
         ready_ms, verified_ms, durable_ms: when it became so, in milliseconds since 1970 UTC; 0 if it did not.
+        ended_ms: when its last phase began, likewise.
         error: what ended it; of a visible version, why it is not durable.
         gave_up: of a visible version, that no further attempt is made.
         superseded: whether a newer version of the model is visible.
@@ -142,6 +150,7 @@ class PushState:
     ready_ms: int = 0
     verified_ms: int = 0
     durable_ms: int = 0
+    ended_ms: int = 0
     error: WeighbridgeError | None = None
     gave_up: bool = False
     superseded: bool = False
@@ -274,6 +283,11 @@ class PushState:
         if share is None or agreed is None:
             return False
         return set(range(len(agreed.homes))) - {share.me} <= self.complete_at
+
+    @property
+    def given_up_at(self) -> float | None:
+        """When it is given up unless a rank is heard of before; None if it does not wait for any."""
+        return self.heard_at + self.limits.receive_timeout if self.phase in BEFORE_SEALED else None
 
     @property
     def released(self) -> bool:

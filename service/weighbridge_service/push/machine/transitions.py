@@ -34,6 +34,8 @@ def step(state: PushState, event: on.Event, now: Moment) -> Transition:
         now: when.
     """
     after, effects = _taken(state, event, now)
+    if after.phase in FINAL and state.phase not in FINAL:
+        after = replace(after, ended_ms=now.unix_ms)
     if after.released and not state.released:
         effects += (do.Supersede(),)
     if _told_to_replicas(after) != _told_to_replicas(state):

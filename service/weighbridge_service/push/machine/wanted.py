@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from weighbridge_service.push.machine import effects as do
 from weighbridge_service.push.machine.effects import Awaited
-from weighbridge_service.push.machine.phases import BEFORE_SEALED, INCOMPLETE, VISIBLE, Phase
+from weighbridge_service.push.machine.phases import INCOMPLETE, VISIBLE, Phase
 from weighbridge_service.push.machine.state import PushState
 
 LOOK = 1.0
@@ -38,8 +38,8 @@ def wanted(state: PushState) -> Iterator[tuple[Awaited, float]]:
     together = share is not None and not share.alone and phase in _AFTER_FILLING
     if phase in INCOMPLETE or together:
         yield do.LookAtHead(closing=together), 0.0
-    if phase in BEFORE_SEALED:
-        yield do.NameMissing(), state.heard_at + state.limits.receive_timeout
+    if state.given_up_at is not None:
+        yield do.NameMissing(), state.given_up_at
     if phase is Phase.OPEN and state.declarations.complete:
         yield do.MakePlan(), 0.0
     if phase is Phase.PLANNED:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -368,6 +369,26 @@ def test_an_optimizer_of_another_kind_is_refused_by_its_options(stored: str, own
     ):
         pushed(module, optimizer).fill(torch_fit(other, filled, strict=strict))
     assert not filled.state
+
+
+@pytest.mark.parametrize("own", [torch.optim.Adam, torch.optim.AdamW], ids=["Adam", "AdamW"])
+def test_an_optimizer_whose_options_are_all_known_to_another_kind_is_refused_by_its_kind(own: Any) -> None:
+    module, other = Net(1), Net(2)
+    optimizer, filled = torch.optim.Adamax(module.parameters()), own(other.parameters())
+    train(module, optimizer, range(2))
+    held = training_tensors(module, optimizer)
+    before = {key: value for key, value in held.values["optimizer"].items() if key != "kinds"}
+    earlier = replace(held, values={**held.values, "optimizer": before})
+    with pytest.raises(LayoutError) as error:
+        Whole.of([TrainingState.of(held, RankValues(), 0)]).fill(torch_fit(other, filled))
+    assert error.value.details == (
+        f"group 0 of the optimizer is of {own.__name__}; the version's is of Adamax",
+    )
+    assert not filled.state
+    for state, strict in ((held, False), (earlier, True)):
+        filled = own(other.parameters())
+        Whole.of([TrainingState.of(state, RankValues(), 0)]).fill(torch_fit(other, filled, strict=strict))
+        assert {*filled.state[other.scale]} == {"step", "exp_avg", "exp_inf"}
 
 
 def test_options_of_a_later_torch_and_of_schedulers_do_not_make_an_optimizer_another_one() -> None:

@@ -28,7 +28,7 @@ from tests.support.raw_clients import RawClient, TinyModel, cut, rows_layout, st
 from tests.support.services import RunningService, lane_service, running_service
 from tests.support.waiting import eventually
 from weighbridge import EngineClient, TrainerClient
-from weighbridge._clients.transport import find_lane
+from weighbridge._clients.transport import find_faces
 from weighbridge._core.resources import VersionState
 from weighbridge._lane import protocol
 from weighbridge._lane.connection import LaneConnection
@@ -511,7 +511,7 @@ def test_a_socket_in_the_users_own_folder_is_for_this_user_only(
                 lane.connect(service.lane.path)
 
         assert in_a_fork(connect, NOBODY)()
-        assert find_lane(service.address).private
+        assert find_faces(service.address).private
         connected(service.address).close()
 
 

@@ -13,7 +13,9 @@ May import: `callers`, `problems` and `guard` beside this folder, `exports`, `se
 - `rendering`: views as HTML.
 - `reading`: what views are made of, read from the service.
 - `viewer`: what somebody may who looks at a page; pure.
-- `engine_view`, `index_view`, `model_view`, `push_view`, `version_view`: views; pure.
+- `index_view`, `model_view`, `version_view`: views of pages; pure.
+- `push_view`, `engine_view`, `refs_view`, `timeline_view`, `retention_view`, `exports_view`: views of the parts of a model's page; pure.
+- `version_summary`: what pages say of a version; pure.
 - `words`: figures as text; pure.
 - `distributions`: a tensor's values as a small picture.
 """

@@ -10,8 +10,8 @@ import numpy as np
 from weighbridge._core.dtypes import DType
 from weighbridge._core.layouts import Placement
 from weighbridge._core.lru import Cache
+from weighbridge._core.text.counts import readable_count
 from weighbridge.errors import NotFound
-from weighbridge_service.api.http.pages import words
 from weighbridge_service.service import Weighbridge
 from weighbridge_storage.documents.names import ModelName
 from weighbridge_storage.memory.file_bytes import FileBytes
@@ -151,8 +151,8 @@ def svg(found: Distribution) -> str:
 
 def said(found: Distribution) -> str:
     """A distribution in words."""
-    odd = f", {words.count(found.nonfinite)} not finite" if found.nonfinite else ""
+    odd = f", {readable_count(found.nonfinite)} not finite" if found.nonfinite else ""
     return (
         f"{found.least:.4g} to {found.greatest:.4g}, mean {found.mean:.3g}, standard deviation {found.sigma:.3g}; "
-        f"{words.count(found.sampled)} values sampled{odd}"
+        f"{readable_count(found.sampled)} values sampled{odd}"
     )

@@ -16,8 +16,8 @@ from weighbridge._core.engines.facts import (
     Engine,
 )
 from weighbridge._core.text.counts import counted
+from weighbridge._core.text.durations import readable_duration
 from weighbridge._core.text.sizes import readable_size
-from weighbridge_service.api.http.pages import words
 
 _SHOWN = 200
 """Engines of which each has a line; those that need a look come first."""
@@ -140,4 +140,6 @@ def _update_text(each: Engine) -> str:
     seconds = each.update_prepare_seconds + each.update_pause_seconds
     lane = f" by {each.update_lane}" if each.update_lane else ""
     brought = f"{readable_size(each.update_bytes)}{lane} in " if each.update_bytes else "in "
-    return f"{brought}{words.duration(round(1000 * seconds))}, {words.duration(round(1000 * each.update_pause_seconds))} of it paused"
+    return (
+        f"{brought}{readable_duration(seconds)}, {readable_duration(each.update_pause_seconds)} of it paused"
+    )

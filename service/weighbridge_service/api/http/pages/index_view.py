@@ -7,9 +7,12 @@ from dataclasses import dataclass
 
 from weighbridge._core.engines.facts import Engine
 from weighbridge._core.resources import REF_LATEST, REF_LIVE, Model, Version, VersionState
+from weighbridge._core.text.counts import percent
+from weighbridge._core.text.durations import readable_duration
 from weighbridge._core.text.sizes import readable_size
 from weighbridge_service.api.http.pages import words
 from weighbridge_service.api.http.pages.engine_view import summary
+from weighbridge_service.api.http.pages.version_summary import push_ms
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +115,7 @@ def _row(facts: ModelFacts) -> ModelRow:
     receiving = next(
         (each for each in newest if each.state in (VersionState.OPEN, VersionState.RECEIVING)), None
     )
-    push_ms = complete.ready_time_ms - complete.create_time_ms if complete else 0
+    took_ms = push_ms(complete) if complete else 0
     return ModelRow(
         name=model.name,
         model_type=model.model_type,
@@ -121,14 +124,12 @@ def _row(facts: ModelFacts) -> ModelRow:
         live=model.refs.get(REF_LIVE, 0),
         latest=model.refs.get(REF_LATEST, 0),
         receiving=receiving,
-        receiving_percent=words.percent(receiving.received_bytes, receiving.tensor_bytes)
-        if receiving and receiving.tensor_bytes
-        else 0,
+        receiving_percent=percent(receiving.received_bytes, receiving.tensor_bytes) if receiving else 0,
         failed=newest[0] if newest and newest[0].state.given_up else None,
         held=tuple(each.number for each in newest if each.held and each.state.visible),
         pushed_ms=complete.create_time_ms if complete else 0,
-        push_time=words.duration(push_ms) if push_ms else words.NONE,
-        push_rate=words.rate(complete.tensor_bytes, push_ms) if complete else words.NONE,
+        push_time=readable_duration(took_ms / 1000) if complete else words.NONE,
+        push_rate=words.rate(complete.tensor_bytes, took_ms) if complete else words.NONE,
         tags=tuple(sorted((ref, n) for ref, n in model.refs.items() if ref not in (REF_LIVE, REF_LATEST))),
         engines=summary(facts.engines),
     )

@@ -17,11 +17,11 @@ from collections.abc import AsyncIterator, Callable, Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 
-import anyio.to_thread
 from anyio import CapacityLimiter
 
 from weighbridge.errors import WeighbridgeError
 from weighbridge_service.admission.quotas import may_have
+from weighbridge_service.api.http.threads import in_thread
 from weighbridge_service.catalog.changes import Changes
 from weighbridge_storage.documents.names import ModelName
 
@@ -37,9 +37,15 @@ _PERIOD = 1.5
 """Seconds between two looks at something else: other replicas may change it."""
 _LOOK_SECONDS = 5.0
 """Between two questions whether a page may still be told, while nothing changes."""
+_LATE_SECONDS = 10.0
+"""After which those who look at a view are told that it cannot be made as yet."""
 _MOST_VIEWS = 512
 _THREADS = 2
 """Views that are made at one time."""
+_LATE = (
+    "The store does not answer, or the service has too much to do: what is shown is from before. "
+    "/readyz and the log of the service say more."
+)
 TROUBLE = "trouble"
 """Name of the fragment that says why a view cannot be made."""
 
@@ -193,8 +199,9 @@ class LiveViews:
         if self._threads is None:
             self._threads = CapacityLimiter(_THREADS)
         before = live.sequence
+        late = asyncio.get_running_loop().call_later(_LATE_SECONDS, live.take, {TROUBLE: _LATE})
         try:
-            made, cost = await anyio.to_thread.run_sync(_timed, live.make, limiter=self._threads)
+            made, cost = await in_thread(lambda: _timed(live.make), self._threads)
         except WeighbridgeError as error:
             live.take({TROUBLE: error.message})
             return False, 0.0
@@ -202,6 +209,8 @@ class LiveViews:
             log.exception("a page could not be made")
             live.take({TROUBLE: "the service failed; its log says more"})
             return False, 0.0
+        finally:
+            late.cancel()
         live.take({TROUBLE: "", **made.html})
         return made.busy, cost + (live.viewers * _SENDING if live.sequence > before else 0.0)
 

@@ -1,18 +1,23 @@
-"""View of a push: how far it and each of its ranks are, what it waits for, and what it cost. Pure."""
+"""View of pushes that are under way: how far each and its ranks are, what it waits for, and when it is given up. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from weighbridge._core.reports.rank_progress import RankProgress, RankStage
 from weighbridge._core.resources import Version, VersionState
+from weighbridge._core.text.counts import percent
 from weighbridge._core.text.sizes import readable_size
 from weighbridge._core.text.waits import ranks_text
 from weighbridge_service.api.http.pages import words
-from weighbridge_service.push.machine.rank_progress import RankProgress, held_up
+from weighbridge_service.api.http.pages.timeline_view import VersionPage
+from weighbridge_service.push.machine.rank_progress import PushProgress
 
 _SHOWN = 1024
 """Ranks of which each has a cell."""
+_QUIET_MS = 3000
+"""After which it is said that nothing is heard of any rank, and when the push is given up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,13 +26,13 @@ class RankCell:
 
     Attributes:
         rank: which one.
-        state: ``missing``, ``declared``, ``sending``, ``sealed`` or ``elsewhere``.
-        percent: of its bytes that have come.
+        state: where it stands.
+        percent: of its bytes that have come; 0 of one that is copying, as that is not known.
         text: the same in words.
     """
 
     rank: int
-    state: str
+    state: RankStage
     percent: int
     text: str
 
@@ -40,13 +45,16 @@ class LivePush:
         number, step, run, state: of the version.
         opened_ms: when it was opened.
         percent: of its bytes that have come.
+        percent_text: the same in words, as long as that is known.
         bytes_text: how many of how many.
         rate: since it was opened.
         ranks: cells of its ranks; none where their replica knows more.
         ranks_total: how many there are.
-        ranks_text: how many have sealed.
+        ranks_text: how many have sealed, and copy to shared memory.
         missing: the ranks that have not declared, in words; empty if all have.
         waits_for: what it waits for.
+        heard_ms, given_up_ms: when a rank was last heard of, and when the push is given up unless one is before; 0 if one was just now, or that
+            is not known.
     """
 
     number: int
@@ -55,6 +63,7 @@ class LivePush:
     state: VersionState
     opened_ms: int
     percent: int
+    percent_text: str
     bytes_text: str
     rate: str
     ranks: tuple[RankCell, ...]
@@ -62,27 +71,59 @@ class LivePush:
     ranks_text: str
     missing: str
     waits_for: tuple[str, ...]
+    heard_ms: int
+    given_up_ms: int
 
 
-def live_push(version: Version, ranks: Sequence[RankProgress], now_ms: int) -> LivePush:
+@dataclass(frozen=True, slots=True)
+class Pushes:
+    """What is being received."""
+
+    model: str
+    pushes: tuple[LivePush, ...]
+
+
+def pushes_view(model: str, page: VersionPage, now_ms: int) -> Pushes:
+    """What is being received of a model.
+
+    Args:
+        model: which one.
+        page: of its versions.
+        now_ms: the time, in milliseconds since 1970 UTC.
+    """
+    return Pushes(
+        model,
+        tuple(
+            live_push(each, page.progress_of(each), now_ms)
+            for each in page.versions
+            if each.state in (VersionState.OPEN, VersionState.RECEIVING)
+        ),
+    )
+
+
+def live_push(version: Version, progress: PushProgress, now_ms: int) -> LivePush:
     """The view of a version that is being received.
 
     Args:
         version: which one.
-        ranks: how far each of its ranks is, as far as it is known here.
+        progress: of its push, as far as it is known here.
         now_ms: the time, in milliseconds since 1970 UTC.
     """
-    received = max(version.received_bytes, sum(each.received for each in ranks))
-    total = version.tensor_bytes or sum(each.total for each in ranks)
-    absent = [each.rank for each in ranks if not each.declared_ms and not each.elsewhere]
-    sealed = sum(bool(each.sealed_ms) for each in ranks) if ranks else version.sealed_ranks
+    ranks = progress.ranks
+    received = max(version.received_bytes, sum(each.received_bytes for each in ranks))
+    total = version.tensor_bytes or sum(each.total_bytes for each in ranks)
+    sealed = sum(each.stage is RankStage.SEALED for each in ranks) if ranks else version.sealed_ranks
+    copying = sum(each.stage is RankStage.COPYING for each in ranks)
+    done = percent(received, total)
+    quiet = now_ms - progress.heard_ms >= _QUIET_MS and not copying
     return LivePush(
         number=version.number,
         step=version.step,
         run=version.run,
         state=version.state,
         opened_ms=version.create_time_ms,
-        percent=words.percent(received, total) if total else 0,
+        percent=done,
+        percent_text="copying" if copying and not received else f"{done} %",
         bytes_text=f"{readable_size(received)} of {readable_size(total)}"
         if total
         else readable_size(received),
@@ -90,10 +131,19 @@ def live_push(version: Version, ranks: Sequence[RankProgress], now_ms: int) -> L
         rate=words.rate(received, max(1, (now_ms - version.create_time_ms) // 1000) * 1000),
         ranks=cells(ranks),
         ranks_total=version.ranks,
-        ranks_text=f"{sealed} of {version.ranks} sealed",
-        missing=ranks_text(absent) if absent else "",
+        ranks_text=f"{sealed} of {version.ranks} sealed"
+        + (f", {copying} copying to shared memory" if copying else ""),
+        missing=missing_text(ranks),
         waits_for=version.waits_for,
+        heard_ms=progress.heard_ms if quiet else 0,
+        given_up_ms=progress.given_up_ms if quiet else 0,
     )
+
+
+def missing_text(ranks: Sequence[RankProgress]) -> str:
+    """The ranks of which nothing was heard, in words; empty if there is none."""
+    absent = [each.rank for each in ranks if each.stage is RankStage.MISSING]
+    return ranks_text(absent) if absent else ""
 
 
 def cells(ranks: Sequence[RankProgress]) -> tuple[RankCell, ...]:
@@ -101,24 +151,19 @@ def cells(ranks: Sequence[RankProgress]) -> tuple[RankCell, ...]:
     return tuple(map(_cell, ranks[:_SHOWN]))
 
 
-def held_up_text(ranks: Sequence[RankProgress]) -> str:
-    """Who held the others up, in words; empty if nobody did notably, or nobody knows."""
-    found = held_up(ranks)
-    if found is None:
-        return ""
-    late = "to declare" if found.declaring else "with its bytes"
-    return f"rank {found.rank} was {words.duration(found.behind_ms)} behind {late}"
-
-
 def _cell(each: RankProgress) -> RankCell:
-    done = 100 if each.sealed_ms else words.percent(each.received, each.total) if each.total else 0
-    amount = f"{readable_size(each.received)} of {readable_size(each.total)}"
-    if each.elsewhere:
-        return RankCell(each.rank, "elsewhere", 0, "pushes to another replica")
-    if each.sealed_ms:
-        return RankCell(each.rank, "sealed", 100, f"sealed, {readable_size(each.total)}")
-    if each.received:
-        return RankCell(each.rank, "sending", done, amount)
-    if each.declared_ms:
-        return RankCell(each.rank, "declared", 0, "declared, nothing received")
-    return RankCell(each.rank, "missing", 0, "not heard of")
+    done = percent(each.received_bytes, each.total_bytes)
+    match each.stage:
+        case RankStage.ELSEWHERE:
+            shown = 0, "pushes to another replica"
+        case RankStage.SEALED:
+            shown = 100, f"sealed, {readable_size(each.total_bytes)}"
+        case RankStage.COPYING:
+            shown = 0, f"copies {readable_size(each.total_bytes)} to shared memory itself"
+        case RankStage.SENDING:
+            shown = done, f"{readable_size(each.received_bytes)} of {readable_size(each.total_bytes)}"
+        case RankStage.DECLARED:
+            shown = 0, "declared, nothing received"
+        case RankStage.MISSING:
+            shown = 0, "not heard of"
+    return RankCell(each.rank, each.stage, *shown)

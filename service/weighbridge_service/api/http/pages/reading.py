@@ -10,9 +10,11 @@ from itertools import islice
 from weighbridge._core.engines.facts import Engine
 from weighbridge._core.lru import Cache
 from weighbridge._core.resources import Model, Version
+from weighbridge._formats.safetensors_files import FilesLayout
 from weighbridge._signing.bundle import signed_by
 from weighbridge.errors import FailedPrecondition, NotFound
 from weighbridge_service.api.http.pages import index_view, model_view
+from weighbridge_service.api.http.pages.timeline_view import VersionPage
 from weighbridge_service.api.http.pages.version_view import (
     Contents,
     FileFacts,
@@ -25,8 +27,10 @@ from weighbridge_service.api.http.pages.version_view import (
 from weighbridge_service.catalog.head_versions import page_of
 from weighbridge_service.exports.jobs import Exports
 from weighbridge_service.models.registration import summary_from_head
+from weighbridge_service.push.machine.rank_progress import PushProgress
 from weighbridge_service.service import Weighbridge
 from weighbridge_storage.documents.names import ModelName
+from weighbridge_storage.head.head import Head
 from weighbridge_storage.head.history import History
 from weighbridge_storage.versions.manifest import Manifest
 from weighbridge_storage.versions.reading import read_manifest
@@ -96,14 +100,16 @@ class Reader:
         known = service.catalog.snapshots.of_model(model)
         history = service.catalog.history(model)
         head = history.head
-        page = page_of(model, history, known, before, VERSIONS + 1, include_invisible=True)
+        versions = page_of(model, history, known, before, VERSIONS + 1, include_invisible=True)
         return model_view.ModelFacts(
             model=summary_from_head(model, head, service.catalog.refs_of(model, head)),
             training=not model.part and service.catalog.heads.read(model.training) is not None,
-            versions=tuple(page[:VERSIONS]),
-            before=before,
-            more=len(page) > VERSIONS,
-            ranks={push.state.opened.number: push.rank_progress for push in service.registry.of_model(model)},
+            page=VersionPage(
+                tuple(versions[:VERSIONS]),
+                before,
+                len(versions) > VERSIONS,
+                {each.number: self._progress(model, each.number, head) for each in versions[:VERSIONS]},
+            ),
             protections=service.refs.protections(name),
             requests=service.refs.requests(name),
             gate=head.gate,
@@ -121,12 +127,11 @@ class Reader:
         """
         service, model = self._service, ModelName.parse(name)
         version = service.catalog.get_version(name, number)
-        push = service.registry.find(model, version.number)
         refs = service.catalog.refs(name)
         return VersionFacts(
             version=version,
             refs=tuple(sorted(ref for ref, named in refs.items() if named == version.number)),
-            ranks=() if push is None else push.rank_progress,
+            progress=self._progress(model, version.number, service.catalog.heads.last_read(model)),
             contents=self._contents_of(model, version),
             signatures=self._signatures(name, version),
             engines=tuple(service.engines.listed(name)),
@@ -140,28 +145,31 @@ class Reader:
         newest = page_of(name, history, known, 0, _NEWEST, include_invisible=True)
         return index_view.ModelFacts(model, tuple(newest), tuple(engines))
 
+    def _progress(self, model: ModelName, number: int, head: Head | None) -> PushProgress:
+        """How far a push is or was; of one that this process knows nothing of, when it failed, as the head has it."""
+        push = self._service.registry.find(model, number)
+        if push is not None:
+            return push.progress
+        failed = None if head is None else head.failed.get(number)
+        return PushProgress(ended_ms=0 if failed is None else failed.failed_ms)
+
     def _contents_of(self, model: ModelName, version: Version) -> Contents:
         """What lies in a version: by its manifest once it is durable, and by its layout as long as it is in memory alone."""
-        if version.state.stored:
-            key = (model, version.number, version.create_time_ms)
-            found = self._contents.get(key)
-            if found is None:
-                with self._service.catalog.unless_deleted(model, version.number):
-                    found = _of_manifest(read_manifest(self._service.catalog.store, model, version.number))
-                self._contents.put(key, found)
+        stored = version.state.stored
+        key = (model, version.number, version.create_time_ms, stored)
+        found = self._contents.get(key)
+        if found is not None:
             return found
-        known = self._service.catalog.snapshots.get(model, version.number)
-        layout = None if known is None else known.files
-        if layout is None:
-            return Contents()
-        places = {place.shard.tensor: place.buffer for place in layout.layout.placements}
-        return Contents(
-            tuple(FileFacts(name, size) for name, size in layout.file_sizes.items()),
-            tuple(
-                TensorFacts(name, spec.dtype.name, tuple(spec.shape), spec.nbytes, places.get(name, ""))
-                for name, spec in sorted(layout.layout.tensors.items(), key=lambda item: in_order(item[0]))
-            ),
-        )
+        if stored:
+            with self._service.catalog.unless_deleted(model, version.number):
+                found = _of_manifest(read_manifest(self._service.catalog.store, model, version.number))
+        else:
+            known = self._service.catalog.snapshots.get(model, version.number)
+            if known is None or known.files is None:
+                return Contents()
+            found = _of_layout(known.files)
+        self._contents.put(key, found)
+        return found
 
     def _signatures(self, name: str, version: Version) -> tuple[SignatureFacts, ...]:
         if not version.state.stored:
@@ -177,6 +185,18 @@ class Reader:
         found = tuple(SignatureFacts(each.id, *signed_by(each.content)) for each in read)
         self._signed.put(key, (now, found))
         return found
+
+
+def _of_layout(files: FilesLayout) -> Contents:
+    layout = files.layout
+    places = {place.shard.tensor: place.buffer for place in layout.placements}
+    return Contents(
+        tuple(FileFacts(name, size) for name, size in files.file_sizes.items()),
+        tuple(
+            TensorFacts(name, spec.dtype.name, tuple(spec.shape), spec.nbytes, places.get(name, ""))
+            for name, spec in sorted(layout.tensors.items(), key=lambda item: in_order(item[0]))
+        ),
+    )
 
 
 def _of_manifest(manifest: Manifest) -> Contents:

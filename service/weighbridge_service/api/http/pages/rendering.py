@@ -14,15 +14,17 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from weighbridge._core.lru import Cache
-from weighbridge._core.text.counts import counted
+from weighbridge._core.text.counts import counted, readable_count
 from weighbridge._core.text.sizes import readable_size
 from weighbridge_service.api.http.pages import words
 from weighbridge_service.api.http.pages.viewer import Viewer
+from weighbridge_service.runtime.clock import unix_ms
 
 _FOLDER = Path(__file__).parent
 _ASSETS = {"page.css": "text/css; charset=utf-8", "page.js": "text/javascript; charset=utf-8"}
-_KEPT = 2048
-"""Fragments that are remembered by what they were made of."""
+_KEPT = 32 << 20
+"""Characters of the fragments that are remembered by what they were made of, each with what remembering it takes."""
+_REMEMBERING = 500
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -65,14 +67,13 @@ class Renderer:
         )
         self._templates.filters |= {
             "size": readable_size,
-            "duration": words.duration,
             "iso": words.iso,
             "moment": words.moment,
-            "count": words.count,
+            "count": readable_count,
             "quoted": lambda text: quote(str(text), safe=""),
         }
         self._templates.globals |= {"counted": counted, "assets": assets(), "NONE": words.NONE}
-        self._known: Cache[Markup] = Cache(_KEPT)
+        self._known: Cache[Markup] = Cache(_KEPT, lambda html: _REMEMBERING + len(html))
 
     def fragments(self, kind: str, view: Any) -> dict[str, str]:
         """The fields of a view, which is a frozen dataclass; one that was rendered before is not rendered again.
@@ -94,7 +95,7 @@ class Renderer:
             viewer: who looks.
             values: what it is given.
         """
-        return self._templates.get_template(f"{kind}.html").render(viewer=viewer, **values)
+        return self._templates.get_template(f"{kind}.html").render(viewer=viewer, now_ms=unix_ms(), **values)
 
     def _fragment(self, kind: str, name: str, part: Any) -> Markup:
         key = (kind, name, _key(part))

@@ -36,6 +36,8 @@ _AT_ONCE = 8
 """Pages that are made at one time."""
 _SAMPLED = 2
 """Tensors that are sampled at one time."""
+_ANSWER_SECONDS = 10.0
+"""After which a page that is not made says so."""
 _PICTURE_SECONDS = 600
 """For how long a browser keeps a picture: it is of a number, which another model of the same name may have later."""
 
@@ -55,7 +57,7 @@ def pages_router(service: Weighbridge, exports: Exports) -> APIRouter:
     sessions, renderer = Sessions(), Renderer()
     pages = _Pages(service, Reader(service, exports), renderer)
     router = APIRouter(route_class=page_route(sessions, renderer), include_in_schema=False)
-    making = in_threads(CapacityLimiter(_AT_ONCE))
+    making = in_threads(CapacityLimiter(_AT_ONCE), _ANSWER_SECONDS)
     distributions = Distributions(service)
 
     @router.get("/")
@@ -112,7 +114,7 @@ def pages_router(service: Weighbridge, exports: Exports) -> APIRouter:
         """One version."""
         viewer, model = viewer_of(request), f"{namespace}/{name}"
         made = pages.version(viewer, model, version, q, first)
-        number = made[0].head.version.number
+        number = made[0].head.said.version.number
         events = f"/models/{model}/versions/{number}/events"
         return pages.answer("version", made, viewer, events, model=model, number=number, q=q, first=first)
 
@@ -134,7 +136,7 @@ def pages_router(service: Weighbridge, exports: Exports) -> APIRouter:
         )
 
     @router.get("/models/{namespace}/{name}/versions/{version}/distribution.svg")
-    @in_threads(CapacityLimiter(_SAMPLED))
+    @in_threads(CapacityLimiter(_SAMPLED), _ANSWER_SECONDS)
     def distribution(
         namespace: Namespace,
         name: Name,
@@ -146,7 +148,10 @@ def pages_router(service: Weighbridge, exports: Exports) -> APIRouter:
         return Response(
             picture,
             media_type="image/svg+xml",
-            headers={"Cache-Control": f"private, max-age={_PICTURE_SECONDS}"},
+            headers={
+                "Cache-Control": f"private, max-age={_PICTURE_SECONDS}",
+                "Vary": "Authorization, Cookie",
+            },
         )
 
     @router.get("/assets/{digest}/{file}")

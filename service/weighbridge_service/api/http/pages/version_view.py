@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from weighbridge._core.engines.facts import Engine
-from weighbridge._core.resources import Version, VersionState, why_failed, why_held
+from weighbridge._core.resources import Version, VersionState
+from weighbridge._core.text.counts import readable_count
 from weighbridge._core.text.sizes import readable_size
-from weighbridge._core.text.waits import ranks_text
 from weighbridge_service.access.scopes import Verb
 from weighbridge_service.api.http.pages import words
 from weighbridge_service.api.http.pages.engine_view import serving_it
-from weighbridge_service.api.http.pages.model_view import Span, spans_of
-from weighbridge_service.api.http.pages.push_view import LivePush, RankCell, cells, held_up_text, live_push
+from weighbridge_service.api.http.pages.push_view import LivePush, RankCell, cells, live_push, missing_text
+from weighbridge_service.api.http.pages.version_summary import VersionSummary, taken_ms, version_summary
 from weighbridge_service.api.http.pages.viewer import Viewer
-from weighbridge_service.push.machine.rank_progress import RankProgress
+from weighbridge_service.push.machine.rank_progress import PushProgress
 
 TENSORS = 100
 """Tensors on a page."""
@@ -74,7 +74,7 @@ class VersionFacts:
     Attributes:
         version: the version.
         refs: that name it.
-        ranks: how far its ranks are, or were; none where that is not known.
+        progress: how far its push is, or was, as far as that is known.
         contents: what lies in it.
         signatures: of it.
         engines: that serve its model, as their agents tell.
@@ -82,7 +82,7 @@ class VersionFacts:
 
     version: Version
     refs: tuple[str, ...]
-    ranks: tuple[RankProgress, ...]
+    progress: PushProgress
     contents: Contents
     signatures: tuple[SignatureFacts, ...]
     engines: tuple[Engine, ...] = ()
@@ -99,15 +99,11 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What is said first: the version, refs that name it, engines that serve it, why it failed or is held, and whether who looks may approve it."""
+    """What is said first: of the version, the engines that serve it, and details of its failure."""
 
-    version: Version
-    refs: tuple[str, ...]
+    said: VersionSummary
     engines: tuple[str, ...]
-    reason: str
     details: tuple[str, ...]
-    held: str
-    may_approve: bool
     news: str
 
 
@@ -116,9 +112,7 @@ class Life:
     """A version's steps, and the same as parts of a bar."""
 
     steps: tuple[Step, ...]
-    spans: tuple[Span, ...]
-    size: str
-    rate: str
+    said: VersionSummary
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,22 +213,17 @@ def version_view(
         query: part of the names of the tensors that are shown.
         first: place of the first one.
     """
-    version = facts.version
+    version, progress = facts.version, facts.progress
+    said = version_summary(version, facts.refs, progress, viewer, taken_ms(version, progress))
     return VersionView(
         head=Head(
-            version=version,
-            refs=facts.refs,
+            said=said,
             engines=serving_it(facts.engines, version.number),
-            reason=why_failed(version) if version.state.given_up else version.error,
             details=version.error_details[:_DETAILS],
-            held=why_held(version) if version.held else "",
-            may_approve=bool(version.held)
-            and version.state.visible
-            and viewer.may(Verb.APPROVE, version.model, str(version.number)),
             news=f"Version {version.number} is {version.state.value}",
         ),
-        life=_life(version),
-        ranks=_ranks(version, facts.ranks, now_ms),
+        life=Life(_steps(version), said),
+        ranks=_ranks(version, progress, said.held_up, now_ms),
         about=_about(facts),
         files=Files(
             version.model,
@@ -248,7 +237,7 @@ def version_view(
 
 def is_busy(view: VersionView) -> bool:
     """Whether something happens to the version, so that the page changes by itself."""
-    return view.head.version.state in (
+    return view.head.said.version.state in (
         VersionState.OPEN,
         VersionState.RECEIVING,
         VersionState.READY,
@@ -268,7 +257,7 @@ def as_pairs(fields: Mapping[str, object]) -> tuple[tuple[str, str], ...]:
     )
 
 
-def _life(version: Version) -> Life:
+def _steps(version: Version) -> tuple[Step, ...]:
     moments = (
         ("opened", version.create_time_ms),
         ("ready", version.ready_time_ms),
@@ -280,35 +269,29 @@ def _life(version: Version) -> Life:
     for state, at_ms in moments:
         steps.append(Step(state, at_ms, words.span(before, at_ms) if before and at_ms else ""))
         before = at_ms or before
-    longest = max(at_ms for _, at_ms in moments) - version.create_time_ms
-    push_ms = version.ready_time_ms - version.create_time_ms if version.ready_time_ms else 0
-    return Life(
-        tuple(steps),
-        spans_of(version, max(longest, 0)),
-        readable_size(version.tensor_bytes) if version.tensor_bytes else words.NONE,
-        words.rate(version.tensor_bytes, push_ms),
-    )
+    return tuple(steps)
 
 
-def _ranks(version: Version, ranks: Sequence[RankProgress], now_ms: int) -> Ranks:
+def _ranks(version: Version, progress: PushProgress, held_up: str, now_ms: int) -> Ranks:
     receiving = version.state in (VersionState.OPEN, VersionState.RECEIVING)
-    absent = [each.rank for each in ranks if not each.declared_ms and not each.elsewhere]
-    opened = version.create_time_ms
+    ranks, opened = progress.ranks, version.create_time_ms
     return Ranks(
-        live=live_push(version, ranks, now_ms) if receiving else None,
+        live=live_push(version, progress, now_ms) if receiving else None,
         total=version.ranks,
         cells=cells(ranks),
         rows=tuple(
             RankRow(
                 each.rank,
-                words.span(opened, each.declared_ms),
-                words.span(opened, each.sealed_ms),
-                readable_size(each.total) if each.total else words.NONE,
+                words.span(opened, each.declared_time_ms),
+                words.span(opened, each.sealed_time_ms),
+                f"{readable_size(each.received_bytes)} of {readable_size(each.total_bytes)}"
+                if each.received_bytes < each.total_bytes
+                else readable_size(each.total_bytes),
             )
             for each in ranks[:TENSORS]
         ),
-        missing=ranks_text(absent) if absent else "",
-        held_up=held_up_text(ranks),
+        missing=missing_text(ranks),
+        held_up=held_up,
     )
 
 
@@ -325,7 +308,7 @@ def _about(facts: VersionFacts) -> About:
         *facts.contents.lineage,
         *facts.contents.provenance,
         *(
-            [("non-finite elements", words.count(version.nonfinite_elements))]
+            [("non-finite elements", readable_count(version.nonfinite_elements))]
             if version.nonfinite_elements
             else []
         ),

@@ -9,29 +9,26 @@ from weighbridge._core import dtypes
 from weighbridge._core.boxes import Box
 from weighbridge._core.engines.facts import Engine
 from weighbridge._core.layouts import Placement, Shard
+from weighbridge._core.reports.rank_progress import RankProgress
 from weighbridge._core.resources import Version, VersionState
 from weighbridge_service.api.http.pages import words
 from weighbridge_service.api.http.pages.distributions import distribution, sample, svg
 from weighbridge_service.api.http.pages.engine_view import engines_view, serving
-from weighbridge_service.api.http.pages.model_view import spans_of
 from weighbridge_service.api.http.pages.push_view import live_push
+from weighbridge_service.api.http.pages.timeline_view import scale_ms
+from weighbridge_service.api.http.pages.version_summary import UNITS, spans_of, version_summary
 from weighbridge_service.api.http.pages.version_view import in_order
-from weighbridge_service.push.machine.rank_progress import RankProgress
+from weighbridge_service.api.http.pages.viewer import Viewer
+from weighbridge_service.push.machine.rank_progress import PushProgress
 from weighbridge_storage.memory.file_bytes import MappedBytes
 
-
-@pytest.mark.parametrize(
-    ("ms", "text"),
-    [(0, "0 ms"), (999, "999 ms"), (1500, "1.50 s"), (12_345, "12.3 s"), (125_000, "2 min 05 s"), (4_020_000, "1 h 07 min")],
-)  # fmt: skip
-def test_durations_are_read_at_a_glance(ms: int, text: str) -> None:
-    assert words.duration(ms) == text
+UNKNOWN = PushProgress()
+NOBODY = Viewer("", (), proven=False)
 
 
 def test_figures_that_are_not_known_are_no_figures() -> None:
     assert words.rate(0, 10) == words.rate(10, 0) == words.span(0, 10) == words.span(10, 0) == words.NONE
     assert words.rate(5_000_000, 2000) == "2.5 MB/s"
-    assert words.percent(999, 1000) == 99, "it is not all there"
 
 
 def test_parts_of_a_bar_stand_for_times_on_one_scale() -> None:
@@ -39,13 +36,103 @@ def test_parts_of_a_bar_stand_for_times_on_one_scale() -> None:
         "a/b", 1, VersionState.DURABLE,
         create_time_ms=1000, ready_time_ms=1500, verified_time_ms=1600, durable_time_ms=2000,
     )  # fmt: skip
-    parts = spans_of(version, 2000)
+    parts = spans_of(version, UNKNOWN, 2000)
     assert [(each.kind, each.start, each.length) for each in parts] == [
         ("received", 0, 250),
         ("verified", 250, 50),
         ("stored", 300, 200),
     ]
-    assert spans_of(Version("a/b", 1, VersionState.OPEN, create_time_ms=1000), 2000) == ()
+    assert spans_of(Version("a/b", 1, VersionState.OPEN, create_time_ms=1000), UNKNOWN, 2000) == ()
+
+
+@pytest.mark.parametrize(
+    ("lengths", "expected"),
+    [
+        ([], 0),
+        ([500], 500),
+        ([500, 90_000], 90_000),
+        ([0, 500, 600, 90_000], 600),
+        ([*range(100, 119), 90_000, 95_000], 118),
+        ([*range(100, 110), 90_000, 91_000, 92_000], 92_000),
+        ([400, 500, 900], 900),
+    ],
+    ids=["none", "one", "two", "one far longer", "a tenth far longer", "more than a tenth", "alike"],
+)
+def test_one_slow_push_does_not_set_the_scale_of_all_bars(lengths: list[int], expected: int) -> None:
+    assert scale_ms(lengths) == expected
+
+
+@pytest.mark.parametrize(
+    ("created", "times"),
+    [
+        (5000, (1000, 900, 800)),
+        (2**53, (1, 2, 3)),
+        (1, (2**53, 1, 2**53)),
+        (3_800_000_000_000, (1_700_000_000_000, 3_800_000_000_001, 2**53)),
+    ],
+    ids=["backwards", "a far opening", "leaps", "a clock in 2090"],
+)
+def test_no_clock_makes_a_bar_that_cannot_be_drawn(created: int, times: tuple[int, int, int]) -> None:
+    ready, verified, durable = times
+    version = Version(
+        "a/b", 1, VersionState.DURABLE, tensor_bytes=5,
+        create_time_ms=created, ready_time_ms=ready, verified_time_ms=verified, durable_time_ms=durable,
+    )  # fmt: skip
+    for scale in (1, 1000, 2**53):
+        for each in spans_of(version, UNKNOWN, scale):
+            assert 0 <= each.start < each.start + each.length <= UNITS
+            assert "-" not in each.text
+    assert words.iso(max(created, *times)) <= "9999-12-31T23:59:59.000+00:00"
+    assert words.moment(created).endswith(" UTC")
+
+
+def test_a_push_that_was_given_up_keeps_what_it_cost() -> None:
+    version = Version(
+        "a/b",
+        4,
+        VersionState.FAILED,
+        ranks=5,
+        tensor_bytes=9_000_000,
+        received_bytes=100,
+        create_time_ms=1000,
+    )
+    ranks = (
+        RankProgress(0, 1100, 4000, 2_000_000, 2_000_000),
+        RankProgress(1, 1100, 6000, 2_000_000, 2_000_000),
+        RankProgress(2, 1200, 0, 500_000, 2_000_000),
+        RankProgress(3),
+        RankProgress(4),
+    )
+    said = version_summary(version, (), PushProgress(ranks, ended_ms=309_000), NOBODY, 308_000)
+    assert said.cost == ("4.5 MB of 9.0 MB had come; 2 of 5 ranks had sealed, rank 1 last")
+    assert (said.times, said.spans[0].length) == ("given up after 5 min 08 s", UNITS)
+    declared = tuple(RankProgress(rank, 1100 + rank) for rank in range(3))
+    said = version_summary(version, (), PushProgress(declared, ended_ms=2000), NOBODY, 1000)
+    assert said.cost == "100 B of 9.0 MB had come; 3 of 3 ranks had declared, rank 2 last"
+    elsewhere = version_summary(
+        Version("a/b", 4, VersionState.FAILED, create_time_ms=1000),
+        (),
+        PushProgress(ended_ms=2000),
+        NOBODY,
+        1000,
+    )
+    assert (elsewhere.cost, elsewhere.times) == ("", "given up after 1.00 s")
+
+
+def test_a_push_that_is_silent_says_when_it_is_given_up_and_one_that_copies_no_figure() -> None:
+    version = Version("a/b", 3, VersionState.RECEIVING, ranks=2, tensor_bytes=1000, create_time_ms=1000)
+    heard = PushProgress((RankProgress(0, 1100), RankProgress(1)), 60_000, 360_000)
+    assert (live_push(version, heard, 62_000).heard_ms, live_push(version, heard, 62_000).given_up_ms) == (
+        0,
+        0,
+    )
+    silent = live_push(version, heard, 64_000)
+    assert (silent.heard_ms, silent.given_up_ms, silent.percent_text) == (60_000, 360_000, "0 %")
+    copying = tuple(RankProgress(rank, 1100, 0, 0, 500, copying=True) for rank in range(2))
+    view = live_push(version, PushProgress(copying, 60_000, 360_000), 90_000)
+    assert (view.percent_text, view.given_up_ms) == ("copying", 0)
+    assert [(each.state, each.percent) for each in view.ranks] == [("copying", 0)] * 2
+    assert view.ranks_text == "0 of 2 sealed, 2 copying to shared memory"
 
 
 def test_a_push_names_who_is_missing_and_pushes_elsewhere() -> None:
@@ -57,7 +144,7 @@ def test_a_push_names_who_is_missing_and_pushes_elsewhere() -> None:
         RankProgress(3),
         RankProgress(4, elsewhere=True),
     ]
-    view = live_push(version, ranks, now_ms=2000)
+    view = live_push(version, PushProgress(tuple(ranks)), now_ms=2000)
     assert [(each.state, each.percent) for each in view.ranks] == [
         ("sealed", 100),
         ("sending", 25),

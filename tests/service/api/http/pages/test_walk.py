@@ -38,6 +38,7 @@ def test_a_newcomers_walk_is_seen_on_the_page(
 ) -> None:
     monkeypatch.setattr("weighbridge._cli.following.end_tidily", lambda: None)  # a thread may set no handlers
     page = opened.page
+    monkeypatch.setattr("socket.gethostname", lambda: "node-2")  # where the pictures say that the agent runs
     opened.open("/")
     opened.shows("text=There is no model yet")
     opened.shot("01-empty")
@@ -80,7 +81,7 @@ def test_a_newcomers_walk_is_seen_on_the_page(
             raw.seal(MODEL, number, rank=rank)
         page.locator(".ranks .r-sealed").nth(1).wait_for(state="attached", timeout=15_000)
         opened.shot("03-receiving")
-        page.screenshot(path=shots / "03-push.png", clip={"x": 0, "y": 0, "width": 1280, "height": 370})
+        page.screenshot(path=shots / "page-push.png", clip={"x": 0, "y": 0, "width": 1280, "height": 370})
         opened.shot("03-receiving-dark", dark=True)
         opened.shot("03-receiving-phone", size=PHONE)
         for rank in (*range(2, LATE), *range(LATE + 1, RANKS), LATE):
@@ -112,7 +113,7 @@ def test_a_newcomers_walk_is_seen_on_the_page(
     )
     opened.shows(".engines .e-behind", "behind by 2 versions")
     opened.shows(".engines .reason", "no room")
-    opened.shot("05-model")
+    opened.shot("page-model")
     opened.shot("05-model-dark", dark=True)
     opened.shot("05-model-phone", size=PHONE)
 

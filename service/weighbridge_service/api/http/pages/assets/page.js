@@ -2,21 +2,35 @@
 "use strict";
 
 (() => {
-  const MINUTE = 60, HOUR = 3600, DAY = 86400;
+  const UNITS = [[86400, "d"], [3600, "h"], [60, "min"], [1, "s"]];
 
+  // As `readable_duration` of the service words it, roughly.
   const age = (seconds) => {
     if (seconds < 2) return "now";
-    if (seconds < MINUTE) return `${Math.floor(seconds)} s ago`;
-    if (seconds < HOUR) return `${Math.floor(seconds / MINUTE)} min ago`;
-    if (seconds < 2 * DAY) return `${Math.floor(seconds / HOUR)} h ago`;
-    return `${Math.floor(seconds / DAY)} d ago`;
+    const [scale, unit] = UNITS.find((each) => seconds >= 2 * each[0]);
+    return `${Math.floor(seconds / scale)} ${unit} ago`;
   };
 
+  const remaining = (seconds) => {
+    if (seconds < 1) return "now";
+    if (seconds < MINUTE) return `in ${Math.floor(seconds)} s`;
+    if (seconds < HOUR) return `in ${Math.floor(seconds / MINUTE)} min ${Math.floor(seconds % MINUTE)} s`;
+    return `in ${Math.floor(seconds / HOUR)} h ${Math.floor((seconds % HOUR) / MINUTE)} min`;
+  };
+
+  // Moments are by the service's clock, from which this machine's may differ: by how much, the page's own answer tells.
+  const AMISS = 2000;
+  const answered = performance.timeOrigin + performance.getEntriesByType("navigation")[0].responseStart;
+  const apart = answered - Number(document.body.dataset.now);
+  const skew = Math.abs(apart) > AMISS ? apart : 0;
+
+  // A moment that lies ahead of the service's clock was told by another one that is wrong, and is shown as it is.
   const showAges = (where) => {
-    for (const time of where.querySelectorAll("time[data-age]")) {
-      const moment = new Date(time.dateTime);
+    for (const time of where.querySelectorAll("time[data-age], time[data-until]")) {
       if (!time.title) time.title = time.textContent;
-      const text = age((Date.now() - moment.getTime()) / 1000);
+      const seconds = (Date.now() - skew - new Date(time.dateTime).getTime()) / 1000;
+      const until = "until" in time.dataset;
+      const text = until ? remaining(-seconds) : seconds < -MINUTE ? time.title : age(seconds);
       if (time.textContent !== text) time.textContent = text;
     }
   };

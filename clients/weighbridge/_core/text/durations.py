@@ -1,0 +1,26 @@
+"""Durations for people."""
+
+from __future__ import annotations
+
+_PARTS = ((86_400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s"))
+"""A unit in seconds, and the one of its remainder."""
+
+
+def readable_duration(seconds: float, *, rough: bool = False) -> str:
+    """A duration in two units at most: ``840 ms``, ``4.20 s``, ``12.3 s``, ``2 min 05 s``, ``1 h 07 min``, ``3 d``.
+
+    Args:
+        seconds: how long.
+        rough: only whole numbers of its largest unit, as for an age, which is another one when it is read: ``12 s``, ``119 s``, ``5 min``, ``3 h``.
+    """
+    if rough:
+        scale, unit = next(((each[0], each[1]) for each in _PARTS if seconds >= 2 * each[0]), (1, "s"))
+        return f"{seconds // scale:.0f} {unit}"
+    if seconds < 0.9995:
+        return f"{seconds * 1000:.0f} ms"
+    if seconds < 59.95:
+        return f"{seconds:.{2 if seconds < 9.995 else 1}f} s"
+    whole = int(seconds + 0.5)
+    scale, unit, rest_scale, rest_unit = next(each for each in _PARTS if whole >= each[0])
+    rest = whole % scale // rest_scale
+    return f"{whole // scale} {unit}" + (f" {rest:02d} {rest_unit}" if rest else "")

@@ -1,0 +1,68 @@
+"""View of a model's exports. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from weighbridge._core.resources import Version
+from weighbridge._core.text.counts import percent
+from weighbridge._core.text.sizes import readable_size
+from weighbridge_service.access.scopes import Verb
+from weighbridge_service.api.http.pages import words
+from weighbridge_service.api.http.pages.refs_view import OFFERED
+from weighbridge_service.api.http.pages.viewer import Viewer
+from weighbridge_service.exports.jobs import ExportJob, ExportState
+
+
+@dataclass(frozen=True, slots=True)
+class ExportRow:
+    """An export, and how far it is."""
+
+    job: ExportJob
+    percent: int
+    bytes_text: str
+    time: str
+    may_cancel: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ExportsPart:
+    """Exports, and what can be exported by who looks."""
+
+    model: str
+    rows: tuple[ExportRow, ...]
+    offered: tuple[Version, ...]
+    may_export: bool
+
+
+def exports_view(
+    model: str, jobs: Sequence[ExportJob], versions: Sequence[Version], viewer: Viewer
+) -> ExportsPart:
+    """The exports of a model.
+
+    Args:
+        model: which one.
+        jobs: its exports, newest first.
+        versions: of its page, newest first.
+        viewer: who looks.
+    """
+    may = viewer.may(Verb.MANAGE, model)
+    return ExportsPart(
+        model=model,
+        rows=tuple(_export(job, may) for job in jobs),
+        offered=tuple(each for each in versions if each.state.visible)[:OFFERED],
+        may_export=may,
+    )
+
+
+def _export(job: ExportJob, may: bool) -> ExportRow:
+    total = job.bytes_total
+    done = 100 if job.state is ExportState.DONE else percent(job.bytes_done, total)
+    return ExportRow(
+        job=job,
+        percent=done,
+        bytes_text=f"{readable_size(job.bytes_done)} of {readable_size(total)}" if total else words.NONE,
+        time=words.span(job.create_time_ms, job.end_time_ms),
+        may_cancel=may and not job.state.ended,
+    )

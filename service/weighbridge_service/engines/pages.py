@@ -1,0 +1,45 @@
+"""Pages of a list of engines. A page begins behind an engine, wherever that one would be: none is left out because others come or go. Pure."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Sequence
+
+from weighbridge.errors import InvalidArgument
+from weighbridge_service.engines.entries import Entry, Order
+
+LARGEST_PAGE = 1000
+
+
+def page_of(entries: Sequence[Entry], after: str, limit: int) -> tuple[list[Entry], str]:
+    """A page of a list, and the token of the next one; empty if that was the last.
+
+    Args:
+        entries: the list, in its order.
+        after: token of the page; empty for the first.
+        limit: most entries.
+
+    Raises:
+        InvalidArgument: that is no token.
+    """
+    behind = _read(after) if after else None
+    left = [entry for entry in entries if behind is None or entry.order > behind]
+    page = left[:limit]
+    return page, _token(page[-1].order) if len(left) > limit else ""
+
+
+def _token(order: Order) -> str:
+    return base64.urlsafe_b64encode(json.dumps(order, separators=(",", ":")).encode()).decode()
+
+
+def _read(token: str) -> Order:
+    try:
+        model, address, engine_id, identity = json.loads(base64.urlsafe_b64decode(token.encode()))
+    except (ValueError, TypeError, RecursionError):
+        model = None
+    if not isinstance(model, str) or not all(
+        isinstance(each, str) for each in (address, engine_id, identity)
+    ):
+        raise InvalidArgument(f"{token[:40]!r} is no page token", fix="pass on what the last page gave")
+    return model, address, engine_id, identity

@@ -1,0 +1,39 @@
+"""Are figures and texts of others written in one way, that fits where it is shown and that a terminal only shows?"""
+
+from __future__ import annotations
+
+import pytest
+
+from weighbridge._core.text.counts import percent, readable_count
+from weighbridge._core.text.durations import readable_duration
+from weighbridge._core.text.sizes import readable_rate
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0 ms"), (0.9994, "999 ms"), (0.9996, "1.00 s"), (1.5, "1.50 s"), (9.994, "9.99 s"), (9.996, "10.0 s"), (12.345, "12.3 s"),
+        (59.94, "59.9 s"), (59.96, "1 min"), (125, "2 min 05 s"), (3599.4, "59 min 59 s"), (3599.6, "1 h"), (4020, "1 h 07 min"),
+        (86_399, "23 h 59 min"), (90_000, "1 d 01 h"), (7 * 86_400, "7 d"), (800 * 86_400, "800 d"),
+    ],
+)  # fmt: skip
+def test_a_duration_has_two_units_at_most(seconds: float, text: str) -> None:
+    assert readable_duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0 s"), (0.9, "0 s"), (12.9, "12 s"), (119.9, "119 s"), (120, "2 min"), (7199, "119 min"), (7200, "2 h"), (172_800, "2 d")],
+)  # fmt: skip
+def test_an_age_has_one_unit_and_never_more_than_has_passed(seconds: float, text: str) -> None:
+    assert readable_duration(seconds, rough=True) == text
+
+
+def test_a_part_is_all_of_it_only_if_nothing_is_missing() -> None:
+    assert [percent(part, 1000) for part in (0, 9, 10, 999, 1000, 1001)] == [0, 0, 1, 99, 100, 100]
+    assert percent(0, 0) == 0, "nothing of what is not known yet"
+
+
+def test_counts_and_rates_are_read_at_a_glance() -> None:
+    assert readable_count(1_234_567) == "1,234,567"
+    assert readable_rate(1_500_000.4) == "1.5 MB/s"
