@@ -33,7 +33,7 @@ class Job:
         """Ask for something; `answer` waits for it."""
         self._link.send((name, arguments))
 
-    def answer(self, seconds: float = 240) -> Any:
+    def answer(self, seconds: float = 600) -> Any:
         """What the job answers to what was asked last.
 
         Raises:
@@ -49,7 +49,7 @@ class Job:
             raise JobFailed(value)
         return value
 
-    def outcome(self, seconds: float = 240) -> Any:
+    def outcome(self, seconds: float = 600) -> Any:
         """As `answer`; what the job has raised is given, too."""
         try:
             return self.answer(seconds)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import multiprocessing
 import os
 import threading
 import time
@@ -23,7 +24,7 @@ def serve(
     file_bytes: int | None,
     credentials: dict[str, str],
 ) -> None:
-    """Serve until killed; with ``file_bytes``, versions are cut into files of that size."""
+    """Serve until killed, or until the process that started this one ends; with ``file_bytes``, versions are cut into files of that size."""
     # the process that this one is forked from may be older than they are
     os.environ.update(credentials)
     from weighbridge._formats.safetensors_files import lay_out_files
@@ -44,7 +45,9 @@ def serve(
     lane = LaneServer(service, config.local_socket, 1024)
     server = GrpcServer(listener, service, lane)
     server.start()
-    time.sleep(3600)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join(3600)
 
 
 class KillableService:

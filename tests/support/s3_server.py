@@ -72,7 +72,7 @@ class SeaweedFS:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         names = ("master", "volume", "filer", "s3", "admin")
-        ports = reserved_ports(2 * len(names))
+        self._ports = ports = reserved_ports(2 * len(names))
         pairs = zip(names, ports[::2], ports[1::2], strict=True)
         self._command = [
             "weed", "-logtostderr=true", "mini", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1",
@@ -96,6 +96,9 @@ class SeaweedFS:
             self._process.kill()
             self._process.wait()
             self._process = None
+            for port in self._ports:  # it puts its sockets nowhere else
+                for socket in Path("/tmp").glob(f"seaweedfs-*-{port}.sock"):
+                    socket.unlink(missing_ok=True)
 
 
 @contextmanager

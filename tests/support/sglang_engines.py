@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+import getpass
 import json
 import os
 import random
 import socket
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -39,10 +41,13 @@ _ENVIRONMENT = {
 
 
 def environment(tp: int, cache: Path) -> dict[str, str]:
-    """What processes of an engine are started with; the recordings of its ranks are kept in a folder of the test's."""
+    """What processes of an engine are started with; the recordings of its ranks, and what SGLang leaves behind, are in a folder of the test's."""
     # one set of processors a rank; else each rank needs a NUMA node
     threads = {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(["0"] * tp)}
-    return {**os.environ, **_ENVIRONMENT, **threads, "WEIGHBRIDGE_CACHE": str(cache)}
+    # SGLang's connectors remove their folders when they are told to end, and not when they are killed; what torch has compiled is for all
+    compiled = str(Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}"))
+    folders = {"WEIGHBRIDGE_CACHE": str(cache), "TMPDIR": str(cache), "TORCHINDUCTOR_CACHE_DIR": compiled}
+    return {**os.environ, **_ENVIRONMENT, **threads, **folders}
 
 
 def update(driver: SglangServer, version: int) -> float:

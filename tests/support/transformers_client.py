@@ -57,9 +57,14 @@ def _elsewhere(fn: Callable[..., Any], args: tuple[Any, ...], size: int) -> list
             }  # fmt: skip
             command = [PYTHON, "-W", "ignore", "-m", "tests.support.transformers_client", work]
             processes.append(subprocess.Popen(command, env=mine, stderr=subprocess.PIPE, text=True))
-        for process in processes:
-            _, said = process.communicate(timeout=120)
-            assert process.returncode == 0, said
+        try:
+            for process in processes:
+                _, said = process.communicate(timeout=240)
+                assert process.returncode == 0, said
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
         return [pickle.loads(result.read_bytes()) for result in results]
 
 

@@ -22,6 +22,7 @@ from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, packi
 
 from tests.support.jobs import serve
 from weighbridge.integrations.trl import WeighbridgeTransfer
+from weighbridge_demo.vllm_server import START_SECONDS
 
 TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 RESPONSE = {"defaults": {"role": "assistant"}, "fields": {"content": {"content": "text"}}}
@@ -90,6 +91,7 @@ class Trl:
             args=AsyncGRPOConfig(
                 output,
                 vllm_server_base_url=url,
+                vllm_server_timeout=START_SECONDS,
                 learning_rate=1e-2,
                 per_device_train_batch_size=4,
                 num_generations=4,

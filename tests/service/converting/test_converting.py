@@ -1050,6 +1050,7 @@ def _identical(one: Path, other: Path) -> None:
     assert len(matching) == len(names)
 
 
+@pytest.mark.timeout(120 + 60 * KILLS)
 def test_killed_at_random_moments_it_gives_the_same_bytes(tmp_path: Path, larger: Path) -> None:
     randomness = random.Random(os.environ.get("WEIGHBRIDGE_CONVERT_SEED"))
     seconds = []

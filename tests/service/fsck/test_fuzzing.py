@@ -33,6 +33,7 @@ from weighbridge_storage.stores.local import LocalStore
 
 RUNS = int(os.environ.get("WEIGHBRIDGE_STORE_RUNS", "10"))
 SEED = int(os.environ.get("WEIGHBRIDGE_STORE_SEED", "0"))
+pytestmark = pytest.mark.timeout(300 + RUNS)
 TREE = ModelName.parse("acme/tree")
 TREE_VERSIONS = 5
 """How many versions the model has of which most are in the tree of its history."""
