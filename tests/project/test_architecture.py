@@ -13,8 +13,14 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "depl
 _PATH = re.compile(r"`((?:clients|storage|service|examples|tests|protos|deploy|docs|benchmarks)/[\w./*-]+)`")
 _MODULE = re.compile(r"`(weighbridge(?:_storage|_service|_demo)?(?:\.[a-z_][a-z_0-9]*)+)`")
 
-_OTHER_NAMES = {"weighbridge.json", "weighbridge.prepare", "weighbridge.status", "weighbridge.discard"}
-"""A file, and actions of SGLang's plug-in."""
+_OTHER_NAMES = {
+    "weighbridge.json",
+    "weighbridge.prepare",
+    "weighbridge.status",
+    "weighbridge.discard",
+    "weighbridge.other_writer",
+}
+"""A file, actions of SGLang's plug-in, and a key of metadata."""
 
 
 def test_the_drawings_of_imports_are_those_of_the_code() -> None:

@@ -24,6 +24,7 @@ def at_a_terminal(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
     """Let those who print see a terminal of so many columns."""
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("TERM", "xterm")
 
 
 def unstyled(text: str) -> str:
@@ -56,6 +57,7 @@ def test_a_bar_of_progress_names_it_as_plain_text(
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
     with progress_bar(BAD) as update:
         update(1, 2)
     shown = unstyled(capsys.readouterr().err)

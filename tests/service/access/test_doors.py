@@ -177,7 +177,7 @@ def test_doctor_shows_its_token(
     with https(running) as url:
         monkeypatch.setenv("WEIGHBRIDGE_TOKEN", "token-of-engine")
         assert main(["doctor", "--http", url]) == 1
-        assert "observe" in capsys.readouterr().err
+        assert "observe" in capsys.readouterr().out
         monkeypatch.setenv("WEIGHBRIDGE_TOKEN", "token-of-releases")
         main(["doctor", "--http", url])
         assert "one answers" in capsys.readouterr().out

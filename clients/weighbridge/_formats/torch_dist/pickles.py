@@ -21,6 +21,7 @@ _CONTAINERS = {
     "builtins.list": list,
     "builtins.set": set,
 }
+_MADE = frozenset(_CONTAINERS.values())
 _MOST_MARKS = 1000
 """Containers within each other: Python's own pickler gives up before that."""
 _LEAST_BYTES, _FREE = 3, 4000
@@ -179,7 +180,10 @@ class _Machine:
             elif op == 0x52:  # REDUCE
                 next(room)
                 args = stack.pop()
-                stack[-1] = self._called(_name(stack[-1]), args)
+                made = self._called(_name(stack[-1]), args)
+                if type(made) in _MADE:
+                    next(room), next(room), next(room)
+                stack[-1] = made
             elif op == 0x86:  # TUPLE2
                 next(room)
                 last = stack.pop()

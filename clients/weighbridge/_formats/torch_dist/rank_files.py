@@ -36,7 +36,7 @@ from weighbridge.errors import DataLoss, InvalidArgument, LayoutError, NotFound
 
 _FILE = re.compile(r"(model|optim|extra_state)_world_size_(\d{1,7})_rank_(\d{1,7})\.pt")
 _MAX_PICKLE = 64 << 20
-"""Largest pickle that is read; one of 20,000 tensors has some 20 MB. What it describes takes up to 24 times as much memory."""
+"""Largest pickle that is read; one of 20,000 tensors has some 20 MB. What it describes takes up to 26 times as much memory."""
 _MOST_TIED = 4
 """Names that each byte of a file may have on the average, by tensors that are tied."""
 _MAX_DIRECTORY = 64 << 20
