@@ -2,7 +2,8 @@
 "use strict";
 
 (() => {
-  const UNITS = [[86400, "d"], [3600, "h"], [60, "min"], [1, "s"]];
+  const MINUTE = 60, HOUR = 3600;
+  const UNITS = [[24 * HOUR, "d"], [HOUR, "h"], [MINUTE, "min"], [1, "s"]];
 
   // As `readable_duration` of the service words it, roughly.
   const age = (seconds) => {
