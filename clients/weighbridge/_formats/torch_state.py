@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 ALLOW, EXACT, NEVER = CASTS = ("allow", "exact", "never")
 """What is done with a tensor of another floating-point dtype than the model's: it is cast; cast if that is exact; refused."""
-WRAPPERS = frozenset(("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"))
+_WRAPPERS = frozenset(("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"))
 """What torch.compile, FSDP and activation checkpointing put between a module's name and its parameters'."""
 _ADAPTERS = frozenset(("lora_A", "lora_B", "base_layer"))
 NAMED = 20
@@ -62,6 +62,15 @@ def rank_and_world(rank: int | None, world_size: int | None) -> tuple[int, int]:
     if world_size is None:
         world_size = dist.get_world_size() if there else 1
     return rank, world_size
+
+
+def unwrapped_name(name: str) -> str:
+    """A parameter's name without what torch.compile, FSDP and activation checkpointing put into it."""
+    return ".".join(_unwrapped(name))
+
+
+def _unwrapped(name: str) -> list[str]:
+    return [part for part in name.split(".") if part not in _WRAPPERS]
 
 
 def torch_shards(
@@ -297,7 +306,7 @@ def model_name(name: str, model: Collection[str]) -> str | None:
     """The model's name for a tensor: as given, or without what wrappers have added; None if the model has neither."""
     if name in model:
         return name
-    parts = [part for part in name.split(".") if part not in WRAPPERS]
+    parts = _unwrapped(name)
     while ".".join(parts) not in model:
         if parts[:1] != ["module"]:  # DDP's, perhaps several
             return None
@@ -307,7 +316,7 @@ def model_name(name: str, model: Collection[str]) -> str | None:
 
 def _without_wrappers(names: Iterable[str]) -> list[str]:
     """Names without what wrappers have added: ``module`` in front is DDP's where all have it."""
-    parts = [[part for part in name.split(".") if part not in WRAPPERS] for name in names]
+    parts = [*map(_unwrapped, names)]
     while parts and all(len(each) > 1 and each[0] == "module" for each in parts):
         parts = [each[1:] for each in parts]
     return [".".join(each) for each in parts]

@@ -27,7 +27,7 @@ from weighbridge._formats.torch_dist.folder import (
 from weighbridge._formats.torch_dist.metadata import CONFIG_FILE
 from weighbridge._formats.torch_dist.optimizer_rank_files import read_optimizer, read_scheduler
 from weighbridge._formats.torch_dist.rank_files import has_rank_files, read_rank_files, sharded_parameters
-from weighbridge._formats.torch_state import WRAPPERS
+from weighbridge._formats.torch_state import unwrapped_name
 from weighbridge._formats.training import blobs
 from weighbridge._formats.training.checkpoint_values import STEP_ENTRY, CheckpointFormat, CheckpointValues
 from weighbridge._formats.training.torch_entries import MODEL, OPTIMIZER
@@ -125,13 +125,14 @@ def _of_ranks(folder: Path) -> CheckpointFolder:
     parts = [_prefixed(model, f"{MODEL}.", tied)]
     trainer: dict[str, Any] = {
         MODEL: {},
-        "tied": {_canonical(name): _canonical(kept) for name, kept in tied.items()},
+        "tied": {unwrapped_name(name): unwrapped_name(kept) for name, kept in tied.items()},
     }
     if optimizer is not None:
         parts.append(_prefixed(optimizer.checkpoint.layout, f"{OPTIMIZER}.", ()))
-        numbers = {_canonical(name): dict(found) for name, found in optimizer.numbers.items()}
+        numbers = {unwrapped_name(name): dict(found) for name, found in optimizer.numbers.items()}
         groups = [
-            {**group, "params": [_canonical(name) for name in group["params"]]} for group in optimizer.groups
+            {**group, "params": [unwrapped_name(name) for name in group["params"]]}
+            for group in optimizer.groups
         ]
         trainer[OPTIMIZER] = {"state": numbers, "param_groups": groups}
     layout = Layout(
@@ -148,7 +149,7 @@ def _of_ranks(folder: Path) -> CheckpointFolder:
 
 def _prefixed(layout: Layout, prefix: str, without: Collection[str]) -> Layout:
     """A layout whose tensors have this before their names, and no wrappers' names in them."""
-    names = {name: prefix + _canonical(name) for name in layout.tensors if name not in without}
+    names = {name: prefix + unwrapped_name(name) for name in layout.tensors if name not in without}
     return Layout(
         {
             names[name]: replace(spec, name=names[name])
@@ -161,10 +162,6 @@ def _prefixed(layout: Layout, prefix: str, without: Collection[str]) -> Layout:
             if place.shard.tensor in names
         ),
     )
-
-
-def _canonical(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
 def iteration_of(folder: Path) -> int:

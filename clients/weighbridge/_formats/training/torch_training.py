@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from weighbridge._core.tensor_spaces import TensorSpace
 from weighbridge._core.text.counts import counted
 from weighbridge._formats import zero3
-from weighbridge._formats.torch_state import NAMED, WRAPPERS, check_not_copied
+from weighbridge._formats.torch_state import NAMED, check_not_copied, unwrapped_name
 from weighbridge._formats.training.boxed_tensors import BoxedTensors, place, taken_twice
 from weighbridge._formats.training.torch_optimizers import NamedOptimizers, OptimizerFit, fit_optimizers
 from weighbridge._formats.training.training_state import Filling, Fit, StoredState, TrainingTensors
@@ -207,15 +207,11 @@ def _wrapped(module: torch.nn.Module) -> torch.nn.Module | None:
 
 def _entries(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     for name, value in (zero3.partitioned_state(module) or module.state_dict()).items():
-        yield _canonical(name), value
+        yield unwrapped_name(name), value
 
 
 def _parameter_names(module: torch.nn.Module) -> dict[torch.Tensor, str]:
-    return {parameter: _canonical(name) for name, parameter in module.named_parameters()}
-
-
-def _canonical(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+    return {parameter: unwrapped_name(name) for name, parameter in module.named_parameters()}
 
 
 def _is_tensor(name: str, value: Any) -> bool:
