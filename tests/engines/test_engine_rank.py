@@ -20,8 +20,6 @@ from weighbridge import TrainerClient
 from weighbridge.follow.status import Status
 from weighbridge_demo.ranks import gloo_job
 
-pytestmark = pytest.mark.xdist_group("engine_rank")
-
 MODEL, WIDER, DEEPER, EMPTY = "tests/example", "tests/wider", "tests/deeper", "tests/empty"
 ROOT = Path(__file__).parents[2]
 

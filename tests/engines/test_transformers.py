@@ -25,8 +25,6 @@ from weighbridge._clients.engine import Pull
 from weighbridge.errors import FailedPrecondition, NotFound, WeighbridgeError
 from weighbridge.integrations.transformers import attach, from_weighbridge, live_model, update
 
-pytestmark = pytest.mark.xdist_group("transformers")
-
 FAMILIES = [
     ("llama", False),
     ("qwen2", True),

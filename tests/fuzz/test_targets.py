@@ -14,8 +14,9 @@ from tests.fuzz.findings import kept
 from tests.fuzz.judge import Judge
 from tests.fuzz.target import inputs
 from tests.fuzz.targets import MODULES, NAMES, find
+from tests.support.rounds import rounds
 
-INPUTS = 300
+INPUTS = rounds("FUZZ_SAMPLES")
 _PROCESS = {*MODULES["services"], *MODULES["models"]}
 """Targets that start a service, or import what makes weight maps."""
 _TARGETS = [pytest.param(name, marks=pytest.mark.process if name in _PROCESS else ()) for name in NAMES]

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import xxhash
 
+from tests.support.alone import alone
 from tests.support.descriptors import descriptors
 from tests.support.forked import ForkedPython, forking
 from weighbridge.errors import (
@@ -337,10 +338,11 @@ def test_what_no_key_can_name_is_no_object(store: LocalStore, root: Path) -> Non
     assert sorted(store.folders("a/")) == ["b", "d"]
 
 
-def test_closed_stores_hold_no_files(root: Path) -> None:
+@alone
+def test_closed_stores_hold_no_files(tmp_path: Path) -> None:
     before = descriptors()
     for _ in range(10):
-        opened = LocalStore(root)
+        opened = LocalStore(tmp_path / "store")
         opened.put("a", b"x", mode="overwrite")
         opened.get("a")
         list(opened.list(""))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +16,7 @@ from tests.support.forked import ForkedPython
 from tests.support.many_ranks import TENSOR
 from tests.support.raw_clients import tiny_config_json, tiny_shapes
 from tests.support.reference import tiny_config, tiny_model
+from tests.support.rounds import rounds
 from tests.support.services import running_service
 from weighbridge import EngineClient, TrainerClient
 from weighbridge._core import dtypes
@@ -103,7 +103,7 @@ def say(players: list[ForkedPython], line: str) -> None:
 
 @pytest.mark.timeout(200)
 def test_ranks_by_the_hundred_push_one_version_and_no_thread_is_held_for_each(tmp_path: Path) -> None:
-    ranks, processes = int(os.environ.get("WEIGHBRIDGE_RANKS", "192")), 4
+    ranks, processes = rounds("RANKS"), 4
     config = {**json.loads(tiny_config_json()), "vocab_size": max(ranks, 128)}
     shapes = {**tiny_shapes(), TENSOR: (max(ranks, 128), 32)}
     model = "tests/hundreds"

@@ -13,8 +13,6 @@ from tests.service.api.http.hub.endpoint import MODEL, WEIGHTS, Endpoint, files_
 from weighbridge_service.api.http.bodies import MAX_BODY_BYTES
 from weighbridge_service.api.http.hub_reading import Hub
 
-pytestmark = pytest.mark.xdist_group("hub")
-
 
 def test_downloads_that_wait_for_the_store_keep_no_thread_from_other_requests(
     endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch

@@ -20,8 +20,6 @@ from tests.support.waiting import eventually
 from weighbridge import TrainerClient
 from weighbridge_service.api.http.hub_routes import HubSizes
 
-pytestmark = pytest.mark.xdist_group("hub")
-
 
 @dataclass(frozen=True)
 class Elsewhere:
