@@ -206,6 +206,7 @@ def leave_rubbish(store: Path, chance: random.Random) -> None:
             (folder / name).write_bytes(chance.randbytes(chance.choice([0, 100, 50_000])))
 
 
+@pytest.mark.smoke
 @pytest.mark.timeout(60 + 10 * CRASHES)
 def test_a_killed_service_loses_nothing_that_was_durable_and_shows_nothing_that_is_not(
     service: KillableService, sources: list[TinyModel]

@@ -230,6 +230,7 @@ def test_ranks_are_told_what_is_wrong_and_collectives_are_waited_for(
             assert all(torch.equal(pulled[key], tensor) for key, tensor in said["expected"].items())
 
 
+@pytest.mark.smoke
 def test_one_process_pushes_and_fills_a_model_and_is_told_all_that_is_wrong(
     service: RunningService, tmp_path: Path
 ) -> None:

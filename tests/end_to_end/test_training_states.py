@@ -251,6 +251,7 @@ def as_ranks(count: int, work: Callable[[int], Any]) -> list[Any]:
         return list(pool.map(attempt, range(count)))
 
 
+@pytest.mark.smoke
 def test_the_state_has_the_number_of_its_weights_and_comes_back_with_every_value(
     service: RunningService, tmp_path: Path
 ) -> None:

@@ -97,6 +97,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
         yield Place(service, folders, tmp_path_factory.mktemp("cache"))
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_each_rank_holds_the_bits_of_its_part_of_the_files_and_fetches_no_more(
     place: Place, size: int

@@ -204,6 +204,7 @@ def test_help_imports_nothing_heavy(line: list[str]) -> None:
     assert "Usage: weighbridge" in done.stdout or __version__ in done.stdout
 
 
+@pytest.mark.smoke
 def test_help_lists_every_command_with_a_whole_sentence() -> None:
     result = CliRunner().invoke(commands, ["--help"])
     sections = result.stdout.partition("Show this message and exit.\n")[2].splitlines()

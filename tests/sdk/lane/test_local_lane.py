@@ -158,6 +158,7 @@ def assert_served(address: str, number: int, arrays: Arrays) -> None:
         assert found[name].numpy().tobytes() == array.tobytes(), name
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("make", [rows_layout, columns_layout])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_shards_that_ranks_write_themselves_end_where_those_by_grpc_do(
@@ -184,6 +185,7 @@ def test_shards_that_ranks_write_themselves_end_where_those_by_grpc_do(
         assert found == nbytes
 
 
+@pytest.mark.smoke
 def test_ranks_by_both_lanes_make_one_version(service: RunningService, sources: list[TinyModel]) -> None:
     lanes = ["local", "grpc", "local", "grpc"]
     clients = [TrainerClient(service.address, lane=lane) for lane in lanes]

@@ -206,6 +206,7 @@ def test_layouts_of_a_deleted_model_go_with_a_collection_and_those_of_its_succes
             assert_equal(engine, MODEL, "latest", sources[1].arrays)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("layout_of", [rows_layout, columns_layout, pipeline_layout, copies_layout])
 def test_ranks_spread_over_three_replicas_make_one_version(
     location: str, store: ObjectStore, sources: list[TinyModel], layout_of: LayoutOf

@@ -15,6 +15,7 @@ from tests.service.api.http.hub.endpoint import CLIENT_PYTHON, MODEL, WEIGHTS, E
 from weighbridge.errors import Unavailable
 
 
+@pytest.mark.smoke
 def test_a_snapshot_is_the_versions_folder_whatever_names_it(endpoint: Endpoint, tmp_path: Path) -> None:
     expected = {"": 2, "main": 2, "latest": 2, "2": 2, "1": 1, "prod": 1, endpoint.sha("1"): 1}
     code = (
