@@ -21,7 +21,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """``--costs`` and ``--costs-json``."""
     group = parser.getgroup("costs")
     group.addoption("--costs", type=int, default=20, metavar="N", help="list the N costliest tests")
-    group.addoption("--costs-json", type=Path, metavar="FILE", help="write the processor time of each test")
+    group.addoption(
+        "--costs-json", type=Path, metavar="FILE", help="write processor and wall seconds of each test"
+    )
 
 
 @pytest.hookimpl(wrapper=True)
@@ -43,14 +45,18 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """List the costliest tests."""
     costs: dict[str, float] = defaultdict(float)
+    wall: dict[str, float] = defaultdict(float)
     for reports in terminalreporter.stats.values():
         for report in reports:
             if isinstance(report, pytest.TestReport):
+                wall[report.nodeid] += report.duration
                 costs[report.nodeid] += sum(
                     value for name, value in report.user_properties if name == _PROPERTY
                 )
-    if target := config.getoption("costs_json"):
-        target.write_text(json.dumps(costs, indent=0), "utf-8")
+    if file := config.getoption("costs_json"):
+        file.write_text(
+            json.dumps({test: [round(costs[test], 3), round(wall[test], 3)] for test in costs}, indent=0)
+        )
     costliest = sorted(costs.items(), key=lambda each: -each[1])[: config.getoption("costs")]
     if costliest:
         total = sum(costs.values())
