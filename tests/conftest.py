@@ -23,7 +23,12 @@ from weighbridge_storage.stores.objects import ObjectStore
 if TYPE_CHECKING:
     from _typeshed import FileDescriptorLike
 
-pytest_plugins = ("tests.support.costs", "tests.support.changed", "tests.support.file_items")
+pytest_plugins = (
+    "tests.support.costs",
+    "tests.support.cells",
+    "tests.support.changed",
+    "tests.support.file_items",
+)
 
 # Machines that run tests are shared: how long one example takes says nothing. The same examples are tried in each run of `make test`.
 settings.register_profile(

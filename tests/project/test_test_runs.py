@@ -13,6 +13,7 @@ import pytest
 
 from tests import long
 from tests.support.alone import alone
+from tests.support.cells import CELLS, Cells, left_out
 from tests.support.changed import ROOT, Tree, reached
 from tests.support.costs import processor_seconds
 from tests.support.forked import forking
@@ -100,8 +101,24 @@ def test_the_documents_name_the_rounds_of_each_test() -> None:
 def test_what_has_rounds_is_read_by_the_tests_that_its_part_selects() -> None:
     for each in ROUNDS:
         folder = ROOT / each.tests.split()[0]
-        files = [folder] if folder.is_file() else folder.rglob("*.py")
+        files = [folder] if folder.is_file() else (ROOT / "tests").rglob("*.py")
         assert any(f'rounds("{each.variable}")' in file.read_text("utf-8") for file in files), each.variable
+
+
+def test_cells_that_are_left_out_are_of_tests_that_exist() -> None:
+    for cells in CELLS:
+        file, _, name = cells.test.partition("::")
+        assert f"\ndef {name}(" in (ROOT / "tests" / file).read_text("utf-8"), cells.test
+
+
+def test_cases_that_are_not_named_are_left_to_the_long_run() -> None:
+    cells = [
+        Cells("sdk/test_a.py::test_a", ("local", "s3-rows]"), "b"),
+        Cells("sdk/test_a.py::test_never", (), "c"),
+    ]
+    names = ["a[local-rows]", "a[s3-rows]", "a[s3-rows2]", "a[s3]", "never", "never[1]", "b[s3]"]
+    out = [name for name in names if left_out(f"tests/sdk/test_a.py::test_{name}", cells)]
+    assert out == ["a[s3-rows2]", "a[s3]", "never", "never[1]"]
 
 
 def tree(*edges: str) -> Tree:

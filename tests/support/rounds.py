@@ -46,9 +46,11 @@ ROUNDS = (
     Rounds("RANKS", 48, 512, "tests/service/api/grpc/test_many_ranks.py", "a rank of one push"),
     Rounds("HISTORY_VERSIONS", 600, 20_000, "tests/storage/head/test_history.py", "a version in a model's history"),
     Rounds("BLOB_MB", 2, 1024, "tests/end_to_end/test_training_states.py -k values_of_any", "a MiB of a value in each of two ranks' training states; takes 12 times as much memory"),
-    Rounds("EXAMPLES", 25, 1000, "tests -m hypothesis", "an example of each property"),
+    Rounds("PLANS", 400, 40_000, "tests/sdk/memory/test_native_copies.py", "a random plan of copies under sanitizers"),
+    Rounds("CELLS", 0, 1, "tests/end_to_end tests/sdk/formats tests/service tests/project", "1: all cases of the large tables in tests/support/cells.py"),
+    Rounds("EXAMPLES", 50, 1000, "tests -m hypothesis", "an example of each property"),
     Rounds("SIEGES", 1, 9, "tests/project/test_siege.py", "an attack of `make bench-siege`"),
-    Rounds("FUZZ_SAMPLES", 30, 300, "tests/fuzz/test_targets.py", "an input of each parser, without coverage guidance"),
+    Rounds("FUZZ_SAMPLES", 100, 300, "tests/fuzz/test_targets.py", "an input of each parser, without coverage guidance"),
     Rounds("FUZZ_CALLS", 60, 20_000, "tests/service/api/grpc/test_fuzzing.py", "a call over the network"),
     Rounds("FUZZ_REQUESTS", 60, 20_000, "tests/service/api/http/test_fuzzing.py", "a request over the network"),
 )  # fmt: skip

@@ -23,6 +23,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.rounds import rounds
 from weighbridge._core.byte_copies import ByteCopy
 from weighbridge._memory import native_copies
 from weighbridge._memory.copying import read_tensors, write_tensors
@@ -290,8 +291,8 @@ def test_a_missing_extension_is_told_once_and_everything_works(
 @pytest.mark.parametrize("sanitizers", ["address,undefined", "thread"])
 def test_sanitizers_find_nothing_in_random_plans(tmp_path: Path, sanitizers: str) -> None:
     program = _sanitized(tmp_path, sanitizers, "random_plans.c", "strided_copy.c", "nonfinite.c", "helpers.c")
-    rounds = "4000" if "address" in sanitizers else "1000"
-    ended = subprocess.run([program, rounds], capture_output=True, text=True)
+    plans = rounds("PLANS") // (1 if "address" in sanitizers else 4)
+    ended = subprocess.run([program, str(plans)], capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
 
 
