@@ -5,23 +5,19 @@ from __future__ import annotations
 import functools
 import os
 import signal
-import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import botocore.session
 import pytest
 from hypothesis import settings
 
+from tests.support.disk import disk_without_wait
 from tests.support.fast import is_fast, is_fast_file
 from tests.support.rounds import rounds
 from tests.support.s3_server import ACCESS_KEY, SECRET_KEY, S3Server, seaweedfs
 from weighbridge_storage.opening import open_store
 from weighbridge_storage.stores.objects import ObjectStore
-
-if TYPE_CHECKING:
-    from _typeshed import FileDescriptorLike
 
 pytest_plugins = (
     "tests.support.costs",
@@ -68,21 +64,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(scope="session", autouse=True)
-def disk_without_wait() -> Iterator[None]:
-    """Flushes of files and folders return at once: they last for milliseconds each, and show only after a loss of power.
-
-    That files are flushed, and which, is for tests to see that watch the calls; processes that are started as programs flush.
-    """
-    really = {name: getattr(os, name) for name in ("fsync", "fdatasync")}
-
-    def flush(name: str, file: FileDescriptorLike) -> None:
-        mode = os.fstat(file if isinstance(file, int) else file.fileno()).st_mode
-        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-            really[name](file)
-
-    with pytest.MonkeyPatch.context() as patch:
-        for name in really:
-            patch.setattr(os, name, functools.partial(flush, name))
+def cheap_flushes() -> Iterator[None]:
+    """See `disk_without_wait`."""
+    with disk_without_wait():
         yield
 
 
