@@ -61,7 +61,7 @@ class Connection(Transport):
         address = self.addresses.current
         call: Any = None
         try:
-            with rpc.translated_errors(address), self._ending_when_closed():
+            with rpc.translated_errors(address, self.credentials), self._ending_when_closed():
                 call = self._channel(address).unary_stream(path, None, decode)(request)
                 for response in call:
                     self.addresses.answered(address)
@@ -108,7 +108,7 @@ class Connection(Transport):
         while True:
             address = at or self.addresses.current
             try:
-                with rpc.translated_errors(address), self._ending_when_closed():
+                with rpc.translated_errors(address, self.credentials), self._ending_when_closed():
                     method: Callable[..., bytes] = rpc.in_parts(self._channel(address), call.path)
                     found = method(call.request, timeout=call.seconds, metadata=spans.headers() or None)
                 self.addresses.answered(address)

@@ -113,7 +113,7 @@ class Connections:
     def _ask(self, server: str) -> bulk_entry.BulkEntry:
         while True:
             try:
-                return bulk_entry.ask(self.control(server), server)
+                return bulk_entry.ask(self.control(server), server, self.credentials)
             except (Unavailable, DeadlineExceeded) as error:
                 if self.closed:
                     raise
@@ -245,7 +245,7 @@ class _Part:
             try:
                 way = self._connections.way(self._asked.index)
                 server = way.server
-                with rpc.translated_errors(server):
+                with rpc.translated_errors(server, self._connections.credentials):
                     for piece in self._open(way, position):
                         if piece.message.HasField("header"):
                             total = self._begin(piece.message.header)

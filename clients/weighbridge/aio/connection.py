@@ -145,7 +145,7 @@ class AsyncConnection:
         call = method(request, timeout=seconds, metadata=spans.headers() or None)
         self._calls.add(call)
         try:
-            with rpc.translated_errors(address):
+            with rpc.translated_errors(address, self._credentials):
                 yield call
         except asyncio.CancelledError:
             task = asyncio.current_task()
