@@ -16,6 +16,7 @@ from weighbridge._tracing import spans
 from weighbridge._transport import rpc
 from weighbridge._transport.backoff import Backoff
 from weighbridge._transport.outages import Outage
+from weighbridge._transport.processes import OwnProcess
 from weighbridge.errors import ResourceExhausted, Unavailable
 
 T = TypeVar("T")
@@ -31,6 +32,7 @@ class Connection(Transport):
     def __init__(self, server: str | None = None, **options: Unpack[ConnectionOptions]) -> None:
         super().__init__(server, **options)
         self._channels: dict[tuple[str, tuple[int, ...]], grpc.Channel] = {}
+        self._process = OwnProcess()
         self._closed = False
 
     @property
@@ -93,6 +95,7 @@ class Connection(Transport):
             channel.close()
 
     def _channel(self, address: str) -> grpc.Channel:
+        self._process.check()
         with self._lock:
             if self._closed:
                 raise Unavailable("the client has been closed")
