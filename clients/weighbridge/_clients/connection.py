@@ -16,6 +16,7 @@ from weighbridge._tracing import spans
 from weighbridge._transport import rpc
 from weighbridge._transport.backoff import Backoff
 from weighbridge._transport.outages import Outage
+from weighbridge._transport.processes import OwnProcess
 from weighbridge.errors import ResourceExhausted, Unavailable
 
 T = TypeVar("T")
@@ -31,6 +32,7 @@ class Connection(Transport):
     def __init__(self, server: str | None = None, **options: Unpack[ConnectionOptions]) -> None:
         super().__init__(server, **options)
         self._channels: dict[tuple[str, tuple[int, ...]], grpc.Channel] = {}
+        self._process = OwnProcess()
         self._closed = False
 
     @property
@@ -61,7 +63,7 @@ class Connection(Transport):
         address = self.addresses.current
         call: Any = None
         try:
-            with rpc.translated_errors(address), self._ending_when_closed():
+            with rpc.translated_errors(address, self.credentials), self._ending_when_closed():
                 call = self._channel(address).unary_stream(path, None, decode)(request)
                 for response in call:
                     self.addresses.answered(address)
@@ -93,6 +95,7 @@ class Connection(Transport):
             channel.close()
 
     def _channel(self, address: str) -> grpc.Channel:
+        self._process.check()
         with self._lock:
             if self._closed:
                 raise Unavailable("the client has been closed")
@@ -108,7 +111,7 @@ class Connection(Transport):
         while True:
             address = at or self.addresses.current
             try:
-                with rpc.translated_errors(address), self._ending_when_closed():
+                with rpc.translated_errors(address, self.credentials), self._ending_when_closed():
                     method: Callable[..., bytes] = rpc.in_parts(self._channel(address), call.path)
                     found = method(call.request, timeout=call.seconds, metadata=spans.headers() or None)
                 self.addresses.answered(address)

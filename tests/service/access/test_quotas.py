@@ -530,7 +530,8 @@ def test_a_download_more_is_answered_429_with_a_time_and_others_are_served(
 ) -> None:
     def download(url: str, token: str) -> httpx.Response:
         headers = {"authorization": f"Bearer {token}"}
-        return httpx.get(f"{url}/{MODEL}/resolve/latest/model.safetensors", headers=headers, timeout=60)
+        path = f"{url}/{MODEL}/resolve/latest/model.safetensors"
+        return httpx.get(path, headers=headers, timeout=60, follow_redirects=True)
 
     with service(tmp_path, 'streams = 1, bytes_per_second = "1MB"') as running, https(running) as url:
         running.service.quotas.identities.clock = Clock()
@@ -566,7 +567,7 @@ def test_a_download_that_is_slowed_waits_for_its_pace_and_holds_up_nothing(
         def download() -> bytes:
             headers = {"authorization": "Bearer token-of-a"}
             path = f"{url}/{MODEL}/resolve/latest/model.safetensors"
-            return httpx.get(path, headers=headers, timeout=60).content
+            return httpx.get(path, headers=headers, timeout=60, follow_redirects=True).content
 
         slow = pool.submit(download)
         eventually(lambda: quotas.use_of(a).streams == 1)
@@ -598,7 +599,7 @@ def test_a_download_that_is_slowed_ends_when_its_caller_may_not_go_on(
             headers = {"authorization": "Bearer token-of-a"}
             path = f"{url}/{MODEL}/resolve/latest/model.safetensors"
             received: list[bytes] = []
-            with httpx.stream("GET", path, headers=headers, timeout=60) as answer:
+            with httpx.stream("GET", path, headers=headers, timeout=60, follow_redirects=True) as answer:
                 assert answer.status_code == 200
                 with pytest.raises(httpx.RemoteProtocolError):
                     received.extend(answer.iter_raw())

@@ -44,7 +44,7 @@ def test_what_is_in_the_cache_is_not_sent_again(endpoint: Endpoint, tmp_path: Pa
     assert filecmp.cmp(first, endpoint.folder(1) / WEIGHTS, shallow=False)
     assert [seen.status for seen in endpoint.recorder.files()] == [200]
     assert endpoint.python(tmp_path, code, "prod") == first
-    assert [seen.method for seen in endpoint.recorder.seen] == ["HEAD"]
+    assert {seen.method for seen in endpoint.recorder.seen} == {"HEAD"}
     assert endpoint.python(tmp_path, code, endpoint.sha("1")) == first
     assert endpoint.recorder.seen == []  # a commit never changes: nobody has to be asked
 
@@ -91,7 +91,7 @@ say({{
     assert found["there"] == [True, False, False]
     created = json.loads((endpoint.folder(2) / "weighbridge.json").read_bytes())["created_ms"]
     assert found["modified"] == pytest.approx(created / 1000, abs=0.01)
-    assert {seen.status for seen in endpoint.recorder.files()} <= {200, 206}
+    assert {seen.status for seen in endpoint.recorder.files()} <= {200, 206, 307}
     assert any(seen.range for seen in endpoint.recorder.files())
 
 
