@@ -123,8 +123,8 @@ class TrainerClient(ImportingClient):
 
         Args:
             model: ``namespace/name``, registered before.
-            state_dict_or_module: a module, of which the ``state_dict()`` is taken, without LoRA adapters that peft has merged; a state dict; or pairs of name and tensor. Tensors are
-                DTensors of any mesh, or plain ones, which every rank holds whole; on any device.
+            state_dict_or_module: a module, of which the ``state_dict()`` is taken, with peft's adapters merged into copies; a state dict; or pairs of name and
+                tensor. Tensors are DTensors of any mesh, or plain ones, which every rank holds whole; on any device.
             step: the training step.
             rank: this rank; by default torch.distributed's, or 0.
             world_size: number of ranks that push; by default torch.distributed's, or 1.
@@ -147,8 +147,8 @@ class TrainerClient(ImportingClient):
             NotFound: the model is not registered.
             InvalidArgument: that is no state dict, ``cast`` is none of these, values are not plain data (names the entry), or ``until`` names
                 no optimizer.
-            LayoutError: names, shapes, dtypes or placements contradict the model, LoRA adapters are not merged, or the ranks together do
-                not hold all of it; names each tensor.
+            LayoutError: names, shapes, dtypes or placements contradict the model, LoRA adapters cannot be merged, or with a training state are merged in
+                place, or the ranks together do not hold all of it; names each tensor.
             AlreadyExists: another process pushes as this rank of this step.
         """
         check_options(options)

@@ -81,6 +81,7 @@ def torch_shards(
     whole: bool = False,
     others: bool = False,
     filled: bool = False,
+    merge: bool = True,
     of: str = "the model",
 ) -> TorchShards:
     """Find the model's tensors in a state dict.
@@ -96,18 +97,19 @@ def torch_shards(
         others: whether there may be names that the model does not have.
         filled: whether the tensors take what the model has, instead of giving what it gets. Copies that this rank holds besides its shards,
             as ZeRO-3 keeps them of small parameters, are among them then.
+        merge: whether adapters of a module are merged into copies of the weights below. If not, these stand for them, as a check needs no more.
         of: what is said of the model in errors: its name.
 
     Raises:
         InvalidArgument: ``state`` or ``cast`` is none of these.
-        LayoutError: names, shapes, dtypes or placements contradict the model, or LoRA adapters are not merged.
+        LayoutError: names, shapes, dtypes or placements contradict the model, or LoRA adapters cannot be merged.
     """
     import torch
 
     check_cast(cast)
     if filled and isinstance(state, torch.nn.Module) and peft_models.has_adapters(state):
         raise LayoutError("the module has LoRA adapters already", fix="fill the model before peft adds them")
-    entries = list(_entries(state))
+    entries = list(_entries(state, merge))
     check_merged([name for name, _ in entries])
     reader = _Reader(TensorForms.of(model), cast, filled, of)
     for name, value in entries:
@@ -129,7 +131,7 @@ def tensor_specs(state: Any) -> list[TensorSpec]:
     """
     import torch
 
-    entries = list(_entries(state))
+    entries = list(_entries(state, merge=False))
     check_merged([name for name, _ in entries])
     wrong = [
         f"{name} is a {type(value).__name__}"
@@ -322,13 +324,15 @@ def _without_wrappers(names: Iterable[str]) -> list[str]:
     return [".".join(each) for each in parts]
 
 
-def _entries(state: Any) -> Iterator[tuple[str, Any]]:
+def _entries(state: Any, merge: bool) -> Iterator[tuple[str, Any]]:
     import torch
 
     if isinstance(state, torch.nn.Module):
         entries = zero3.partitioned_state(state) or state.state_dict()
         state = (
-            peft_models.merged_entries(state, entries.items()) if peft_models.has_adapters(state) else entries
+            peft_models.merged_entries(state, entries.items(), merge=merge)
+            if peft_models.has_adapters(state)
+            else entries
         )
     pairs = state.items() if isinstance(state, Mapping) else state
     # a tensor's rows are no pairs

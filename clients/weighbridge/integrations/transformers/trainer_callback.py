@@ -14,6 +14,7 @@ from weighbridge._clients.push_handle import PushHandle
 from weighbridge._clients.push_options import PushOptions, check_options
 from weighbridge._clients.trainer import TrainerClient
 from weighbridge._core.resources import Version, VersionState
+from weighbridge._formats.peft_models import has_adapters
 from weighbridge._formats.torch_state import rank_and_world, torch_shards
 from weighbridge._transport.credentials import Credentials
 from weighbridge.errors import FailedPrecondition, InvalidArgument, LayoutError, NotFound
@@ -118,7 +119,7 @@ class PushCallback(TrainerCallback):  # type: ignore[misc]  # transformers is se
                 self._register(model, processing_class)
             with contextlib.suppress(NotFound):  # rank 0 may be registering it
                 tensors = self._client.describe_tensors(self.model, refresh=True)
-                torch_shards(model, tensors, whole=world_size == 1)
+                torch_shards(model, tensors, whole=world_size == 1, merge=False)
             return int(state.global_step), model
 
         def push(module: Any, step: int, rank: int, world_size: int) -> PushHandle:
@@ -138,9 +139,10 @@ class PushCallback(TrainerCallback):  # type: ignore[misc]  # transformers is se
                 f"{self.model} is not registered, and this model has no config to register it by",
                 fix="register it: TrainerClient(server).register_model(name, folder)",
             )
-        # FSDP2 and torch.compile make classes of their own
+        # FSDP2 and torch.compile make classes of their own; peft's are around the model
+        inner = model.get_base_model() if has_adapters(model) and hasattr(model, "get_base_model") else model
         made_by = [
-            each.__name__ for each in type(model).__mro__ if each.__module__.startswith("transformers.")
+            each.__name__ for each in type(inner).__mro__ if each.__module__.startswith("transformers.")
         ]
         config.architectures = config.architectures or made_by[:1]
         with tempfile.TemporaryDirectory(prefix="weighbridge-") as folder:
