@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Unpack
 
 from weighbridge._clients.importer import ImportingClient
 from weighbridge._clients.push_handle import PushHandle
 from weighbridge._clients.push_options import PushOptions, check_options, say
+from weighbridge._clients.pushing import PushTerms
 from weighbridge._core.tensor_spaces import TensorSpace
+from weighbridge.v1 import checkpoint_service_pb2 as pb
 
 if TYPE_CHECKING:
     import torch
+
+    from weighbridge._formats.torch_state import TorchShards
+    from weighbridge._formats.training.training_state import TrainingTensors
 
 
 class TrainerClient(ImportingClient):
@@ -63,7 +68,8 @@ class TrainerClient(ImportingClient):
             optimizer: what ``get_megatron_optimizer`` returned, after its first step: `FP32Optimizer`, `Float16OptimizerWithFloat16Params` or
                 `DistributedOptimizer`, chained or not.
             state, rank_state, until: as for `push_state_dict`.
-            options: metadata, and whether the version is held: `PushOptions`.
+            options: metadata, whether the version is held, and what the push may cost the loop: `PushOptions`. Where torch.distributed has
+                as many ranks as push, they agree by its store before anything is copied: all of them push, or none.
 
         Returns:
             The push of the weights. Its ``training`` is the one of the training state.
@@ -82,7 +88,8 @@ class TrainerClient(ImportingClient):
 
         rank, world_size = rank_and_world(rank, world_size)
         opening = self._opening(model, step, run, world_size, request_id)
-        return self._push_tensors(
+        push = partial(
+            self._push_tensors,
             opening,
             rank,
             TensorSpace.MEGATRON,
@@ -94,6 +101,7 @@ class TrainerClient(ImportingClient):
             state=state,
             rank_state=rank_state,
         )
+        return self._on_terms(opening, options, push)
 
     def push_state_dict(
         self,
@@ -157,21 +165,21 @@ class TrainerClient(ImportingClient):
 
         rank, world_size = rank_and_world(rank, world_size)
         opening = self._opening(model, step, run, world_size, request_id)
-        with self._tensors(model) as tensors:
-            return self._push_tensors(
-                opening,
-                rank,
-                TensorSpace.HUGGING_FACE,
-                partial(
-                    torch_shards, state_dict_or_module, tensors, cast=cast, whole=world_size == 1, of=model
-                ),
-                lambda _: training_tensors(state_dict_or_module, optimizer),
-                options,
-                until=until,
-                optimizer=optimizer,
-                state=state,
-                rank_state=rank_state,
-            )
+        find = partial(torch_shards, cast=cast, whole=world_size == 1, of=model)
+        push = partial(
+            self._push_torch,
+            opening,
+            rank,
+            state_dict_or_module,
+            find,
+            lambda _: training_tensors(state_dict_or_module, optimizer),
+            options,
+            until=until,
+            optimizer=optimizer,
+            state=state,
+            rank_state=rank_state,
+        )
+        return self._on_terms(opening, options, push)
 
     def push_gathered(
         self,
@@ -219,33 +227,76 @@ class TrainerClient(ImportingClient):
         passing = iter(weights)
         try:
             check_options(options)
-            from weighbridge._formats.gathered_shards import (
-                GatheredShards,
-                OpenPassing,
-                held_layout,
-                share_layout,
-            )
             from weighbridge._formats.torch_state import check_cast, rank_and_world
 
             check_cast(cast)
             rank, ranks = rank_and_world(rank, world_size)
             opening = self._opening(model, step, run, ranks, request_id)
-            with self._tensors(model) as tensors:
-                with self._pusher.telling([opening], rank):
-                    say(opening, options)
-                    if held is None:
-                        shares = share_layout(tensors, rank, ranks)
-                        given = partial(GatheredShards, rank=rank, ranks=ranks)
-                    else:
-                        shares = held_layout(tensors, held)
-                        given = partial(GatheredShards, rank=0, ranks=1, expected=shares.tensors)
-                make = partial(given, passing, tensors, cast=cast)
-                return self._pusher.push(
-                    opening, rank, shares, TensorSpace.HUGGING_FACE, OpenPassing(make, buffer_bytes)
-                )
+            push = partial(self._push_passing, opening, rank, passing, options, cast, buffer_bytes, held)
+            handle = self._on_terms(opening, options, push)
         except Exception:
-            for _ in (
-                passing
-            ):  # the other ranks gather them together with this one: they would wait for it for ever
-                pass
+            _take_all(passing)
             raise
+        if handle.skipped is not None:
+            _take_all(passing)
+        return handle
+
+    def _push_torch(
+        self,
+        opening: pb.OpenVersionRequest,
+        rank: int,
+        source: Any,
+        find: Callable[..., TorchShards],
+        training_tensors: Callable[[TorchShards], TrainingTensors],
+        options: PushOptions,
+        terms: PushTerms,
+        **training: Any,
+    ) -> PushHandle:
+        with self._tensors(opening.model) as tensors:
+            return self._push_tensors(
+                opening,
+                rank,
+                TensorSpace.HUGGING_FACE,
+                partial(find, source, tensors),
+                training_tensors,
+                options,
+                terms,
+                **training,
+            )
+
+    def _push_passing(
+        self,
+        opening: pb.OpenVersionRequest,
+        rank: int,
+        passing: Iterator[tuple[str, torch.Tensor]],
+        options: PushOptions,
+        cast: str,
+        buffer_bytes: int,
+        held: Iterable[str] | None,
+        terms: PushTerms,
+    ) -> PushHandle:
+        from weighbridge._formats.gathered_shards import (
+            GatheredShards,
+            OpenPassing,
+            held_layout,
+            share_layout,
+        )
+
+        with self._tensors(opening.model) as tensors:
+            with self._pusher.telling([opening], rank, terms):
+                say(opening, options)
+                if held is None:
+                    shares = share_layout(tensors, rank, opening.ranks)
+                    given = partial(GatheredShards, rank=rank, ranks=opening.ranks)
+                else:
+                    shares = held_layout(tensors, held)
+                    given = partial(GatheredShards, rank=0, ranks=1, expected=shares.tensors)
+            make = partial(given, passing, tensors, cast=cast)
+            passed = OpenPassing(make, buffer_bytes)
+            return self._pusher.push(opening, rank, shares, TensorSpace.HUGGING_FACE, passed, terms=terms)
+
+
+def _take_all(passing: Iterator[object]) -> None:
+    """Take what is left of tensors: the other ranks gather them together with this one, and would wait for it for ever."""
+    for _ in passing:
+        pass

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from weighbridge._clients.calls.steps import Pause, Steps, call_method
@@ -27,6 +28,8 @@ _DECLARE_SECONDS = 600.0
 """How long a rank waits for the other ranks to declare what they hold."""
 _DECLARE_CALL_SECONDS = 10.0
 """How long one call waits for that before it is made again."""
+_LAST_SECONDS = 0.25
+"""How long before the end of a wait the last call is made, whose answer names the ranks that are absent."""
 
 _call = partial(call_method, pb.DESCRIPTOR.services_by_name["CheckpointService"])
 
@@ -44,8 +47,22 @@ def open_version(opening: pb.OpenVersionRequest) -> Steps[Version]:
     return opened
 
 
-def declare(header: pb.PushHeader, layout: Layout, space: TensorSpace) -> Steps[pb.DeclareLayoutResponse]:
+def declare(
+    header: pb.PushHeader,
+    layout: Layout,
+    space: TensorSpace,
+    *,
+    seconds: float = math.inf,
+    meanwhile: Callable[[], object] = lambda: None,
+) -> Steps[pb.DeclareLayoutResponse]:
     """Declare what a rank holds, and wait until all ranks have; what it is to push, and where.
+
+    Args:
+        header: which version and rank.
+        layout: the shards that it holds.
+        space: to which their names belong.
+        seconds: for how long it may wait, if that is less than a rank waits by itself.
+        meanwhile: is called now and then while it waits; what it raises ends the wait.
 
     Raises:
         DeadlineExceeded: not all ranks have come; names the absent ones.
@@ -54,7 +71,7 @@ def declare(header: pb.PushHeader, layout: Layout, space: TensorSpace) -> Steps[
         model=header.model, number=header.number, rank=header.rank, client_id=header.client_id, digest=layout.digest,
         adds_shifts=True,
     )  # fmt: skip
-    give_up, reminder = time.monotonic() + _DECLARE_SECONDS, Reminder()
+    give_up, reminder = time.monotonic() + min(seconds, _DECLARE_SECONDS), Reminder()
     while True:
         try:
             response: pb.DeclareLayoutResponse = yield from _call(
@@ -67,6 +84,7 @@ def declare(header: pb.PushHeader, layout: Layout, space: TensorSpace) -> Steps[
         if response.layout_needed:
             request.layout.CopyFrom(wire.layout_to_proto(layout, space))
         elif response.retry_after_ms:
+            meanwhile()
             if time.monotonic() > give_up:
                 raise DeadlineExceeded(
                     f"{header.model}@{header.number}: not all ranks have declared their layout",
@@ -83,7 +101,11 @@ def declare(header: pb.PushHeader, layout: Layout, space: TensorSpace) -> Steps[
                     who,
                 )
             request.ClearField("layout")  # it has arrived
-            yield Pause(response.retry_after_ms / 1000 * random.uniform(0.75, 1.25))  # not all at once
+            pause = response.retry_after_ms / 1000 * random.uniform(0.75, 1.25)  # not all at once
+            # the last try is before the time is over, which the call itself would not survive
+            yield Pause(min(pause, max(give_up - time.monotonic() - _LAST_SECONDS, 0.0)))
+            if give_up - time.monotonic() <= _LAST_SECONDS:
+                give_up = -math.inf
         else:
             return response
 

@@ -40,7 +40,8 @@ class PushCallback(TrainerCallback):  # type: ignore[misc]  # transformers is se
         run: name of the training run, part of the version's lineage.
         strict: a push that fails, or a version that cannot be completed, raises, and each push waits until its version is ready.
         lane, retry_seconds, credentials: as for `TrainerClient`.
-        options: ``metadata``, ``candidate`` and ``allow_nonfinite`` of each version, as for `TrainerClient.push`.
+        options: of each push, as for `TrainerClient.push`: ``metadata``, ``candidate``, ``allow_nonfinite``, ``max_hold_s``. ``on_failure`` is ``warn`` by
+            default here; ``raise`` is as ``strict``, but that no push waits until its version is ready.
 
     Raises:
         InvalidArgument: ``every`` is less than 1.
@@ -66,11 +67,10 @@ class PushCallback(TrainerCallback):  # type: ignore[misc]  # transformers is se
         self._every = every
         check_options(options)
         self._dtype = dtype
-        self._options = options
         self._client = TrainerClient(
             server, run=run, retry_seconds=retry_seconds, lane=lane, credentials=credentials
         )
-        self._pushes = GuardedPushes(self._client, model, None, strict=strict, logger=logger)
+        self._pushes = GuardedPushes(self._client, model, None, strict=strict, logger=logger, options=options)
 
     @property
     def last(self) -> PushHandle | None:
@@ -124,7 +124,7 @@ class PushCallback(TrainerCallback):  # type: ignore[misc]  # transformers is se
 
         def push(module: Any, step: int, rank: int, world_size: int) -> PushHandle:
             return self._client.push_state_dict(
-                self.model, module, step=step, rank=rank, world_size=world_size, **self._options
+                self.model, module, step=step, rank=rank, world_size=world_size, **self._pushes.options
             )
 
         self._pushes.push(f"step {state.global_step}", "training", prepare, push)
