@@ -16,6 +16,7 @@ from weighbridge.v1 import checkpoint_service_pb2 as pb
 if TYPE_CHECKING:
     import torch
 
+    from weighbridge._formats.megatron_state import WeightShards
     from weighbridge._formats.torch_state import TorchShards
     from weighbridge._formats.training.training_state import TrainingTensors
 
@@ -42,6 +43,7 @@ class TrainerClient(ImportingClient):
         world_size: int | None = None,
         run: str | None = None,
         request_id: str | None = None,
+        cast: str = "allow",
         optimizer: Any = None,
         state: Mapping[str, Any] | None = None,
         rank_state: Mapping[str, Any] | None = None,
@@ -65,6 +67,7 @@ class TrainerClient(ImportingClient):
             world_size: number of ranks that push; by default torch.distributed's, or 1.
             run: overrides the client's.
             request_id: what makes the ranks of one push find each other; by default run and step.
+            cast: as for `push_state_dict`: Megatron-core keeps some tensors in float32 beside bf16, such as norms or routers, if it is told to.
             optimizer: what ``get_megatron_optimizer`` returned, after its first step: `FP32Optimizer`, `Float16OptimizerWithFloat16Params` or
                 `DistributedOptimizer`, chained or not.
             state, rank_state, until: as for `push_state_dict`.
@@ -82,10 +85,10 @@ class TrainerClient(ImportingClient):
             AlreadyExists: another process pushes as this rank of this step.
         """
         check_options(options)
-        from weighbridge._formats.megatron_state import sharded_tensors
-        from weighbridge._formats.torch_state import rank_and_world
+        from weighbridge._formats.torch_state import check_cast, rank_and_world
         from weighbridge._formats.training.megatron_training import training_tensors
 
+        check_cast(cast)
         rank, world_size = rank_and_world(rank, world_size)
         opening = self._opening(model, step, run, world_size, request_id)
         push = partial(
@@ -93,8 +96,8 @@ class TrainerClient(ImportingClient):
             opening,
             rank,
             TensorSpace.MEGATRON,
-            partial(sharded_tensors, sharded_state_dict),
-            lambda shards: training_tensors(shards, optimizer),
+            partial(self._weight_shards, model, sharded_state_dict, cast),
+            lambda shards: training_tensors(shards.held, optimizer),
             options,
             until=until,
             optimizer=optimizer,
@@ -240,6 +243,13 @@ class TrainerClient(ImportingClient):
         if handle.skipped is not None:
             _take_all(passing)
         return handle
+
+    def _weight_shards(self, model: str, sharded_state_dict: Any, cast: str) -> WeightShards:
+        from weighbridge._formats.megatron_state import as_registered, sharded_tensors
+
+        held = sharded_tensors(sharded_state_dict)
+        with self._registered(model, held.layout) as registered:
+            return as_registered(held, registered, cast)
 
     def _push_torch(
         self,

@@ -6,11 +6,11 @@ import logging
 import math
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 from weighbridge._clients.calls.steps import Pause, Steps, call_method
-from weighbridge._core.layouts import Layout
+from weighbridge._core.layouts import Layout, TensorSpec
 from weighbridge._core.megatron_rank import MegatronRank
 from weighbridge._core.metadata import OTHER_WRITER
 from weighbridge._core.references import Reference
@@ -187,6 +187,19 @@ def describe_shards(model: str, rank: MegatronRank) -> Steps[Layout]:
         expert_tensor_parallel_rank=rank.etp[0], expert_tensor_parallel_size=rank.etp[1],
     )  # fmt: skip
     return wire.layout_from_proto((yield from _call("DescribeShards", request)).layout)
+
+
+def registered_specs(model: str, specs: Iterable[TensorSpec]) -> Steps[Mapping[str, TensorSpec]]:
+    """Tensors of a trainer that are of the model, by Megatron-core's names, in the dtypes that it is registered with.
+
+    Empty if the service is too old to say.
+    """
+    held = wire.layout_to_proto(Layout.stream(specs, []), TensorSpace.MEGATRON)
+    request = pb.DescribeShardsRequest(
+        model=model, tensors=held, tensor_parallel_size=1, pipeline_parallel_size=1
+    )
+    found = (yield from _call("DescribeShards", request)).layout
+    return {} if found.shards else wire.layout_from_proto(found).tensors
 
 
 def describe_tensors(model: str) -> Steps[Layout]:
