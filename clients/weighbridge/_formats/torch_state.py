@@ -144,6 +144,12 @@ def tensor_specs(state: Any) -> list[TensorSpec]:
             details=wrong[:NAMED],
             fix="leave them out, here and when it is pushed",
         )
+    sparse = [found for name, value in entries if (found := not_dense(name, value)) is not None]
+    if sparse:
+        raise LayoutError(
+            f"the state dict holds what is not dense, in {counted(len(sparse), 'entry', 'entries')}",
+            details=told(sparse)[:NAMED],
+        )
     names = _without_wrappers([name for name, _ in entries])
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
@@ -221,6 +227,9 @@ class _Reader:
             self._unknown.append((given_name, value))
         elif not isinstance(value, torch.Tensor):
             self._problems.append(Misfit(f"{given_name} is a {type(value).__name__}, not a tensor"))
+        elif (sparse := not_dense(given_name, value)) is not None:
+            self._found.update(form.tensors)
+            self._problems.append(sparse)
         elif not self._found.isdisjoint(form.tensors):
             self._problems.append(Misfit(f"{form.name} is given twice"))
         else:
@@ -256,7 +265,9 @@ class _Reader:
         problems, unknown, foreign = self._problems, [], []
         known = {memory_of(tensor) for tensor in self._given.values()}
         for name, value in self._unknown:
-            if isinstance(value, torch.Tensor) and (name.endswith("inv_freq") or memory_of(value) in known):
+            if isinstance(value, torch.Tensor) and (
+                name.endswith("inv_freq") or (value.layout == torch.strided and memory_of(value) in known)
+            ):
                 continue
             unknown.append(name)
             if others:
@@ -363,6 +374,16 @@ def check_merged(names: Iterable[str], fix: str = peft_models.RECIPE) -> None:
             details=adapters[:NAMED],
             fix=fix,
         )
+
+
+def not_dense(name: str, value: torch.Tensor) -> Misfit | None:
+    """What keeps a sparse or opaque tensor from being kept: versions have dense elements in row-major order. None if nothing does."""
+    import torch
+
+    if value.layout == torch.strided:
+        return None
+    alike = f"of {value.layout}, and versions have dense tensors: give tensor.to_dense()"
+    return Misfit(f"{name} is {alike}", f"are {alike}", name)
 
 
 def unknown_names(names: Sequence[str], model: Collection[str]) -> Iterator[Misfit]:
