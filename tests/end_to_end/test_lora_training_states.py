@@ -116,7 +116,7 @@ def test_a_state_fits_the_adapters_that_it_has_and_says_how_a_module_gets_them()
         without.fill(torch_fit(adapted()[0], None))
 
 
-def test_a_state_of_before_that_was_pushed_merged_is_restored_into_merged_weights(
+def test_an_older_state_that_was_pushed_merged_is_restored_into_merged_weights(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, optimizer = adapted()

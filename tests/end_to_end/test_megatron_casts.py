@@ -1,6 +1,6 @@
 """Are tensors of Megatron-core ranks that are of another dtype than the model's cast as torch casts them, both ways, as those of torch trainers are?
 
-Megatron-core keeps norms, routers or all of a model in float32 beside bf16 if it is told to. The ranks hold what Megatron-core would
+Megatron-core keeps norms, routers or all of a model in float32 beside bf16 if so configured. The ranks hold what Megatron-core would
 hold, by its own `ShardedTensor`.
 """
 
@@ -89,7 +89,7 @@ def pulled(service: RunningService, number: int, model: str = MODEL) -> dict[str
 
 
 def narrow(held: list[Held]) -> list[Held]:
-    """What a trainer holds that has cast everything itself, by torch."""
+    """Tensors of a trainer that has cast everything itself, by torch."""
     return [replace(each, data=each.data.bfloat16()) for each in held]
 
 

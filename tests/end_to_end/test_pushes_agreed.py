@@ -25,7 +25,7 @@ BOUND = 20.0
 
 
 def _outcome(call: Any) -> tuple[str, str, bool]:
-    """What a call raises, what that says, and whether it came in time."""
+    """Outcome of a call: what it raises, what that says, and whether it came in time."""
     began = time.monotonic()
     try:
         handle = call()

@@ -69,7 +69,7 @@ class CheckpointManager:
         next step; and the bytes travel behind it.
 
         All ranks save, or none: where one cannot, as where it does not reach the service, all raise, or with ``on_failure="warn"`` all log why and go on, and
-        the handle says so (`PushHandle.skipped`). A save before it that has failed meanwhile is told in the log; `wait` raises it.
+        the handle says so (`PushHandle.skipped`). The log names a save before it that has failed meanwhile; `wait` raises it.
 
         Raises:
             WeighbridgeError: as `TrainerClient.push_state_dict`, or `TrainerClient.push` with Megatron-core.

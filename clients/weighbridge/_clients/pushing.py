@@ -58,7 +58,7 @@ _MOST_REASON = 400
 _PUSHES_AT_ONCE = 2
 """Pushes of one client whose bytes may still be on their way; a further one waits."""
 _AGREE_SECONDS = 300.0
-"""How long a rank waits for the others to say that they push, if nothing else is said."""
+"""Time for which a rank waits for the others to say that they push, unless `max_hold_s` is given."""
 _MOST_COMPARED = 0.25
 """Part of what a rank pushes that it may read besides, to compare it with other ranks, and still be said to expect what it pushes."""
 
@@ -84,7 +84,7 @@ class _Taken:
 
 @dataclass(frozen=True, slots=True)
 class PushTerms:
-    """On which terms a push is made.
+    """Terms of one push.
 
     Attributes:
         hold: for how long it may hold its rank, and what becomes of one that fails.
@@ -203,7 +203,7 @@ class Pusher:
             header = pb.PushHeader(model=model, number=number, rank=rank, client_id=opening.client_id)
             with span.child("weighbridge.declare"):
                 declaring = push_calls.declare(
-                    header, layout, space, seconds=terms.hold.left, meanwhile=partial(_heard, header, terms)
+                    header, layout, space, within=terms.hold.left, meanwhile=partial(_heard, header, terms)
                 )
                 declared = connection.run(declaring, at=at)
                 self._agree(header, terms, partial(push_calls.declare, header, layout, space), at)
@@ -274,7 +274,7 @@ class Pusher:
         """Wait until all ranks have said that they push.
 
         Raises:
-            VersionFailed: a rank cannot, or somebody has given the version up.
+            VersionFailed: a rank cannot, or the version was given up.
             DeadlineExceeded: not all ranks have come in time; names them.
         """
         agreement, hold = terms.agreement, terms.hold

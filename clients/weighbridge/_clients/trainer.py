@@ -67,7 +67,7 @@ class TrainerClient(ImportingClient):
             world_size: number of ranks that push; by default torch.distributed's, or 1.
             run: overrides the client's.
             request_id: what makes the ranks of one push find each other; by default run and step.
-            cast: as for `push_state_dict`: Megatron-core keeps some tensors in float32 beside bf16, such as norms or routers, if it is told to.
+            cast: as for `push_state_dict`: Megatron-core keeps some tensors in float32 beside bf16, such as norms or routers, if so configured.
             optimizer: what ``get_megatron_optimizer`` returned, after its first step: `FP32Optimizer`, `Float16OptimizerWithFloat16Params` or
                 `DistributedOptimizer`, chained or not.
             state, rank_state, until: as for `push_state_dict`.

@@ -195,7 +195,7 @@ class TensorForms(dict[str, TensorSpec]):
 
 
 def _paths_of(names: Iterable[str]) -> _Rules:
-    """Where a model's tensors are in memory, by its names in files."""
+    """Rules from the names in a model's files to those in memory."""
     for name in names:
         if _LANGUAGE.match(name):
             return (*_PATHS, *_APART)

@@ -377,7 +377,7 @@ def check_merged(names: Iterable[str], fix: str = peft_models.RECIPE) -> None:
 
 
 def not_dense(name: str, value: torch.Tensor) -> Misfit | None:
-    """What keeps a sparse or opaque tensor from being kept: versions have dense elements in row-major order. None if nothing does."""
+    """Misfit of a sparse or opaque tensor, since versions have dense elements in row-major order; None of a dense one."""
     import torch
 
     if value.layout == torch.strided:

@@ -7,10 +7,11 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch.distributed import HashStore
+from torch.distributed import HashStore, TCPStore
 
 from tests.support.ports import reserved_port
 from tests.support.reference import tiny_config, tiny_model
@@ -30,14 +31,20 @@ CONFIG = tiny_config("llama", tied=False, num_hidden_layers=2, vocab_size=64)
 LONG = 30.0
 
 
-def agreements(ranks: int) -> list[RankAgreement]:
-    store = HashStore()
+def agreements(ranks: int, store: Any = None) -> list[RankAgreement]:
+    store = HashStore() if store is None else store
     return [RankAgreement("weighbridge/a/b/run/1", rank, ranks, store) for rank in range(ranks)]
 
 
-@pytest.mark.parametrize("ranks", [2, 7])
-def test_all_ranks_push_once_the_last_one_has_come(ranks: int) -> None:
-    found = agreements(ranks)
+def tcp_store() -> Any:
+    """The store that torchrun's process groups have."""
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+@pytest.mark.parametrize(("ranks", "store"), [(2, HashStore), (7, HashStore), (3, tcp_store)])
+def test_all_ranks_push_once_the_last_one_has_come(ranks: int, store: Any) -> None:
+    first = store()
+    found = agreements(ranks, first.clone())
     *early, last = found
     for each in early:
         each.come()
@@ -55,10 +62,10 @@ def test_all_ranks_push_once_the_last_one_has_come(ranks: int) -> None:
 def test_no_rank_pushes_where_one_cannot_and_all_hear_why() -> None:
     first, second, third = agreements(3)
     first.come()
-    second.refuse(Unavailable("nobody there", details=["port 9"]))
+    second.refuse(Unavailable("no answer", details=["port 9"]))
     assert first.decided(LONG)
     third.come()
-    assert {each.problem() for each in (first, second, third)} == {"rank 1: nobody there; port 9"}
+    assert {each.problem() for each in (first, second, third)} == {"rank 1: no answer; port 9"}
 
 
 def test_what_is_pushed_behind_is_agreed_on_by_itself() -> None:

@@ -48,7 +48,7 @@ def equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
 
 
 def pushed(model: Any, expected: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What a push of the model takes, of a model with these tensors."""
+    """Tensors that a push of the model takes, where the registered model has these."""
     shards = torch_shards(model, specs(expected), whole=True)
     each = zip(shards.layout.placements, shards.tensors, strict=True)
     return {placement.shard.tensor: tensor for placement, tensor in each}

@@ -29,7 +29,7 @@ _DECLARE_SECONDS = 600.0
 _DECLARE_CALL_SECONDS = 10.0
 """How long one call waits for that before it is made again."""
 _LAST_SECONDS = 0.25
-"""How long before the end of a wait the last call is made, whose answer names the ranks that are absent."""
+"""Time from the last call of a wait to its end; the answer names the ranks that are absent."""
 
 _call = partial(call_method, pb.DESCRIPTOR.services_by_name["CheckpointService"])
 
@@ -52,7 +52,7 @@ def declare(
     layout: Layout,
     space: TensorSpace,
     *,
-    seconds: float = math.inf,
+    within: float = math.inf,
     meanwhile: Callable[[], object] = lambda: None,
 ) -> Steps[pb.DeclareLayoutResponse]:
     """Declare what a rank holds, and wait until all ranks have; what it is to push, and where.
@@ -61,7 +61,7 @@ def declare(
         header: which version and rank.
         layout: the shards that it holds.
         space: to which their names belong.
-        seconds: for how long it may wait, if that is less than a rank waits by itself.
+        within: for how many seconds it may wait, if that is less than a rank waits by itself.
         meanwhile: is called now and then while it waits; what it raises ends the wait.
 
     Raises:
@@ -71,7 +71,7 @@ def declare(
         model=header.model, number=header.number, rank=header.rank, client_id=header.client_id, digest=layout.digest,
         adds_shifts=True,
     )  # fmt: skip
-    give_up, reminder = time.monotonic() + min(seconds, _DECLARE_SECONDS), Reminder()
+    give_up, reminder = time.monotonic() + min(within, _DECLARE_SECONDS), Reminder()
     while True:
         try:
             response: pb.DeclareLayoutResponse = yield from _call(

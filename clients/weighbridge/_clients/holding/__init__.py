@@ -1,4 +1,4 @@
-"""For how long may a push hold the loop that makes it, and do all of its ranks push?
+"""Terms of a push: for how long may it hold the loop that makes it, and do all of its ranks push?
 
 May import: `_core`, torch's store of a process group, and `errors`.
 

@@ -13,7 +13,6 @@ import contextlib
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
@@ -23,9 +22,12 @@ from weighbridge.errors import WeighbridgeError
 
 _GO, _NO = b"go", b"no:"
 _SLICE_SECONDS = 0.2
-"""How long one wait takes: others of the process that use the store wait for its end."""
+"""Length of one wait: other users of the store in this process wait for its end."""
 _MOST_REASON = 400
 """Characters of a reason that other ranks are told."""
+
+_GONE = RuntimeError
+"""Error of a store that has gone, as when the job ends: it decides nothing, and waits end by their bounds."""
 
 _lock = threading.Lock()
 _begun: Counter[str] = Counter()
@@ -35,7 +37,7 @@ _clones: dict[int, tuple[Any, Any]] = {}
 
 @dataclass(frozen=True)
 class RankAgreement:
-    """What one rank knows of the agreement on one push.
+    """One rank's part in the agreement on one push.
 
     Attributes:
         prefix: of its keys; the same on all ranks.
@@ -72,7 +74,7 @@ class RankAgreement:
 
     @property
     def refused_before(self) -> int:
-        """How many attempts at this push all ranks have given up: they do not find each other by one that has failed."""
+        """Number of attempts at this push that all ranks have given up: ranks find each other by no attempt that has failed."""
         return _refused[self.name]
 
     def fail(self, error: BaseException) -> None:
@@ -95,14 +97,14 @@ class RankAgreement:
 
     def come(self) -> None:
         """Say that this rank can push."""
-        with self._suppressed():
+        with contextlib.suppress(_GONE):
             self.store.set(self._key(f"here/{self.rank}"), b"1")
             if self.store.add(self._key("count"), 1) == self.ranks:
                 self._decide(_GO)
 
     def problem(self) -> str:
-        """Why the ranks do not push; empty as long as nothing says so."""
-        with self._suppressed():
+        """Reason why the ranks do not push; empty unless the verdict has one."""
+        with contextlib.suppress(_GONE):
             if self.store.check([self._key("verdict")]):
                 return _problem_of(self.store.get(self._key("verdict")))
         return ""
@@ -111,43 +113,37 @@ class RankAgreement:
         """Wait for the verdict, for so many seconds at most. Whether there is one."""
         end = time.monotonic() + seconds
         while True:
-            left = end - time.monotonic()
+            began = time.monotonic()
+            # TCPStore takes no wait of less than some milliseconds
+            slice_seconds = max(min(end - began, _SLICE_SECONDS), 0.01)
             try:
-                # TCPStore takes no wait of less than some milliseconds
-                self.store.wait(
-                    [self._key("verdict")], timedelta(seconds=max(min(left, _SLICE_SECONDS), 0.01))
-                )
-            except RuntimeError:  # it is not there yet, or the store's process has gone
-                if left <= 0:
+                self.store.wait([self._key("verdict")], timedelta(seconds=slice_seconds))
+            except RuntimeError:  # it is not there yet; or the store has gone, and says so at once
+                if began >= end:
                     return False
-                time.sleep(0.001)  # lets others of this process have the store
+                # lets others of this process have the store
+                time.sleep(max(began + slice_seconds - time.monotonic(), 0.001))
             else:
                 return True
 
     def absent(self) -> list[int]:
         """The ranks that have not come."""
         ranks = range(self.ranks)
-        with self._suppressed():
+        with contextlib.suppress(_GONE):
             return [rank for rank in ranks if not self.store.check([self._key(f"here/{rank}")])]
         return []
 
     def done(self) -> None:
         """Take away what only the agreement needed. The verdict stays, for ranks that come late."""
-        with self._suppressed():
+        with contextlib.suppress(_GONE):
             self.store.delete_key(self._key(f"here/{self.rank}"))
 
     def _decide(self, verdict: bytes) -> None:
-        with self._suppressed():
+        with contextlib.suppress(_GONE):
             self.store.compare_set(self._key("verdict"), "", verdict.decode(errors="replace"))
 
     def _key(self, name: str) -> str:
         return f"{self.prefix}/{name}"
-
-    @contextlib.contextmanager
-    def _suppressed(self) -> Iterator[None]:
-        """A store that has gone, as when the job ends, decides nothing; waits end by their bounds."""
-        with contextlib.suppress(RuntimeError, NotImplementedError):
-            yield
 
 
 def _problem_of(verdict: bytes) -> str:
@@ -159,7 +155,7 @@ def _store() -> Any:
     from torch.distributed import distributed_c10d
 
     try:
-        store = distributed_c10d._get_default_store()
+        store: Any = distributed_c10d._get_default_store()
     except (ValueError, RuntimeError, AttributeError):
         return None
     with _lock:

@@ -25,7 +25,7 @@ _REACH = 0.75
 
 @dataclass(frozen=True, slots=True)
 class HoldPolicy:
-    """What a push may cost the loop that makes it.
+    """Cost that a push may have for the loop that makes it.
 
     Attributes:
         max_hold_s: seconds for which all waits of one call may hold the rank: for the service, for other ranks, for memory, for earlier pushes.
