@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.ports import reserved_port
 from tests.support.reference import tiny_config, tiny_model
 from tests.support.services import running_service
 from tests.support.torch_ranks import run_ranks
@@ -57,10 +58,13 @@ def _optimizer(model: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-2)
 
 
-def _rank(rank: int, address: str) -> dict[str, Any]:
+def _rank(rank: int, address: str, nowhere: str) -> dict[str, Any]:
     """Trains, pushes apart and merged in place, and restores into a model that was made anew."""
     model = _shared()
     optimizer = _optimizer(model)
+    with TrainerClient(nowhere if rank else address, retry_seconds=0.5) as half:
+        # to merge is a collective, which would wait for a rank that does not come
+        skipped = half.push_state_dict(MODEL, model, step=1, on_failure="warn", max_hold_s=60).skipped
     with TrainerClient(address) as trainer:
         _loss(model, optimizer)
         before = _whole(model)
@@ -84,6 +88,7 @@ def _rank(rank: int, address: str) -> dict[str, Any]:
         doras = {name: tensor.full_tensor().clone() for name, tensor in merged_weights(dora)}
     return {
         "numbers": (apart.number, in_place.number),
+        "skipped": str(skipped),
         "unchanged": all(torch.equal(before[name], after[name]) for name in before),
         "trained": before,
         "restored": restored,
@@ -102,14 +107,17 @@ def _close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 def test_a_shared_model_with_adapters_is_pushed_merged_and_restored_apart(tmp_path: Path) -> None:
     CONFIG.save_pretrained(tmp_path / "hf")
+    nowhere = f"127.0.0.1:{reserved_port()}"
     with running_service(tmp_path / "store") as service:
         with TrainerClient(service.address) as trainer:
             trainer.register_model(MODEL, tmp_path / "hf", dtype="fp32")
-        first, second = run_ranks(2, _rank, service.address)
+        first, second = run_ranks(2, _rank, service.address, nowhere)
         assert first["numbers"] == second["numbers"]
         with EngineClient(service.address) as engine:
             apart, in_place = (dict(engine.pull(MODEL, number)) for number in first["numbers"])
 
+    assert nowhere in second["skipped"]
+    assert f"rank 1: the service at {nowhere}" in first["skipped"]
     assert first["unchanged"]
     assert second["unchanged"]
     alone = adapted()

@@ -59,6 +59,8 @@ _PUSHES_AT_ONCE = 2
 """Pushes of one client whose bytes may still be on their way; a further one waits."""
 _AGREE_SECONDS = 300.0
 """Time for which a rank waits for the others to say that they push, unless `max_hold_s` is given."""
+_MEET_SECONDS = 0.1
+"""Time after which a rank that waits for others looks whether one of them has refused."""
 _MOST_COMPARED = 0.25
 """Part of what a rank pushes that it may read besides, to compare it with other ranks, and still be said to expect what it pushes."""
 
@@ -296,6 +298,24 @@ class Pusher:
                 self._connection.run(declare(), at=at)  # raises if it was given up meanwhile
         _heard(header, terms)
         agreement.done()
+
+    def meet(self, model: str, terms: PushTerms) -> None:
+        """Wait until all ranks have come to what they do together before a push, as a collective: it would wait for one that does not come.
+
+        Raises:
+            VersionFailed: a rank cannot push.
+            DeadlineExceeded: not all ranks have come in time; names them.
+        """
+        if terms.agreement is None:
+            return
+        ahead, give_up = terms.agreement.ahead(), time.monotonic() + min(terms.hold.left, _AGREE_SECONDS)
+        ahead.come()
+        while not ahead.decided(_MEET_SECONDS):
+            if problem := terms.agreement.problem():
+                raise VersionFailed(f"{model}: not all ranks can push", details=[problem])
+            if time.monotonic() >= give_up:
+                raise terms.hold.exceeded(f"{model} was still waiting for {ranks_text(ahead.absent())}")
+        ahead.done()
 
     def _expect(self, model: str, layout: Layout, declared: pb.DeclareLayoutResponse) -> None:
         """Take note of what a rank was told to push."""

@@ -262,7 +262,11 @@ class TrainerClient(ImportingClient):
         terms: PushTerms,
         **training: Any,
     ) -> PushHandle:
+        from weighbridge._formats.peft_models import merges_together
+
         with self._tensors(opening.model) as tensors:
+            if merges_together(source):
+                self._pusher.meet(opening.model, terms)
             return self._push_tensors(
                 opening,
                 rank,

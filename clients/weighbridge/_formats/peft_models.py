@@ -94,6 +94,23 @@ def merged_layers(module: torch.nn.Module) -> list[str]:
     ]
 
 
+def merges_together(module: object) -> bool:
+    """Whether `merged_entries` of a module is a collective: adapters are to be merged into DTensors."""
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(module, torch.nn.Module) or not has_adapters(module):
+        return False
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return any(
+        isinstance(layer, BaseTunerLayer)
+        and not _counts_all(layer)
+        and any(isinstance(each, DTensor) for each in _tensors_of(layer))
+        for layer in module.modules()
+    )
+
+
 def check_apart(module: torch.nn.Module) -> None:
     """Refuse a module whose adapters are merged in place: a training state would have them twice. Raises LayoutError, which names the layers."""
     merged = merged_layers(module)

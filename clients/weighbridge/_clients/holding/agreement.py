@@ -88,6 +88,10 @@ class RankAgreement:
         """The agreement on what is pushed behind this push."""
         return replace(self, prefix=f"{self.prefix}/behind")
 
+    def ahead(self) -> RankAgreement:
+        """The agreement to begin with what ranks do together before this push."""
+        return replace(self, prefix=f"{self.prefix}/ahead")
+
     def refuse(self, error: BaseException) -> None:
         """Say to all ranks that this one cannot push, unless a verdict stands. Does not wait."""
         said = error.message if isinstance(error, WeighbridgeError) else repr(error)
