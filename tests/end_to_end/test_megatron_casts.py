@@ -151,6 +151,23 @@ def test_what_is_no_number_of_this_kind_is_not_cast(service: RunningService, sou
         trainer.push(MODEL, shards_of(held, Grid(), 0), step=50, rank=0, world_size=1)
 
 
+def test_adapters_of_megatron_are_refused_by_name_with_and_without_a_training_state(
+    service: RunningService, source: Source
+) -> None:
+    """By the names that Megatron-Bridge gives them beside the weights that they are for."""
+    name = "decoder.layers.mlp.shared_experts.linear_fc1.adapter.linear_in.weight"
+    held = [*source.held, Held(name, torch.ones(4, 64).bfloat16(), stage="last")]
+    with TrainerClient(service.address) as trainer:
+        for state in (None, {"epoch": 1}):
+            shards = shards_of(held, Grid(), 0)
+            with pytest.raises(LayoutError, match="1 tensor belongs to LoRA adapters") as refused:
+                trainer.push(MODEL, shards, step=70, rank=0, world_size=1, state=state)
+            assert refused.value.details == (name,)
+        with pytest.raises(LayoutError, match="LoRA adapters") as refused:
+            trainer.restore(MODEL, shards_of(held, Grid(), 0))
+    assert "before adapters are added" in refused.value.fix
+
+
 def test_a_service_that_does_not_say_what_it_has_refuses_other_dtypes_as_before(
     service: RunningService, source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:

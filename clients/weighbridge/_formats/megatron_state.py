@@ -111,6 +111,10 @@ def sharded_tensors(sharded_state_dict: Any) -> ShardedTensors:
     return ShardedTensors(layout, tuple(tensors), tuple(entries), tuple(objects))
 
 
+_ADAPTERS = frozenset(("adapter", "lora_A", "lora_B"))
+"""Parts of the names of adapters' tensors, as Megatron-Bridge and peft give them."""
+
+
 @dataclass(frozen=True)
 class WeightShards:
     """The weights of one rank in the dtypes that the model is registered with.
@@ -139,8 +143,21 @@ def as_registered(
         filled: whether the tensors take what the model has, instead of giving what it gets.
 
     Raises:
-        LayoutError: a cast is not allowed, or there is none between the dtypes; names the tensors.
+        LayoutError: a cast is not allowed, there is none between the dtypes, or the rank holds adapters of LoRA; names the tensors.
     """
+    adapters = [
+        name
+        for name in held.layout.tensors
+        if registered and name not in registered and not _ADAPTERS.isdisjoint(name.split("."))
+    ]
+    if adapters:
+        raise LayoutError(
+            counted(len(adapters), "tensor belongs", "tensors belong") + " to LoRA adapters",
+            details=adapters[:NAMED],
+            fix="fill the model before adapters are added"
+            if filled
+            else "push a copy of the model into which they are merged, as by LoRAMerge of Megatron-Bridge: engines know no adapters",
+        )
     specs: list[TensorSpec] = []
     problems: list[Misfit] = []
     for name, spec in held.layout.tensors.items():
