@@ -28,8 +28,6 @@ _DECLARE_SECONDS = 600.0
 """How long a rank waits for the other ranks to declare what they hold."""
 _DECLARE_CALL_SECONDS = 10.0
 """How long one call waits for that before it is made again."""
-_LAST_SECONDS = 0.25
-"""Time from the last call of a wait to its end; the answer names the ranks that are absent."""
 
 _call = partial(call_method, pb.DESCRIPTOR.services_by_name["CheckpointService"])
 
@@ -72,42 +70,46 @@ def declare(
         adds_shifts=True,
     )  # fmt: skip
     give_up, reminder = time.monotonic() + min(within, _DECLARE_SECONDS), Reminder()
+    absent: Sequence[int] = ()
     while True:
         try:
             response: pb.DeclareLayoutResponse = yield from _call(
                 "DeclareLayout", request, _DECLARE_CALL_SECONDS
             )
         except DeadlineExceeded:  # the service is too busy to answer
-            if time.monotonic() > give_up:
-                raise
-            continue
+            if time.monotonic() < give_up:
+                continue
+            if absent:
+                raise _not_declared(header, absent) from None
+            raise
         if response.layout_needed:
             request.layout.CopyFrom(wire.layout_to_proto(layout, space))
         elif response.retry_after_ms:
             meanwhile()
-            if time.monotonic() > give_up:
-                raise DeadlineExceeded(
-                    f"{header.model}@{header.number}: not all ranks have declared their layout",
-                    details=[f"rank {rank}" for rank in response.absent_ranks],
-                    fix="every rank calls push with the same step, run and world_size",
-                )
-            if response.absent_ranks and (seconds := reminder.due()) is not None:
-                who = ranks_text(response.absent_ranks)
+            absent, left = list(response.absent_ranks), give_up - time.monotonic()
+            if left <= 0:
+                raise _not_declared(header, absent)
+            if absent and (seconds := reminder.due()) is not None:
                 log.warning(
                     "%s@%d: for %s, waits for %s to declare",
                     header.model,
                     header.number,
                     readable_duration(seconds, rough=True),
-                    who,
+                    ranks_text(absent),
                 )
             request.ClearField("layout")  # it has arrived
             pause = response.retry_after_ms / 1000 * random.uniform(0.75, 1.25)  # not all at once
-            # the last try is before the time is over, which the call itself would not survive
-            yield Pause(min(pause, max(give_up - time.monotonic() - _LAST_SECONDS, 0.0)))
-            if give_up - time.monotonic() <= _LAST_SECONDS:
-                give_up = -math.inf
+            yield Pause(min(pause, left))
         else:
             return response
+
+
+def _not_declared(header: pb.PushHeader, absent: Sequence[int]) -> DeadlineExceeded:
+    return DeadlineExceeded(
+        f"{header.model}@{header.number}: not all ranks have declared their layout in time",
+        details=[f"rank {rank}" for rank in absent],
+        fix="every rank calls push with the same step, run and world_size; or give them longer with max_hold_s",
+    )
 
 
 def refuse(opening: pb.OpenVersionRequest, rank: int, reason: str) -> Steps[None]:
