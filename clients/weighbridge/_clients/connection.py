@@ -11,6 +11,7 @@ from typing import Any, TypeVar, Unpack
 import grpc
 
 from weighbridge._clients.calls.steps import Call, Steps, take
+from weighbridge._clients.holding.policy import current_hold
 from weighbridge._clients.transport import ConnectionOptions, Transport
 from weighbridge._tracing import spans
 from weighbridge._transport import rpc
@@ -106,14 +107,16 @@ class Connection(Transport):
             return channel
 
     def _call(self, call: Call, at: str | None, seconds: float) -> bytes:
-        """Make a call that is safe to repeat until it is answered."""
-        backoff, outage = Backoff(seconds), Outage(at or str(self.addresses))
+        """Make a call that is safe to repeat until it is answered, or until the push that it is of may hold its rank no longer."""
+        hold = current_hold()
+        backoff, outage = Backoff(hold.retry_seconds(seconds)), Outage(at or str(self.addresses))
         while True:
             address = at or self.addresses.current
+            within = hold.call_seconds(call.seconds)
             try:
                 with rpc.translated_errors(address, self.credentials), self._ending_when_closed():
                     method: Callable[..., bytes] = rpc.in_parts(self._channel(address), call.path)
-                    found = method(call.request, timeout=call.seconds, metadata=spans.headers() or None)
+                    found = method(call.request, timeout=within, metadata=spans.headers() or None)
                 self.addresses.answered(address)
                 outage.over()
                 return found
