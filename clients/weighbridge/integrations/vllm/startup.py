@@ -21,7 +21,11 @@ from vllm.logger import init_logger
 from weighbridge._lazy.remembered import cache_folder
 from weighbridge.follow.status import label
 from weighbridge.integrations.vllm import NAME
-from weighbridge.integrations.vllm.releases import label_first_version, remember_configurations
+from weighbridge.integrations.vllm.releases import (
+    hear_all_engines,
+    label_first_version,
+    remember_configurations,
+)
 from weighbridge.integrations.vllm.settings import Settings
 
 logger = init_logger(f"vllm.plugins.{__name__}")
@@ -51,6 +55,7 @@ def install() -> None:
         # again: arguments may be changed after they were made, and those that were made first have loaded this plug-in
         _complete(self, WeightTransferConfig)
         label_first_version(_first_label)
+        hear_all_engines()
         return configured(self, *args, **kwargs)
 
     EngineArgs.__post_init__, EngineArgs.create_engine_config = post_init, create_engine_config
