@@ -68,9 +68,11 @@ class VllmServer:
         arguments: more of them for vLLM, such as its parallelism.
         extra: more keys of the load format's extra config.
         environment: more variables for its processes.
+        module: what runs it.
 
     Attributes:
         url: where it listens.
+        pid: of its first process.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class VllmServer:
         *arguments: str,
         extra: Mapping[str, Any] | None = None,
         environment: Mapping[str, str] | None = None,
+        module: str = "vllm.entrypoints.openai.api_server",
     ) -> None:
         self.model = model
         self.log = log
@@ -94,7 +97,7 @@ class VllmServer:
             weights = ["--load-format", "weighbridge", "--model-loader-extra-config", said]
         # what the command `vllm serve` runs: in builds of vLLM that have another name, the command itself does not start
         command = [
-            str(python.absolute()), "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--host", "127.0.0.1",
+            str(python.absolute()), "-m", module, "--model", model, "--host", "127.0.0.1",
             "--port", str(port), *weights, "--dtype", "float32", "--max-model-len", "256",
             "--kv-cache-memory-bytes", str(_CACHE_BYTES), *arguments,
         ]  # fmt: skip
@@ -108,14 +111,18 @@ class VllmServer:
                 cwd=log.parent,
                 start_new_session=True,
             )
+        self.pid = self._process.pid
 
-    def wait_ready(self) -> None:
+    def wait_ready(self, seconds: float = START_SECONDS) -> None:
         """Return when it answers.
+
+        Args:
+            seconds: how long to wait.
 
         Raises:
             Unavailable: it ended, or does not answer in time; has the end of its log.
         """
-        deadline = time.monotonic() + START_SECONDS
+        deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             if self._process.poll() is not None:
                 raise Unavailable(
@@ -124,7 +131,7 @@ class VllmServer:
             with contextlib.suppress(OSError), _DIRECT.open(f"{self.url}/health", timeout=5):
                 return
             time.sleep(0.5)
-        raise Unavailable(f"vLLM did not start within {START_SECONDS:g} s", details=self.log_end())
+        raise Unavailable(f"vLLM did not start within {seconds:g} s", details=self.log_end())
 
     def log_end(self) -> Sequence[str]:
         """The last lines of its log."""

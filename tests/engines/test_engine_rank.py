@@ -153,6 +153,15 @@ def test_all_ranks_go_back_if_one_fails_while_it_fills(place: Place) -> None:
         assert found["status"] == Status(served=f"{MODEL}@2")
 
 
+def test_all_ranks_take_a_version_back_that_another_engine_could_not_take(place: Place) -> None:
+    for rank, found in enumerate(place.run(2, engine_ranks.take_a_version_back)):
+        assert (found["staged"].served, found["staged"].prepared) == (f"{MODEL}@1", f"{MODEL}@2")
+        check_same(found["back"], place.cut(1, rank, 2))
+        assert found["status"] == Status(served=f"{MODEL}@1")
+        assert "version 1 was not prepared, and the engine keeps version 2" in found["said"]
+        check_same(found["kept"], place.cut(2, rank, 2))
+
+
 def test_versions_of_other_models_are_refused_before_anything_is_touched(place: Place) -> None:
     ranks = place.run(2, engine_ranks.take_what_does_not_fit, [WIDER, DEEPER])
     for rank, found in enumerate(ranks):

@@ -41,12 +41,13 @@ class FakeSglang:
         self.plugin = self.has_sessions = True
         self.broken_by_update = False
         self.hidden_key = ""
+        self.settings: dict[str, int] = {}
 
     def answer(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         self.calls.append(path if path != "/weights_checker" else body["action"].partition(" ")[0])
         match path:
             case "/server_info":
-                return 200, {"tp_size": len(self.served)}
+                return 200, {"tp_size": len(self.served), **self.settings}
             case "/weights_checker":
                 return self._checker(body)
             case "/pause_generation":
@@ -238,10 +239,24 @@ def test_what_is_served_is_what_the_ranks_have_though_the_server_reports_a_failu
     assert driver.serving().version == 2
 
 
+@pytest.mark.parametrize("setting", ["dp_size", "tokenizer_worker_num"])
+def test_a_server_of_several_parts_is_refused_before_an_update(
+    engine: FakeSglang, driver: SglangServer, setting: str
+) -> None:
+    engine.settings = {setting: 2}
+    with pytest.raises(FailedPrecondition, match=f"--{setting.replace('_', '-')} 2") as refused:
+        driver.connect()
+    assert "several servers" in refused.value.fix
+    assert engine.calls == ["/server_info"]
+
+
 def test_ranks_that_serve_different_versions_serve_none(engine: FakeSglang, driver: SglangServer) -> None:
     engine.served[1] = "acme/smol@2"
     assert driver.serving().version is None
-    assert "different versions: acme/smol@1, acme/smol@2" in driver.serving().broken
+    assert (
+        "different versions are served: acme/smol@1 by rank 0; acme/smol@2 by rank 1"
+        in driver.serving().broken
+    )
 
 
 def test_an_engine_with_half_a_version_says_so(engine: FakeSglang, driver: SglangServer) -> None:

@@ -131,6 +131,25 @@ def fail_while_filling(number: int, server: str, name: str, config: Any) -> dict
     return found
 
 
+def take_a_version_back(number: int, server: str, name: str, config: Any) -> dict[str, Any]:
+    """Stage version 2, go to it and back; then to a version that the engine does not have; then to 2 while a rank cannot get version 1 any more."""
+    rank = start(config, server, name, 1)
+    assert rank.source is not None
+    rank.stage(2)
+    found: dict[str, Any] = {"staged": rank.status()}
+    rank.apply(2)
+    rank.undo(2)
+    rank.undo(2)
+    found |= {"back": parameters(rank), "status": rank.status()}
+    rank.apply(2)
+    good = rank.client()
+    if number == 1:
+        rank.clients[rank.source] = EngineClient("127.0.0.1:9", retry_seconds=0.2)
+    found["said"] = refusal(lambda: rank.undo(2))
+    rank.clients[rank.source] = good
+    return {**found, "kept": parameters(rank)}
+
+
 def take_what_does_not_fit(number: int, server: str, name: str, config: Any, others: list[str]) -> Any:
     """Go to versions of other models."""
     rank = start(config, server, name, 1)

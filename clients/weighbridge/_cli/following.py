@@ -42,7 +42,10 @@ if TYPE_CHECKING:
     help="What the engine is.",
 )
 @click.option(
-    "--url", help="The engine's HTTP address; by default port 8000 (vLLM) or 30000 (SGLang) of this machine."
+    "--url",
+    "urls",
+    multiple=True,
+    help="The engine's HTTP address; by default port 8000 (vLLM) or 30000 (SGLang) of this machine.",
 )
 @click.option(
     "--ref",
@@ -96,7 +99,7 @@ def follow_command(
     ctx: click.Context,
     model: str,
     kind: str,
-    url: str | None,
+    urls: tuple[str, ...],
     ref: str,
     pause_mode: str | None,
     engine_key: str,
@@ -121,6 +124,9 @@ def follow_command(
 
     if is_training(model):
         raise click.UsageError(f"engines take no training states: follow {model.partition(':')[0]}")
+    if len(urls) > 1:
+        raise click.UsageError(f"--url names {len(urls)} servers: run one agent beside each")
+    url = urls[0] if urls else None
     if url is not None and not url.startswith(("http://", "https://")):
         raise click.UsageError(f"--url {url} has no scheme: write http://{url}")
     end_tidily()  # else the engine would stay paused
@@ -172,8 +178,11 @@ def _engine(
 
 
 def _line(done: Followed) -> str:
+    from weighbridge.follow.engines import DIFFERENT
+
     if done.error:
-        serves = "no version" if done.serves is None else f"version {done.serves}"
+        none = "different versions" if DIFFERENT in done.error else "no version"
+        serves = none if done.serves is None else f"version {done.serves}"
         behind = f", {counted(done.behind, 'version')} behind" if done.behind else ""
         return f"{done.model}@{done.version}: failed, and the engine serves {serves}{behind}: {done.error}"
     if not done.nbytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import suppress
@@ -17,12 +18,17 @@ from weighbridge._core.resources import Signature, Version
 from weighbridge._signing.trust import Trusted
 from weighbridge._tracing import spans
 from weighbridge.errors import DataLoss, FailedPrecondition, WeighbridgeError
-from weighbridge.follow.engines import Engine, EngineFailed, Prepared
+from weighbridge.follow.engines import Engine, EngineFailed, Prepared, Serving
+from weighbridge.follow.news import with_looks
 from weighbridge.follow.status import label
 from weighbridge.follow.updates import apply_prepared, quietly
 
+log = logging.getLogger(__name__)
+
 SIGNED_SECONDS = 5.0
 """Between two looks whether a version that was refused is signed by now."""
+LOOK_SECONDS = 15.0
+"""Between two looks at what the engine serves, while the ref does not move."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +69,8 @@ class Follower:
         required: who must have signed a version, each of these, before anything of it is fetched. One that is not signed is refused, and
             taken when it is, as long as the ref names it.
         signed_seconds: pause between two looks whether it is.
+        look_seconds: pause between two looks whether the engine still serves what it was taken to. One that was started again with another
+            version, or has got an engine that came later, is taken there again.
         reporter: is told how the engine stands; None to tell nobody.
     """
 
@@ -77,6 +85,7 @@ class Follower:
         force: bool = False,
         required: Sequence[Trusted] = (),
         signed_seconds: float = SIGNED_SECONDS,
+        look_seconds: float = LOOK_SECONDS,
         reporter: EngineReporter | None = None,
     ) -> None:
         self._client = client
@@ -87,12 +96,14 @@ class Follower:
         self._force = force
         self._required = tuple(required)
         self._signed_seconds = signed_seconds
+        self._look_seconds = look_seconds
+        self._seen: Serving | None = None
         self._reporter = reporter
         self._judged: tuple[tuple[int, tuple[Signature, ...]], str] | None = None
 
     def run(self) -> Iterator[Followed]:
         """Follow for ever. Gives the version that the engine has at the start, if that is the ref's, and then each update or failure. One that
-        the engine has although it is not signed as required stays, and is told of.
+        the engine has although it is not signed as required stays, and is told of. An engine that was started again is taken to the version again.
 
         Raises:
             NotFound: the model is not registered.
@@ -101,23 +112,57 @@ class Follower:
         """
         self._begin()
         self._engine.connect()
-        for version in self._client.watch(self._model, self._ref):
-            number = version.number
-            if self._engine_has(number):
-                self._engine.label(label(self._model, number))
-                self._engine.resume()  # an agent before this one may have ended while it was paused
-                problem = self._unsigned(number)
-                self._say(state=ENGINE_SERVING, version=number, target=0, error=problem)
-                yield Followed(self._model, number, number, error=problem)
-            elif (yield from self._wait_signed(number)):
-                yield from self._insist(version)
+        newest: Version | None = None
+        for version in with_looks(self._client.watch(self._model, self._ref), self._look_seconds):
+            newest = version or newest
+            if newest is not None and (version is not None or self._has_started_again()):
+                yield from self._take_news(newest)
+
+    def _take_news(self, version: Version) -> Iterator[Followed]:
+        number = version.number
+        if self._engine_has(number):
+            self._engine.label(label(self._model, number))
+            self._engine.resume()  # an agent before this one may have ended while it was paused
+            problem = self._unsigned(number)
+            self._say(state=ENGINE_SERVING, version=number, target=0, error=problem)
+            yield Followed(self._model, number, number, error=problem)
+        elif (yield from self._wait_signed(number)):
+            yield from self._insist(version)
+
+    def _has_started_again(self) -> bool:
+        """Look at the engine: whether ranks of it were started since the last one, and take updates. A version that this agent has not brought is
+        reported."""
+        before = self._seen
+        serving = quietly(self._serving)
+        if before is None or serving is None:  # it is starting, or away
+            return False
+        if serving.version != before.version:
+            had = "no version" if before.version is None else f"version {before.version}"
+            problem = (
+                serving.broken or f"the engine has served {had}, and this agent has not updated it since"
+            )
+            self._say(state=ENGINE_FAILING, version=serving.version or 0, target=0, error=problem)
+        if serving.instances == before.instances:
+            return False
+        try:
+            self._engine.connect()
+        except WeighbridgeError as error:
+            log.warning("the engine was started again, and takes no updates yet: %s", error)
+            self._seen = before
+            return False
+        return True
+
+    def _serving(self) -> Serving:
+        """Answer of the engine about what it serves, which is kept."""
+        self._seen = self._engine.serving()
+        return self._seen
 
     def _wait_signed(self, number: int) -> Generator[Followed, None, bool]:
         """Wait until a version is signed as required; whether it is. If not, the ref names another one. Gives each reason to wait once."""
         said = ""
         while problem := self._unsigned(number):
             if problem != said:
-                serving = quietly(self._engine.serving)
+                serving = quietly(self._serving)
                 version = serving.version if serving else None
                 self._say(state=ENGINE_WAITING, version=version or 0, target=0, error=problem)
                 yield Followed(self._model, number, version, error=problem, behind=self._behind)
@@ -149,7 +194,7 @@ class Follower:
     def _begin(self) -> None:
         """Refuse an engine of another model: its clients would be answered by that one's weights, or none would fit. Of the model's own it is told
         at once what it serves, whether the service can be reached or not."""
-        serving = quietly(self._engine.serving)
+        serving = quietly(self._serving)
         if serving is None:
             return
         if serving.version is not None:
@@ -196,8 +241,10 @@ class Follower:
                 span.fail(EngineFailed(problem))
         if problem:
             quietly(self._engine.discard)
-        serving = quietly(self._engine.serving)
+        serving = quietly(self._serving)
         version = serving.version if serving else None
+        if serving is not None and (serving.broken or version not in (None, number)):
+            problem = _with_what_is_served(problem, number, serving)
         done = Followed(
             self._model,
             number,
@@ -236,6 +283,16 @@ class Follower:
 
     def _engine_has(self, number: int) -> bool:
         try:
-            return self._engine.serving().version == number
+            return self._serving().version == number
         except WeighbridgeError:
             return False
+
+
+def _with_what_is_served(problem: str, number: int, serving: Serving) -> str:
+    """Reason why an engine does not serve the version that it was to have: the failure, and what the engine itself says."""
+    found = serving.broken or (
+        ""
+        if problem
+        else f"the engine serves version {serving.version} and not {number}, after both were taken"
+    )
+    return problem if found in problem else "\n".join(filter(None, (problem, found)))

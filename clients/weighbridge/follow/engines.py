@@ -6,14 +6,16 @@ An engine's own calls are its driver's business.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from weighbridge.errors import DeadlineExceeded, FailedPrecondition, WeighbridgeError
 from weighbridge.follow.status import Status, label
 
 _POLL_SECONDS = 0.1
+DIFFERENT = "different versions are served"
+"""Beginning of what is broken where ranks or engines have different versions."""
 
 
 class EngineFailed(WeighbridgeError):
@@ -43,11 +45,13 @@ class Serving:
         version: number of the version that all of its ranks say they serve; None if they do not know, or say different things.
         broken: why its parameters are of no version; empty if they are.
         model: of which model that version is, as ``namespace/name``; empty if they do not know.
+        instances: which starts of the ranks say so; empty for an engine that does not tell them apart.
     """
 
     version: int | None
     broken: str = ""
     model: str = ""
+    instances: tuple[str, ...] = field(default=(), compare=False)
 
 
 class Engine(Protocol):
@@ -83,34 +87,58 @@ class Engine(Protocol):
         """What the engine shall tell its clients that it serves, where an agent has found that out."""
 
 
-def serving_of(ranks: Sequence[Status], model: str) -> Serving:
+Ranks = Mapping[str, Status]
+"""Status of each rank of an engine, of all engines behind one server, by what errors call the rank."""
+
+
+def serving_of(ranks: Ranks, model: str) -> Serving:
     """What an engine has, by what its ranks say of themselves."""
-    found = {rank.served for rank in ranks}
-    broken = next((rank.broken for rank in ranks if rank.broken), "")
+    found = {status.served for status in ranks.values()}
+    broken = next((status.broken for status in ranks.values() if status.broken), "")
+    instances = _instances(ranks)
     if len(found) != 1:
-        return Serving(None, broken or f"the ranks serve different versions: {', '.join(sorted(found))}")
+        problem = "\n".join(filter(None, (broken, _by_version(ranks))))
+        return Serving(None, problem, instances=instances)
     name, _, number = found.pop().rpartition("@")
-    return Serving(int(number) if name == model else None, broken, name)
+    return Serving(int(number) if name == model else None, broken, name, instances)
 
 
-def wait_prepared(ask: Callable[[], Sequence[Status]], model: str, number: int, timeout: float) -> Prepared:
+def check_same_ranks(asked: Ranks, answered: Ranks) -> None:
+    """Refuse answers of other ranks than those that were asked first.
+
+    Raises:
+        FailedPrecondition: the engine was started again in between, or several servers answer by one address.
+    """
+    if _instances(asked) != _instances(answered):
+        raise FailedPrecondition(
+            "other ranks answer than those that were asked to prepare",
+            fix="if the engine was started again, wait until it is up; if its address is that of several servers, such as a router's, name each "
+            "server's own, with an agent beside each",
+        )
+
+
+def wait_prepared(told: Ranks, ask: Callable[[], Ranks], model: str, number: int, timeout: float) -> Prepared:
     """Wait until all ranks have a version in host memory.
 
     Args:
+        told: what the ranks have answered when they were told to prepare.
         ask: the ranks' statuses.
         model: ``namespace/name``.
         number: the version that they have been told to prepare.
         timeout: seconds.
 
     Raises:
-        FailedPrecondition: a rank cannot take it, or its bytes did not come; says why. Or another version was asked for meanwhile.
+        FailedPrecondition: a rank cannot take it, or its bytes did not come; says why. Another version was asked for meanwhile. Or other ranks
+            answer than those that were told.
         DeadlineExceeded: not in time.
     """
     deadline = time.monotonic() + timeout
     wanted = label(model, number)
     while True:
-        ranks = ask()
-        problems = [f"rank {i}: {rank.error}" for i, rank in enumerate(ranks) if rank.error]
+        named = ask()
+        check_same_ranks(told, named)
+        ranks = list(named.values())
+        problems = [f"{name}: {rank.error}" for name, rank in named.items() if rank.error]
         if problems:
             raise FailedPrecondition(f"version {number} could not be prepared", details=problems)
         if all(rank.prepared == wanted for rank in ranks):
@@ -123,3 +151,16 @@ def wait_prepared(ask: Callable[[], Sequence[Status]], model: str, number: int, 
         if time.monotonic() > deadline:
             raise DeadlineExceeded(f"version {number} was not prepared within {timeout:g} s")
         time.sleep(_POLL_SECONDS)
+
+
+def _instances(ranks: Ranks) -> tuple[str, ...]:
+    return tuple(sorted(status.instance for status in ranks.values()))
+
+
+def _by_version(ranks: Ranks) -> str:
+    """Versions that ranks serve, where they differ, with the ranks of each."""
+    names: dict[str, list[str]] = {}
+    for name, status in ranks.items():
+        names.setdefault(status.served or "no version", []).append(name)
+    said = "; ".join(f"{served} by {' and '.join(there)}" for served, there in sorted(names.items()))
+    return f"{DIFFERENT}: {said}"

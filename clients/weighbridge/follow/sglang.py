@@ -13,11 +13,16 @@ from typing import Any
 
 from weighbridge._transport.proxies import opener
 from weighbridge.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, Unavailable
-from weighbridge.follow.engines import Prepared, Serving, serving_of, wait_prepared
+from weighbridge.follow.engines import Prepared, Ranks, Serving, serving_of, wait_prepared
 from weighbridge.follow.status import Status
 from weighbridge.follow.wanted import DISCARD, LOAD_FORMAT, PREPARE, REPORTED, STATUS, Wanted
 
 PAUSE_MODES = ("retract", "in_place", "abort")
+_SEVERAL = {
+    "dp_size": "SGLang takes no new weights with data parallelism",
+    "tokenizer_worker_num": "only one of these processes would name the new version in its answers",
+}
+"""Settings by which several parts answer at one address, and why they cannot be updated together."""
 
 
 class _NoRoute(FailedPrecondition):
@@ -69,7 +74,12 @@ class SglangServer:
             self._headers["Authorization"] = f"Bearer {api_key}"
 
     def connect(self) -> None:
-        """Nothing has to be told before an update; raises `FailedPrecondition` if the server has no plug-in."""
+        """Nothing has to be told before an update.
+
+        Raises:
+            FailedPrecondition: the server has no plug-in; or it has several engines or API servers.
+        """
+        self._check_single()
         self._ranks()
 
     def serving(self) -> Serving:
@@ -90,8 +100,8 @@ class SglangServer:
             Unavailable: the server cannot be reached.
         """
         self._request(version)
-        self._control(f"{PREPARE} {self._order(version)}")
-        return wait_prepared(self._ranks, self.model, version, self.timeout)
+        told = _named(self._control(f"{PREPARE} {self._order(version)}"))
+        return wait_prepared(told, self._ranks, self.model, version, self.timeout)
 
     def discard(self) -> None:
         """Let the engine forget what has been prepared."""
@@ -153,8 +163,19 @@ class SglangServer:
         wanted = self._wanted
         return Wanted(wanted.server, wanted.model, str(version), wanted.lane, wanted.retry_seconds).to_json()
 
-    def _ranks(self) -> list[Status]:
-        return [Status.from_json(found) for found in self._control(self._status)["ranks"]]
+    def _ranks(self) -> Ranks:
+        return _named(self._control(self._status))
+
+    def _check_single(self) -> None:
+        """Refuse a server of which a request reaches one part, while others may go on with other weights or another label."""
+        info = self._call("/server_info")
+        for setting, why in _SEVERAL.items():
+            if (count := int(info.get(setting) or 1)) > 1:
+                option = f"--{setting.replace('_', '-')}"
+                raise FailedPrecondition(
+                    f"{self.url} was started with {option} {count}, and {why}",
+                    fix=f"start it without {option}; to answer more, start several servers, with an agent beside each",
+                )
 
     def _control(self, action: str) -> Any:
         message = self._call("/weights_checker", {"action": action})["message"]
@@ -185,6 +206,10 @@ class SglangServer:
         except (OSError, http.client.HTTPException) as error:
             raise Unavailable(f"{self.url}{path} cannot be reached: {error}") from error
         return json.loads(text)
+
+
+def _named(said: Any) -> Ranks:
+    return {f"rank {at}": Status.from_json(found) for at, found in enumerate(said["ranks"])}
 
 
 def _message(body: bytes) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from weighbridge._core.json_values import JsonValue
@@ -26,6 +26,7 @@ class Status(JsonValue):
         seconds: how long its preparation took; 0 before it has ended.
         error: why the last preparation failed; empty if it did not.
         broken: why the parameters are of no version; empty if they are of one, or never were.
+        instance: which start of this rank answers: two servers behind one address, and a server before and after a restart, have different ones.
     """
 
     served: str = ""
@@ -35,8 +36,9 @@ class Status(JsonValue):
     seconds: float = 0.0
     error: str = ""
     broken: str = ""
+    instance: str = field(default="", compare=False)
 
     @staticmethod
     def from_json(found: Mapping[str, Any]) -> Status:
         """Read what `to_json` has written; keys that an engine adds are left out."""
-        return Status(**{field.name: found[field.name] for field in fields(Status) if field.name in found})
+        return Status(**{each.name: found[each.name] for each in fields(Status) if each.name in found})

@@ -12,8 +12,17 @@ from typing import Any, Literal
 
 from weighbridge._transport.proxies import opener
 from weighbridge.errors import FailedPrecondition
-from weighbridge.follow.engines import EngineFailed, Prepared, Serving, serving_of, wait_prepared
-from weighbridge.follow.status import Status
+from weighbridge.follow import heard
+from weighbridge.follow.engines import (
+    EngineFailed,
+    Prepared,
+    Ranks,
+    Serving,
+    check_same_ranks,
+    serving_of,
+    wait_prepared,
+)
+from weighbridge.follow.status import label as label_of
 
 PauseMode = Literal["wait", "keep", "abort"]
 _PREPARE_SECONDS = 3600.0
@@ -25,7 +34,7 @@ class _NoRoute(EngineFailed):
 
 
 class VllmServer:
-    """One server, with all its ranks.
+    """One server, with all ranks of all engines behind it.
 
     Args:
         url: of the server, such as ``http://127.0.0.1:8000``.
@@ -55,6 +64,7 @@ class VllmServer:
         self._init_info = {"server": server, "model": model, **more}
         self._pause_mode = pause_mode
         self._timeout = timeout
+        self._told: Ranks = {}
 
     def wait_ready(self, seconds: float) -> None:
         """Return when the server answers.
@@ -74,7 +84,11 @@ class VllmServer:
             time.sleep(_LOOK_SECONDS)
 
     def connect(self) -> None:
-        """Tell all workers where versions come from; they find out what they take of one, if they do not know."""
+        """Tell all workers where versions come from; they find out what they take of one, if they do not know.
+
+        Raises:
+            FailedPrecondition: a worker cannot; or not all workers behind the server answer.
+        """
         self._ask_workers("weighbridge_connect", json.dumps(self._init_info))
 
     def serving(self) -> Serving:
@@ -83,9 +97,13 @@ class VllmServer:
 
     def prepare(self, version: int) -> Prepared:
         """Ask all workers to prepare, and wait until they have."""
-        self._ask_workers("weighbridge_prepare", str(version))
+        self._told = self._ask_workers("weighbridge_prepare", str(version))
         return wait_prepared(
-            lambda: self._ask_workers("weighbridge_status"), self._model, version, _PREPARE_SECONDS
+            self._told,
+            lambda: self._ask_workers("weighbridge_status"),
+            self._model,
+            version,
+            _PREPARE_SECONDS,
         )
 
     def discard(self) -> None:
@@ -97,8 +115,23 @@ class VllmServer:
         self._post(f"/pause?mode={self._pause_mode}")
 
     def apply(self, version: int, label: str) -> None:
-        """Not in a session of vLLM's own: one that another agent has left open, or a worker that fails, would end it for all."""
-        self._ask_workers("weighbridge_apply", str(version))
+        """Not in a session of vLLM's own: one that another agent has left open, or a worker that fails, would end it for all.
+
+        Raises:
+            FailedPrecondition: an engine could not take the version; the others have gone back, or the error says which one serves what.
+        """
+        answers = self._answers("weighbridge_apply", str(version))
+        if heard.has_several(answers):  # which updates of two agents may have reached in different orders
+            answers = self._answers("weighbridge_status")
+        ranks = heard.by_name(answers, self._count_workers)
+        if self._told:
+            check_same_ranks(self._told, ranks)
+        wanted = label_of(self._model, version)
+        if any(status.served != wanted for status in ranks.values()):
+            found = ", ".join(f"{name} {status.served or 'no version'}" for name, status in ranks.items())
+            raise FailedPrecondition(
+                f"not all ranks serve version {version}: {found}", fix="let one agent update an engine"
+            )
         self.label(label)
 
     def resume(self) -> None:
@@ -106,24 +139,29 @@ class VllmServer:
         self._post("/resume")
 
     def label(self, label: str) -> None:
-        """Set vLLM's ``weight_version``, if it is another one. vLLM 0.24 has none."""
+        """Set vLLM's ``weight_version``, of each engine. vLLM 0.24 has none."""
         with contextlib.suppress(_NoRoute):
-            if self._call("/weight_info").get("weight_version") != label:
-                self._post("/update_weight_version", {"new_version": label})
+            self._post("/update_weight_version", {"new_version": label})
 
-    def _ask_workers(self, method: str, *arguments: str) -> list[Status]:
-        """What all workers answer.
+    def _ask_workers(self, method: str, *arguments: str) -> Ranks:
+        """Statuses of all workers of all engines.
 
         Raises:
-            FailedPrecondition: a worker could not do it; says why.
+            FailedPrecondition: a worker could not do it, says why; or not all have answered.
         """
-        found: list[Any] = self._post("/collective_rpc", {"method": method, "args": arguments}).get(
-            "results", []
-        )
-        problems = list(dict.fromkeys(worker["failed"] for worker in found if worker["failed"]))
-        if problems:
-            raise FailedPrecondition(problems[0], details=problems[1:])
-        return [Status.from_json(worker) for worker in found]
+        return heard.by_name(self._answers(method, *arguments), self._count_workers)
+
+    def _answers(self, method: str, *arguments: str) -> heard.Answers:
+        said = self._post("/collective_rpc", {"method": method, "args": arguments})
+        answers: heard.Answers = said.get("results", [])
+        heard.check_done(answers)
+        return answers
+
+    def _count_workers(self) -> int | None:
+        """Number of workers that vLLM has started, of all engines; None if it does not say."""
+        with contextlib.suppress(_NoRoute):
+            return int(self._call("/get_world_size")["world_size"])
+        return None
 
     def _post(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
         return self._call(path, body or {})

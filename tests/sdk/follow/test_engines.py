@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from weighbridge.errors import DeadlineExceeded, FailedPrecondition
@@ -12,7 +14,19 @@ MODEL = "acme/smol"
 
 
 def served(*labels: str, broken: str = "") -> Serving:
-    return serving_of([Status(served=label, broken=broken) for label in labels], MODEL)
+    return serving_of(ranks(*(Status(served=label, broken=broken) for label in labels)), MODEL)
+
+
+def ranks(*statuses: Status) -> dict[str, Status]:
+    return {f"rank {rank}": status for rank, status in enumerate(statuses)}
+
+
+def waited(
+    *states: dict[str, Status], told: dict[str, Status] | None = None, timeout: float = 10
+) -> Prepared:
+    """Result of waiting for version 2 when the ranks answer one of these after the other."""
+    answers = iter(states)
+    return wait_prepared(told or states[0], lambda: next(answers), MODEL, 2, timeout)
 
 
 def test_a_status_is_read_as_it_was_written_and_what_an_engine_adds_is_left_out() -> None:
@@ -27,8 +41,10 @@ def test_an_engine_serves_what_all_of_its_ranks_serve() -> None:
     assert served("", "") == Serving(None)
     assert served("", "", broken="half") == Serving(None, "half")
     assert served("acme/smol@17", "acme/smol@16").broken == (
-        "the ranks serve different versions: acme/smol@16, acme/smol@17"
+        "different versions are served: acme/smol@16 by rank 1; acme/smol@17 by rank 0"
     )
+    half = served("acme/smol@17", "", broken="half").broken
+    assert half == "half\ndifferent versions are served: acme/smol@17 by rank 0; no version by rank 1"
 
 
 def test_a_version_is_prepared_when_all_ranks_have_it() -> None:
@@ -36,21 +52,31 @@ def test_a_version_is_prepared_when_all_ranks_have_it() -> None:
         Status(preparing="acme/smol@2", nbytes=5),
         Status(prepared="acme/smol@2", nbytes=5, seconds=2.0),
     )
-    states = iter([[coming, coming], [there, coming], [there, there]])
-    assert wait_prepared(lambda: next(states), MODEL, 2, 10) == Prepared(10, 2.0)
+    states = ranks(coming, coming), ranks(there, coming), ranks(there, there)
+    assert waited(*states) == Prepared(10, 2.0)
+
+
+def test_a_version_that_other_ranks_have_than_those_that_were_told_is_not_prepared() -> None:
+    there = Status(prepared="acme/smol@2", instance="a")
+    told = ranks(there, replace(there, instance="b"))
+    assert waited(told, told=told) == Prepared(0, 0.0)
+    for others in (ranks(there, replace(there, instance="c")), ranks(there)):
+        with pytest.raises(FailedPrecondition, match="other ranks answer") as refused:
+            waited(others, told=told)
+        assert "router" in refused.value.fix
 
 
 def test_a_rank_that_cannot_prepare_is_named() -> None:
     with pytest.raises(FailedPrecondition, match="version 2 could not be prepared\n  - rank 1: gone"):
-        wait_prepared(lambda: [Status(preparing="acme/smol@2"), Status(error="gone")], MODEL, 2, 10)
+        waited(ranks(Status(preparing="acme/smol@2"), Status(error="gone")))
 
 
 @pytest.mark.parametrize("other", [Status(preparing="acme/smol@3"), Status(prepared="acme/smol@3"), Status()])
 def test_an_engine_that_was_asked_for_another_version_meanwhile_is_not_waited_for(other: Status) -> None:
     with pytest.raises(FailedPrecondition, match="someone else has asked this engine"):
-        wait_prepared(lambda: [Status(preparing="acme/smol@2"), other], MODEL, 2, 10)
+        waited(ranks(Status(preparing="acme/smol@2"), other))
 
 
 def test_waiting_ends() -> None:
     with pytest.raises(DeadlineExceeded, match="not prepared within 0 s"):
-        wait_prepared(lambda: [Status(preparing="acme/smol@2")], MODEL, 2, 0)
+        waited(ranks(Status(preparing="acme/smol@2")), timeout=0)

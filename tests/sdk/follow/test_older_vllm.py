@@ -24,8 +24,8 @@ def vllm(has_labels: bool, labels: list[str]) -> Iterator[str]:
             case "/collective_rpc":
                 assert body == {"method": "weighbridge_apply", "args": ["2"]}
                 return 200, {"results": [{"served": "acme/tiny@2", "failed": ""}]}
-            case "/weight_info" if has_labels:
-                return 200, {"weight_version": labels[-1]}
+            case "/get_world_size":
+                return 200, {"world_size": 1}
             case "/update_weight_version" if has_labels:
                 labels.append(body["new_version"])
                 return 200, {}

@@ -18,7 +18,9 @@ MODEL = "acme/tiny"
 def test_a_vllm_is_told_when_it_is_connected(reported: bool) -> None:
     asked: list[dict[str, Any]] = []
 
-    def answer(_path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    def answer(path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        if path == "/get_world_size":
+            return 200, {"world_size": 1}
         asked.append(json.loads(body["args"][0]))
         return 200, {"results": [{"failed": ""}]}
 
@@ -31,7 +33,9 @@ def test_a_vllm_is_told_when_it_is_connected(reported: bool) -> None:
 def test_an_sglang_is_told_when_it_is_asked_how_it_stands(reported: bool) -> None:
     asked: list[str] = []
 
-    def answer(_path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    def answer(path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        if path == "/server_info":
+            return 200, {"dp_size": 1}
         asked.append(body["action"])
         return 200, {"success": True, "message": json.dumps({"ranks": [{"served": ""}]})}
 

@@ -5,6 +5,7 @@ Called in the engine's own thread. What is called collective has to be called by
 
 from __future__ import annotations
 
+import secrets
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -51,6 +52,8 @@ class EngineRank:
         self._recorded: Recorded | None = None
         self._preparation: Preparation | None = None
         self._broken = ""
+        self._before: Held | None = None
+        self._instance = secrets.token_hex(8)
         self._reports = RankReports(engine.kind)
 
     def client(self, source: ModelSource | None = None) -> EngineClient:
@@ -154,6 +157,14 @@ class EngineRank:
         agree(self.engine.ranks, refusal, partial(self._ready, number, source))
         self.prepare(number, source)
 
+    def stage(self, number: int) -> None:
+        """Have all bytes of a version on all ranks' machines: what `apply` begins with. Collective.
+
+        Raises:
+            RanksFailed: says which ranks have not got them, and why.
+        """
+        self._prepare_and_wait(number, None)
+
     def discard(self) -> None:
         """Give back the memory of what was prepared. What is on its way is given back when it has come."""
         there, self._preparation = self._preparation, None
@@ -193,15 +204,31 @@ class EngineRank:
             raise
         finally:
             span.end()
+        self._before = had
         self._say(
             state=ENGINE_SERVING,
             update_version=number,
             update_bytes=0 if self.held is None else self.held.nbytes,
         )
 
+    def undo(self, number: int) -> None:
+        """Go back from a version to the one that was there before it. Nothing happens if the engine does not have that version. Collective.
+
+        For engines that take a version together, of which another one could not.
+
+        Raises:
+            RanksFailed: it cannot go back; says which version it has.
+        """
+        if self.held is None or self.held.version.number != number:
+            return
+        refusal = f"the engine keeps version {number}"
+        before = agree(self.engine.ranks, refusal, partial(_way_back, self._before))
+        self.apply(before.version.number, before.source)
+
     def status(self) -> Status:
         """What this rank serves and prepares."""
-        found = Status(served=self.held.label if self.held is not None else "", broken=self._broken)
+        served = self.held.label if self.held is not None else ""
+        found = Status(served=served, broken=self._broken, instance=self._instance)
         there = self._preparation
         if there is None:
             return found

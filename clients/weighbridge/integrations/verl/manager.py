@@ -50,7 +50,7 @@ class WeighbridgeManager(CheckpointEngineManager):  # type: ignore[misc]  # verl
 
         Raises:
             RayTaskError: of an actor; no replica was touched. Or of a worker of a replica: in mode ``tensors`` that one then does not generate until
-                an update has succeeded, in mode ``slices`` it goes on with the version that it had.
+                an update has succeeded, in mode ``slices`` it goes on with the version that it had; a note says which replicas have which.
         """
         if self.backend != NAME:
             metrics: dict[str, Any] = await super().update_weights(global_steps)
@@ -96,7 +96,9 @@ class WeighbridgeManager(CheckpointEngineManager):  # type: ignore[misc]  # verl
         if self._slices:
             if number is None:
                 raise FailedPrecondition("the actors' metrics do not say which version they have pushed")
-            await _all(self._bring_slices(replica, int(number), step) for replica in replicas)
+            await _on_each(
+                [self._bring_slices(replica, int(number), step) for replica in replicas], int(number)
+            )
         else:
             await self._bring_tensors(replicas, ticket, number, step)
 
@@ -163,6 +165,21 @@ async def _on_all(workers: Any, method: str, **arguments: Sequence[Any]) -> None
     """Call a method of the checkpoint engine of each worker, with its own arguments."""
     count = workers.world_size
     await _all(workers.execute_checkpoint_engine(method=[method] * count, **arguments))
+
+
+async def _on_each(calls: Sequence[Awaitable[None]], number: int) -> None:
+    """Wait until all replicas have ended; raises what the first of them has raised, with a note which have the version and which have not."""
+    ended = await asyncio.gather(*calls, return_exceptions=True)
+    failed = {index: each for index, each in enumerate(ended) if isinstance(each, BaseException)}
+    if not failed:
+        return
+    error = next(iter(failed.values()))
+    took = [index for index in range(len(ended)) if index not in failed]
+    error.add_note(
+        f"of {len(ended)} replicas, {', '.join(map(str, failed))} have not taken version {number}; "
+        f"{', '.join(map(str, took)) or 'none'} have"
+    )
+    raise error
 
 
 async def _all(calls: Iterable[Awaitable[Any]]) -> None:

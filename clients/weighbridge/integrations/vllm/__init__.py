@@ -10,6 +10,7 @@ May import: `engine_rank`, `follow`, `_lazy`, `_clients` and folders below, and 
 - `transfer`: weight-transfer engine.
 - `trainer`: its other end, in a trainer.
 - `worker`: what an agent asks workers over HTTP.
+- `engines`: several engines behind one server.
 - `model`: a rank's model, to the contract.
 - `layers`: its layers, in the format of checkpoints and of kernels.
 - `applying`: an update applied to layers with repacked weights.

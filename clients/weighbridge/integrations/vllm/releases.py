@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from vllm.model_executor.layers import attention
 from vllm.model_executor.model_loader.reload import layerwise, meta
 
 from weighbridge.errors import FailedPrecondition
+from weighbridge.integrations.vllm import engines
 
 _CONFIGURATION = "_weighbridge_vllm_config"
 
@@ -112,6 +113,35 @@ def leave_models_whole() -> None:
         start(self, is_checkpoint_format=False)
 
     Worker.start_weight_update = start_weight_update
+
+
+def hear_all_engines() -> None:
+    """Let an API server answer for all engines behind it, where vLLM's client of engines is as in the releases that are known.
+
+    Only where this process makes an engine. If it is another one, agents see that not all engines answer, and say so.
+    """
+    from vllm.v1.engine import core_client
+
+    client: Any = getattr(core_client, "AsyncMPClient", None)
+    original = getattr(client, "collective_rpc_async", None)
+    if original is None or hasattr(original, "__wrapped__") or not hasattr(client, "_call_utility_async"):
+        return
+
+    @wraps(original)
+    async def collective_rpc_async(self: Any, *given: Any, **named: Any) -> Any:
+        return await engines.collective_rpc(partial(original, self), self, engines.Call(*given, **named))
+
+    client.collective_rpc_async = collective_rpc_async
+
+
+def place_of(worker: Any) -> dict[str, int]:
+    """Place of a worker: the index of its engine among those of the server, its rank in the engine, and the number of ranks of the engine."""
+    parallel = worker.vllm_config.parallel_config
+    return {
+        "engine": int(getattr(parallel, "data_parallel_index", 0)),
+        "rank": int(worker.rank),
+        "ranks": int(parallel.world_size),
+    }
 
 
 def label_first_version(label_of: Callable[[VllmConfig], str]) -> None:

@@ -17,7 +17,11 @@ from vllm.logger import init_logger
 from weighbridge._lazy.caching import folder_of
 from weighbridge.follow.status import label
 from weighbridge.integrations.vllm import NAME
-from weighbridge.integrations.vllm.releases import label_first_version, remember_configurations
+from weighbridge.integrations.vllm.releases import (
+    hear_all_engines,
+    label_first_version,
+    remember_configurations,
+)
 from weighbridge.integrations.vllm.settings import Settings
 
 logger = init_logger(f"vllm.plugins.{__name__}")
@@ -47,6 +51,7 @@ def install() -> None:
         # again: arguments may be changed after they were made, and those that were made first have loaded this plug-in
         _complete(self, WeightTransferConfig)
         label_first_version(_first_label)
+        hear_all_engines()
         return configured(self, *args, **kwargs)
 
     EngineArgs.__post_init__, EngineArgs.create_engine_config = post_init, create_engine_config

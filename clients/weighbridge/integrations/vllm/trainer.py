@@ -25,6 +25,7 @@ from weighbridge.follow.vllm import refused
 from weighbridge.integrations.engine_rank.agreement import ProcessGroup, Ranks, RanksFailed, agree
 from weighbridge.integrations.engine_rank.source import ModelSource
 from weighbridge.integrations.vllm import NAME
+from weighbridge.integrations.vllm.engines import STAGE, UNDO
 from weighbridge.integrations.weight_updates import Update, UpdateSender, taken_to_the_end
 
 T = TypeVar("T")
@@ -201,12 +202,25 @@ class WeighbridgeTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[mis
             return
         try:
             self._ask("start_weight_update")
-            self._ask("update_weights", {"version": number})
+            self._take(number)
         except BaseException:  # a start whose answer was lost has begun, too
             with suppress(EngineFailed):  # vLLM wants it before the next update, and raises
                 self._ask("finish_weight_update")
             raise
         self._ask("finish_weight_update", label(self._info.model, number))
+
+    def _take(self, number: int) -> None:
+        """Have all engines behind the client take the version, or none: none changes before all have all bytes, and those that have go back if
+        one cannot."""
+        update = {"version": number}
+        self._ask("update_weights", {**update, "phase": STAGE})
+        try:
+            self._ask("update_weights", update)
+        except BaseException:
+            # an engine that has not taken it has nothing to take back, and raises
+            with suppress(EngineFailed):
+                self._ask("update_weights", {**update, "phase": UNDO})
+            raise
 
     def _ask(self, method: str, *arguments: Any) -> None:
         call: Callable[..., None] = getattr(self.client, method)

@@ -18,6 +18,7 @@ from vllm.distributed.weight_transfer.base import (
 from weighbridge.errors import FailedPrecondition, InvalidArgument
 from weighbridge.integrations.engine_rank.agreement import RanksFailed, agree
 from weighbridge.integrations.vllm import releases
+from weighbridge.integrations.vllm.engines import APPLY, DISCARD, STAGE, UNDO
 from weighbridge.integrations.vllm.model import vllm_rank
 from weighbridge.integrations.vllm.settings import source_for
 
@@ -46,17 +47,17 @@ class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]  # vLLM is see
     Attributes:
         version: its number. Not a ref: ranks that look at different moments may see it name different versions.
         phase: ``prepare`` begins to bring the bytes to this machine and returns at once; ``apply`` brings them to the parameters, and
-            prepares them before if nobody has.
+            prepares them before if nobody has. The others are steps of an update of several engines (`weighbridge.integrations.vllm.engines`).
     """
 
     version: int
-    phase: Literal["prepare", "apply"] = "apply"
+    phase: Literal["prepare", "apply", "stage", "undo", "discard"] = "apply"
 
     def __post_init__(self) -> None:
         """Raise InvalidArgument for what is neither."""
         if type(self.version) is not int:
             raise InvalidArgument(f"update_info names version {self.version!r}", fix="name it by its number")
-        if self.phase not in ("prepare", "apply"):
+        if self.phase not in ("prepare", APPLY, STAGE, UNDO, DISCARD):
             raise InvalidArgument(f"update_info has no phase {self.phase!r}", fix="use prepare or apply")
 
 
@@ -75,13 +76,15 @@ class WeighbridgeTransferEngine(WeightTransferEngine):  # type: ignore[misc]  # 
             config, *given
         )  # the engine's configuration, device and model; in vLLM 0.24 that of parallelism, and model
         releases.leave_models_whole()
-        self.rank = vllm_rank(self.model, releases.configuration(self.model, given[0]))
+        configuration = releases.configuration(self.model, given[0])
+        self.rank = vllm_rank(self.model, configuration)
+        self._ranks = int(configuration.parallel_config.world_size)
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Connect to the service, and find out what this rank takes of a version."""
         source = source_for(self.rank.source, init_info.model, init_info.server, init_info.lane)
         connect = partial(self.rank.connect, source, init_info.version)
-        with one_voice():
+        with one_voice(self._ranks):
             agree(self.rank.engine.ranks, "the engine is not connected", connect)
 
     def start_weight_update(self) -> None:
@@ -89,11 +92,17 @@ class WeighbridgeTransferEngine(WeightTransferEngine):  # type: ignore[misc]  # 
 
     def receive_weights(self, update_info: UpdateInfo, *_load_weights: Any, **_more: Any) -> None:
         """Prepare a version, or bring it to the parameters."""
-        with one_voice():
-            if update_info.phase == "prepare":
-                self.rank.prepare_all(update_info.version)
+        steps = {
+            "prepare": self.rank.prepare_all,
+            STAGE: self.rank.stage,
+            APPLY: self.rank.apply,
+            UNDO: self.rank.undo,
+        }
+        with one_voice(self._ranks):
+            if update_info.phase == DISCARD:
+                self.rank.discard()
             else:
-                self.rank.apply(update_info.version)
+                steps[update_info.phase](update_info.version)
 
     def finish_weight_update(self) -> None:
         """Nothing is left to do."""
@@ -116,14 +125,17 @@ class WeighbridgeTransferEngine(WeightTransferEngine):  # type: ignore[misc]  # 
 
 
 @contextmanager
-def one_voice() -> Iterator[None]:
-    """Let only the last rank raise what all ranks have raised.
+def one_voice(ranks: int) -> Iterator[None]:
+    """Let only the last rank of each engine raise what all ranks have raised.
 
-    vLLM reads its workers' answers in the order of ranks and stops at the first failure: whatever ranks behind that one have answered
-    would be taken for the answer to the next call.
+    vLLM reads the answers of an engine's workers in the order of ranks and stops at the first failure: whatever ranks behind that one have
+    answered would be taken for the answer to the next call.
+
+    Args:
+        ranks: of an engine. The group of all ranks may have those of several engines, one engine's behind the other's.
     """
     try:
         yield
     except RanksFailed:
-        if get_world_group().is_last_rank:
+        if (get_world_group().rank_in_group + 1) % ranks == 0:
             raise

@@ -10,16 +10,17 @@ import torch
 
 from weighbridge.errors import FailedPrecondition
 from weighbridge.integrations.engine_rank.rank import EngineRank
-from weighbridge.integrations.vllm.releases import reset_adapters
+from weighbridge.integrations.vllm.releases import place_of, reset_adapters
 from weighbridge.integrations.vllm.settings import source_for
 
 
 class WorkerExtension:
-    """Methods of every worker (``--worker-extension-cls``). Each answers with the rank's `Status` as JSON, and ``failed``.
+    """Methods of every worker (``--worker-extension-cls``). Each answers with the rank's `Status` as JSON, which worker it is (``engine``, ``rank``,
+    ``ranks`` of the engine, and ``group``: of the ranks that agree), and ``failed``. The API server adds ``engines``: how many it has.
 
     None of them raises: a failure is a text under ``failed`` in the answer. vLLM reads its workers' answers in order and stops at the first that
-    raised; what the others have answered would be taken for answers to the next call. All but `weighbridge_apply` return at once, because the
-    engine stands still meanwhile.
+    raised; what the others have answered would be taken for answers to the next call. All but
+    `weighbridge_stage`, `weighbridge_apply` and `weighbridge_undo` return at once, because the engine stands still meanwhile.
     """
 
     weight_transfer_engine: Any
@@ -41,17 +42,27 @@ class WorkerExtension:
         """Begin to bring a version, named by its number, to this machine."""
         return self._weighbridge_do(lambda rank: rank.prepare(int(version)))
 
+    def weighbridge_stage(self, version: str) -> dict[str, Any]:
+        """Have all bytes of a version, named by its number, on this machine."""
+        return self._weighbridge_do(lambda rank: rank.stage(int(version)))
+
     def weighbridge_apply(self, version: str) -> dict[str, Any]:
         """Bring a version, named by its number, to the parameters, while nothing is being computed."""
 
         def apply(rank: EngineRank) -> None:
             rank.apply(int(version))
-            torch.accelerator.synchronize()
-            reset_adapters(self.model_runner)
-            # a session that somebody has begun and left: vLLM would refuse the next one, on every worker
-            self._weight_update_active = False
+            self._weighbridge_settle()
 
         return self._weighbridge_do(apply)
+
+    def weighbridge_undo(self, version: str) -> dict[str, Any]:
+        """Go back from a version, named by its number, to the one before it, if this engine has it."""
+
+        def undo(rank: EngineRank) -> None:
+            rank.undo(int(version))
+            self._weighbridge_settle()
+
+        return self._weighbridge_do(undo)
 
     def weighbridge_status(self) -> dict[str, Any]:
         """What this worker serves and prepares."""
@@ -61,7 +72,14 @@ class WorkerExtension:
         """Give back the memory of what was prepared."""
         return self._weighbridge_do(EngineRank.discard)
 
+    def _weighbridge_settle(self) -> None:
+        torch.accelerator.synchronize()
+        reset_adapters(self.model_runner)
+        # a session that another caller has left open: vLLM would refuse the next one, on every worker
+        self._weight_update_active = False
+
     def _weighbridge_do(self, what: Callable[[EngineRank], None]) -> dict[str, Any]:
+        place = place_of(self)
         rank = getattr(self.weight_transfer_engine, "rank", None)
         try:
             if not isinstance(rank, EngineRank):
@@ -72,5 +90,5 @@ class WorkerExtension:
             what(rank)
         except Exception as error:
             status = rank.status().to_json() if isinstance(rank, EngineRank) else {}
-            return {**status, "failed": str(error) or repr(error)}
-        return {**rank.status().to_json(), "failed": ""}
+            return {**status, **place, "failed": str(error) or repr(error)}
+        return {**rank.status().to_json(), **place, "group": rank.engine.ranks.size, "failed": ""}

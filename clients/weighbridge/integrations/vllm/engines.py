@@ -1,0 +1,258 @@
+"""Engines behind one API server of vLLM: a call about weights reaches all of them, all answer, and a version is taken by all or by none.
+
+With data parallelism vLLM asks all engines, gives the first one's answer, and lets those that could do what others could not keep it. Each
+API server has this for itself, as each reaches all engines. Needs nothing of vLLM but its client of engines, as `EnginesClient`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+from weighbridge.errors import FailedPrecondition
+from weighbridge.integrations.vllm import NAME
+
+_WORKERS = "weighbridge_"
+"""Beginning of the names of methods of `weighbridge.integrations.vllm.worker`."""
+_APPLY = _WORKERS + "apply"
+_TRANSFER = "update_weights"
+"""vLLM's method of workers that brings weights by the transfer engine."""
+STAGE, APPLY, UNDO, DISCARD = "stage", "apply", "undo", "discard"
+"""Phases of an update of several engines: the methods of workers behind `_WORKERS`, and phases of the transfer engine."""
+
+Problems = dict[int, str]
+"""Failure of each engine; empty if there is none."""
+Ask = Callable[[Sequence[int], str], Awaitable[Problems]]
+"""Asks some engines, all at once, to do what a phase is, and gives each one's problem when all have ended."""
+
+
+class EnginesClient(Protocol):
+    """Part of vLLM's ``AsyncMPClient`` that is used."""
+
+    vllm_config: Any
+    core_engines: Sequence[bytes]
+
+    def _call_utility_async(self, method: str, *args: Any, engine: bytes) -> Awaitable[Any]: ...
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a method on all workers, by the names of the arguments of vLLM's ``collective_rpc_async``."""
+
+    method: Any
+    timeout: float | None = None
+    args: Sequence[Any] = ()
+    kwargs: Mapping[str, Any] | None = None
+
+
+async def collective_rpc(original: Callable[..., Awaitable[Any]], client: EnginesClient, call: Call) -> Any:
+    """Make a call as vLLM does, or if it is about weights of several engines, so that all of them answer.
+
+    Args:
+        original: vLLM's way to make it.
+        client: of all engines behind this API server.
+        call: the call.
+
+    Raises:
+        FailedPrecondition: vLLM's own update did not reach all engines; says which engine has what.
+    """
+    engines = list(client.core_engines)
+    to_workers = isinstance(call.method, str) and call.method.startswith(_WORKERS)
+    if len(engines) == 1 or not (to_workers or _is_update(client, call)):
+        found = await original(call.method, call.timeout, call.args, call.kwargs)
+        return _marked(found, 1) if to_workers and len(engines) == 1 else found
+    asking = _Asking(client, {int.from_bytes(engine, "little"): engine for engine in engines}, call.timeout)
+    # a caller that goes away cancels its request, and an update that has begun is to end
+    return await asyncio.shield(asyncio.ensure_future(_on_all(original, asking, call)))
+
+
+async def stage(ask: Ask, engines: Sequence[int]) -> Problems:
+    """Have all bytes of a version on the machines of all engines, or of none of them; the engines' problems."""
+    staged = await ask(engines, STAGE)
+    if any(staged.values()):
+        await ask([each for each in engines if not staged[each]], DISCARD)
+    return staged
+
+
+async def take(ask: Ask, engines: Sequence[int], version: object) -> Problems:
+    """Take all engines to a version, or none of them.
+
+    None touches its weights before all have all bytes. If one fails later, the others go back.
+
+    Args:
+        ask: asks engines. One that has failed in an update is not asked for anything more of it.
+        engines: all of them.
+        version: what errors call it.
+
+    Returns:
+        The engines' problems. If there are any, no engine has the version but those that say so.
+    """
+    staged = await stage(ask, engines)
+    if any(staged.values()):
+        return staged
+    applied = await ask(engines, APPLY)
+    took = [each for each in engines if not applied[each]]
+    if len(took) == len(engines):
+        return applied
+    undone = await ask(took, UNDO)
+    back = f"it has taken version {version} back, which others have not taken"
+    return {**applied, **{each: problem or back for each, problem in undone.items()}}
+
+
+@dataclass
+class _Asking:
+    """Calls of engines' workers.
+
+    Attributes:
+        client: vLLM's.
+        engines: vLLM's identity of each, by its index.
+        timeout: seconds of each call; None for no end.
+    """
+
+    client: EnginesClient
+    engines: Mapping[int, bytes]
+    timeout: float | None
+
+    async def ask(
+        self, engines: Sequence[int], method: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> dict[int, Any]:
+        """Answers of each engine's workers, or the exception that an engine has raised."""
+        calls = [
+            self.client._call_utility_async(
+                "collective_rpc", method, self.timeout, tuple(args), dict(kwargs), engine=self.engines[each]
+            )
+            for each in engines
+        ]
+        return dict(zip(engines, await asyncio.gather(*calls, return_exceptions=True), strict=True))
+
+
+@dataclass
+class _ByWorkers:
+    """An update by the workers' own methods, which answer what they could not do.
+
+    Attributes:
+        answers: of each engine's workers, the newest.
+    """
+
+    asking: _Asking
+    args: Sequence[Any]
+    answers: dict[int, Any] = field(default_factory=dict)
+
+    async def ask(self, engines: Sequence[int], phase: str) -> Problems:
+        args = () if phase == DISCARD else self.args
+        found = await self.asking.ask(engines, _WORKERS + phase, args, {})
+        self.answers.update(found)
+        return {each: _problem(found[each]) for each in engines}
+
+
+@dataclass
+class _ByTransfer:
+    """An update by vLLM's own method, which raises what could not be done."""
+
+    asking: _Asking
+    info: Any
+
+    async def ask(self, engines: Sequence[int], phase: str) -> Problems:
+        kwargs = {"update_info": _in_phase(self.info, phase)}
+        found = await self.asking.ask(engines, _TRANSFER, (), kwargs)
+        return {each: _problem(found[each]) for each in engines}
+
+
+async def _on_all(original: Callable[..., Awaitable[Any]], asking: _Asking, call: Call) -> Any:
+    engines = list(asking.engines)
+    if call.method == _TRANSFER:
+        info = (call.kwargs or {})["update_info"]
+        if _agree_themselves(asking.client):
+            return await original(call.method, call.timeout, call.args, call.kwargs)
+        ask = _ByTransfer(asking, info).ask
+        async with _turn(asking.client):
+            if _phase(_each(info)[0]) == STAGE:
+                problems = await stage(ask, engines)
+            else:
+                problems = await take(ask, engines, _version_of(info))
+        if any(problems.values()):
+            raise FailedPrecondition(
+                f"not all engines of this server have taken version {_version_of(info)}",
+                details=[f"engine {each}: {problem}" for each, problem in problems.items() if problem],
+            )
+        return [None] * len(engines)
+    if call.method == _APPLY and not _agree_themselves(asking.client):
+        workers = _ByWorkers(asking, call.args)
+        async with _turn(asking.client):
+            problems = await take(workers.ask, engines, call.args[0])
+        return _marked(_joined(workers.answers, problems), len(engines))
+    found = await asking.ask(engines, call.method, call.args, call.kwargs or {})
+    return _marked(_joined(found, {}), len(engines))
+
+
+_turns: WeakKeyDictionary[Any, asyncio.Lock] = WeakKeyDictionary()
+
+
+def _turn(client: EnginesClient) -> asyncio.Lock:
+    """Lock of a server's updates: engines that get two of them in different orders end with different versions."""
+    return _turns.setdefault(client, asyncio.Lock())
+
+
+def _is_update(client: EnginesClient, call: Call) -> bool:
+    """Test whether a call is vLLM's own update of weights from the service. A call that only begins to prepare a version is made as vLLM makes it."""
+    if call.method != _TRANSFER or not call.kwargs or "update_info" not in call.kwargs:
+        return False
+    transfer = getattr(client.vllm_config, "weight_transfer_config", None)
+    return getattr(transfer, "backend", None) == NAME and all(
+        isinstance(each, Mapping) and _phase(each) in (STAGE, APPLY)
+        for each in _each(call.kwargs["update_info"])
+    )
+
+
+def _agree_themselves(client: EnginesClient) -> bool:
+    """Test whether the workers of all engines are in one group, as those that share experts: a step that fails in one is then raised in all."""
+    config = client.vllm_config
+    return bool(config.model_config.is_moe and config.parallel_config.data_parallel_size > 1)
+
+
+def _each(info: Any) -> Sequence[Any]:
+    """An update's information for each worker, or the one for all of them."""
+    return info if isinstance(info, list) else [info]
+
+
+def _phase(info: Mapping[str, Any]) -> str:
+    return str(info.get("phase", APPLY))
+
+
+def _in_phase(info: Any, phase: str) -> Any:
+    changed = [{**each, "phase": phase} for each in _each(info)]
+    return changed if isinstance(info, list) else changed[0]
+
+
+def _version_of(info: Any) -> object:
+    return _each(info)[0].get("version")
+
+
+def _problem(found: Any) -> str:
+    """Failure that an engine or its workers report; empty if there is none."""
+    if isinstance(found, BaseException):
+        return str(found).removeprefix("Call to collective_rpc method failed: ") or repr(found)
+    for each in found or ():
+        if isinstance(each, Mapping) and each.get("failed"):
+            return str(each["failed"])
+    return ""
+
+
+def _joined(found: Mapping[int, Any], problems: Problems) -> list[Any]:
+    """The answers of all workers, engine by engine; those of an engine with a problem say so."""
+    answers: list[Any] = []
+    for engine, there in sorted(found.items()):
+        problem = problems.get(engine) or _problem(there)
+        if isinstance(there, BaseException):
+            answers.append({"engine": engine, "rank": 0, "failed": problem})
+        else:
+            answers += [{**each, "failed": each.get("failed") or problem} for each in there]
+    return answers
+
+
+def _marked(answers: Any, engines: int) -> Any:
+    """Answers that say how many engines this server has."""
+    return [{**each, "engines": engines} if isinstance(each, Mapping) else each for each in answers or ()]
