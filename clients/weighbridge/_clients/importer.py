@@ -16,8 +16,10 @@ from weighbridge._core.layouts import TensorSpec
 from weighbridge._core.references import training_of
 from weighbridge._core.resources import Model
 from weighbridge._core.tensor_spaces import TensorSpace
-from weighbridge._formats import hf_folder, safetensors_files
+from weighbridge._formats import safetensors_files
 from weighbridge._formats.folder_weights import FolderWeights
+from weighbridge._formats.side_files.carried import has_tokenizer
+from weighbridge._formats.side_files.reading import SideFiles
 from weighbridge.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -61,8 +63,7 @@ class ImportingClient(PushingClient):
             FailedPrecondition: the model is registered already, with other tensors.
         """
         folder = Path(hf_dir)
-        files = hf_folder.side_files(folder)
-        _tell_of_tokenizer(model, folder, files)
+        files = _side_files(model, folder)
         specs: Iterable[TensorSpec] = ()
         if tensors is not None:
             from weighbridge._formats.torch_state import tensor_specs
@@ -103,8 +104,7 @@ class ImportingClient(PushingClient):
         dtype = dtypes.parse(dequantize) if dequantize else None
         if dtype is not None and not dtype.is_float:
             raise InvalidArgument(f"fp8 weights cannot become {dtype}", fix="use bf16, fp16 or fp32")
-        files = hf_folder.side_files(Path(hf_dir))
-        _tell_of_tokenizer(model, hf_dir, files)
+        files = _side_files(model, Path(hf_dir))
         weights = FolderWeights.read(Path(hf_dir), files["config.json"], dequantize=dtype)
         files["config.json"] = weights.config_json
         self.register_files(model, files, "", weights.layout.tensors.values(), weight_map=weight_map)
@@ -203,6 +203,10 @@ class ImportingClient(PushingClient):
         )  # fmt: skip
 
 
-def _tell_of_tokenizer(model: str, folder: str | Path, files: Iterable[str]) -> None:
-    if not hf_folder.has_tokenizer(files):
+def _side_files(model: str, folder: Path) -> dict[str, bytes]:
+    """The files of a folder besides its weights; logs what is left out or missing."""
+    sides = SideFiles.read(folder)
+    sides.tell(model, folder)
+    if not has_tokenizer(sides.files):
         log.warning("%s: %s has no tokenizer: engines that need one will not find it here", model, folder)
+    return sides.files

@@ -13,6 +13,7 @@ from weighbridge._core.layouts import Layout, TensorSpec
 from weighbridge._core.text.counts import counted
 from weighbridge._core.text.shortening import readable
 from weighbridge._formats import hf_folder
+from weighbridge._formats.side_files.reading import SideFiles
 from weighbridge._formats.torch_dist.folder import TorchDistCheckpoint
 from weighbridge._formats.torch_dist.metadata import CONFIG_FILE
 from weighbridge.errors import LayoutError, NotFound
@@ -74,8 +75,8 @@ def is_megatron(checkpoint: TorchDistCheckpoint) -> bool:
     return any(prefix + key in checkpoint.layout.tensors for prefix in _PREFIXES for key in _FIRST_KEYS)
 
 
-def side_files_of(source: Path, config: Path | None) -> dict[str, bytes]:
-    """The files of a checkpoint's model besides its weights.
+def side_files_of(source: Path, config: Path | None) -> SideFiles:
+    """The files of a checkpoint's model besides its weights. Of those that lie beside the checkpoint's own, none is said to be left out.
 
     Args:
         source: the checkpoint.
@@ -85,11 +86,12 @@ def side_files_of(source: Path, config: Path | None) -> dict[str, bytes]:
         NotFound: there are none.
     """
     if config is not None:
-        return hf_folder.side_files(config)
+        return SideFiles.read(config)
     for folder in (source / SIDE_FOLDER, source / _SIDE_FOLDER_OF_VERL, source):
         if (folder / "config.json").is_file():
-            found = hf_folder.side_files(folder)
-            return {name: data for name, data in found.items() if name != CONFIG_FILE}
+            found = SideFiles.read(folder)
+            files = {name: data for name, data in found.files.items() if name != CONFIG_FILE}
+            return SideFiles(files, {} if folder == source else found.left_out)
     raise NotFound(
         f"{source} has no config.json: a checkpoint does not say which model it is of",
         fix="name a Hugging Face folder that has it, and the tokenizer, with --config",

@@ -43,7 +43,7 @@ class CheckpointToPush:
         declared: the tensors that they are of.
         space: which of the spaces.
         tied: copies of other weights, chunk by chunk, which must be the same.
-        left_out: how many entries are no weights, by kind.
+        left_out: how many entries are no weights, and files are not the model's, by kind.
     """
 
     folder: Path
@@ -69,13 +69,14 @@ class CheckpointToPush:
             LayoutError: a tensor is unknown, or has another shape than the model's.
         """
         checkpoint, named = read_checkpoint(folder)
-        side_files = side_files_of(folder, config)
+        sides = side_files_of(folder, config)
+        side_files = sides.files
         if named:
             model = named_model(side_files["config.json"], checkpoint)
             specs = tuple(model.tensors.values())
             return CheckpointToPush(
                 folder, in_dtype_of(specs, side_files), specs, tuple(model.shards()), specs,
-                TensorSpace.HUGGING_FACE, model.tied, model.left_out,
+                TensorSpace.HUGGING_FACE, model.tied, {**model.left_out, **sides.kinds()},
             )  # fmt: skip
         layout, left_out = model_part(checkpoint)
         tensors, _ = checkpoint_model(side_files["config.json"], layout)
@@ -83,7 +84,7 @@ class CheckpointToPush:
         return CheckpointToPush(
             folder, in_dtype_of(specs, side_files), specs,
             tuple((place.shard, place) for place in layout.placements), tuple(layout.tensors.values()),
-            TensorSpace.MEGATRON, (), left_out,
+            TensorSpace.MEGATRON, (), {**left_out, **sides.kinds()},
         )  # fmt: skip
 
     def push(
@@ -99,7 +100,7 @@ class CheckpointToPush:
         places = [place for _, place in self.shards]
         compared = (place for _, *both in self.tied for place in both)
         names = dict.fromkeys(place.buffer for place in (*places, *compared))
-        files = {name: safetensors_files.map_file(self.folder / name) for name in names}
+        files = {name: safetensors_files.map_file(self.folder, name) for name in names}
         _check_tied(self.tied, files)
         client.register_files(model, self.side_files, tensors=self.tensors)
         stream = Layout.stream(self.declared, [shard for shard, _ in self.shards])

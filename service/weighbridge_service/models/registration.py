@@ -17,7 +17,13 @@ from weighbridge_service.models.bridges import bridge_for, parse_config
 from weighbridge_service.models.listed_tensors import ListedTensors, read_tensor_list
 from weighbridge_service.models.model_tensors import ModelTensors, tensors_found, usual_dtype
 from weighbridge_service.models.registered_model import IDENTITY_FORMAT, RegisteredModel, model_type_of
-from weighbridge_storage.documents.names import ModelName, check_file_name, files_id_of, first_version_of
+from weighbridge_storage.documents.names import (
+    ModelName,
+    check_file_name,
+    check_file_names,
+    files_id_of,
+    first_version_of,
+)
 from weighbridge_storage.head.head import Head
 from weighbridge_storage.head.head_changes import delete_model, register
 from weighbridge_storage.stores.objects import ObjectStore
@@ -68,8 +74,7 @@ def model_for_registration(
         InvalidArgument: a file's name is not allowed, there is no ``config.json``, its model type has no weight map and no
             tensors are known, the dtype is not known, or the tensors are not those of the config.
     """
-    for file in files:
-        check_file_name(file)
+    check_file_names(files)
     if "config.json" not in files:
         raise InvalidArgument(
             "config.json is not among the model's files",

@@ -31,7 +31,8 @@ import torch
 from weighbridge._clients.engine import EngineClient
 from weighbridge._core import dtypes
 from weighbridge._core.resources import Version
-from weighbridge._formats.hf_folder import has_tokenizer
+from weighbridge._formats.hf_folder import write_side_files
+from weighbridge._formats.side_files.carried import has_tokenizer
 from weighbridge._lazy import Source
 from weighbridge.errors import FailedPrecondition, NotFound
 from weighbridge.integrations.engine_rank.agreement import RanksFailed, from_first
@@ -267,6 +268,5 @@ def _parallelism(tp_plan: Any, tp_size: int | None) -> dict[str, Any]:
 def _side_files(client: EngineClient, model: str, number: int) -> Iterator[str]:
     """A folder with the files of a version besides its weights."""
     with tempfile.TemporaryDirectory(prefix="weighbridge-") as folder:
-        for name, content in client.model_files(model, number).items():
-            Path(folder, name).write_bytes(content)
+        write_side_files(Path(folder), client.model_files(model, number))
         yield folder

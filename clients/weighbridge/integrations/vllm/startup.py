@@ -18,6 +18,7 @@ from typing import Any
 
 from vllm.logger import init_logger
 
+from weighbridge._formats.hf_folder import write_side_files
 from weighbridge._lazy.remembered import cache_folder
 from weighbridge.follow.status import label
 from weighbridge.integrations.vllm import NAME
@@ -108,16 +109,13 @@ def _folder_of(files: Mapping[str, bytes]) -> Path:
     """A folder with exactly these files, the same for the same files; other processes may be making it too."""
     digest = hashlib.sha256()
     for name, content in sorted(files.items()):
-        if Path(name).name != name:
-            raise ValueError(f"{name!r} is no name of a file of a model")
         digest.update(f"{name}\0{len(content)}\0".encode() + content)
     folder = cache_folder() / "vllm" / digest.hexdigest()[:32]
     if folder.is_dir():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     new = Path(tempfile.mkdtemp(dir=folder.parent))
-    for name, content in files.items():
-        (new / name).write_bytes(content)
+    write_side_files(new, files)
     try:
         new.rename(folder)
     except OSError:  # another process was faster
