@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -155,6 +156,15 @@ def with_dtype(config_json: bytes, dtype: DType) -> bytes:
         return config_json
     config["dtype"] = config["torch_dtype"] = dtype.torch_name
     return (json.dumps(config, indent=2) + "\n").encode()
+
+
+def in_dtype_of(tensors: Iterable[TensorSpec], config_json: bytes) -> bytes:
+    """A ``config.json`` that names the dtype of most of the weights as the model's: loaders go by that."""
+    nbytes: Counter[DType] = Counter()
+    for spec in tensors:
+        if spec.dtype.is_float:
+            nbytes[spec.dtype] += spec.nbytes
+    return with_dtype(config_json, nbytes.most_common(1)[0][0]) if nbytes else config_json
 
 
 def _chunks(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +11,6 @@ from weighbridge._core.dtypes import DType
 from weighbridge._core.layouts import Layout, TensorSpec
 from weighbridge._core.text.counts import counted
 from weighbridge._core.text.shortening import readable
-from weighbridge._formats import hf_folder
 from weighbridge._formats.side_files.reading import SideFiles
 from weighbridge._formats.torch_dist.folder import TorchDistCheckpoint
 from weighbridge._formats.torch_dist.metadata import CONFIG_FILE
@@ -96,18 +94,6 @@ def side_files_of(source: Path, config: Path | None) -> SideFiles:
         f"{source} has no config.json: a checkpoint does not say which model it is of",
         fix="name a Hugging Face folder that has it, and the tokenizer, with --config",
     )
-
-
-def in_dtype_of(tensors: Iterable[TensorSpec], side_files: Mapping[str, bytes]) -> dict[str, bytes]:
-    """A model's files with a ``config.json`` that names the dtype of most of its weights: loaders go by that."""
-    counted: Counter[DType] = Counter()
-    for spec in tensors:
-        if spec.dtype.is_float:
-            counted[spec.dtype] += spec.nbytes
-    if not counted:
-        return dict(side_files)
-    config = hf_folder.with_dtype(side_files["config.json"], counted.most_common(1)[0][0])
-    return {**side_files, "config.json": config}
 
 
 def checkpoint_model(config_json: bytes, there: Layout) -> tuple[dict[str, TensorSpec], WeightMap]:

@@ -21,7 +21,8 @@ from weighbridge._core.text.counts import counted
 from weighbridge._core.text.shortening import readable
 from weighbridge._formats import safetensors_files
 from weighbridge._formats.folder_weights import tied_copies
-from weighbridge._formats.side_files.reading import SideFiles
+from weighbridge._formats.hf_folder import in_dtype_of
+from weighbridge._formats.side_files.reading import CONFIG, SideFiles
 from weighbridge._formats.torch_dist.folder import (
     FramedFile,
     iterations_in,
@@ -39,7 +40,6 @@ from weighbridge_service.converting.checkpoint_keys import (
 from weighbridge_service.converting.checkpoint_model import (
     SIDE_FOLDER,
     checkpoint_model,
-    in_dtype_of,
     model_part,
     side_files_of,
 )
@@ -338,7 +338,8 @@ def _from_checkpoint(source: Path, options: ConvertOptions, kind: Kind) -> Conve
         twins,
         tuple(FramedFile(file.name, file.nbytes, ((0, file.header),)) for file in files.files),
         {
-            **in_dtype_of(tensors.values(), side),
+            **side,
+            CONFIG: in_dtype_of(tensors.values(), side[CONFIG]),
             **({safetensors_files.INDEX_FILE: index} if index is not None else {}),
         },
         {**left_out, **sides.kinds()},

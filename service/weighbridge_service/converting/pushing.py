@@ -17,11 +17,12 @@ from weighbridge._clients.trainer import TrainerClient
 from weighbridge._core.layouts import Layout, Placement, Shard, TensorSpec
 from weighbridge._core.tensor_spaces import TensorSpace
 from weighbridge._formats import safetensors_files
+from weighbridge._formats.hf_folder import in_dtype_of
 from weighbridge._formats.push_sources import MappedSource
+from weighbridge._formats.side_files.reading import CONFIG
 from weighbridge.errors import DataLoss
 from weighbridge_service.converting.checkpoint_model import (
     checkpoint_model,
-    in_dtype_of,
     model_part,
     side_files_of,
 )
@@ -75,14 +76,14 @@ class CheckpointToPush:
             model = named_model(side_files["config.json"], checkpoint)
             specs = tuple(model.tensors.values())
             return CheckpointToPush(
-                folder, in_dtype_of(specs, side_files), specs, tuple(model.shards()), specs,
+                folder, _in_dtype_of(specs, side_files), specs, tuple(model.shards()), specs,
                 TensorSpace.HUGGING_FACE, model.tied, {**model.left_out, **sides.kinds()},
             )  # fmt: skip
         layout, left_out = model_part(checkpoint)
         tensors, _ = checkpoint_model(side_files["config.json"], layout)
         specs = tuple(tensors.values())
         return CheckpointToPush(
-            folder, in_dtype_of(specs, side_files), specs,
+            folder, _in_dtype_of(specs, side_files), specs,
             tuple((place.shard, place) for place in layout.placements), tuple(layout.tensors.values()),
             TensorSpace.MEGATRON, (), {**left_out, **sides.kinds()},
         )  # fmt: skip
@@ -124,3 +125,8 @@ def _check_tied(
                     f"{name} is not the same as {original.shard.tensor}, and config.json ties them",
                     fix="set tie_word_embeddings to false in config.json, or leave one of them out",
                 )
+
+
+def _in_dtype_of(tensors: Sequence[TensorSpec], side_files: Mapping[str, bytes]) -> dict[str, bytes]:
+    """A model's files with a config that names the dtype of most of its weights."""
+    return {**side_files, CONFIG: in_dtype_of(tensors, side_files[CONFIG])}

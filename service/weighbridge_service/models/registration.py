@@ -39,6 +39,18 @@ def files_key(model: ModelName, files_id: str, file: str) -> str:
     return f"{model.prefix}files/{files_id}/{check_file_name(file)}"
 
 
+def registered_files(store: ObjectStore, model: ModelName, files_id: str) -> dict[str, bytes]:
+    """The files that were registered together, by name: those of a version that was opened before others were registered."""
+    names = sorted(registered_names(store, model, files_id))
+    return {name: store.get(files_key(model, files_id, name))[0] for name in names}
+
+
+def registered_names(store: ObjectStore, model: ModelName, files_id: str) -> list[str]:
+    """The names of files that were registered together."""
+    prefix = f"{model.prefix}files/{files_id}/"
+    return [key.removeprefix(prefix) for key in store.list(prefix)]
+
+
 def files_identity(files: Mapping[str, bytes]) -> str:
     """Identity of a set of files: 32 hex digits of the SHA-256 over names, lengths and contents."""
     digest = hashlib.sha256()
