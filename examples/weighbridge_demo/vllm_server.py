@@ -19,6 +19,8 @@ from typing import Any, Self
 
 from weighbridge.errors import Unavailable
 
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""Opens URLs of this machine, past any proxy that the environment names."""
 START_SECONDS = 420.0
 """Three processes import vLLM one after the other."""
 _STOP_SECONDS = 20.0
@@ -119,7 +121,7 @@ class VllmServer:
                 raise Unavailable(
                     f"vLLM ended with exit code {self._process.returncode}", details=self.log_end()
                 )
-            with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=5):  # noqa: S310
+            with contextlib.suppress(OSError), _DIRECT.open(f"{self.url}/health", timeout=5):
                 return
             time.sleep(0.5)
         raise Unavailable(f"vLLM did not start within {START_SECONDS:g} s", details=self.log_end())
@@ -149,7 +151,7 @@ class VllmServer:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})  # noqa: S310
         try:
-            with urllib.request.urlopen(request, timeout=_ASK_SECONDS) as answer:  # noqa: S310
+            with _DIRECT.open(request, timeout=_ASK_SECONDS) as answer:
                 return json.load(answer)
         except OSError as error:
             raise Unavailable(f"vLLM does not answer {path}: {error}", details=self.log_end()) from error

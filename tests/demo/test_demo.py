@@ -23,7 +23,6 @@ NORM_BYTES = (2 * 30 + 1) * 576 * 4
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.xdist_group("demo")
 def test_a_model_goes_round_from_folder_to_trainer_to_engines_and_stays_exact(tmp_path: Path) -> None:
     work = tmp_path / "work"
     command = [

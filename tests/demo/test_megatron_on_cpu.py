@@ -245,7 +245,7 @@ def test_a_failing_rank_shows_its_own_traceback_and_ends_the_others() -> None:
     started = time.monotonic()
     with pytest.raises(RankError, match=r"(?s)rank 1 failed.*_fail_on_rank_one.*rank one has had enough"):
         run_ranks(Parallel(tp=2), _fail_on_rank_one)
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - started < 55, "not the minute that rank 0 sleeps"
 
 
 def test_a_dying_rank_is_reported() -> None:

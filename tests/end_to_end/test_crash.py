@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import threading
 import time
@@ -25,13 +24,14 @@ from tests.support.raw_clients import (
     stream_of,
     tiny_folder,
 )
+from tests.support.rounds import first_seed, rounds
 from weighbridge._clients.engine import EngineClient
 from weighbridge._clients.trainer import TrainerClient
 from weighbridge._core.resources import REF_LATEST, VersionState
 from weighbridge.errors import WeighbridgeError
 
-CRASHES = int(os.environ.get("WEIGHBRIDGE_CRASHES", "6"))
-SEED = int(os.environ.get("WEIGHBRIDGE_SEED") or time.time_ns() % 1_000_000)
+CRASHES = rounds("CRASHES")
+SEED = first_seed()
 MODEL = "acme/crash"
 LONGEST_LIFE = 0.5
 
@@ -206,6 +206,7 @@ def leave_rubbish(store: Path, chance: random.Random) -> None:
             (folder / name).write_bytes(chance.randbytes(chance.choice([0, 100, 50_000])))
 
 
+@pytest.mark.smoke
 @pytest.mark.timeout(60 + 10 * CRASHES)
 def test_a_killed_service_loses_nothing_that_was_durable_and_shows_nothing_that_is_not(
     service: KillableService, sources: list[TinyModel]

@@ -132,7 +132,8 @@ def test_every_step_of_a_push_may_be_repeated(
         assert raw.seal(MODEL, number, rank=rank).number == number
     trainer.wait_for(MODEL, number, VersionState.DURABLE, timeout=20)
     assert raw.seal(MODEL, number, rank=0).state == wire.state_to_proto(VersionState.DURABLE)
-    time.sleep(0.3)  # a second publication would come now
+    # a second publication would have come by then
+    eventually(lambda: not running.service.catalog.snapshots.unfinished)
     assert [v.number for v in trainer.versions(MODEL)] == [number]
     assert not trainer.verify(MODEL, number).problems
     assert_equal(engine, MODEL, number, arrays)

@@ -73,14 +73,21 @@ class _Dataset(torch.utils.data.Dataset[dict[str, Tensor]]):
 def test_lora_pushes_what_is_merged_and_goes_on_with_its_adapters(
     service: RunningService, hf_dir: Path
 ) -> None:
-    model = tiny_model(CONFIG, seed=4)
-    left = run("lora.md", service.address, "recipes/lora", model=model, hf_dir=hf_dir, loader=_batches())
-    assert [name for name, _ in left["model"].named_parameters() if "lora_B" in name]
-    expected = left["model"].merge_and_unload().state_dict()
+    batches = [*_batches(), *_batches()]
+
+    def runs(name: str, loader: list[dict[str, Tensor]]) -> Any:
+        torch.manual_seed(4)
+        model = tiny_model(CONFIG, seed=4)
+        return run("lora.md", service.address, name, model=model, hf_dir=hf_dir, loader=loader)["model"]
+
+    whole = runs("recipes/lora-whole", batches)
+    runs("recipes/lora", batches[:STEPS])
+    left = runs("recipes/lora", batches)  # goes on at step 11
+    assert [name for name, _ in left.named_parameters() if "lora_B" in name]
+    _equal(dict(left.state_dict()), dict(whole.state_dict()))
+    expected = left.merge_and_unload().state_dict()
     found = _pulled(service.address, "recipes/lora")
-    assert found.keys() == expected.keys()
-    for name, tensor in found.items():  # unmerging has rounded
-        torch.testing.assert_close(tensor.float(), expected[name].float(), rtol=1e-2, atol=1e-5)
+    _equal(found, {name: tensor.to(found[name].dtype) for name, tensor in expected.items()})
     before = tiny_model(CONFIG, seed=4).state_dict()
     q = "model.layers.0.self_attn.q_proj.weight"
     assert not torch.equal(found[q], before[q].to(found[q].dtype))
@@ -101,6 +108,16 @@ def test_the_callback_of_transformers_trainer(service: RunningService, tmp_path:
     )  # fmt: skip
     assert names["version"].step == STEPS
     _equal(_pulled(service.address, "tests/callback"), dict(model.state_dict()))
+
+
+def test_the_callback_pushes_a_model_with_adapters_merged(service: RunningService, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    adapted = peft.get_peft_model(tiny_model(CONFIG, seed=5), peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    adapted.get_base_model().config.architectures = None
+    run(
+        "transformers-trainer.md", service.address, "tests/adapted", model=adapted, args=_arguments(tmp_path), dataset=_Dataset(),
+    )  # fmt: skip
+    _equal(_pulled(service.address, "tests/adapted"), dict(adapted.merge_and_unload().state_dict()))
 
 
 def test_a_push_that_fails_harms_training_only_if_it_shall(

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import threading
 import time
@@ -20,6 +19,7 @@ import torch
 from tests.support.heads import stored
 from tests.support.killable_service import KillableService
 from tests.support.raw_clients import TinyModel, assert_equal, rows_layout, tiny_folder
+from tests.support.rounds import first_seed, rounds
 from tests.support.waiting import eventually
 from weighbridge import EngineClient, TrainerClient
 from weighbridge._core.layouts import Layout
@@ -32,8 +32,8 @@ from weighbridge_storage.documents.names import ModelName
 from weighbridge_storage.head.head import Head
 from weighbridge_storage.opening import open_store
 
-CRASHES = int(os.environ.get("WEIGHBRIDGE_REPLICA_CRASHES", "2"))
-SEED = int(os.environ.get("WEIGHBRIDGE_SEED") or time.time_ns() % 1_000_000)
+CRASHES = rounds("REPLICA_CRASHES")
+SEED = first_seed()
 MODEL = "acme/spread"
 REPLICAS, RANKS = 3, 6
 LONGEST_LIFE = 1.0

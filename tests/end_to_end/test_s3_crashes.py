@@ -6,7 +6,6 @@ often one of the two is killed, ``WEIGHBRIDGE_SEED`` repeats a run's random numb
 
 from __future__ import annotations
 
-import os
 import random
 import time
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from tests.end_to_end.test_crash import Driver, Record
 from tests.support.heads import in_memory, stored
 from tests.support.killable_service import KillableService
 from tests.support.raw_clients import TinyModel, assert_equal, tiny_folder
+from tests.support.rounds import first_seed, rounds
 from tests.support.s3_server import S3Server, SeaweedFS
 from weighbridge._clients.engine import EngineClient
 from weighbridge._clients.trainer import TrainerClient
@@ -27,8 +27,8 @@ from weighbridge_storage.documents.names import ModelName
 from weighbridge_storage.head.history import History
 from weighbridge_storage.opening import open_store
 
-CRASHES = int(os.environ.get("WEIGHBRIDGE_S3_CRASHES", "2"))
-SEED = int(os.environ.get("WEIGHBRIDGE_SEED") or time.time_ns() % 1_000_000)
+CRASHES = rounds("S3_CRASHES")
+SEED = first_seed()
 MODEL = "acme/crash"
 NAME = ModelName.parse(MODEL)
 KEPT = 3

@@ -3,13 +3,12 @@
 Two replicas of the service over one store, which they reach through a proxy that spoils requests. Trainers push to either and to both,
 tags are set, versions are collected. Then the way is good again, and what is in the store is read without them.
 
-``WEIGHBRIDGE_SERVICE_FAULTS=500`` makes as many random runs; ``WEIGHBRIDGE_SERVICE_FAULTS_SEED`` chooses the first one's seed.
+``WEIGHBRIDGE_SERVICE_FAULTS=500`` makes as many random runs; ``WEIGHBRIDGE_SEED`` chooses the first one's seed.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import random
 import threading
 import time
@@ -23,6 +22,7 @@ import xxhash
 from tests.support.fault_proxy import FAULTS, FaultProxy, fault_proxy
 from tests.support.heads import stored
 from tests.support.raw_clients import RawClient, TinyModel, cut, rows_layout, stream_of, tiny_folder
+from tests.support.rounds import first_seed, rounds
 from tests.support.s3_server import BUCKET, S3Server
 from tests.support.services import RunningService, running_service
 from weighbridge import TrainerClient
@@ -36,10 +36,9 @@ from weighbridge_storage.stores.s3.settings import SMALLEST_PART, S3Settings
 from weighbridge_storage.versions.reading import read_manifest
 from weighbridge_storage.versions.verifying import verify_version
 
-RUNS = int(os.environ.get("WEIGHBRIDGE_SERVICE_FAULTS", "2"))
-FIRST_SEED = int(os.environ.get("WEIGHBRIDGE_SERVICE_FAULTS_SEED", "1"))
+RUNS = rounds("SERVICE_FAULTS")
+FIRST_SEED = first_seed()
 KEPT = 2
-pytestmark = pytest.mark.xdist_group("service-faults")
 HIDDEN_SIZE = 2400
 """Makes models of 6 MB, which are uploaded in two parts of the least size."""
 

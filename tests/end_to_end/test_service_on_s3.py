@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -27,6 +28,7 @@ def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
     return found.keys() == expected.keys() and all(found[name].equal(expected[name]) for name in expected)
 
 
+@pytest.mark.smoke
 def test_versions_go_through_a_service_on_s3_and_outlive_it(seaweed: S3Server, tmp_path: Path) -> None:
     location = seaweed.location()
     folders = []

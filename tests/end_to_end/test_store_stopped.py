@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 
 from tests.support.raw_clients import Arrays, TinyModel, tiny_folder
+from tests.support.rounds import rounds
 from tests.support.s3_server import seaweedfs
 from tests.support.services import service_process
 from tests.support.waiting import eventually
@@ -32,7 +33,7 @@ from weighbridge.errors import DeadlineExceeded, Unavailable, WeighbridgeError
 pytestmark = pytest.mark.process
 
 MODEL = "tests/smol"
-STOP_SECONDS = float(os.environ.get("WEIGHBRIDGE_STORE_STOP_SECONDS", "8"))
+STOP_SECONDS = float(rounds("STORE_STOP_SECONDS"))
 """Least time; it is stopped until readiness says so, in any case."""
 CALLS = 200
 CALLERS = 16

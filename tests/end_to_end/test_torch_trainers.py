@@ -230,6 +230,7 @@ def test_ranks_are_told_what_is_wrong_and_collectives_are_waited_for(
             assert all(torch.equal(pulled[key], tensor) for key, tensor in said["expected"].items())
 
 
+@pytest.mark.smoke
 def test_one_process_pushes_and_fills_a_model_and_is_told_all_that_is_wrong(
     service: RunningService, tmp_path: Path
 ) -> None:
@@ -248,7 +249,7 @@ def test_one_process_pushes_and_fills_a_model_and_is_told_all_that_is_wrong(
             "model.layers.1.mlp.up_proj.weight BF16[96, 64] is missing",
         }
         adapter = {"base_model.model.model.layers.0.mlp.up_proj.lora_A.default.weight": torch.ones(2, 64)}
-        with pytest.raises(LayoutError, match="merge_adapter"):
+        with pytest.raises(LayoutError, match="push the model itself"):
             trainer.push_state_dict(case.name, {**state, **adapter}, step=1)
         with pytest.raises(LayoutError, match="casts are not allowed"):
             trainer.push_state_dict(case.name, model, step=1, cast="never")

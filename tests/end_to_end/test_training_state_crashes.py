@@ -6,7 +6,6 @@ killed, ``WEIGHBRIDGE_SEED`` repeats a run's random numbers.
 
 from __future__ import annotations
 
-import os
 import random
 import time
 from contextlib import suppress
@@ -21,12 +20,13 @@ from torch import nn
 
 from tests.support.forked import forking
 from tests.support.killable_service import KillableService
+from tests.support.rounds import first_seed, rounds
 from tests.support.waiting import eventually
 from weighbridge import NotFound, TrainerClient, VersionState, WeighbridgeError
 from weighbridge._core.references import training_of
 
-KILLS = int(os.environ.get("WEIGHBRIDGE_STATE_KILLS", "4"))
-SEED = int(os.environ.get("WEIGHBRIDGE_SEED") or time.time_ns() % 1_000_000)
+KILLS = rounds("STATE_KILLS")
+SEED = first_seed()
 MODEL = "acme/states"
 RANKS = 2
 LONGEST_LIFE = 0.6

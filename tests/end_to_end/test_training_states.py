@@ -29,6 +29,7 @@ from transformers import PretrainedConfig
 
 from tests.support.mortal_proxy import MortalProxy
 from tests.support.reference import tiny_config, tiny_model
+from tests.support.rounds import rounds
 from tests.support.services import RunningService, running_service
 from tests.support.torch_ranks import run_ranks, shared
 from tests.support.training_states import same_bits
@@ -60,7 +61,7 @@ from weighbridge_storage.documents.names import MANIFEST_FILE
 
 MODEL = "acme/smol"
 TRAINING = training_of(MODEL)
-BLOB_MB = int(os.environ.get("WEIGHBRIDGE_BLOB_MB", "4"))
+BLOB_MB = rounds("BLOB_MB")
 UNEVEN = 131
 """Tokens that neither two, four nor eight ranks share evenly."""
 STEPS = 50
@@ -250,6 +251,7 @@ def as_ranks(count: int, work: Callable[[int], Any]) -> list[Any]:
         return list(pool.map(attempt, range(count)))
 
 
+@pytest.mark.smoke
 def test_the_state_has_the_number_of_its_weights_and_comes_back_with_every_value(
     service: RunningService, tmp_path: Path
 ) -> None:

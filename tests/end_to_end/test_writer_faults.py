@@ -3,7 +3,7 @@
 Writers are processes that share memory with the service. They are stopped, killed, forked, closed and broken in the middle of their
 copy, each run in one of these ways; meanwhile and afterwards others push, and all that can be pulled is compared with what was pushed.
 
-``WEIGHBRIDGE_WRITER_FAULTS=1000`` makes as many random runs; ``WEIGHBRIDGE_WRITER_FAULTS_SEED`` chooses the first one's seed. With
+``WEIGHBRIDGE_WRITER_FAULTS=1000`` makes as many random runs; ``WEIGHBRIDGE_SEED`` chooses the first one's seed. With
 ``WEIGHBRIDGE_WRITER_FAULTS_DEVICE=cuda`` writers' tensors lie on a GPU, and half of the faults come while its copies are under way.
 """
 
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import random
 import time
 from collections import deque
@@ -23,6 +22,7 @@ import pytest
 import torch
 
 from tests.support.raw_clients import tiny_folder
+from tests.support.rounds import first_seed, rounds
 from tests.support.services import RunningService, running_service
 from tests.support.writer_faults import (
     DEVICE,
@@ -40,8 +40,8 @@ from tests.support.writer_faults import (
 from weighbridge import EngineClient, TrainerClient
 from weighbridge._core.resources import Retention, VersionState
 
-RUNS = int(os.environ.get("WEIGHBRIDGE_WRITER_FAULTS", "12"))
-FIRST_SEED = int(os.environ.get("WEIGHBRIDGE_WRITER_FAULTS_SEED", "1"))
+RUNS = rounds("WRITER_FAULTS")
+FIRST_SEED = first_seed()
 MODELS = ("acme/first", "acme/second")
 KEPT = 2
 IMAGE_BYTES = 630_784
@@ -51,7 +51,6 @@ HELD = 6
 MEMORY = (HELD + 6) * IMAGE_BYTES
 """What a run needs: memory that comes back is used again soon, and such that does not is missed by the runs that follow."""
 READY_SECONDS = 10.0
-pytestmark = pytest.mark.xdist_group("writer-faults")
 
 
 class Watcher:
@@ -345,6 +344,6 @@ def test_every_visible_version_is_one_whole_push_and_stays_so_whatever_happens_t
             for model in MODELS:
                 watcher.admin.collect(model)
         except BaseException as error:
-            error.add_note(f"{fault.__name__}; WEIGHBRIDGE_WRITER_FAULTS_SEED={seed}")
+            error.add_note(f"{fault.__name__}; WEIGHBRIDGE_SEED={seed}")
             raise
     watcher.close()

@@ -20,8 +20,6 @@ from weighbridge import TrainerClient
 from weighbridge.follow.status import Status
 from weighbridge_demo.ranks import gloo_job
 
-pytestmark = pytest.mark.xdist_group("engine_rank")
-
 MODEL, WIDER, DEEPER, EMPTY = "tests/example", "tests/wider", "tests/deeper", "tests/empty"
 ROOT = Path(__file__).parents[2]
 
@@ -99,6 +97,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
         yield Place(service, folders, tmp_path_factory.mktemp("cache"))
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_each_rank_holds_the_bits_of_its_part_of_the_files_and_fetches_no_more(
     place: Place, size: int

@@ -27,8 +27,6 @@ from weighbridge.integrations.guarded_pushes import follow
 from weighbridge.integrations.megatron_saving import logger, push_on_save, step_of
 from weighbridge_demo.megatron_cpu import Parallel, build_model
 
-pytestmark = pytest.mark.xdist_group("saving")
-
 PARALLEL = Parallel(tp=2, dp=2)
 FEW = Parallel(tp=2)
 CONFIG = tiny_config("qwen2", tied=True)

@@ -31,8 +31,6 @@ from weighbridge.errors import FailedPrecondition, InvalidArgument, NotFound, We
 from weighbridge.integrations.transformers import attach, from_weighbridge, live_model, update
 from weighbridge.integrations.transformers.options import single_device
 
-pytestmark = pytest.mark.xdist_group("transformers")
-
 FAMILIES = [
     ("llama", False),
     ("qwen2", True),
@@ -359,3 +357,19 @@ def test_a_trainer_pushes_and_fills_a_model_as_transformers_holds_it(
         first = dict(engine.pull(model.name, 1))
     assert pulled.keys() == first.keys()
     assert all(torch.equal(pulled[name], tensor) for name, tensor in first.items())
+
+
+def test_a_model_that_peft_has_given_adapters_is_refused_an_update_and_taken_without_them(
+    service: RunningService, models: dict[str, Model]
+) -> None:
+    peft = pytest.importorskip("peft")
+    there = models["llama"]
+    model = from_weighbridge(f"{there.name}@1", service.address)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    with pytest.raises(FailedPrecondition, match="peft has given this model adapters") as refused:
+        update(model, 2)
+    assert "model.unload()" in refused.value.fix
+    assert adapted.unload() is model
+    assert update(model, 2).number == 2
+    expected = AutoModelForCausalLM.from_pretrained(there.folders[1]).state_dict()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())

@@ -32,7 +32,7 @@ from weighbridge.follow.agent import Followed, Follower
 from weighbridge.follow.engines import EngineFailed
 from weighbridge_demo.vllm_server import EAGER, VllmServer
 
-pytestmark = [needs_vllm, pytest.mark.slow, pytest.mark.xdist_group("vllm"), pytest.mark.timeout(600)]
+pytestmark = [needs_vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 
 MODEL = "tests/followed"
 RETRY_SECONDS = 3.0

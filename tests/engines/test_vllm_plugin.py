@@ -37,5 +37,5 @@ def test_a_release_without_what_the_plug_in_needs_is_named_in_the_log_and_goes_o
         folder.mkdir(parents=True)
         (folder / "factory.py").write_text(factory)
     register()
-    [said] = [record.getMessage() for record in caplog.records]
+    [said] = [each.getMessage() for each in caplog.records if "vLLM" in each.getMessage()]
     assert said.startswith("weighbridge does not work in vLLM 0.19.1")

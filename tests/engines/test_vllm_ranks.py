@@ -16,7 +16,7 @@ from tests.support.services import RunningService, running_service
 from tests.support.vllm_environment import HAS_KERNELS, PYTHON, environment, needs_vllm
 from weighbridge import TrainerClient
 
-pytestmark = [needs_vllm, pytest.mark.slow, pytest.mark.xdist_group("vllm"), pytest.mark.timeout(1800)]
+pytestmark = [needs_vllm, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 SECONDS = 1500
 _SIZES = {"hidden_size": 256, "intermediate_size": 128, "head_dim": 32}

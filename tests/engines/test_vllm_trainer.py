@@ -24,7 +24,7 @@ from tests.support.waiting import eventually
 from weighbridge import TrainerClient, VersionFailed, VersionState
 from weighbridge_demo.vllm_server import Answer
 
-pytestmark = [needs_vllm, pytest.mark.slow, pytest.mark.xdist_group("vllm"), pytest.mark.timeout(900)]
+pytestmark = [needs_vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 
 MODEL = "tests/sent"
 RANKS = 2

@@ -20,7 +20,7 @@ from tests.support.reference import tiny_config, tiny_model
 from tests.support.waiting import eventually
 from weighbridge import TrainerClient
 
-pytestmark = [needs_areal, pytest.mark.slow, pytest.mark.xdist_group("areal"), pytest.mark.timeout(900)]
+pytestmark = [needs_areal, pytest.mark.slow, pytest.mark.timeout(900)]
 
 MODEL = "tests/policy"
 

@@ -21,7 +21,7 @@ from tests.support.services import RunningService, running_service
 from weighbridge import TrainerClient
 from weighbridge_demo.ranks import gloo_job
 
-pytestmark = [pytest.mark.xdist_group("areal_updates"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.timeout(300)]
 
 
 class Place:

@@ -23,7 +23,7 @@ from tests.support.waiting import eventually
 from tests.support.word_models import PROMPT, TOKENS, make_folder, said_by_transformers
 from weighbridge import TrainerClient
 
-pytestmark = [needs_nemo_rl, pytest.mark.slow, pytest.mark.xdist_group("nemo-rl"), pytest.mark.timeout(1800)]
+pytestmark = [needs_nemo_rl, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 MODEL = "tests/policy"
 WORKERS = 2

@@ -29,7 +29,7 @@ from weighbridge import TrainerClient
 from weighbridge.errors import NotFound, WeighbridgeError
 from weighbridge_demo.megatron_cpu import Parallel
 
-pytestmark = [pytest.mark.xdist_group("slime"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.timeout(600)]
 
 MODEL = "tests/policy"
 FACTOR = -2.0

@@ -21,7 +21,7 @@ from tests.support.waiting import eventually
 from tests.support.word_models import said_by_transformers
 from weighbridge_demo.vllm_server import Answer
 
-pytestmark = [needs_trl, pytest.mark.slow, pytest.mark.xdist_group("trl"), pytest.mark.timeout(900)]
+pytestmark = [needs_trl, pytest.mark.slow, pytest.mark.timeout(900)]
 
 MODEL = "tests/policy"
 JOB = Path(__file__).parent / "trl_cpu" / "trl_job.py"

@@ -19,7 +19,7 @@ from tests.support.verl_jobs import needs_verl, verl_job
 from tests.support.waiting import eventually
 from weighbridge import TrainerClient
 
-pytestmark = [needs_verl, pytest.mark.slow, pytest.mark.xdist_group("verl"), pytest.mark.timeout(900)]
+pytestmark = [needs_verl, pytest.mark.slow, pytest.mark.timeout(900)]
 
 MODEL = "tests/policy"
 SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 1024, "vocab_size": 4096}

@@ -17,7 +17,7 @@ from weighbridge import EngineClient, TrainerClient
 from weighbridge.integrations.checkpoint_names import step_named
 from weighbridge_service.converting.convert import convert_folder
 
-pytestmark = [needs_verl, pytest.mark.slow, pytest.mark.xdist_group("verl"), pytest.mark.timeout(900)]
+pytestmark = [needs_verl, pytest.mark.slow, pytest.mark.timeout(900)]
 
 MODEL = "tests/policy"
 

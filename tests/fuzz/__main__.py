@@ -27,7 +27,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="make fuzz")
     parser.add_argument("targets", nargs="*", metavar="TARGET", help=", ".join(NAMES))
     parser.add_argument("--inputs", type=int, default=int(os.environ.get("WEIGHBRIDGE_FUZZ_INPUTS", _INPUTS)))
-    parser.add_argument("--seed", type=int, default=int(os.environ.get("WEIGHBRIDGE_FUZZ_SEED", "0")))
+    parser.add_argument("--seed", type=int, default=int(os.environ.get("WEIGHBRIDGE_SEED", "0")))
     parser.add_argument(
         "--plain", action="store_true", help="without coverage guidance: atheris is not needed"
     )

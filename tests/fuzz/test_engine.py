@@ -15,6 +15,7 @@ from tests.fuzz.findings import kept, made_small, save
 from tests.fuzz.judge import Judge
 from tests.fuzz.target import Bounds, Target, inputs, stateless
 from tests.fuzz.targets import find
+from tests.support.alone import alone
 from weighbridge.errors import InvalidArgument, WeighbridgeError
 
 
@@ -46,10 +47,12 @@ TARGET = Target(
     ("data", "problem"),
     [(b"x", ""), (b"refused", ""), (b"a crash", "KeyError"), (b"is slow", "time"), (b"is large", "memory")],
 )
+@alone
 def test_a_verdict_says_what_is_wrong(data: bytes, problem: str) -> None:
     assert Judge(TARGET, planted).verdict(data).problem == problem
 
 
+@alone
 def test_memory_is_seen_below_what_the_process_has_had_before() -> None:
     judge = Judge(TARGET, planted)
     before = bytearray(b"x" * (300 << 20))
@@ -63,6 +66,7 @@ def test_memory_is_seen_below_what_the_process_has_had_before() -> None:
     ]
 
 
+@alone
 def test_planted_faults_are_found() -> None:
     judge = Judge(TARGET, planted)
     found = {judge.verdict(data).problem for data in islice(inputs(TARGET, seed=3), 40)}
@@ -75,6 +79,7 @@ def test_the_same_seed_gives_the_same_inputs() -> None:
     assert list(islice(inputs(target, 5), 50)) != list(islice(inputs(target, 6), 50))
 
 
+@alone
 def test_an_input_is_made_small_without_losing_its_fault() -> None:
     judge = Judge(TARGET, planted)
     data = bytes(random.Random(0).choices(b"xyz", k=3000)) + b"a crash" + b"z" * 2000

@@ -14,8 +14,10 @@ from tests.fuzz.findings import kept
 from tests.fuzz.judge import Judge
 from tests.fuzz.target import inputs
 from tests.fuzz.targets import MODULES, NAMES, find
+from tests.support.alone import alone
+from tests.support.rounds import rounds
 
-INPUTS = 300
+INPUTS = rounds("FUZZ_SAMPLES")
 _PROCESS = {*MODULES["services"], *MODULES["models"]}
 """Targets that start a service, or import what makes weight maps."""
 _TARGETS = [pytest.param(name, marks=pytest.mark.process if name in _PROCESS else ()) for name in NAMES]
@@ -23,6 +25,7 @@ _TARGETS = [pytest.param(name, marks=pytest.mark.process if name in _PROCESS els
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", _TARGETS)
+@alone
 def test_inputs_are_read_or_refused_as_documented(name: str) -> None:
     target = find(name)
     with target.start() as parse:

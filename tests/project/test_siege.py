@@ -1,6 +1,6 @@
 """Is a service there for others while somebody takes from it all that he can get, and does it recover from that?
 
-The attacks of `make bench-siege`, shorter and some of them smaller, each on a service process of its own. Attackers come from another address
+Attacks of `make bench-siege`, shorter and some of them smaller, each on a service process of its own. Attackers come from another address
 than the clients whose calls, probes and pulls are looked at. Times are bounded as generously as a busy machine needs.
 """
 
@@ -19,9 +19,11 @@ from benchmarks.siege import Settings, besiege
 from benchmarks.siege_verdicts import MOST_LOG, MOST_MEMORY, PULLS, Outcome, percentile, verdicts
 from benchmarks.vital_signs import VitalSigns
 from tests.support.forked import forked_python
+from tests.support.rounds import rounds
 
 SETTINGS = Settings(hold=3.0, baseline=1.0, patience=10.0, gigabytes=0.02)
 SCALES = {
+    "all": 0.25,
     "silent": 1.0,
     "half-requests": 1.0,
     "half-open": 1.0,
@@ -30,18 +32,14 @@ SCALES = {
     "withheld": 0.42,
     "withheld-push": 0.42,
     "withheld-lane": 0.42,
-    "all": 0.25,
 }
-"""Ten messages of 60 MiB are more than twice of what a service may take for them."""
+"""`make test` tries the first: all attacks at once. Ten messages of 60 MiB are more than twice of what a service may take for them."""
 MEMORY = MOST_MEMORY
 ANSWERED_SECONDS = 5.0
 """`make bench-siege` measures against the promised second; here a service that does not hold answers after 10 s, or never."""
 
 
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(name, marks=pytest.mark.xdist_group(f"siege-{name}")) for name in SCALES],
-)
+@pytest.fixture(scope="module", params=list(SCALES)[: rounds("SIEGES")])
 def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(processes, "python", forked_python)

@@ -24,12 +24,12 @@ SMOL, OTHER = ModelName("acme", "smol"), ModelName("acme", "other")
 
 
 class CountingStore(LocalStore):
-    """Counts reads of heads; is away, or hangs, as long as it is told so."""
+    """Counts reads of heads, and those that it refused; is away, or hangs, as long as it is told so."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
         self.root = root
-        self.reads = 0
+        self.reads = self.refused = 0
         self.hung, self._hanging = 0, ""
         self.away = False
         self._go_on = threading.Event()
@@ -37,6 +37,7 @@ class CountingStore(LocalStore):
 
     def get(self, key: str) -> Any:
         if self.away:
+            self.refused += 1
             raise Unavailable("the store is away")
         self.reads += key.endswith("head.json")
         found = super().get(key)

@@ -14,7 +14,7 @@ import torch
 
 from tests.support.example_engine import Llama, LlamaEngine, start
 from weighbridge import EngineClient
-from weighbridge._lazy.remembered import CACHE_VARIABLE
+from weighbridge._lazy.caching import CACHE_VARIABLE
 from weighbridge.errors import FailedPrecondition
 from weighbridge.integrations.engine_rank.agreement import ProcessGroup, RanksFailed, from_first
 from weighbridge.integrations.engine_rank.rank import EngineRank

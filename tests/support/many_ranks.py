@@ -37,9 +37,9 @@ async def play(
     )
     number = (await stub.OpenVersion(opening, timeout=SECONDS)).version.number
     rows, width = shapes[TENSOR]
-    share = rows // ranks
+    begin, end = (rows * each // ranks for each in (rank, rank + 1))
     specs = [TensorSpec(TENSOR, dtypes.parse("fp32"), shapes[TENSOR])]
-    shards = [Shard(TENSOR, Box((rank * share, 0), (share, width)))]
+    shards = [Shard(TENSOR, Box((begin, 0), (end - begin, width)))]
     if rank == 0:
         for name, shape in shapes.items():
             if name != TENSOR:

@@ -1,4 +1,4 @@
-"""Waiting in tests, and how long something takes on machines that have much else to do."""
+"""Waiting in tests, and what something costs on machines that have much else to do."""
 
 from __future__ import annotations
 
@@ -14,15 +14,8 @@ def eventually(condition: Callable[[], object]) -> None:
         time.sleep(0.02)
 
 
-def is_done_within(seconds: float, action: Callable[[], object]) -> bool:
-    """Whether something takes less than so long, be it once in five tries: a busy machine delays some of them, not all.
-
-    For what does the same work in each try, and waits for no chance.
-    """
-
-    def took() -> float:
-        begun = time.monotonic()
-        action()
-        return time.monotonic() - begun
-
-    return any(took() < seconds for _ in range(5))
+def processor_seconds(action: Callable[[], object]) -> float:
+    """Seconds of a processor that something takes in this process, its threads included; waits, and other processes' work, cost none."""
+    begun = time.process_time()
+    action()
+    return time.process_time() - begun

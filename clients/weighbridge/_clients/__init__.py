@@ -14,6 +14,7 @@ May import: all private folders below it, not `_lazy`, `_cli`, `aio`, `follow` o
 - `pushing`: the run of a push.
 - `rank_stream`: the stream of a rank's bytes, resumed where it breaks.
 - `copying`: how shards are copied out of the trainer's tensors, and where to.
+- `holding`: for how long a push may hold its rank, and whether all ranks make it.
 - `push_options`: what a trainer says of a version beside its weights.
 - `push_handle`: its progress and cost.
 - `push_routes`: which part of a push goes to which replica.

@@ -68,7 +68,8 @@ class CheckpointManager:
         """Save everything as it is after a step. Training may go on when it returns: all is copied out, or with ``until`` will be before the optimizer's
         next step; and the bytes travel behind it.
 
-        A save before it that has failed meanwhile is told in the log; `wait` raises it.
+        All ranks save, or none: where one cannot, as where it does not reach the service, all raise, or with ``on_failure="warn"`` all log why and go on, and
+        the handle says so (`PushHandle.skipped`). The log names a save before it that has failed meanwhile; `wait` raises it.
 
         Raises:
             WeighbridgeError: as `TrainerClient.push_state_dict`, or `TrainerClient.push` with Megatron-core.
@@ -145,8 +146,11 @@ class CheckpointManager:
 
         Raises:
             VersionFailed: one of them cannot be completed; lists what is missing.
+            WeighbridgeError: the newest save was skipped; says why.
             DeadlineExceeded: one of them is not there within ``timeout`` seconds.
         """
+        if self.last is not None and self.last.skipped is not None:
+            self.last.report()
         if self.last is None or self.last.training is None:
             return None
         started = time.monotonic()
@@ -161,7 +165,7 @@ class CheckpointManager:
         """Say in the log what has become of the save before."""
         before = [] if self.last is None else [self.last, self.last.training]
         for handle in before:
-            if handle is None or not handle.done:
+            if handle is None or not handle.done or handle.skipped is not None:  # the last was said at once
                 continue
             try:
                 handle.report()

@@ -11,11 +11,13 @@ from typing import Any, TypeVar, Unpack
 import grpc
 
 from weighbridge._clients.calls.steps import Call, Steps, take
+from weighbridge._clients.holding.policy import current_hold
 from weighbridge._clients.transport import ConnectionOptions, Transport
 from weighbridge._tracing import spans
 from weighbridge._transport import rpc
 from weighbridge._transport.backoff import Backoff
 from weighbridge._transport.outages import Outage
+from weighbridge._transport.processes import OwnProcess
 from weighbridge.errors import ResourceExhausted, Unavailable
 
 T = TypeVar("T")
@@ -31,6 +33,7 @@ class Connection(Transport):
     def __init__(self, server: str | None = None, **options: Unpack[ConnectionOptions]) -> None:
         super().__init__(server, **options)
         self._channels: dict[tuple[str, tuple[int, ...]], grpc.Channel] = {}
+        self._process = OwnProcess()
         self._closed = False
 
     @property
@@ -61,7 +64,7 @@ class Connection(Transport):
         address = self.addresses.current
         call: Any = None
         try:
-            with rpc.translated_errors(address), self._ending_when_closed():
+            with rpc.translated_errors(address, self.credentials), self._ending_when_closed():
                 call = self._channel(address).unary_stream(path, None, decode)(request)
                 for response in call:
                     self.addresses.answered(address)
@@ -93,6 +96,7 @@ class Connection(Transport):
             channel.close()
 
     def _channel(self, address: str) -> grpc.Channel:
+        self._process.check()
         with self._lock:
             if self._closed:
                 raise Unavailable("the client has been closed")
@@ -103,14 +107,16 @@ class Connection(Transport):
             return channel
 
     def _call(self, call: Call, at: str | None, seconds: float) -> bytes:
-        """Make a call that is safe to repeat until it is answered."""
-        backoff, outage = Backoff(seconds), Outage(at or str(self.addresses))
+        """Make a call that is safe to repeat until it is answered, or until the push that it is of may hold its rank no longer."""
+        hold = current_hold()
+        backoff, outage = Backoff(hold.retry_seconds(seconds)), Outage(at or str(self.addresses))
         while True:
             address = at or self.addresses.current
+            within = hold.call_seconds(call.seconds)
             try:
-                with rpc.translated_errors(address), self._ending_when_closed():
+                with rpc.translated_errors(address, self.credentials), self._ending_when_closed():
                     method: Callable[..., bytes] = rpc.in_parts(self._channel(address), call.path)
-                    found = method(call.request, timeout=call.seconds, metadata=spans.headers() or None)
+                    found = method(call.request, timeout=within, metadata=spans.headers() or None)
                 self.addresses.answered(address)
                 outage.over()
                 return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -10,9 +11,11 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, Unpack
 from weighbridge._clients.copying.ahead import CopiesAhead
 from weighbridge._clients.copying.behind import StepGate
 from weighbridge._clients.copying.copies import Copies, CopiesInCall
+from weighbridge._clients.holding.agreement import RankAgreement
+from weighbridge._clients.holding.policy import HoldPolicy, held, is_away
 from weighbridge._clients.push_handle import PushHandle
 from weighbridge._clients.push_options import PushOptions, opening_of, say
-from weighbridge._clients.pushing import Pusher
+from weighbridge._clients.pushing import Pusher, PushTerms
 from weighbridge._clients.restorer import RestoringClient
 from weighbridge._clients.training import TrainingPushes, training_state
 from weighbridge._clients.transport import ConnectionOptions
@@ -27,6 +30,8 @@ if TYPE_CHECKING:
     import torch
 
     from weighbridge._formats.training.training_state import TrainingTensors
+
+log = logging.getLogger(__name__)
 
 
 class _Shards(Protocol):
@@ -59,6 +64,7 @@ class PushingClient(RestoringClient):
         self._staging = StagingPool()
         self._pusher = Pusher(self._connection)
         self._steps = StepGate()
+        self._away = False
         self._training = TrainingPushes(self._connection)
 
     def push_shards(
@@ -91,9 +97,60 @@ class PushingClient(RestoringClient):
         """
         opening = self._opening(model, step, run, world_size, request_id, part=True)
         opening.cast_from.extend(cast_from)
-        with self._pusher.telling([opening], rank):
+        push = partial(self._push_layout, opening, options, rank, layout, space, open_source, hold_seal)
+        return self._on_terms(opening, options, push)
+
+    def _push_layout(
+        self,
+        opening: pb.OpenVersionRequest,
+        options: PushOptions,
+        rank: int,
+        layout: Layout,
+        space: TensorSpace,
+        open_source: OpenSource,
+        hold_seal: bool,
+        terms: PushTerms,
+    ) -> PushHandle:
+        with self._pusher.telling([opening], rank, terms):
             say(opening, options)
-        return self._pusher.push(opening, rank, layout, space, open_source, hold_seal=hold_seal)
+        return self._pusher.push(opening, rank, layout, space, open_source, hold_seal=hold_seal, terms=terms)
+
+    def _on_terms(
+        self, opening: pb.OpenVersionRequest, options: PushOptions, push: Callable[[PushTerms], PushHandle]
+    ) -> PushHandle:
+        """Make a push on the terms that its options say. Every way to push goes through this.
+
+        Where torch.distributed has as many ranks as the push, all of them push, or none.
+
+        Args:
+            opening: of the push.
+            options: of the push.
+            push: makes it.
+
+        Returns:
+            Its handle; with ``on_failure="warn"`` also of one that failed.
+
+        Raises:
+            WeighbridgeError: the push failed, and is not to be skipped.
+        """
+        policy = HoldPolicy.of(options)
+        agreement = RankAgreement.of_process_group(opening.model, opening.request_id, opening.ranks)
+        if agreement is not None and agreement.refused_before:
+            opening.request_id += f"#{agreement.refused_before}"
+        terms = PushTerms(policy.begin(away=self._away), agreement)
+        try:
+            with held(terms.hold):
+                handle = push(terms)
+        except Exception as error:
+            if agreement is not None:
+                agreement.fail(error)
+            self._away = is_away(error)
+            if not policy.warns:
+                raise
+            log.error("%s: step %d was not pushed; the loop goes on. %s", opening.model, opening.step, error)
+            return PushHandle.of_skipped(self._connection, opening.model, error)
+        self._away = False
+        return handle
 
     def close(self) -> None:
         """Wait until what was pushed has arrived or failed, then close the connection."""
@@ -127,6 +184,7 @@ class PushingClient(RestoringClient):
         find_shards: Callable[[], FoundT],
         training_tensors: Callable[[FoundT], TrainingTensors],
         options: PushOptions,
+        terms: PushTerms,
         *,
         until: Any,
         **training: Any,
@@ -139,12 +197,13 @@ class PushingClient(RestoringClient):
             space: to which the names of the shards belong.
             find_shards: finds what the rank holds of the model.
             training_tensors: gives what the rank holds of model and optimizer, by these shards.
+            terms: on which it is pushed.
             options, until, training: as for `TrainerClient.push`: ``optimizer``, ``state`` and ``rank_state``.
         """
         is_given = any(each is not None for each in training.values())
         told = [opening, self._training.opening(opening)] if is_given else [opening]
         with ExitStack() as stack:
-            with self._pusher.telling(told, rank):
+            with self._pusher.telling(told, rank, terms):
                 say(opening, options)
                 copies = stack.enter_context(self._copies(until, training["optimizer"], is_given))
                 shards = find_shards()
@@ -156,9 +215,11 @@ class PushingClient(RestoringClient):
 
             def weights(behind: pb.OpenVersionRequest | None) -> PushHandle:
                 source, copying = copies.source(tensors, self._staging)
-                return self._pusher.push(opening, rank, layout, space, source, behind=behind, copying=copying)
+                return self._pusher.push(
+                    opening, rank, layout, space, source, behind=behind, copying=copying, terms=terms
+                )
 
-            return self._training.beside(weights, opening, rank, state, copies)
+            return self._training.beside(weights, opening, rank, state, copies, terms)
 
     def _copies(self, until: Any, optimizer: Any, beside: bool) -> Copies:
         """How one call copies what it pushes: weights, and perhaps a training state beside them."""

@@ -58,6 +58,7 @@ class PushHandle:
         number: the version's number.
         stream_bytes: bytes this rank pushes.
         training: the push of the training state behind it, which succeeds or fails by itself; None if there is none.
+        skipped: why nothing was pushed, with ``on_failure="warn"``; `report` and `wait` raise it. None of a push that was made.
     """
 
     def __init__(
@@ -74,10 +75,20 @@ class PushHandle:
         self.number = number
         self.stream_bytes = stream_bytes
         self.training: PushHandle | None = None
+        self.skipped: Exception | None = None
         self._connection = connection
         self._report = report
         self._held_seal = seal
         self._copying = copying
+
+    @classmethod
+    def of_skipped(cls, connection: Connection, model: str, error: Exception) -> PushHandle:
+        """The handle of a push that failed in the call, and was not to raise."""
+        report: Future[PushReport] = Future()
+        report.set_exception(error)
+        handle = cls(connection, model, 0, 0, report)
+        handle.skipped = error
+        return handle
 
     def copied(self, timeout: float | None = None) -> bool:
         """Wait until the rank may change its tensors: at once, but for a push with ``until``. Whether it may; if it failed to copy them, too.
@@ -88,6 +99,8 @@ class PushHandle:
         return self._copying is None or self._copying.ended.wait(timeout)
 
     def __repr__(self) -> str:
+        if self.skipped is not None:
+            return f"<PushHandle {self.model}: skipped, {self.skipped}>"
         how = "delivered" if self.done else "on its way"
         return f"<PushHandle {self.model}@{self.number}: {self.stream_bytes} bytes, {how}>"
 
@@ -147,7 +160,7 @@ class PushHandle:
 
         A version that is held (`Version.held`) is waited for like any other; the log says so unless ``on_progress`` sees it.
         """
-        if on_progress is None:
+        if on_progress is None or self.skipped is not None:
             started = time.monotonic()
             self.report(timeout)
             left = None if timeout is None else max(timeout - (time.monotonic() - started), 0.0)

@@ -6,6 +6,7 @@ import operator
 from collections.abc import Mapping
 from typing import TypedDict
 
+from weighbridge._clients.holding.policy import HoldPolicy, OnFailure
 from weighbridge._core.metadata import Metadata
 from weighbridge._core.resources import HELD_CANDIDATE, Version
 from weighbridge._core.text.suggestions import did_you_mean
@@ -22,11 +23,16 @@ class PushOptions(TypedDict, total=False):
             and ``_ . / -``, and 4 KiB in all.
         candidate: hold the version: ``live`` and ``latest`` pass it by until it is approved (`Client.approve`).
         allow_nonfinite: do not hold the version for elements that are NaN or infinite, as is done otherwise.
+        max_hold_s: seconds for which all waits of the call together may hold the rank: for the service, other ranks, memory, earlier pushes. The push
+            fails after that. By default each wait has its own time-out (`retry_seconds` of the client; 300 s for ranks).
+        on_failure: ``raise``, the default; or ``warn``, which logs why a push was skipped and returns a handle that says so (`PushHandle.skipped`).
     """
 
     metadata: Metadata
     candidate: bool
     allow_nonfinite: bool
+    max_hold_s: float | None
+    on_failure: OnFailure
 
 
 def check_options(options: Mapping[str, object]) -> None:
@@ -34,9 +40,11 @@ def check_options(options: Mapping[str, object]) -> None:
 
     Raises:
         TypeError: as Python does for keywords that a function does not have.
+        InvalidArgument: ``max_hold_s`` or ``on_failure`` is not known.
     """
     for name in options.keys() - PushOptions.__annotations__.keys():
         raise TypeError(f"a push has no option {name!r}{did_you_mean(name, PushOptions.__annotations__)}")
+    HoldPolicy.of(options)
 
 
 def opening_of(

@@ -14,9 +14,12 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from weighbridge._clients.calls import push_calls, version_calls
+from weighbridge._clients.calls.steps import Steps
 from weighbridge._clients.connection import Connection
 from weighbridge._clients.copying.copies import Copying
 from weighbridge._clients.copying.delivery import Delivery, copy_out, lend, take_passing
+from weighbridge._clients.holding.agreement import RankAgreement
+from weighbridge._clients.holding.policy import FREE, Hold, held
 from weighbridge._clients.push_handle import PushHandle, PushReport
 from weighbridge._clients.push_options import check_heard
 from weighbridge._clients.push_routes import routes_of
@@ -25,7 +28,9 @@ from weighbridge._core.layouts import Layout, Shard
 from weighbridge._core.resources import Version
 from weighbridge._core.tensor_spaces import TensorSpace
 from weighbridge._core.text.counts import counted
+from weighbridge._core.text.durations import readable_duration
 from weighbridge._core.text.shortening import shortened
+from weighbridge._core.text.waits import REMIND_SECONDS, Reminder, ranks_text
 from weighbridge._formats.gathered_shards import OpenPassing
 from weighbridge._formats.push_counts import PlacedPart, PushCounts
 from weighbridge._formats.push_sources import OpenSource, StagingPool
@@ -52,6 +57,10 @@ _MOST_REASON = 400
 """Characters of a reason that the other ranks are told."""
 _PUSHES_AT_ONCE = 2
 """Pushes of one client whose bytes may still be on their way; a further one waits."""
+_AGREE_SECONDS = 300.0
+"""Time for which a rank waits for the others to say that they push, unless `max_hold_s` is given."""
+_MEET_SECONDS = 0.1
+"""Time after which a rank that waits for others looks whether one of them has refused."""
 _MOST_COMPARED = 0.25
 """Part of what a rank pushes that it may read besides, to compare it with other ranks, and still be said to expect what it pushes."""
 
@@ -73,6 +82,27 @@ class _Taken:
     replicas: Sequence[pb.ReplicaChecksum]
     nbytes: int
     seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class PushTerms:
+    """Terms of one push.
+
+    Attributes:
+        hold: for how long it may hold its rank, and what becomes of one that fails.
+        agreement: of its ranks; None where they have no process group.
+    """
+
+    hold: Hold = FREE
+    agreement: RankAgreement | None = None
+
+    def behind(self) -> PushTerms:
+        """The terms of what is pushed behind this push, in the same call."""
+        return PushTerms(self.hold, None if self.agreement is None else self.agreement.behind())
+
+
+ALONE = PushTerms()
+"""The terms of a push without a bound, of ranks without a process group."""
 
 
 class _Turn:
@@ -131,6 +161,7 @@ class Pusher:
         hold_seal: bool = False,
         behind: pb.OpenVersionRequest | None = None,
         copying: Copying | None = None,
+        terms: PushTerms = ALONE,
     ) -> PushHandle:
         """Push the shards of a rank. Returns once they are copied out, or once it is known that ``copying`` copies them behind the caller.
 
@@ -144,6 +175,7 @@ class Pusher:
             hold_seal: leave it to `PushHandle.seal` to seal the rank.
             behind: opening of what all ranks push next. If this rank fails, they are told that it will not come.
             copying: how the shards are copied; by default in the call. Behind the caller, they do not pass by, and the seal is not held.
+            terms: on which it is made. Nothing is copied before all ranks have agreed.
 
         Raises:
             WeighbridgeError: as `TrainerClient.push` says.
@@ -162,7 +194,7 @@ class Pusher:
         span = spans.begin("weighbridge.push", said)
         opening.traceparent = span.traceparent
         try:
-            has_slot = self._slots.acquire()
+            has_slot = self._slot(terms.hold)
             opened, at = self._open(opening)
             # ranks that have no trace of their own are in that of the rank which has opened the version
             span = span.under(opened.traceparent)
@@ -172,7 +204,11 @@ class Pusher:
             check_heard(opening, opened)
             header = pb.PushHeader(model=model, number=number, rank=rank, client_id=opening.client_id)
             with span.child("weighbridge.declare"):
-                declared = connection.run(push_calls.declare(header, layout, space), at=at)
+                declaring = push_calls.declare(
+                    header, layout, space, within=terms.hold.left, meanwhile=partial(_heard, header, terms)
+                )
+                declared = connection.run(declaring, at=at)
+                self._agree(header, terms, partial(push_calls.declare, header, layout, space), at)
             needed = [*declared.assigned, *declared.shared]
             chosen = layout.select(list(declared.assigned))
             self._expect(model, layout, declared)
@@ -184,10 +220,14 @@ class Pusher:
             if not copying.is_behind(needed):
                 taken = take()
             kept = started, time.monotonic()
-            rest = partial(self._go_on, turn, report, stream, kept, taken or take, copying, hold_seal)
+            rest = partial(
+                self._go_on, turn, report, stream, kept, taken or take, copying, hold_seal, terms.hold
+            )
             # not a daemon: a trainer that ends after its last push must not lose it
             threading.Thread(target=rest, name=f"push-{model}@{number}").start()
         except BaseException as error:
+            if terms.agreement is not None:
+                terms.agreement.refuse(error)
             if turn.take():  # an interrupt may come when the thread has begun
                 if has_slot:
                     self._slots.release()
@@ -202,7 +242,9 @@ class Pusher:
                 self._refuse(opening, rank, error)
             elif number and not isinstance(error, AlreadyExists):
                 self._give_up(
-                    pb.PushHeader(model=model, number=number, rank=rank, client_id=opening.client_id), error
+                    pb.PushHeader(model=model, number=number, rank=rank, client_id=opening.client_id),
+                    error,
+                    terms.hold,
                 )
                 # others may have come so far: they wait for no rank whose shards are those of the push before
                 if (
@@ -217,6 +259,63 @@ class Pusher:
             self._running = [each for each in self._running if not each.done()] + [report]
         seal = partial(stream.seal, taken.replicas) if taken is not None and hold_seal else None
         return PushHandle(connection, model, number, chosen.nbytes, report, seal, copying)
+
+    def _slot(self, hold: Hold) -> bool:
+        """A slot for one more push, once there is one. Raises DeadlineExceeded."""
+        if self._slots.acquire(timeout=hold.left) if hold.is_bound else self._slots.acquire():
+            return True
+        raise hold.exceeded("the bytes of earlier pushes were still on their way")
+
+    def _agree(
+        self,
+        header: pb.PushHeader,
+        terms: PushTerms,
+        declare: Callable[[], Steps[pb.DeclareLayoutResponse]],
+        at: str,
+    ) -> None:
+        """Wait until all ranks have said that they push.
+
+        Raises:
+            VersionFailed: a rank cannot, or the version was given up.
+            DeadlineExceeded: not all ranks have come in time; names them.
+        """
+        agreement, hold = terms.agreement, terms.hold
+        if agreement is None:
+            return
+        agreement.come()
+        give_up, reminder = time.monotonic() + min(hold.left, _AGREE_SECONDS), Reminder()
+        while not agreement.decided(min(max(give_up - time.monotonic(), 0.0), REMIND_SECONDS)):
+            absent = ranks_text(agreement.absent())
+            if time.monotonic() >= give_up:
+                late = hold.exceeded(f"{header.model}@{header.number} was still waiting for {absent}")
+                agreement.refuse(late)  # unless the last one has come meanwhile
+                if not agreement.decided(0.0):
+                    raise late
+                break
+            if (seconds := reminder.due()) is not None:
+                rough = readable_duration(seconds, rough=True)
+                log.warning("%s@%d: for %s, waits for %s to push", header.model, header.number, rough, absent)
+                self._connection.run(declare(), at=at)  # raises if it was given up meanwhile
+        _heard(header, terms)
+        agreement.done()
+
+    def meet(self, model: str, terms: PushTerms) -> None:
+        """Wait until all ranks have come to what they do together before a push, as a collective: it would wait for one that does not come.
+
+        Raises:
+            VersionFailed: a rank cannot push.
+            DeadlineExceeded: not all ranks have come in time; names them.
+        """
+        if terms.agreement is None:
+            return
+        ahead, give_up = terms.agreement.ahead(), time.monotonic() + min(terms.hold.left, _AGREE_SECONDS)
+        ahead.come()
+        while not ahead.decided(_MEET_SECONDS):
+            if problem := terms.agreement.problem():
+                raise VersionFailed(f"{model}: not all ranks can push", details=[problem])
+            if time.monotonic() >= give_up:
+                raise terms.hold.exceeded(f"{model} was still waiting for {ranks_text(ahead.absent())}")
+        ahead.done()
 
     def _expect(self, model: str, layout: Layout, declared: pb.DeclareLayoutResponse) -> None:
         """Take note of what a rank was told to push."""
@@ -288,18 +387,27 @@ class Pusher:
         taken: _Taken | Callable[[], _Taken],
         copying: Copying,
         hold_seal: bool,
+        hold: Hold,
     ) -> None:
         """Copy out the shards of a rank behind its back if that has not been done, and deliver them. ``kept`` is when the push began and returned."""
         if not turn.take():
             return
         try:
             if not isinstance(taken, _Taken):
-                taken = self._taken_behind(stream, taken)
+                with held(hold):  # the optimizer's step may wait for this
+                    taken = self._taken_behind(stream, taken)
             started, returned = kept
             held_seconds = copying.kept_until(returned) - started
             report.set_result(self._deliver(stream, held_seconds, taken, hold_seal))
         except BaseException as error:  # goes to whoever waits
             stream.span.fail(error)
+            if hold.policy.warns:
+                log.error(
+                    "%s@%d was not pushed; the loop goes on. %s",
+                    stream.header.model,
+                    stream.header.number,
+                    error,
+                )
             report.set_exception(error)
         finally:
             stream.span.end()
@@ -313,20 +421,33 @@ class Pusher:
             self._give_up(stream.header, error)
             raise
 
-    def _give_up(self, header: pb.PushHeader, error: BaseException) -> None:
-        """Give up a version of which a rank cannot push its part."""
+    def _give_up(self, header: pb.PushHeader, error: BaseException, hold: Hold | None = None) -> None:
+        """Give up a version of which a rank cannot push its part; behind the caller, who may be held no longer."""
         reason = _in_a_line(f"rank {header.rank} gave up", error)
+        if hold is not None and hold.is_bound:
+            arguments = (header, reason)
+            threading.Thread(
+                target=self._abort, args=arguments, name=f"give-up-{header.number}", daemon=True
+            ).start()
+        else:
+            self._abort(header, reason)
+
+    def _abort(self, header: pb.PushHeader, reason: str) -> None:
         with contextlib.suppress(WeighbridgeError):
             self._connection.run(
                 push_calls.abort(header.model, header.number, reason, refused=header.client_id)
             )
 
     @contextlib.contextmanager
-    def telling(self, openings: Iterable[pb.OpenVersionRequest | None], rank: int) -> Iterator[None]:
+    def telling(
+        self, openings: Iterable[pb.OpenVersionRequest | None], rank: int, terms: PushTerms
+    ) -> Iterator[None]:
         """Where the block refuses what a rank would push, tell the other ranks of these pushes, which would wait for it."""
         try:
             yield
         except Exception as error:
+            if terms.agreement is not None:
+                terms.agreement.refuse(error)
             for opening in openings:
                 if opening is not None:
                     self._refuse(opening, rank, error)
@@ -407,6 +528,13 @@ def _told(header: pb.PushHeader, broken: Mapping[str, int]) -> str:
         f"{header.model}@{header.number}: rank {header.rank} pushes {counted(sum(broken.values()), 'element that is', 'elements that are')} NaN or infinite, "
         f"in {', '.join(named)}{more}"
     )
+
+
+def _heard(header: pb.PushHeader, terms: PushTerms) -> None:
+    """Raise VersionFailed if a rank has said that it cannot push."""
+    problem = "" if terms.agreement is None else terms.agreement.problem()
+    if problem:
+        raise VersionFailed(f"{header.model}@{header.number}: not all ranks can push", details=[problem])
 
 
 def _in_a_line(what: str, error: BaseException) -> str:

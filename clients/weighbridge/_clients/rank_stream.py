@@ -60,7 +60,7 @@ class RankStream:
         most = connections.most
         while missing:
             try:
-                with rpc.translated_errors(address):
+                with rpc.translated_errors(address, self.connection.credentials):
                     bulk.send(
                         "/weighbridge.v1.CheckpointService/Push",
                         partial(_messages, route.header(self.header), source, missing, self.counts),

@@ -36,6 +36,7 @@ class RestoringClient(Client):
     def __init__(self, server: str | None = None, **options: Unpack[ConnectionOptions]) -> None:
         super().__init__(server, **options)
         self._tensors_of: dict[str, TensorForms] = {}
+        self._registered_of: dict[tuple[str, frozenset[TensorSpec]], Mapping[str, TensorSpec]] = {}
 
     def restore(
         self,
@@ -51,7 +52,7 @@ class RestoringClient(Client):
     ) -> Version:
         """Fill a sharded state dict in place from any version, whatever parallelism it was pushed with.
 
-        Only this rank's bytes come over the wire.
+        Only this rank's bytes come over the wire. Tensors of another floating-point dtype than the model's are cast.
 
         With ``optimizer``, ``state`` or ``rank_state`` all comes from a training state, as by `restore_state_dict`.
 
@@ -72,7 +73,7 @@ class RestoringClient(Client):
         """
         import torch
 
-        from weighbridge._formats.megatron_state import sharded_tensors
+        from weighbridge._formats.megatron_state import as_registered, sharded_tensors
 
         shards = sharded_tensors(sharded_state_dict)
         if is_training(model) or not (optimizer is state is rank_state is None):
@@ -84,8 +85,10 @@ class RestoringClient(Client):
             return restore_training(
                 self._connection, model, version, fit, ranks, state=state, rank_state=rank_state
             )
-        with torch.no_grad():
-            steps = self.restore_layout(model, shards.layout, shards.tensors.__getitem__, version=version)
+        named = Reference.of(model, version, REF_LATEST).model
+        with torch.no_grad(), self._registered(named, shards.layout) as registered:
+            weights = as_registered(shards, registered, filled=True)
+            steps = restoring.cast_shards(self._connection, model, weights.layout, weights.tensors, version)
             # a sharded state dict holds at least one shard
             restored = [version for version, _ in steps][-1]
             shards.finish_restore()
@@ -263,6 +266,20 @@ class RestoringClient(Client):
             InvalidArgument: the sizes do not divide the model.
         """
         return self._connection.run(push_calls.describe_shards(model, rank or MegatronRank()))
+
+    @contextmanager
+    def _registered(self, model: str, layout: Layout) -> Iterator[Mapping[str, TensorSpec]]:
+        """The tensors of a layout by Megatron-core's names, as the model has them. They are asked for once, as by `_tensors`."""
+        key = model, frozenset(layout.tensors.values())
+        known = self._registered_of.get(key)
+        if known is None:
+            known = self._connection.run(push_calls.registered_specs(model, layout.tensors.values()))
+            self._registered_of[key] = known
+        try:
+            yield known
+        except (InvalidArgument, NotFound):
+            self._registered_of.pop(key, None)
+            raise
 
     @contextmanager
     def _tensors(self, model: str) -> Iterator[TensorForms]:

@@ -78,6 +78,31 @@ def megatron_shards(
             yield resolved[0], index
 
 
+def cast_shards(
+    connection: Connection,
+    model: str,
+    layout: Layout,
+    tensors: Sequence[torch.Tensor],
+    version: str | int | None,
+) -> Iterator[tuple[Version, int]]:
+    """As `megatron_shards`, into tensors that may be of other floating-point dtypes than the layout: those are filled through a copy in host memory."""
+    import torch
+
+    copies: dict[int, torch.Tensor] = {}
+
+    def tensor_for(index: int) -> torch.Tensor:
+        dtype = layout.tensors[layout.placements[index].shard.tensor].dtype.torch
+        if tensors[index].dtype == dtype:
+            return tensors[index]
+        copies[index] = torch.empty(tensors[index].shape, dtype=dtype, device="cpu")
+        return copies[index]
+
+    for found, index in megatron_shards(connection, model, layout, tensor_for, version):
+        if index in copies:
+            tensors[index].copy_(copies.pop(index))
+        yield found, index
+
+
 def hugging_face_shards(
     connection: Connection,
     model: str,

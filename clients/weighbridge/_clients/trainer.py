@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Unpack
 
 from weighbridge._clients.importer import ImportingClient
 from weighbridge._clients.push_handle import PushHandle
 from weighbridge._clients.push_options import PushOptions, check_options, say
+from weighbridge._clients.pushing import PushTerms
 from weighbridge._core.tensor_spaces import TensorSpace
+from weighbridge.v1 import checkpoint_service_pb2 as pb
 
 if TYPE_CHECKING:
     import torch
+
+    from weighbridge._formats.megatron_state import WeightShards
+    from weighbridge._formats.torch_state import TorchShards
+    from weighbridge._formats.training.training_state import TrainingTensors
 
 
 class TrainerClient(ImportingClient):
@@ -37,6 +43,7 @@ class TrainerClient(ImportingClient):
         world_size: int | None = None,
         run: str | None = None,
         request_id: str | None = None,
+        cast: str = "allow",
         optimizer: Any = None,
         state: Mapping[str, Any] | None = None,
         rank_state: Mapping[str, Any] | None = None,
@@ -60,10 +67,12 @@ class TrainerClient(ImportingClient):
             world_size: number of ranks that push; by default torch.distributed's, or 1.
             run: overrides the client's.
             request_id: what makes the ranks of one push find each other; by default run and step.
+            cast: as for `push_state_dict`: Megatron-core keeps some tensors in float32 beside bf16, such as norms or routers, if so configured.
             optimizer: what ``get_megatron_optimizer`` returned, after its first step: `FP32Optimizer`, `Float16OptimizerWithFloat16Params` or
                 `DistributedOptimizer`, chained or not.
             state, rank_state, until: as for `push_state_dict`.
-            options: metadata, and whether the version is held: `PushOptions`.
+            options: metadata, whether the version is held, and what the push may cost the loop: `PushOptions`. Where torch.distributed has
+                as many ranks as push, they agree by its store before anything is copied: all of them push, or none.
 
         Returns:
             The push of the weights. Its ``training`` is the one of the training state.
@@ -76,24 +85,26 @@ class TrainerClient(ImportingClient):
             AlreadyExists: another process pushes as this rank of this step.
         """
         check_options(options)
-        from weighbridge._formats.megatron_state import sharded_tensors
-        from weighbridge._formats.torch_state import rank_and_world
+        from weighbridge._formats.torch_state import check_cast, rank_and_world
         from weighbridge._formats.training.megatron_training import training_tensors
 
+        check_cast(cast)
         rank, world_size = rank_and_world(rank, world_size)
         opening = self._opening(model, step, run, world_size, request_id)
-        return self._push_tensors(
+        push = partial(
+            self._push_tensors,
             opening,
             rank,
             TensorSpace.MEGATRON,
-            partial(sharded_tensors, sharded_state_dict),
-            lambda shards: training_tensors(shards, optimizer),
+            partial(self._weight_shards, model, sharded_state_dict, cast),
+            lambda shards: training_tensors(shards.held, optimizer),
             options,
             until=until,
             optimizer=optimizer,
             state=state,
             rank_state=rank_state,
         )
+        return self._on_terms(opening, options, push)
 
     def push_state_dict(
         self,
@@ -123,8 +134,8 @@ class TrainerClient(ImportingClient):
 
         Args:
             model: ``namespace/name``, registered before.
-            state_dict_or_module: a module, of which the ``state_dict()`` is taken, without LoRA adapters that peft has merged; a state dict; or pairs of name and tensor. Tensors are
-                DTensors of any mesh, or plain ones, which every rank holds whole; on any device.
+            state_dict_or_module: a module, of which the ``state_dict()`` is taken, with peft's adapters merged into copies; a state dict; or pairs of name and
+                tensor. Tensors are DTensors of any mesh, or plain ones, which every rank holds whole; on any device.
             step: the training step.
             rank: this rank; by default torch.distributed's, or 0.
             world_size: number of ranks that push; by default torch.distributed's, or 1.
@@ -147,8 +158,8 @@ class TrainerClient(ImportingClient):
             NotFound: the model is not registered.
             InvalidArgument: that is no state dict, ``cast`` is none of these, values are not plain data (names the entry), or ``until`` names
                 no optimizer.
-            LayoutError: names, shapes, dtypes or placements contradict the model, LoRA adapters are not merged, or the ranks together do
-                not hold all of it; names each tensor.
+            LayoutError: names, shapes, dtypes or placements contradict the model, LoRA adapters cannot be merged, or with a training state are merged in
+                place, or the ranks together do not hold all of it; names each tensor.
             AlreadyExists: another process pushes as this rank of this step.
         """
         check_options(options)
@@ -157,21 +168,21 @@ class TrainerClient(ImportingClient):
 
         rank, world_size = rank_and_world(rank, world_size)
         opening = self._opening(model, step, run, world_size, request_id)
-        with self._tensors(model) as tensors:
-            return self._push_tensors(
-                opening,
-                rank,
-                TensorSpace.HUGGING_FACE,
-                partial(
-                    torch_shards, state_dict_or_module, tensors, cast=cast, whole=world_size == 1, of=model
-                ),
-                lambda _: training_tensors(state_dict_or_module, optimizer),
-                options,
-                until=until,
-                optimizer=optimizer,
-                state=state,
-                rank_state=rank_state,
-            )
+        find = partial(torch_shards, cast=cast, whole=world_size == 1, of=model)
+        push = partial(
+            self._push_torch,
+            opening,
+            rank,
+            state_dict_or_module,
+            find,
+            lambda _: training_tensors(state_dict_or_module, optimizer),
+            options,
+            until=until,
+            optimizer=optimizer,
+            state=state,
+            rank_state=rank_state,
+        )
+        return self._on_terms(opening, options, push)
 
     def push_gathered(
         self,
@@ -219,33 +230,87 @@ class TrainerClient(ImportingClient):
         passing = iter(weights)
         try:
             check_options(options)
-            from weighbridge._formats.gathered_shards import (
-                GatheredShards,
-                OpenPassing,
-                held_layout,
-                share_layout,
-            )
             from weighbridge._formats.torch_state import check_cast, rank_and_world
 
             check_cast(cast)
             rank, ranks = rank_and_world(rank, world_size)
             opening = self._opening(model, step, run, ranks, request_id)
-            with self._tensors(model) as tensors:
-                with self._pusher.telling([opening], rank):
-                    say(opening, options)
-                    if held is None:
-                        shares = share_layout(tensors, rank, ranks)
-                        given = partial(GatheredShards, rank=rank, ranks=ranks)
-                    else:
-                        shares = held_layout(tensors, held)
-                        given = partial(GatheredShards, rank=0, ranks=1, expected=shares.tensors)
-                make = partial(given, passing, tensors, cast=cast)
-                return self._pusher.push(
-                    opening, rank, shares, TensorSpace.HUGGING_FACE, OpenPassing(make, buffer_bytes)
-                )
+            push = partial(self._push_passing, opening, rank, passing, options, cast, buffer_bytes, held)
+            handle = self._on_terms(opening, options, push)
         except Exception:
-            for _ in (
-                passing
-            ):  # the other ranks gather them together with this one: they would wait for it for ever
-                pass
+            _take_all(passing)
             raise
+        if handle.skipped is not None:
+            _take_all(passing)
+        return handle
+
+    def _weight_shards(self, model: str, sharded_state_dict: Any, cast: str) -> WeightShards:
+        from weighbridge._formats.megatron_state import as_registered, sharded_tensors
+
+        held = sharded_tensors(sharded_state_dict)
+        with self._registered(model, held.layout) as registered:
+            return as_registered(held, registered, cast)
+
+    def _push_torch(
+        self,
+        opening: pb.OpenVersionRequest,
+        rank: int,
+        source: Any,
+        find: Callable[..., TorchShards],
+        training_tensors: Callable[[TorchShards], TrainingTensors],
+        options: PushOptions,
+        terms: PushTerms,
+        **training: Any,
+    ) -> PushHandle:
+        from weighbridge._formats.peft_models import merges_together
+
+        with self._tensors(opening.model) as tensors:
+            if merges_together(source):
+                self._pusher.meet(opening.model, terms)
+            return self._push_tensors(
+                opening,
+                rank,
+                TensorSpace.HUGGING_FACE,
+                partial(find, source, tensors),
+                training_tensors,
+                options,
+                terms,
+                **training,
+            )
+
+    def _push_passing(
+        self,
+        opening: pb.OpenVersionRequest,
+        rank: int,
+        passing: Iterator[tuple[str, torch.Tensor]],
+        options: PushOptions,
+        cast: str,
+        buffer_bytes: int,
+        held: Iterable[str] | None,
+        terms: PushTerms,
+    ) -> PushHandle:
+        from weighbridge._formats.gathered_shards import (
+            GatheredShards,
+            OpenPassing,
+            held_layout,
+            share_layout,
+        )
+
+        with self._tensors(opening.model) as tensors:
+            with self._pusher.telling([opening], rank, terms):
+                say(opening, options)
+                if held is None:
+                    shares = share_layout(tensors, rank, opening.ranks)
+                    given = partial(GatheredShards, rank=rank, ranks=opening.ranks)
+                else:
+                    shares = held_layout(tensors, held)
+                    given = partial(GatheredShards, rank=0, ranks=1, expected=shares.tensors)
+            make = partial(given, passing, tensors, cast=cast)
+            passed = OpenPassing(make, buffer_bytes)
+            return self._pusher.push(opening, rank, shares, TensorSpace.HUGGING_FACE, passed, terms=terms)
+
+
+def _take_all(passing: Iterator[object]) -> None:
+    """Take what is left of tensors: the other ranks gather them together with this one, and would wait for it for ever."""
+    for _ in passing:
+        pass

@@ -12,7 +12,7 @@ from weighbridge._clients.calls.known_layouts import KnownLayouts
 from weighbridge._clients.connection import Connection
 from weighbridge._clients.copying.copies import Copies
 from weighbridge._clients.push_handle import PushHandle
-from weighbridge._clients.pushing import Pusher
+from weighbridge._clients.pushing import ALONE, Pusher, PushTerms
 from weighbridge._core.boxes import Box
 from weighbridge._core.layouts import Layout, Shard, TensorSpec
 from weighbridge._core.references import Reference, training_of
@@ -71,6 +71,7 @@ class TrainingPushes:
     """
 
     def __init__(self, connection: Connection) -> None:
+        self._connection = connection
         self._pusher = Pusher(connection)
         self._staging = StagingPool()
         self._ahead = StagingPool()
@@ -97,6 +98,7 @@ class TrainingPushes:
         rank: int,
         state: TrainingState | None,
         copies: Copies,
+        terms: PushTerms = ALONE,
     ) -> PushHandle:
         """Push weights, and behind them the training state that belongs to them.
 
@@ -106,6 +108,7 @@ class TrainingPushes:
             rank: which rank.
             state: what is pushed beside them; None for nothing.
             copies: how both are copied; begun by the caller, who ends them.
+            terms: of the weights' push.
 
         Returns:
             The handle of the weights.
@@ -118,10 +121,20 @@ class TrainingPushes:
         try:
             copies.keep(state.tensors[-1:])  # the blob
             source, copying = copies.source(state.tensors, self._staging)
-            handle.training = self._pusher.push(own, rank, state.layout, state.space, source, copying=copying)
+            handle.training = self._pusher.push(
+                own, rank, state.layout, state.space, source, copying=copying, terms=terms.behind()
+            )
         except Exception as error:
             error.add_note(f"This rank had pushed the weights by then: {handle.model}@{handle.number}.")
-            raise
+            if not terms.hold.policy.warns:
+                raise
+            log.error(
+                "%s: the training state of step %d was not pushed; the loop goes on. %s",
+                own.model,
+                own.step,
+                error,
+            )
+            handle.training = PushHandle.of_skipped(self._connection, own.model, error)
         return handle
 
     def close(self) -> None:

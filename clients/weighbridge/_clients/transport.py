@@ -112,6 +112,6 @@ def _process_id(pid: int) -> str:
 
 def find_faces(address: str, credentials: Credentials = NONE) -> local_lane_pb2.GetLocalLaneResponse:
     """Where else a service answers, at its socket and by HTTP, as it says itself at one of its addresses for gRPC."""
-    with rpc.open_channel(address, credentials) as channel, rpc.translated_errors(address):
+    with rpc.open_channel(address, credentials) as channel, rpc.translated_errors(address, credentials):
         stub = local_lane_pb2_grpc.LocalLaneServiceStub(channel)
         return stub.GetLocalLane(local_lane_pb2.GetLocalLaneRequest(), timeout=_LANE_SECONDS)

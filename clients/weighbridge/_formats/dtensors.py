@@ -174,3 +174,22 @@ def _is_dtensor(tensor: torch.Tensor) -> bool:
     # only who has imported it can have one, and the import takes half a second
     api = sys.modules.get("torch.distributed.tensor")
     return api is not None and isinstance(tensor, api.DTensor)
+
+
+def cut_alike(whole: torch.Tensor, like: Any) -> torch.Tensor:
+    """A DTensor that holds what this rank holds of another one, of other elements.
+
+    Args:
+        whole: all elements, in the global shape.
+        like: the other DTensor.
+    """
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    local = torch.empty_like(like.to_local(), dtype=whole.dtype)
+    made = DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+    for box, part in local_shards(made):
+        part.copy_(whole[tuple(slice(a, b) for a, b in zip(box.offset, box.end, strict=True))])
+    return made

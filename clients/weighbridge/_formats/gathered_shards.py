@@ -25,6 +25,7 @@ from weighbridge._formats.torch_state import (
     check_merged,
     misfit,
     model_form,
+    not_dense,
     unknown_names,
 )
 from weighbridge.errors import LayoutError
@@ -164,6 +165,9 @@ class GatheredShards:
         elif value.is_meta:
             alike = "on the meta device, and without data"
             self._problems.append(Misfit(f"{given_name} is {alike}", f"are {alike}", given_name))
+        elif (sparse := not_dense(given_name, value)) is not None:
+            self._found.update(() if form is None else form.tensors)
+            self._problems.append(sparse)
         elif form is None:
             self._ties.unknown(given_name, value)
         elif not self._found.isdisjoint(form.tensors):

@@ -7,7 +7,7 @@ Source of the conventions: ``megatron.core.dist_checkpointing.mapping``. `Sharde
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,6 +15,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from weighbridge._core import dtypes
 from weighbridge._core.boxes import Box
 from weighbridge._core.layouts import Layout, Shard, TensorSpec
+from weighbridge._core.text.counts import counted
+from weighbridge._formats.memory_forms import Form
+from weighbridge._formats.misfits import Misfit, told
+from weighbridge._formats.torch_state import ALLOW, NAMED, misfit
 from weighbridge.errors import FailedPrecondition, InvalidArgument, LayoutError
 
 if TYPE_CHECKING:
@@ -105,6 +109,71 @@ def sharded_tensors(sharded_state_dict: Any) -> ShardedTensors:
         )
     layout = Layout.stream(specs.values(), shards)
     return ShardedTensors(layout, tuple(tensors), tuple(entries), tuple(objects))
+
+
+_ADAPTERS = frozenset(("adapter", "lora_A", "lora_B"))
+"""Parts of the names of adapters' tensors, as Megatron-Bridge and peft give them."""
+
+
+@dataclass(frozen=True)
+class WeightShards:
+    """The weights of one rank in the dtypes that the model is registered with.
+
+    Attributes:
+        layout: their shards; as `ShardedTensors.layout`, but for the dtypes.
+        tensors: one for each shard, in its own dtype.
+        held: what the rank holds.
+    """
+
+    layout: Layout
+    tensors: tuple[torch.Tensor, ...]
+    held: ShardedTensors = field(repr=False)
+
+
+def as_registered(
+    held: ShardedTensors, registered: Mapping[str, TensorSpec], cast: str = ALLOW, *, filled: bool = False
+) -> WeightShards:
+    """The weights of a rank as the model has them: floating-point tensors of other dtypes are cast, as those of torch trainers are.
+
+    Args:
+        held: what the rank holds.
+        registered: those of its tensors that are of the model, as that is registered. What the model does not have stays as it is; the
+            service refuses it.
+        cast: one of `torch_state.CASTS`.
+        filled: whether the tensors take what the model has, instead of giving what it gets.
+
+    Raises:
+        LayoutError: a cast is not allowed, there is none between the dtypes, or the rank holds adapters of LoRA; names the tensors.
+    """
+    adapters = [
+        name
+        for name in held.layout.tensors
+        if registered and name not in registered and not _ADAPTERS.isdisjoint(name.split("."))
+    ]
+    if adapters:
+        raise LayoutError(
+            counted(len(adapters), "tensor belongs", "tensors belong") + " to LoRA adapters",
+            details=adapters[:NAMED],
+            fix="fill the model before adapters are added"
+            if filled
+            else "push a copy of the model into which they are merged, as by LoRAMerge of Megatron-Bridge: engines know no adapters",
+        )
+    specs: list[TensorSpec] = []
+    problems: list[Misfit] = []
+    for name, spec in held.layout.tensors.items():
+        wanted = registered.get(name, spec)
+        problem = misfit(Form.plain(wanted), spec.shape, spec.dtype.torch, cast, filled=filled)
+        if problem is not None:
+            problems.append(problem)
+        specs.append(wanted)
+    if problems:
+        raise LayoutError(
+            f"the tensors are not as the model has them, in {counted(len(problems), 'entry', 'entries')}",
+            details=told(problems)[:NAMED],
+            fix="cast='allow' casts floating-point tensors; otherwise register the model in the trainer's dtype",
+        )
+    shards = [placement.shard for placement in held.layout.placements]
+    return WeightShards(Layout.stream(specs, shards), held.tensors, held)
 
 
 _ADVICE = (

@@ -10,6 +10,7 @@ filled without a copy. Source of the conventions: ``conversion_mapping`` of tran
   are taken as they are, as transformers does.
 - ``gate_up_proj.weight`` ``[2 * width, hidden]``: ``gate_proj.weight`` and ``up_proj.weight``.
 - Names of Mixtral, PhiMoE, Granite, Nemotron-H, ERNIE and EXAONE (`_PATHS`, `_ENDINGS`).
+- Names of vision-language models, whose files have ``language_model.model.`` or ``visual.`` at the top, where in memory both are below ``model.`` (`_paths_of`).
 """
 
 from __future__ import annotations
@@ -39,6 +40,20 @@ _PROJECTIONS = {
 }
 _GATE, _UP = ".gate_proj.weight", ".up_proj.weight"
 _PATHS = ((re.compile(r"\.block_sparse_moe\."), ".mlp."), (re.compile(r"^backbone\."), "model."))
+_LANGUAGE = re.compile(r"^(language_model|text_model)\.model\.")
+_APART = (
+    (_LANGUAGE, r"model.\1."),
+    (re.compile(r"^(?:language_model|text_model)\.lm_head\."), "lm_head."),
+    (re.compile(r"^(?!(?:language_model|text_model|model|lm_head)\.)"), "model."),
+)
+"""Of models whose files have the language model apart, as LLaVA's."""
+_VISUAL = re.compile(r"^visual\.")
+_BESIDE = (
+    (_VISUAL, "model.visual."),
+    (re.compile(r"^model\.(?!(?:language_model|visual)\.)"), "model.language_model."),
+)
+"""Of models whose files have the vision tower beside the language model, as Qwen2-VL's."""
+_Rules = tuple[tuple[re.Pattern[str], str], ...]
 _ENDINGS = (
     (re.compile(r"\.block_sparse_moe\.gate\.weight$"), ".mlp.router.weight"),
     (re.compile(r"\.block_sparse_moe\.input_linear\.weight$"), ".block_sparse_moe.experts.gate_up_proj"),
@@ -174,11 +189,22 @@ class TensorForms(dict[str, TensorSpec]):
     @cached_property
     def other_forms(self) -> Mapping[str, Form]:
         """The forms in which its tensors can be in memory besides their own, by name."""
-        made = [*_of_experts(self.values()), *_merged(self), *_renamed(self.values())]
+        paths = _paths_of(self)
+        made = [*_of_experts(self.values(), paths), *_merged(self), *_renamed(self.values(), paths)]
         return {form.name: form for form in made if form.name not in self}
 
 
-def _of_experts(specs: Iterable[TensorSpec]) -> Iterable[Form]:
+def _paths_of(names: Iterable[str]) -> _Rules:
+    """Rules from the names in a model's files to those in memory."""
+    for name in names:
+        if _LANGUAGE.match(name):
+            return (*_PATHS, *_APART)
+        if _VISUAL.match(name):
+            return (*_PATHS, *_BESIDE)
+    return _PATHS
+
+
+def _of_experts(specs: Iterable[TensorSpec], paths: _Rules) -> Iterable[Form]:
     experts: defaultdict[str, defaultdict[str, dict[int, TensorSpec]]] = defaultdict(
         lambda: defaultdict(dict)
     )
@@ -197,7 +223,7 @@ def _of_experts(specs: Iterable[TensorSpec]) -> Iterable[Form]:
             shapes = {spec.shape for column in columns for spec in column.values()}
             if len(shapes) > 1 or len(min(shapes)) != 2:
                 continue
-            for path in (stem, *_renamed_with(_PATHS, stem)):
+            for path in (stem, *_renamed_with(paths, stem)):
                 yield _stacked(f"{path}.{name}", columns)
 
 
@@ -224,9 +250,9 @@ def _merged(model: Mapping[str, TensorSpec]) -> Iterable[Form]:
             yield Form(name.removesuffix(_GATE) + ".gate_up_proj.weight", (2 * rows, width), members)
 
 
-def _renamed(specs: Iterable[TensorSpec]) -> Iterable[Form]:
+def _renamed(specs: Iterable[TensorSpec], paths: _Rules) -> Iterable[Form]:
     for spec in specs:
-        for name in _renamed_with((*_PATHS, *_ENDINGS), spec.name):
+        for name in _renamed_with((*paths, *_ENDINGS), spec.name):
             yield Form(name, spec.shape, Form.plain(spec).members)
 
 

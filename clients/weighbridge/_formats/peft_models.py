@@ -1,28 +1,32 @@
-"""Weights of a model that peft has given adapters, once they are merged in place: by the names and with the tensors that it had before.
+"""Weights of a model that peft has given adapters, merged: by the names and with the tensors that it had before; and its adapters, kept apart.
 
 Names are found in the tree of modules and not by their spelling: a tensor inside of a layer with adapters is the layer's own if it lies in
-``base_layer``, and an adapter's otherwise.
+``base_layer``, and an adapter's otherwise. What peft has not merged in place is merged here by peft's own ``merge`` of a copy of the layer, so
+the model itself stays as it is: to take a merged adapter out again would round the weights below.
 """
 
 from __future__ import annotations
 
+import copy
 import sys
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any, TypeVar
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 from weighbridge._core.text.counts import counted
+from weighbridge._formats.dtensors import cut_alike
 from weighbridge.errors import LayoutError
 
 if TYPE_CHECKING:
     import torch
 
-RECIPE = (
-    "call model.merge_adapter(), push the model itself and not its state dict, and call model.unmerge_adapter() as soon as the push has "
-    "returned: docs/recipes/lora.md"
+RECIPE = "push the model itself and not its state dict: the push merges the adapters into copies: docs/recipes/lora.md"
+APART = (
+    "call model.unmerge_adapter() before: a training state has weights and adapters apart, and the push merges the weights that engines get "
+    "into copies: docs/recipes/lora.md"
 )
 _NAMED = 20
-
-T = TypeVar("T")
 
 
 def has_adapters(module: torch.nn.Module) -> bool:
@@ -35,49 +39,232 @@ def has_adapters(module: torch.nn.Module) -> bool:
     return any(isinstance(each, PeftModel | BaseTunerLayer) for each in module.modules())
 
 
-def merged_entries(module: torch.nn.Module, entries: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T]]:
+def merged_entries(
+    module: torch.nn.Module, entries: Iterable[tuple[str, torch.Tensor]], *, merge: bool = True
+) -> Iterator[tuple[str, torch.Tensor]]:
     """The entries of its state dict that are the model's, by the names that they have without adapters.
 
-    Of modules that an adapter replaces as a whole (``modules_to_save``), the active adapter's stand for the model's.
+    Weights below active adapters that are not merged are merged into copies, a layer at a time; of a layer whose tensors are DTensors that
+    is a collective. Of modules that an adapter replaces as a whole (``modules_to_save``), the active adapter's stand for the model's.
 
     Args:
         module: one with adapters.
         entries: of its state dict.
+        merge: False gives the weights below instead, which have the same names, shapes and dtypes.
 
     Raises:
-        LayoutError: the model does not compute with these weights, since active adapters are not merged into them; names the layers.
+        LayoutError: peft cannot merge an adapter, or the model does not compute with these weights, since only some of the active adapters are
+            merged into them; names the layers.
     """
-    _check_merged(module)
+    apart = _layers_apart(module)
+    merged: dict[str, Mapping[str, torch.Tensor]] = {}
     for name, value in entries:
         own = _own_name(module, name.split("."))
-        if own is not None:
+        if own is None:
+            continue
+        layer = next((each for each in _prefixes(name) if each in apart), None)
+        if layer is None or not merge:
             yield own, value
+            continue
+        if layer not in merged:
+            merged = {layer: _merged_copy(layer, apart[layer])}  # one layer at a time
+        yield own, merged[layer][name[len(layer) + 1 :]]
 
 
-def _check_merged(module: torch.nn.Module) -> None:
+def adapter_names(module: torch.nn.Module) -> list[str]:
+    """The names of a module's adapters, sorted; none of a module that peft has not wrapped."""
+    if not has_adapters(module):
+        return []
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    apart = [
+    layers = [each for each in module.modules() if isinstance(each, BaseTunerLayer)]
+    return sorted({adapter for each in layers for adapter in _adapters_of(each)})
+
+
+def merged_layers(module: torch.nn.Module) -> list[str]:
+    """The names of a module's layers into whose weights adapters are merged in place."""
+    if not has_adapters(module):
+        return []
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return [
         name
         for name, layer in module.named_modules()
-        if isinstance(layer, BaseTunerLayer) and not _counts_all(layer)
+        if isinstance(layer, BaseTunerLayer) and layer.merged_adapters
     ]
-    if apart:
+
+
+def merges_together(module: object) -> bool:
+    """Whether `merged_entries` of a module is a collective: adapters are to be merged into DTensors."""
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(module, torch.nn.Module) or not has_adapters(module):
+        return False
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return any(
+        isinstance(layer, BaseTunerLayer)
+        and not _counts_all(layer)
+        and any(isinstance(each, DTensor) for each in _tensors_of(layer))
+        for layer in module.modules()
+    )
+
+
+def check_apart(module: torch.nn.Module) -> None:
+    """Refuse a module whose adapters are merged in place: a training state would have them twice. Raises LayoutError, which names the layers."""
+    merged = merged_layers(module)
+    if merged:
         raise LayoutError(
             counted(
-                len(apart),
-                "layer has adapters that are not merged",
-                "layers have adapters that are not merged",
+                len(merged),
+                "layer has adapters that are merged into its weights",
+                "layers have adapters that are merged into their weights",
             ),
-            details=apart[:_NAMED],
-            fix=RECIPE,
+            details=merged[:_NAMED],
+            fix=APART,
         )
+
+
+def _layers_apart(module: torch.nn.Module) -> dict[str, Any]:
+    """The outermost layers that active adapters are not merged into, by their names in the state dict."""
+    from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
+
+    apart: dict[str, Any] = {}
+    mixed: list[str] = []
+    lost: list[str] = []
+    outside = ""
+    for name, layer in module.named_modules():
+        if not isinstance(layer, BaseTunerLayer):
+            continue
+        if _is_lost(layer):
+            lost.append(name)
+        if _counts_all(layer):
+            continue
+        if layer.merged_adapters or layer.disable_adapters:
+            mixed.append(name)
+        elif not (outside and name.startswith(outside)):
+            apart[_state_name(name)] = layer
+            outside = f"{name}."
+    if lost:
+        raise LayoutError(
+            counted(len(lost), "layer has", "layers have")
+            + " adapters that were merged into DTensors in place, which peft does right for plain LoRA alone",
+            details=lost[:_NAMED],
+            fix="do not call merge_adapter() on such a model: the push merges into copies",
+        )
+    if mixed:
+        raise LayoutError(
+            counted(
+                len(mixed),
+                "layer has adapters that are merged in part",
+                "layers have adapters that are merged in part",
+            ),
+            details=mixed[:_NAMED],
+            fix="merge all active adapters (model.merge_adapter()), or none of them (model.unmerge_adapter())",
+        )
+    for tuner in module.modules() if apart else ():
+        if isinstance(tuner, BaseTuner):
+            try:
+                with warnings.catch_warnings():  # of ties, which are found below
+                    warnings.simplefilter("ignore")
+                    tuner._check_merge_allowed()
+            except ValueError as error:
+                raise LayoutError(f"the adapters cannot be merged: {error}") from error
+    _check_not_tied(module, apart)
+    return apart
+
+
+def _check_not_tied(module: torch.nn.Module, apart: Mapping[str, Any]) -> None:
+    """Refuse adapters of a weight that is another layer's, too: merged, it would be another weight for one of them."""
+    uses = Counter(id(each) for _, each in module.named_parameters(remove_duplicate=False))
+    tied = [
+        name
+        for name, layer in apart.items()
+        if any(uses[id(each)] > 1 for each in layer.get_base_layer().parameters())
+    ]
+    if tied:
+        raise LayoutError(
+            counted(
+                len(tied), "layer has adapters and a weight that", "layers have adapters and weights that"
+            )
+            + " another layer has as well, and that would be another one merged",
+            details=tied[:_NAMED],
+            fix="register and train the model with tie_word_embeddings=False, or leave that layer out of target_modules",
+        )
+
+
+def _merged_copy(name: str, layer: Any) -> Mapping[str, torch.Tensor]:
+    """The state dict of a layer as peft merges it. Only what lies below the adapters is copied.
+
+    DTensors are merged whole, and cut again: peft replaces ``weight.data``, of which a DTensor takes no notice.
+    """
+    import torch
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from torch.distributed.tensor import DTensor
+
+    below = {id(each) for each in _tensors_of(layer.get_base_layer())}
+    memo: dict[int, Any] = {id(each): each for each in _tensors_of(layer) if id(each) not in below}
+    try:
+        with torch.no_grad():
+            for each in _tensors_of(layer):
+                if isinstance(each, DTensor):
+                    memo[id(each)] = torch.nn.Parameter(each.full_tensor(), requires_grad=False)
+            made = copy.deepcopy(layer, memo)
+            for each in made.modules():
+                if isinstance(each, BaseTunerLayer):
+                    each.merge()
+            whole: dict[str, torch.Tensor] = made.state_dict()
+            held = layer.state_dict().items()
+            return {
+                key: cut_alike(whole[key], own) if isinstance(own, DTensor) else whole[key]
+                for key, own in held
+            }
+    except (ValueError, NotImplementedError, RuntimeError, TypeError, AttributeError) as error:
+        raise LayoutError(
+            f"peft cannot merge the adapters of {name}: {error}",
+            fix="push without adapters: with model.disable_adapter(), or by a method that peft merges",
+        ) from error
+
+
+def _tensors_of(module: torch.nn.Module) -> Iterator[torch.Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()
+
+
+def _prefixes(name: str) -> Iterator[str]:
+    """The names of the modules that a tensor lies in, outermost first."""
+    for index, letter in enumerate(name):
+        if letter == ".":
+            yield name[:index]
+
+
+def _state_name(name: str) -> str:
+    """A module's name as its state dict has it: activation checkpointing hides its own part there."""
+    return name.replace("_checkpoint_wrapped_module.", "")
+
+
+def _adapters_of(layer: Any) -> set[str]:
+    return {adapter for name in layer.adapter_layer_names for adapter in getattr(layer, name)}
+
+
+def _is_lost(layer: Any) -> bool:
+    """Whether peft has merged an adapter in place, by replacing the data of a DTensor, which stays as it is."""
+    from peft.tuners.lora import LoraLayer
+    from torch.distributed.tensor import DTensor
+
+    if not layer.merged_adapters or not any(
+        isinstance(each, DTensor) for each in layer.get_base_layer().parameters()
+    ):
+        return False
+    return not isinstance(layer, LoraLayer) or any(
+        each in getattr(layer, "lora_variant", ()) for each in layer.merged_adapters
+    )
 
 
 def _counts_all(layer: Any) -> bool:
     """Whether a layer computes with its own weight alone."""
-    own = {adapter for name in layer.adapter_layer_names for adapter in getattr(layer, name)}
-    active = set() if layer.disable_adapters else own & set(layer.active_adapters)
+    active = set() if layer.disable_adapters else _adapters_of(layer) & set(layer.active_adapters)
     return set(layer.merged_adapters) == active
 
 
@@ -85,8 +272,10 @@ def _own_name(module: torch.nn.Module, parts: list[str]) -> str | None:
     """The name of a tensor without adapters; None if it belongs to one."""
     from peft import PeftModel
     from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
+    from peft.utils import other
     from peft.utils.other import ModulesToSaveWrapper
 
+    tokens = getattr(other, "TrainableTokensWrapper", ())  # since peft 0.15
     at: torch.nn.Module | None = module
     own: list[str] = []
     parts = list(parts)
@@ -105,7 +294,13 @@ def _own_name(module: torch.nn.Module, parts: list[str]) -> str | None:
         elif isinstance(at, PeftModel):
             shown = parts[0] != "base_model"
         elif isinstance(at, BaseTuner):
-            shown = parts[0] != "model"
+            if parts[0] != "model":  # what all layers share, as VeRA's
+                return None
+            shown = False
+        elif isinstance(at, tokens):
+            if parts[0] != "token_adapter":
+                return None
+            shown = False
         if shown:
             own.append(parts[0])
         for part in parts[:length]:

@@ -81,6 +81,7 @@ def torch_shards(
     whole: bool = False,
     others: bool = False,
     filled: bool = False,
+    merge: bool = True,
     of: str = "the model",
 ) -> TorchShards:
     """Find the model's tensors in a state dict.
@@ -96,18 +97,19 @@ def torch_shards(
         others: whether there may be names that the model does not have.
         filled: whether the tensors take what the model has, instead of giving what it gets. Copies that this rank holds besides its shards,
             as ZeRO-3 keeps them of small parameters, are among them then.
+        merge: whether adapters of a module are merged into copies of the weights below. If not, these stand for them, as a check needs no more.
         of: what is said of the model in errors: its name.
 
     Raises:
         InvalidArgument: ``state`` or ``cast`` is none of these.
-        LayoutError: names, shapes, dtypes or placements contradict the model, or LoRA adapters are not merged.
+        LayoutError: names, shapes, dtypes or placements contradict the model, or LoRA adapters cannot be merged.
     """
     import torch
 
     check_cast(cast)
     if filled and isinstance(state, torch.nn.Module) and peft_models.has_adapters(state):
         raise LayoutError("the module has LoRA adapters already", fix="fill the model before peft adds them")
-    entries = list(_entries(state))
+    entries = list(_entries(state, merge))
     check_merged([name for name, _ in entries])
     reader = _Reader(TensorForms.of(model), cast, filled, of)
     for name, value in entries:
@@ -129,7 +131,7 @@ def tensor_specs(state: Any) -> list[TensorSpec]:
     """
     import torch
 
-    entries = list(_entries(state))
+    entries = list(_entries(state, merge=False))
     check_merged([name for name, _ in entries])
     wrong = [
         f"{name} is a {type(value).__name__}"
@@ -141,6 +143,12 @@ def tensor_specs(state: Any) -> list[TensorSpec]:
             f"the state dict holds what is no tensor, in {counted(len(wrong), 'entry', 'entries')}",
             details=wrong[:NAMED],
             fix="leave them out, here and when it is pushed",
+        )
+    sparse = [found for name, value in entries if (found := not_dense(name, value)) is not None]
+    if sparse:
+        raise LayoutError(
+            f"the state dict holds what is not dense, in {counted(len(sparse), 'entry', 'entries')}",
+            details=told(sparse)[:NAMED],
         )
     names = _without_wrappers([name for name, _ in entries])
     twice = [name for name, count in Counter(names).items() if count > 1]
@@ -219,6 +227,9 @@ class _Reader:
             self._unknown.append((given_name, value))
         elif not isinstance(value, torch.Tensor):
             self._problems.append(Misfit(f"{given_name} is a {type(value).__name__}, not a tensor"))
+        elif (sparse := not_dense(given_name, value)) is not None:
+            self._found.update(form.tensors)
+            self._problems.append(sparse)
         elif not self._found.isdisjoint(form.tensors):
             self._problems.append(Misfit(f"{form.name} is given twice"))
         else:
@@ -254,7 +265,9 @@ class _Reader:
         problems, unknown, foreign = self._problems, [], []
         known = {memory_of(tensor) for tensor in self._given.values()}
         for name, value in self._unknown:
-            if isinstance(value, torch.Tensor) and (name.endswith("inv_freq") or memory_of(value) in known):
+            if isinstance(value, torch.Tensor) and (
+                name.endswith("inv_freq") or (value.layout == torch.strided and memory_of(value) in known)
+            ):
                 continue
             unknown.append(name)
             if others:
@@ -322,13 +335,15 @@ def _without_wrappers(names: Iterable[str]) -> list[str]:
     return [".".join(each) for each in parts]
 
 
-def _entries(state: Any) -> Iterator[tuple[str, Any]]:
+def _entries(state: Any, merge: bool) -> Iterator[tuple[str, Any]]:
     import torch
 
     if isinstance(state, torch.nn.Module):
         entries = zero3.partitioned_state(state) or state.state_dict()
         state = (
-            peft_models.merged_entries(state, entries.items()) if peft_models.has_adapters(state) else entries
+            peft_models.merged_entries(state, entries.items(), merge=merge)
+            if peft_models.has_adapters(state)
+            else entries
         )
     pairs = state.items() if isinstance(state, Mapping) else state
     # a tensor's rows are no pairs
@@ -359,6 +374,16 @@ def check_merged(names: Iterable[str], fix: str = peft_models.RECIPE) -> None:
             details=adapters[:NAMED],
             fix=fix,
         )
+
+
+def not_dense(name: str, value: torch.Tensor) -> Misfit | None:
+    """Misfit of a sparse or opaque tensor, since versions have dense elements in row-major order; None of a dense one."""
+    import torch
+
+    if value.layout == torch.strided:
+        return None
+    alike = f"of {value.layout}, and versions have dense tensors: give tensor.to_dense()"
+    return Misfit(f"{name} is {alike}", f"are {alike}", name)
 
 
 def unknown_names(names: Sequence[str], model: Collection[str]) -> Iterator[Misfit]:

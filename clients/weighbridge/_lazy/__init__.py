@@ -2,6 +2,7 @@
 
 May import: `_clients` and folders below it.
 
+- `caching`: folder of what clients can make again.
 - `tensor`: tensors without storage.
 - `views`: views of them, as strided boxes.
 - `joined`: several of them stacked or concatenated.

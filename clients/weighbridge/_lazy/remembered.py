@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import json
 import logging
-import os
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -14,20 +13,13 @@ from pathlib import Path
 import torch
 
 from weighbridge._core.layouts import TensorSpec
+from weighbridge._lazy.caching import cache_folder
 from weighbridge._lazy.recorder import Load, record
 from weighbridge._lazy.recording import Recording, Shape
 from weighbridge._version import VERSION
 from weighbridge.errors import WeighbridgeError
 
 log = logging.getLogger(__name__)
-
-CACHE_VARIABLE = "WEIGHBRIDGE_CACHE"
-
-
-def cache_folder() -> Path:
-    """Where clients keep what they can make again: ``WEIGHBRIDGE_CACHE``, or ``weighbridge`` among the user's caches."""
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(os.environ.get(CACHE_VARIABLE) or f"{base}/weighbridge").expanduser()
 
 
 def remembered(
@@ -43,15 +35,16 @@ def remembered(
     shapes = [[name, *Shape.of(tensor)[:2], str(tensor.dtype)] for name, tensor in sorted(targets.items())]
     releases = [VERSION, torch.__version__]
     known = json.dumps([[[s.name, s.dtype.name, s.shape] for s in specs], shapes, configuration, releases])
-    file = cache_folder() / "recordings" / f"{hashlib.sha256(known.encode()).hexdigest()}.json"
+    name = f"{hashlib.sha256(known.encode()).hexdigest()}.json"
     with contextlib.suppress(OSError, UnicodeDecodeError, WeighbridgeError):
-        return Recording.from_json(file.read_text())
+        return Recording.from_json((cache_folder() / "recordings" / name).read_text())
     made = record(specs, load, targets)
     try:
+        file = cache_folder() / "recordings" / name
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as written:
             written.write(made.to_json())
         Path(written.name).replace(file)
-    except OSError as error:
+    except (OSError, WeighbridgeError) as error:
         log.info("the recording is not kept for the next start: %s", error)
     return made

@@ -4,6 +4,8 @@ May import: `_core`, `weighbridge.errors`, `weighbridge.v1`.
 
 - `addresses`: addresses of a service's replicas, and the one in use.
 - `credentials`: by what a client knows the service, and is known.
+- `processes`: the process that connections belong to.
+- `proxies`: the proxy that a connection passes, if it may pass one.
 - `rpc`: channels, deadlines, and errors as they were raised on the other side.
 - `backoff`: pauses between tries.
 - `outages`: what is told of a service that cannot be reached.

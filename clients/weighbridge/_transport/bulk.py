@@ -24,6 +24,7 @@ from weighbridge._transport.backoff import Backoff
 from weighbridge._transport.credentials import NONE, Credentials
 from weighbridge._transport.outages import Outage
 from weighbridge._transport.pieces import Carried
+from weighbridge._transport.processes import OwnProcess
 from weighbridge.errors import DataLoss, DeadlineExceeded, InvalidArgument, Unavailable, WeighbridgeError
 from weighbridge.v1 import checkpoint_service_pb2, weight_service_pb2
 
@@ -72,6 +73,7 @@ class Connections:
         self.addresses = addresses
         self.most = most
         self.credentials = credentials
+        self._process = OwnProcess()
         self._lock = threading.Lock()
         self._asking = threading.Lock()
         self._entry: bulk_entry.BulkEntry | None = None
@@ -89,6 +91,7 @@ class Connections:
         Raises:
             WeighbridgeError: the service does not say where weights go.
         """
+        self._process.check()
         with self._asking:
             entry, server = self._entry, self.addresses.current
             if entry is None or entry.server != server or entry.until < time.monotonic():
@@ -101,6 +104,7 @@ class Connections:
 
     def _channel(self, address: str, index: int | None) -> grpc.Channel:
         """The connection with this number to an address; the one without a number is for calls that carry no weights."""
+        self._process.check()
         with self._lock:
             if self.closed:
                 raise Unavailable("the client has been closed")
@@ -113,7 +117,7 @@ class Connections:
     def _ask(self, server: str) -> bulk_entry.BulkEntry:
         while True:
             try:
-                return bulk_entry.ask(self.control(server), server)
+                return bulk_entry.ask(self.control(server), server, self.credentials)
             except (Unavailable, DeadlineExceeded) as error:
                 if self.closed:
                     raise
@@ -245,7 +249,7 @@ class _Part:
             try:
                 way = self._connections.way(self._asked.index)
                 server = way.server
-                with rpc.translated_errors(server):
+                with rpc.translated_errors(server, self._connections.credentials):
                     for piece in self._open(way, position):
                         if piece.message.HasField("header"):
                             total = self._begin(piece.message.header)

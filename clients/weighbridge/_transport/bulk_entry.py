@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import grpc
 
-from weighbridge._transport import rpc
+from weighbridge._transport import proxies, rpc
+from weighbridge._transport.credentials import NONE, Credentials
 from weighbridge.v1 import bulk_service_pb2, bulk_service_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -41,22 +42,24 @@ class BulkEntry:
     until: float
 
 
-def ask(control: grpc.Channel, server: str) -> BulkEntry:
+def ask(control: grpc.Channel, server: str, credentials: Credentials = NONE) -> BulkEntry:
     """The entry that a service names; its known port if it names none, or one that cannot be reached from here.
 
     Args:
         control: a channel to the service.
         server: its address.
+        credentials: those of the channel.
 
     Raises:
         WeighbridgeError: it cannot be reached.
     """
-    with rpc.translated_errors(server):
+    with rpc.translated_errors(server, credentials):
         stub = bulk_service_pb2_grpc.BulkServiceStub(control)
         found = stub.GetTicket(bulk_service_pb2.GetTicketRequest(), timeout=_ASK_SECONDS)
     until = time.monotonic() + found.valid_seconds * _RENEW_AT
     host, colon, _ = server.rpartition(":")
-    if not found.port or not colon:
+    # another port is another question to a proxy, and cannot be tried from here
+    if not found.port or not colon or proxies.proxy_of(server, tls=credentials.ca is not None):
         return BulkEntry(server, server, (), until)
     address = f"{host}:{found.port}"
     if not _listens(host, found.port):

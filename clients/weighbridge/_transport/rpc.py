@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import re
 import time
@@ -15,6 +16,7 @@ from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
 from weighbridge._core.striping import STRIPE_BYTES
+from weighbridge._transport import proxies
 from weighbridge._transport.addresses import SERVER_VARIABLE
 from weighbridge._transport.backoff import Backoff, Retry
 from weighbridge._transport.credentials import (
@@ -83,6 +85,11 @@ _TLS = (("handshake failed",), ("failed to connect", "Socket closed"))
 """What gRPC says where one side speaks TLS and the other does not, or one does not trust the other."""
 _TLS_SECONDS = 3.0
 """For how long it is tried again then: a proxy whose service is being started looks the same."""
+_REFUSED_BY_PROXY = "HTTP proxy"
+"""What gRPC says where a proxy does not connect."""
+_PROXY_FORBIDS = re.compile(r"HTTP proxy returned response code 4\d\d")
+_PROXY_SECONDS = 3.0
+"""For how long it is tried again where a proxy forbids it. Other answers, 502 or 503, pass once the service is back."""
 _HEALTH = "/grpc.health.v1.Health/Check"
 
 T = TypeVar("T")
@@ -108,8 +115,10 @@ def open_channel(server: str, credentials: Credentials = NONE, *, shared: bool =
         InvalidArgument: the credentials cannot be read, or must not be shown there.
     """
     credentials.check_address(server)
-    options = CHANNEL_OPTIONS if shared else (*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
     tls = credentials.tls()
+    options = _options(server, credentials)
+    if not shared:
+        options = (*options, ("grpc.use_local_subchannel_pool", 1))
     if tls is None:
         channel = grpc.insecure_channel(server, options=options)
     else:
@@ -121,9 +130,14 @@ def open_async_channel(server: str, credentials: Credentials = NONE) -> grpc.aio
     """The same for asyncio; belongs to the event loop that runs now."""
     credentials.check_address(server)
     tls, interceptors = credentials.tls(), async_token(credentials)
+    options = _options(server, credentials)
     if tls is None:
-        return grpc.aio.insecure_channel(server, options=CHANNEL_OPTIONS, interceptors=interceptors)
-    return grpc.aio.secure_channel(server, tls, options=CHANNEL_OPTIONS, interceptors=interceptors)
+        return grpc.aio.insecure_channel(server, options=options, interceptors=interceptors)
+    return grpc.aio.secure_channel(server, tls, options=options, interceptors=interceptors)
+
+
+def _options(server: str, credentials: Credentials) -> tuple[tuple[str, int | str], ...]:
+    return (*CHANNEL_OPTIONS, *proxies.channel_options(server, tls=credentials.ca is not None))
 
 
 def in_parts(channel: Any, path: str) -> Callable[..., Any]:
@@ -153,15 +167,21 @@ def streamed(
 
 
 @contextmanager
-def translated_errors(server: str) -> Iterator[None]:
-    """Raise the service's errors as it raised them, instead of ``grpc.RpcError``."""
+def translated_errors(server: str, credentials: Credentials = NONE) -> Iterator[None]:
+    """Raise the service's errors as it raised them, instead of ``grpc.RpcError``.
+
+    Args:
+        server: address that was called.
+        credentials: those of its channel.
+    """
     try:
         yield
     except grpc.RpcError as error:
-        raise _translate(error, server) from None  # it says all that this one does
+        proxy = proxies.proxy_of(server, tls=credentials.ca is not None)
+        raise _translate(error, server, proxy) from None  # it says all that this one does
 
 
-def _translate(error: Any, server: str) -> WeighbridgeError:
+def _translate(error: Any, server: str, proxy: str) -> WeighbridgeError:
     status = rpc_status.from_call(error)
     if status is not None:
         info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
@@ -182,6 +202,8 @@ def _translate(error: Any, server: str) -> WeighbridgeError:
             fix="name the service's gRPC port, which is 50051 if --grpc has not set another; its first line names both",
             worth_retrying=0.0,
         )
+    if code is grpc.StatusCode.UNAVAILABLE and _REFUSED_BY_PROXY in text:
+        return _not_by_proxy(server, proxy, text)
     if code is grpc.StatusCode.UNAVAILABLE and any(all(s in text for s in signs) for signs in _TLS):
         return Unavailable(
             f"the service at {server} cannot be reached: the two sides do not agree on TLS: {text}",
@@ -189,6 +211,8 @@ def _translate(error: Any, server: str) -> WeighbridgeError:
             f"if it asks for a certificate, show one ({CERTIFICATE_VARIABLE}, {KEY_VARIABLE})",
             worth_retrying=_TLS_SECONDS,
         )
+    if code is grpc.StatusCode.UNAVAILABLE and proxy:
+        return _not_by_proxy(server, proxy, text)
     if code is grpc.StatusCode.UNAVAILABLE:
         return Unavailable(
             f"the service at {server} cannot be reached: {_CONNECTING.sub('', text)}",
@@ -208,6 +232,15 @@ def _translate(error: Any, server: str) -> WeighbridgeError:
     }
     kind = by_code.get(code, WeighbridgeError)
     return kind(f"the service at {server} answered {code.name}: {text}")
+
+
+def _not_by_proxy(server: str, proxy: str, text: str) -> Unavailable:
+    host = server.rpartition(":")[0]
+    return Unavailable(
+        f"the service at {server} cannot be reached through the proxy {proxy}: {_CONNECTING.sub('', text)}",
+        fix=f"let the proxy pass connections to {server}, or go past it: add {host} to no_proxy, or unset {proxies.PROXY_VARIABLE} if that names it",
+        worth_retrying=_PROXY_SECONDS if _PROXY_FORBIDS.search(text) else math.inf,
+    )
 
 
 class Patience:

@@ -18,6 +18,7 @@ from weighbridge._transport.addresses import Addresses
 from weighbridge._transport.backoff import Backoff
 from weighbridge._transport.credentials import Credentials
 from weighbridge._transport.outages import Outage
+from weighbridge._transport.processes import OwnProcess
 from weighbridge.aio.threads import Threads
 from weighbridge.errors import ResourceExhausted, Unavailable, WeighbridgeError
 
@@ -43,6 +44,7 @@ class AsyncConnection:
         self.closed = False
         self._threads = threads
         self._channels: dict[tuple[str, tuple[int, ...]], grpc.aio.Channel] = {}
+        self._process = OwnProcess()
         self._calls: set[Any] = set()
 
     async def run(self, steps: Steps[T]) -> T:
@@ -95,6 +97,7 @@ class AsyncConnection:
             await channel.close(None)
 
     def _channel(self, address: str) -> grpc.aio.Channel:
+        self._process.check()
         if self.closed:
             raise Unavailable("the client has been closed")
         # made when first used: it belongs to the event loop that runs then
@@ -145,7 +148,7 @@ class AsyncConnection:
         call = method(request, timeout=seconds, metadata=spans.headers() or None)
         self._calls.add(call)
         try:
-            with rpc.translated_errors(address):
+            with rpc.translated_errors(address, self._credentials):
                 yield call
         except asyncio.CancelledError:
             task = asyncio.current_task()

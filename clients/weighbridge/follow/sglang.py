@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from weighbridge._transport.proxies import opener
 from weighbridge.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, Unavailable
 from weighbridge.follow.engines import Prepared, Serving, serving_of, wait_prepared
 from weighbridge.follow.status import Status
@@ -169,7 +170,7 @@ class SglangServer:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, self._headers)  # noqa: S310  # checked above
         try:
-            with urllib.request.urlopen(request, timeout=self.timeout) as response:  # noqa: S310  # likewise
+            with opener(self.url).open(request, timeout=self.timeout) as response:
                 text = response.read()
         except urllib.error.HTTPError as error:
             said = error.read()

@@ -10,6 +10,7 @@ import urllib.request
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from weighbridge._transport.proxies import opener
 from weighbridge.errors import FailedPrecondition
 from weighbridge.follow.engines import EngineFailed, Prepared, Serving, serving_of, wait_prepared
 from weighbridge.follow.status import Status
@@ -134,7 +135,7 @@ class VllmServer:
             self.url + path, data, {"Content-Type": "application/json"}
         )
         try:
-            with urllib.request.urlopen(request, timeout=self._timeout) as answer:  # noqa: S310
+            with opener(self.url).open(request, timeout=self._timeout) as answer:
                 text = answer.read()
         except urllib.error.HTTPError as error:
             raise refused(path, error.code, error.read()) from error

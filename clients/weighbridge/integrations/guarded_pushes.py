@@ -1,8 +1,7 @@
 """Pushes from hooks of a training loop, which must not harm it.
 
-A push in which one rank cannot take part would let the others wait for it, and training with them. So all ranks first tell each other whether
-they can. What then fails is logged and training goes on, unless the user has asked for an error. It waits once for a service that is away:
-further pushes try it for a moment, until it has answered.
+Their terms are those of every push (`weighbridge._clients.holding`), but that a hook logs what fails unless the user has asked for an error. Before that a
+hook registers the model and looks for the weights, which may fail on one rank as well: so all ranks first tell each other whether they can.
 """
 
 from __future__ import annotations
@@ -14,7 +13,9 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from weighbridge._clients.holding.policy import AGAIN_SECONDS, HoldPolicy, held
 from weighbridge._clients.push_handle import PushHandle
+from weighbridge._clients.push_options import PushOptions
 from weighbridge._clients.trainer import TrainerClient
 from weighbridge._core.resources import Version, VersionState
 from weighbridge._formats.torch_state import rank_and_world
@@ -22,8 +23,6 @@ from weighbridge.errors import DeadlineExceeded, FailedPrecondition, NotFound, U
 
 T = TypeVar("T")
 
-_AGAIN_SECONDS = 3.0
-"""For how long a service that was away is tried, until it has answered: training has waited for it once already."""
 _DURABLE_SECONDS = 60.0
 """How long a version's way into the store is watched, so that the log can tell of its end."""
 
@@ -37,9 +36,11 @@ class GuardedPushes:
         register: registers the model; None if it is registered already. Rank 0 calls it once.
         strict: a push that fails, or a version that cannot be completed, raises, and each push waits until its version is ready.
         logger: of the hook.
+        options: of its pushes. With ``on_failure="raise"`` a push that fails raises, as with ``strict``, but none waits until its version is ready.
 
     Attributes:
         last: this rank's newest push, or None.
+        options: with which the hook's ``push`` pushes: what fails is raised to here.
     """
 
     def __init__(
@@ -50,7 +51,12 @@ class GuardedPushes:
         *,
         strict: bool,
         logger: logging.Logger,
+        options: PushOptions | None = None,
     ) -> None:
+        given: PushOptions = options or {}
+        self.options: PushOptions = {**given, "on_failure": "raise"}
+        self._policy = HoldPolicy.of(given)
+        self._raises = strict or given.get("on_failure") == "raise"
         self.last: PushHandle | None = None
         self._client = client
         self._model = model
@@ -76,10 +82,11 @@ class GuardedPushes:
             push: pushes these weights, of this step, as this rank of so many.
         """
         try:
-            self._push(prepare, push)
+            with held(self._policy.begin()):
+                self._push(prepare, push)
         except Exception as error:
             self._away = self._away or isinstance(error, Unavailable)
-            if self._strict:
+            if self._raises:
                 raise
             self._logger.error("%s: %s was not pushed; %s goes on. %s", self._model, what, goes_on, error)
             return False
@@ -134,7 +141,7 @@ class GuardedPushes:
     def _reach(self, rank: int) -> None:
         if self._away:
             with contextlib.suppress(NotFound):
-                self._client.model(self._model, retry_seconds=_AGAIN_SECONDS)
+                self._client.model(self._model, retry_seconds=AGAIN_SECONDS)
             self._away = False
         if rank:
             with contextlib.suppress(NotFound):  # rank 0 may be registering it

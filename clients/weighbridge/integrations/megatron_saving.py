@@ -72,8 +72,8 @@ def push_on_save(
         strict: a push that fails, a training state that cannot be pushed, or a version that cannot be completed, raises before anything is saved, and each save waits
             until its version is ready. Otherwise it is logged, and the save goes on.
         lane, retry_seconds, credentials: as for `TrainerClient`.
-        options: ``metadata``, ``candidate`` and ``allow_nonfinite`` of each version, as for `TrainerClient.push`. A version that is held is
-            logged.
+        options: of each push, as for `TrainerClient.push`: ``metadata``, ``candidate``, ``allow_nonfinite``, ``max_hold_s``. A version that is held is
+            logged. ``on_failure`` is ``warn`` by default here; ``raise`` is as ``strict``, but that no save waits until its version is ready.
 
     Returns:
         The hook; close it, or use it as a context manager, to undo it.
@@ -134,10 +134,9 @@ class PushOnSave:
         self._client = client
         self._step = step
         self._weights = weights
-        self._options = options or {}
         register = None if hf_dir is None else functools.partial(client.register_model, model, hf_dir)
-        self._pushes = GuardedPushes(client, model, register, strict=strict, logger=logger)
-        self._strict = strict
+        self._pushes = GuardedPushes(client, model, register, strict=strict, logger=logger, options=options)
+        self._strict = strict or (options or {}).get("on_failure") == "raise"
         self._megatron_saves = megatron_saves
         self._notes = OptimizerNotes() if training else None
         self._in_place = True
@@ -214,7 +213,7 @@ class PushOnSave:
                 world_size=world_size,
                 optimizer=None if beside is None else beside.optimizer,
                 state=None if beside is None else beside.state,
-                **self._options,
+                **self._pushes.options,
             )
 
         pushed = self._pushes.push(f"what is saved in {folder}", "the save", prepare, push)

@@ -12,15 +12,18 @@ if TYPE_CHECKING:
 
 
 def merged_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights of a model whose adapters are merged (``model.merge_adapter()``), by the names that they have without adapters.
+    """The weights of a model with its active adapters merged, by the names that they have without adapters. The model stays as it is.
+
+    What is not merged in place (``model.merge_adapter()``) is merged into copies, those of one layer at a time.
 
     Args:
         model: what ``peft.get_peft_model`` has made, or a module around it.
 
     Yields:
-        Names and tensors of its state dict, which alias the model's own; DTensors as they are.
+        Names and tensors of its state dict, which alias the model's own where nothing had to be merged; DTensors as they are, whose ranks
+        all take the same steps.
 
     Raises:
-        LayoutError: active adapters are not merged; names the layers.
+        LayoutError: peft cannot merge an adapter, or active adapters are merged in part; names the layers.
     """
     return merged_entries(model, model.state_dict().items())

@@ -769,6 +769,7 @@ class DescribeShardsRequest(_message.Message):
     EXPERT_TENSOR_PARALLEL_SIZE_FIELD_NUMBER: _builtins.int
     EXPERT_TENSOR_PARALLEL_RANK_FIELD_NUMBER: _builtins.int
     SPACE_FIELD_NUMBER: _builtins.int
+    TENSORS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     tensor_parallel_size: _builtins.int
     tensor_parallel_rank: _builtins.int
@@ -781,6 +782,12 @@ class DescribeShardsRequest(_message.Message):
     expert_tensor_parallel_rank: _builtins.int
     space: _resources_pb2.TensorSpace.ValueType
     """Whose tensors. Unspecified stands for Megatron-core's; with Hugging Face's, sizes and ranks mean nothing."""
+    @_builtins.property
+    def tensors(self) -> _resources_pb2.Layout:
+        """Tensors of a trainer, without shards, by Megatron-core's names in any of their forms. The answer has those of them that are of the model, with the
+        element types that the model is registered with; sizes and ranks mean nothing then. A service that does not know the field answers as without it.
+        """
+
     def __init__(
         self,
         *,
@@ -794,10 +801,11 @@ class DescribeShardsRequest(_message.Message):
         expert_tensor_parallel_size: _builtins.int = ...,
         expert_tensor_parallel_rank: _builtins.int = ...,
         space: _resources_pb2.TensorSpace.ValueType = ...,
+        tensors: _resources_pb2.Layout | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["tensors", b"tensors"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["expert_parallel_rank", b"expert_parallel_rank", "expert_parallel_size", b"expert_parallel_size", "expert_tensor_parallel_rank", b"expert_tensor_parallel_rank", "expert_tensor_parallel_size", b"expert_tensor_parallel_size", "model", b"model", "pipeline_parallel_rank", b"pipeline_parallel_rank", "pipeline_parallel_size", b"pipeline_parallel_size", "space", b"space", "tensor_parallel_rank", b"tensor_parallel_rank", "tensor_parallel_size", b"tensor_parallel_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expert_parallel_rank", b"expert_parallel_rank", "expert_parallel_size", b"expert_parallel_size", "expert_tensor_parallel_rank", b"expert_tensor_parallel_rank", "expert_tensor_parallel_size", b"expert_tensor_parallel_size", "model", b"model", "pipeline_parallel_rank", b"pipeline_parallel_rank", "pipeline_parallel_size", b"pipeline_parallel_size", "space", b"space", "tensor_parallel_rank", b"tensor_parallel_rank", "tensor_parallel_size", b"tensor_parallel_size", "tensors", b"tensors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

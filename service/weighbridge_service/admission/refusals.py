@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from weighbridge.errors import VersionFailed
@@ -31,10 +31,14 @@ class Refusals:
     Args:
         told_seconds: how long ranks are told that come later: those of one step come within seconds, and a job that is started again takes
             longer.
+        clock: gives seconds of a monotonic clock.
     """
 
-    def __init__(self, told_seconds: float = _TOLD_SECONDS) -> None:
+    def __init__(
+        self, told_seconds: float = _TOLD_SECONDS, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._told_seconds = told_seconds
+        self._clock = clock
         self._lock = threading.Lock()
         self._of: dict[tuple[ModelName, str], _Refusal] = {}
 
@@ -50,7 +54,7 @@ class Refusals:
             error: what the others are told.
             told: processes that know.
         """
-        known, now = set(told), time.monotonic()
+        known, now = set(told), self._clock()
         if len(known) >= ranks:
             return
         with self._lock:
@@ -64,7 +68,7 @@ class Refusals:
         """A process knows; whether there was anything to be told."""
         with self._lock:
             refusal = self._of.get((name, request_id))
-            if refusal is None or time.monotonic() > refusal.until:
+            if refusal is None or self._clock() > refusal.until:
                 return False
             refusal.told.add(client_id)
             return True
@@ -75,7 +79,7 @@ class Refusals:
             refusal = self._of.get((name, request_id))
             if refusal is None:
                 return
-            if client_id in refusal.told or time.monotonic() > refusal.until:
+            if client_id in refusal.told or self._clock() > refusal.until:
                 del self._of[name, request_id]
                 return
             refusal.told.add(client_id)

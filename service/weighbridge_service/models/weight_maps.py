@@ -10,8 +10,8 @@ what a state space model projects at once (``mixer.in_proj.weight.z``). A bridge
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 
 from weighbridge._core.boxes import Box, subtract
 from weighbridge._core.dtypes import DType
@@ -99,6 +99,22 @@ def derive_weight_map(
             "in the dtype it was registered with",
         )
     return WeightMap(declared, tensors, tuple(links), tuple(padding), tuple(copies), seen, shifts)
+
+
+def registered_specs(
+    bridge: Bridge, tensors: Mapping[str, TensorSpec], declared: Iterable[TensorSpec]
+) -> Iterator[TensorSpec]:
+    """Declared tensors as the model has them: in its dtypes, where all parts of one have the same. Those that it does not have are left out.
+
+    Args:
+        bridge: knows the model's family and config.
+        tensors: the model's tensors in Hugging Face's space.
+        declared: what a trainer has, in its own dtypes.
+    """
+    for spec in declared:
+        found = _dtypes(tensors, list(_parts(bridge, spec)))
+        if len(found) == 1:
+            yield replace(spec, dtype=found.pop())
 
 
 def shifts_back(bridge: Bridge, declared: Mapping[str, TensorSpec]) -> Mapping[str, float]:

@@ -23,6 +23,7 @@ from weighbridge_service.catalog.catalog import AWAY, Catalog
 from weighbridge_service.catalog.store_readers import StoreReaders, reading_since
 from weighbridge_service.models.megatron_layouts import megatron_layout
 from weighbridge_service.models.registered_model import RegisteredModel
+from weighbridge_service.models.weight_maps import registered_specs
 from weighbridge_service.plan.casting import Casting, cast_specs
 from weighbridge_service.plan.transfers import Transfer
 from weighbridge_service.pull.read_ahead import StreamReader
@@ -200,6 +201,12 @@ class Serving:
         """The shards that a Megatron-core rank holds, with a key for each layer and expert."""
         model = self._mapped(ModelName.parse(name))
         return megatron_layout(model.bridge, model.tensors, rank, experts_apart=True)
+
+    def registered_tensors(self, name: str, declared: Layout) -> Layout:
+        """Tensors of a trainer that are of the model, by Megatron-core's names, in the dtypes that it is registered with."""
+        model = self._mapped(ModelName.parse(name))
+        found = registered_specs(model.bridge, model.tensors, declared.tensors.values())
+        return Layout.stream(found, [])
 
     def describe_tensors(self, name: str) -> Layout:
         """All tensors of a registered model, whole, by their names in its safetensors files."""

@@ -76,6 +76,7 @@ class Heartbeat:
         silent_s: seconds for which nothing may be heard of a replica before it counts as gone; one whose process has ended is
             noticed sooner.
         clock: gives seconds of a monotonic clock.
+        beat_s: seconds between two exchanges while there is no news.
     """
 
     def __init__(
@@ -85,12 +86,14 @@ class Heartbeat:
         news: threading.Event,
         silent_s: float,
         clock: Callable[[], float] = time.monotonic,
+        beat_s: float = _HEARTBEAT_SECONDS,
     ) -> None:
         self._links = links
         self._pushes = pushes
         self._news = news
         self._limits = SilenceLimits(min(_REFUSED_SECONDS, silent_s), silent_s)
         self._clock = clock
+        self._beat_s = beat_s
         self._lock = threading.Lock()
         self._peers: dict[Home, _Peer] = {}
         self._closing = False
@@ -107,7 +110,7 @@ class Heartbeat:
 
     def _run(self) -> None:
         while not self._closing:
-            self._news.wait(_HEARTBEAT_SECONDS)
+            self._news.wait(self._beat_s)
             self._news.clear()
             try:
                 self._call_all()

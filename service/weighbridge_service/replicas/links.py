@@ -68,7 +68,7 @@ class Links:
             versions=[progress_to_proto(each, with_files=files) for each, files in progress],
             engines=map(told_to_proto, engines),
         )
-        with rpc.translated_errors(other.address):
+        with rpc.translated_errors(other.address, self._credentials):
             response = stub.Exchange(request, timeout=_EXCHANGE_SECONDS)
         found = [progress_from_proto(each) for each in response.versions]
         return home_from_proto(response.sender), [each for each in found if each is not None]
@@ -86,7 +86,7 @@ class Links:
         """
         request.sender.CopyFrom(home_to_proto(self.home))
         stub = replica_service_pb2_grpc.ReplicaServiceStub(self._to(other.address).control(other.address))
-        with rpc.translated_errors(other.address):
+        with rpc.translated_errors(other.address, self._credentials):
             stub.TakeOver(parts(request), timeout=seconds)
 
     def read_file(self, owner: Home, key: tuple[str, int, str], file: str, offset: int, length: int) -> bytes:
@@ -116,7 +116,7 @@ class Links:
         )
         found = bytearray()
         try:
-            with rpc.translated_errors(owner.address):
+            with rpc.translated_errors(owner.address, self._credentials):
                 for piece in read(request, timeout=_READ_SECONDS, metadata=way.metadata):
                     found += rpc.checked(piece, offset + len(found))
         except Unavailable:

@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 
 from tests.support.gate import Gate
 from tests.support.killable_service import KillableService
+from tests.support.new_threads import NewThreads
 from tests.support.ports import reserved_port
 from tests.support.raw_clients import TinyModel, tiny_folder
 from tests.support.services import RunningService, running_service
@@ -86,10 +87,9 @@ def striped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(striping, "_LEAST_BYTES", 1)
 
 
-def nothing_held(service: RunningService) -> bool:
-    """Whether no stream is open, no message of one in memory, and no thread of a pull at work."""
-    at_work = any(thread.name == "receive" for thread in threading.enumerate())
-    return not at_work and not any(service.service.byte_budget.in_flight.nbytes.values())
+def nothing_held(service: RunningService, since: NewThreads) -> bool:
+    """Whether no stream is open, no message of one in memory, and no thread of a pull at work that has begun since."""
+    return not since.named("receive") and not any(service.service.byte_budget.in_flight.nbytes.values())
 
 
 def assert_same(found: dict[str, torch.Tensor], model: TinyModel) -> None:
@@ -252,7 +252,7 @@ def test_hundreds_of_watches_on_one_loop_hear_of_a_version_and_leave_no_call_beh
 
         async def main() -> list[int]:
             async with AsyncEngineClient(service.address) as client:
-                threads = threading.active_count()
+                since = NewThreads()
                 first = asyncio.Barrier(WATCHES + 1)
 
                 async def watch() -> int:
@@ -264,15 +264,13 @@ def test_hundreds_of_watches_on_one_loop_hear_of_a_version_and_leave_no_call_beh
                 await asyncio.to_thread(push)
                 watches = [asyncio.create_task(watch()) for _ in range(WATCHES)]
                 await first.wait()
-                assert threading.active_count() - service_threads() - threads < 8
+                of_clients = [each.name for each in since.alive() if not each.name.startswith("grpc_")]
+                assert len(of_clients) < 8, of_clients
                 await asyncio.to_thread(push)
                 return await asyncio.gather(*watches)
 
         def push() -> None:
             trainer.push_folder("tests/many", small.folder).wait("ready", timeout=30)
-
-        def service_threads() -> int:
-            return sum(thread.name.startswith("grpc_") for thread in threading.enumerate())
 
         assert run(main()) == [2] * WATCHES
 
@@ -282,6 +280,7 @@ async def held_pull(
     service: RunningService, connections: int, begin: Callable[[AsyncPull], Awaitable[T]]
 ) -> AsyncIterator[asyncio.Task[T]]:
     """A pull by gRPC that has come to its middle, and stands still there."""
+    since = NewThreads()
     with Gate(service.address) as gate:
         async with AsyncEngineClient(gate.address, lane="grpc", connections=connections) as client:
             pull = client.pull(MODEL)
@@ -291,7 +290,7 @@ async def held_pull(
             await asyncio.to_thread(gate.wait_closed)
             yield task
             gate.open()
-            await soon(lambda: nothing_held(service))
+            await soon(lambda: nothing_held(service, since))
             # and the client is as good as new
             assert (await client.version(MODEL)).number == 1
 
@@ -306,14 +305,13 @@ def test_a_cancelled_pull_ends_at_once_and_the_service_has_everything_back(
     service: RunningService, connections: int, begin: Callable[[AsyncPull], Awaitable[Any]]
 ) -> None:
     async def main() -> None:
+        since = NewThreads()
         async with held_pull(service, connections, begin) as task:
-            assert not nothing_held(service)
+            assert not nothing_held(service, since)
             assert not task.done()
-            started = time.monotonic()
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
-                await task
-            assert time.monotonic() - started < 5
+                await task  # the gate is closed still: it has waited for nothing that would come
 
     run(main())
 
@@ -330,13 +328,14 @@ def test_a_pull_that_is_not_there_in_time_is_broken_off(service: RunningService)
 @pytest.mark.parametrize("connections", [1, 3])
 def test_whoever_leaves_an_iteration_leaves_no_call_behind(service: RunningService, connections: int) -> None:
     async def main() -> None:
+        since = NewThreads()
         async with AsyncEngineClient(service.address, lane="grpc", connections=connections) as client:
             async with aclosing(aiter(client.pull(MODEL))) as tensors:
                 async for name, _ in tensors:
                     assert name == "model.embed_tokens.weight"
-                    assert not nothing_held(service)  # 4 of 20 MB have been taken
+                    assert not nothing_held(service, since)  # 4 of 20 MB have been taken
                     break
-            await soon(lambda: nothing_held(service))
+            await soon(lambda: nothing_held(service, since))
             assert (await client.version(MODEL)).number == 1
 
     run(main())
@@ -344,6 +343,7 @@ def test_whoever_leaves_an_iteration_leaves_no_call_behind(service: RunningServi
 
 def test_closing_the_client_ends_what_is_under_way_with_an_error(service: RunningService) -> None:
     async def main() -> None:
+        since = NewThreads()
         with Gate(service.address) as gate:
             client = AsyncEngineClient(gate.address, lane="grpc")
             watch = client.watch(MODEL, "live")
@@ -359,7 +359,7 @@ def test_closing_the_client_ends_what_is_under_way_with_an_error(service: Runnin
             for each in (held, waiting, anext(left), client.version(MODEL), client.pull(MODEL).bring()):
                 with pytest.raises(Unavailable, match="closed"):
                     await each
-        await soon(lambda: nothing_held(service))
+        await soon(lambda: nothing_held(service, since))
 
     run(main())
 
@@ -456,13 +456,14 @@ def test_the_loop_goes_on_while_a_pull_is_held_up_in_its_thread(service: Running
 
 @pytest.mark.parametrize("lane", ["grpc", "local"])
 def test_the_loop_is_not_held_up_by_pulls(service: RunningService, lane: str) -> None:
-    late: list[float] = []
+    busy: list[float] = []
+    """Seconds of a processor that the loop's thread had at work between two ticks; that it may wait is asked above."""
 
     async def measure() -> None:
         while True:
-            started = time.monotonic()
+            started = time.thread_time()
             await asyncio.sleep(0.001)
-            late.append(time.monotonic() - started)
+            busy.append(time.thread_time() - started)
 
     async def main() -> None:
         async with AsyncEngineClient(service.address, lane=lane) as client:
@@ -475,8 +476,7 @@ def test_the_loop_is_not_held_up_by_pulls(service: RunningService, lane: str) ->
                 await measuring
 
     run(main())
-    # on a machine with much else to do, single ticks come late whatever the client does
-    assert sorted(late)[len(late) // 2] < 0.05
+    assert sorted(busy)[len(busy) // 2] < 0.05
 
 
 @pytest.mark.parametrize("connections", [1, 3])

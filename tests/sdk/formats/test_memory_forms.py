@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +15,9 @@ from torch import Tensor
 from weighbridge._core import dtypes
 from weighbridge._core.boxes import Box
 from weighbridge._core.layouts import TensorSpec
+from weighbridge._formats.gathered_shards import GatheredShards, share_layout
 from weighbridge._formats.memory_forms import TensorForms
-from weighbridge._formats.torch_state import torch_shards
+from weighbridge._formats.torch_state import tensor_specs, torch_shards
 from weighbridge.errors import LayoutError
 
 EXPERTS, WIDTH, HIDDEN = 3, 4, 5
@@ -139,3 +142,100 @@ def test_any_box_is_cut_into_boxes_of_files(data: st.DataObject) -> None:
     for part in parts:
         where = tuple(slice(o, o + e) for o, e in zip(*part.box, strict=True))
         assert torch.equal(part.view(held), files[part.tensor][where])
+
+
+TEXT = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64, "head_dim": 8,
+}  # fmt: skip
+CLIP = {
+    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16, "patch_size": 8, "projection_dim": 16,
+}  # fmt: skip
+QWEN = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_heads": 2,
+    "out_hidden_size": 32,
+    "embed_dim": 16,
+}
+
+
+def vision_model(kind: str) -> Any:
+    import transformers
+
+    match kind:
+        case "llava":
+            config: Any = transformers.LlavaConfig(
+                transformers.CLIPVisionConfig(**CLIP), transformers.LlamaConfig(**TEXT)
+            )
+            return transformers.LlavaForConditionalGeneration(config)
+        case "llava_next":
+            config = transformers.LlavaNextConfig(
+                transformers.CLIPVisionConfig(**CLIP), transformers.LlamaConfig(**TEXT)
+            )
+            return transformers.LlavaNextForConditionalGeneration(config)
+        case "gemma3":
+            config = transformers.Gemma3Config(text_config=TEXT, vision_config=CLIP)
+            return transformers.Gemma3ForConditionalGeneration(config)
+        case "qwen2_5_vl":
+            rope = {"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}
+            config = transformers.Qwen2_5_VLConfig(text_config={**TEXT, **rope}, vision_config=QWEN)
+            return transformers.Qwen2_5_VLForConditionalGeneration(config)
+    raise ValueError(kind)
+
+
+@pytest.mark.parametrize("kind", ["llava", "llava_next", "gemma3", "qwen2_5_vl"])
+def test_a_vision_model_is_the_files_that_transformers_saves_of_it(kind: str, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    model = vision_model(kind)
+    model.save_pretrained(tmp_path)
+    files = load_file(tmp_path / "model.safetensors")
+    assert not files.keys() <= model.state_dict().keys(), "names differ in memory"
+    shards = torch_shards(model, specs(files), whole=True)
+    each = zip(shards.layout.placements, shards.tensors, strict=True)
+    pushed = {placement.shard.tensor: tensor for placement, tensor in each}
+    assert pushed.keys() == files.keys()
+    assert [name for name, tensor in files.items() if not torch.equal(pushed[name], tensor)] == []
+
+
+def test_names_of_every_vision_model_of_transformers_are_known_as_it_maps_them() -> None:
+    """Its table says what begins a name in memory for what begins one in files."""
+    import transformers
+
+    tables = {
+        name: table
+        for name in transformers.models.auto.modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()
+        for one in (name if isinstance(name, tuple) else (name,))
+        if (table := getattr(getattr(transformers, one, None), "_checkpoint_conversion_mapping", None))
+    }
+    assert len(tables) > 8
+    wrong = []
+    for name, table in tables.items():
+        plain = {there.removeprefix("^"): here for there, here in table.items() if "(" not in there}
+        names = {f"{there}.x.weight": f"{here}.x.weight" for there, here in plain.items()}
+        if len(plain) < len(table):  # everything else of the language model
+            names["model.layers.0.x.weight"] = "model.language_model.layers.0.x.weight"
+        forms = specs({file: torch.ones(2) for file in names})
+        for file, memory in names.items():
+            form = forms.form(memory)
+            if form is None or form.tensors != [file]:
+                wrong.append((name, file, memory))
+    assert wrong == []
+
+
+@pytest.mark.parametrize("kept", ["sparse_coo"])
+def test_sparse_tensors_are_refused_by_name_at_every_door(kept: str) -> None:
+    files = {"model.norm.weight": torch.ones(3, 3), "model.head.weight": torch.ones(3, 3)}
+    state = dict(files)
+    state["model.head.weight"] = files["model.head.weight"].to_sparse(layout=getattr(torch, kept))
+    state["more.weight"] = state["model.head.weight"]
+    told = rf"model.head.weight is of torch.{kept}, and versions have dense tensors: give tensor.to_dense\(\)"
+    with pytest.raises(LayoutError, match=told):
+        torch_shards(state, specs(files), whole=True)
+    with pytest.raises(LayoutError, match=told):
+        tensor_specs(state)
+    stream = share_layout(specs(files), 0, 1)
+    passing = GatheredShards(iter(state.items()), specs(files), stream, rank=0, ranks=1, cast="allow")
+    with pytest.raises(LayoutError, match=told):
+        list(passing.parts())

@@ -14,6 +14,7 @@ from weighbridge import LayoutError, TensorSpec
 from weighbridge._core import dtypes
 from weighbridge._formats.gathered_shards import GatheredShards, share_layout
 from weighbridge._formats.memory_forms import TensorForms
+from weighbridge._formats.peft_models import merged_layers
 from weighbridge._formats.torch_state import torch_shards
 from weighbridge.integrations.peft import merged_weights
 
@@ -46,8 +47,16 @@ def equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
     )
 
 
+def pushed(model: Any, expected: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors that a push of the model takes, where the registered model has these."""
+    shards = torch_shards(model, specs(expected), whole=True)
+    each = zip(shards.layout.placements, shards.tensors, strict=True)
+    return {placement.shard.tensor: tensor for placement, tensor in each}
+
+
+@pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("options", [{}, {"use_dora": True}, {"modules_to_save": ["lm_head"]}])
-def test_merged_weights_are_those_that_peft_unloads(options: dict[str, Any]) -> None:
+def test_merged_weights_are_those_that_peft_unloads(options: dict[str, Any], in_place: bool) -> None:
     model = adapted(**options)
     if options.get("modules_to_save"):
         head = model.base_model.model.lm_head.modules_to_save["default"]
@@ -55,15 +64,42 @@ def test_merged_weights_are_those_that_peft_unloads(options: dict[str, Any]) -> 
     expected = merged_by_peft(model)
     base = tiny_model(CONFIG, seed=1).state_dict()
     assert not equal(expected, base)
-    model.merge_adapter()
+    if in_place:
+        model.merge_adapter()
     assert equal(dict(merged_weights(model)), expected)
+    assert equal(pushed(model, base), expected)
 
-    shards = torch_shards(model, specs(base), whole=True)
-    pushed = {
-        each.shard.tensor: tensor
-        for each, tensor in zip(shards.layout.placements, shards.tensors, strict=True)
-    }
-    assert equal(pushed, expected)
+
+T = ["q_proj", "up_proj"]
+OTHERS = {
+    "rslora": lambda: peft.LoraConfig(r=4, target_modules=T, use_rslora=True),
+    "loha": lambda: peft.LoHaConfig(r=4, target_modules=T),
+    "lokr": lambda: peft.LoKrConfig(r=4, target_modules=T),
+    "ia3": lambda: peft.IA3Config(target_modules=T, feedforward_modules=["up_proj"]),
+    "oft": lambda: peft.OFTConfig(r=0, oft_block_size=4, target_modules=T),
+    "vera": lambda: peft.VeraConfig(r=4, target_modules=["q_proj"]),
+    "hra": lambda: peft.HRAConfig(r=4, target_modules=T),
+    "layer norms": lambda: peft.LNTuningConfig(target_modules=["input_layernorm"]),
+    "embeddings": lambda: peft.LoraConfig(r=4, target_modules=["embed_tokens", "q_proj"]),
+    "tokens": lambda: peft.LoraConfig(r=4, target_modules=["q_proj"], trainable_token_indices=[1, 2]),
+}
+
+
+@pytest.mark.parametrize("method", OTHERS)
+def test_every_method_that_peft_merges_is_merged_into_copies_alone(method: str) -> None:
+    torch.manual_seed(3)
+    model = peft.get_peft_model(tiny_model(CONFIG, seed=1), OTHERS[method]())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    expected = merged_by_peft(model)
+    base = tiny_model(CONFIG, seed=1).state_dict()
+    assert not equal(expected, base)
+    assert equal(pushed(model, base), expected)
+    assert equal(dict(model.state_dict()), before)
+    assert not merged_layers(model)
 
 
 def test_wrappers_around_the_model_and_its_layers_change_nothing() -> None:
@@ -85,17 +121,29 @@ def test_weights_without_adapters_that_count_are_the_model_s() -> None:
         assert equal(dict(merged_weights(model)), base)
 
 
-def test_adapters_that_are_not_merged_are_refused_and_told_where_they_are() -> None:
-    model = adapted()
-    state = specs(tiny_model(CONFIG, seed=1).state_dict())
-    with pytest.raises(LayoutError, match="4 layers have adapters that are not merged") as refused:
-        torch_shards(model, state)
-    assert "q_proj" in str(refused.value)
-    assert "merge_adapter" in refused.value.fix
-    model.merge_adapter()
-    model.unmerge_adapter()
-    with pytest.raises(LayoutError, match="not merged"):
+def test_adapters_that_cannot_be_merged_are_refused_by_peft_s_own_reason() -> None:
+    model = adapted(task_type="CAUSAL_LM", alora_invocation_tokens=[1, 2])
+    with pytest.raises(LayoutError, match="q_proj: aLoRA does not support merging"):
         list(merged_weights(model))
+
+
+def test_an_adapter_of_a_tied_weight_is_refused_for_merged_it_would_be_two_weights() -> None:
+    tied = tiny_model(tiny_config("llama", tied=True, num_hidden_layers=2, vocab_size=64), seed=1)
+    model = peft.get_peft_model(tied, peft.LoraConfig(r=4, target_modules=["embed_tokens"]))
+    with pytest.raises(
+        LayoutError, match="1 layer has adapters and a weight that another layer has"
+    ) as refused:
+        list(merged_weights(model))
+    assert refused.value.details == ("base_model.model.model.embed_tokens",)
+
+
+def test_a_check_of_names_and_shapes_merges_nothing() -> None:
+    model = adapted()
+    base = tiny_model(CONFIG, seed=1).state_dict()
+    shards = torch_shards(model, specs(base), whole=True, merge=False)
+    assert sorted(shards.layout.tensors) == sorted(base)
+    own = {each.data_ptr() for each in model.state_dict().values()}
+    assert all(tensor.data_ptr() in own for tensor in shards.tensors)
 
 
 def test_a_second_adapter_counts_only_if_it_is_merged_as_well() -> None:

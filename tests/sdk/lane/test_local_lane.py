@@ -24,6 +24,7 @@ import torch
 from tests.support.lane_client import CLIENT_ID, connected, go_on, lane_process
 from tests.support.raw_clients import Arrays, RawClient, TinyModel, rows_layout, stream_of, tiny_folder
 from tests.support.raw_clients import cut as pieces_of
+from tests.support.rounds import rounds
 from tests.support.services import RunningService, lane_service, running_service
 from tests.support.waiting import eventually
 from weighbridge import Boxes, EngineClient, TensorParallel, TrainerClient
@@ -53,7 +54,7 @@ MODEL = "acme/local"
 HIDDEN_SIZE = 256
 IMAGE_BYTES = 630_784
 """Of a version of `tiny_folder` with that size: its one file, in whole pages."""
-RUNS = int(os.environ.get("WEIGHBRIDGE_LANE_RUNS", "15"))
+RUNS = rounds("LANE_RUNS")
 
 
 @pytest.fixture(scope="module")
@@ -157,6 +158,7 @@ def assert_served(address: str, number: int, arrays: Arrays) -> None:
         assert found[name].numpy().tobytes() == array.tobytes(), name
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("make", [rows_layout, columns_layout])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_shards_that_ranks_write_themselves_end_where_those_by_grpc_do(
@@ -183,6 +185,7 @@ def test_shards_that_ranks_write_themselves_end_where_those_by_grpc_do(
         assert found == nbytes
 
 
+@pytest.mark.smoke
 def test_ranks_by_both_lanes_make_one_version(service: RunningService, sources: list[TinyModel]) -> None:
     lanes = ["local", "grpc", "local", "grpc"]
     clients = [TrainerClient(service.address, lane=lane) for lane in lanes]

@@ -10,11 +10,17 @@ from opentelemetry.baggage import get_all
 
 from weighbridge._tracing.http_parents import TraceParents
 
+READERS = ("opentelemetry", "weighbridge._tracing")
 GOOD = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 
 
 def caller(headers: dict[str, str | list[str]]) -> trace.SpanContext:
     return trace.get_current_span(TraceParents().extract(headers)).get_span_context()
+
+
+def logged(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What was logged by what reads such headers."""
+    return [each.getMessage() for each in caplog.records if each.name.startswith(READERS)]
 
 
 @pytest.mark.parametrize(("flags", "sampled"), [("01", True), ("00", False)])
@@ -35,7 +41,7 @@ def test_tracestate_and_baggage_are_neither_kept_nor_told_in_the_log(
     assert caller(headers).is_valid
     assert not trace.get_current_span(context).get_span_context().trace_state
     assert not get_all(context)
-    assert not caplog.records
+    assert not logged(caplog)
 
 
 @pytest.mark.parametrize(
@@ -46,4 +52,4 @@ def test_what_is_malformed_or_said_twice_is_ignored(
     hostile: str | list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     assert not caller({"traceparent": hostile}).is_valid
-    assert not caplog.records
+    assert not logged(caplog)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Iterator
 
 import numpy as np
@@ -11,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.new_threads import NewThreads
 from tests.support.raw_clients import RawClient, TinyModel, cut, stream_of, tiny_folder, whole_layout
 from tests.support.services import RunningService, running_service
 from tests.support.waiting import eventually
@@ -121,13 +121,14 @@ def test_whoever_stops_in_the_middle_leaves_no_thread_no_call_and_no_bytes_behin
     service: RunningService, model: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(striping, "_LEAST_BYTES", 1)
+    since = NewThreads()
     with EngineClient(service.address, connections=3, lane="grpc") as engine:
         stream = engine.pull(MODEL, "latest").stream()
         while not len(next(stream)):
             pass
-        assert any(thread.name == "receive" for thread in threading.enumerate())
+        assert since.named("receive")
         stream.close()
-        eventually(lambda: not any(thread.name == "receive" for thread in threading.enumerate()))
+        eventually(lambda: not since.named("receive"))
         eventually(lambda: not any(service.service.byte_budget.in_flight.nbytes.values()))
         assert {name: t.numpy().tobytes() for name, t in engine.pull(MODEL, "latest")} == {
             name: array.tobytes() for name, array in model.arrays.items()

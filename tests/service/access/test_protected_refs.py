@@ -130,6 +130,7 @@ def approve(fleet: Fleet, by: str, request: RefRequest) -> RefRequest:
         return there.approve_ref(MODEL, "prod", request.request_id)
 
 
+@pytest.mark.smoke
 def test_a_ref_moves_when_another_identity_approves_at_any_replica(fleet: Fleet) -> None:
     request = asked(fleet, note="the eval is fine")
     assert fleet.refs()["prod"] == 1

@@ -249,6 +249,9 @@ def test_a_download_ends_when_its_caller_may_not_go_on(doors: Doors, monkeypatch
     connection = http.client.HTTPConnection(doors.address, timeout=60)
     headers = {"Authorization": "Bearer token-of-small"}
     connection.request("GET", f"/{MINE}/resolve/1/model.safetensors", headers=headers)
+    moved = connection.getresponse()
+    moved.read()
+    connection.request("GET", str(moved.headers["Location"]), headers=headers)
     answer = connection.getresponse()
     assert answer.status == 200
     assert begun.wait(60)

@@ -41,10 +41,14 @@ class Memory:
     """What a process is said to hold, for the thread that watches it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.nbytes, self.trims = 1 << 30, 0
-        monkeypatch.setattr(process_memory, "private_bytes", lambda: self.nbytes)
+        self.nbytes, self.trims, self.looks = 1 << 30, 0, 0
+        monkeypatch.setattr(process_memory, "private_bytes", self._look)
         monkeypatch.setattr(process_memory, "give_back", lambda kept, _growth: kept)
         monkeypatch.setattr(process_memory, "trim", self._trim)
+
+    def _look(self) -> int:
+        self.looks += 1
+        return self.nbytes
 
     def _trim(self) -> None:
         self.trims += 1
@@ -66,7 +70,9 @@ def run_away(waits: MessageWaits, memory: Memory, nbytes: int) -> None:
     """Memory grows while somebody waits, who is ended for it; what he leaves goes back."""
     ended, before = threading.Event(), memory.trims
     with waits.waiting(ended.set):
-        time.sleep(0.2)
+        time.sleep(0.03)  # longer than a wait that is never ended
+        looks = memory.looks
+        eventually(lambda: memory.looks >= looks + 2)  # so that it is known how much there was before
         memory.nbytes += nbytes
         assert ended.wait(60)
     eventually(lambda: memory.trims > before)

@@ -16,6 +16,8 @@ from tests.support.services import RunningService
 from weighbridge._clients.engine import EngineClient
 from weighbridge._clients.trainer import TrainerClient
 from weighbridge.errors import FailedPrecondition, NotFound
+from weighbridge_service.push.session import PushSession
+from weighbridge_storage.documents.names import ModelName
 
 GOOD = "acme/good"
 EMBEDDING = "model.embed_tokens.weight"
@@ -45,6 +47,13 @@ def assert_never_visible(bench: Bench, model: str, number: int) -> None:
     for version in (str(number), "live", "latest"):
         with pytest.raises((NotFound, FailedPrecondition)):
             bench.engine.pull(model, version)
+
+
+def session_of(bench: Bench, model: str, number: int) -> PushSession:
+    """The service's session of a push that has begun."""
+    found = bench.running.service.registry.get(ModelName.parse(model), number)
+    assert found is not None
+    return found
 
 
 def config(bench: Bench, **changes: Any) -> bytes:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import random
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from tests.service.bad_input.bench import EMBEDDING, Bench, assert_never_visible
+from tests.service.bad_input.bench import EMBEDDING, Bench, assert_never_visible, session_of
 from tests.support.raw_clients import RawClient, assert_equal, cut, pb, rows_layout, stream_of, whole_layout
 from tests.support.waiting import eventually
 from weighbridge._core.layouts import Layout
@@ -25,6 +24,7 @@ from weighbridge.errors import (
     VersionFailed,
     WeighbridgeError,
 )
+from weighbridge_service.push.machine.phases import Phase
 
 
 @pytest.fixture
@@ -275,9 +275,9 @@ def test_layouts_that_changed_since_the_last_push_are_never_mixed_with_those_of_
                     errors.append(error)
 
             threads = [threading.Thread(target=one, args=(rank,)) for rank in (1, 0)]
-            for thread in threads:
-                thread.start()
-                time.sleep(0.2)
+            threads[0].start()
+            eventually(lambda: errors or session_of(bench, model, number).state.declarations.absent == [0])
+            threads[1].start()
             for thread in threads:
                 thread.join()
             assert not errors or bench.trainer.version(model, number).state is VersionState.FAILED
@@ -329,16 +329,17 @@ def test_a_seal_that_waits_for_a_late_piece_ends_once_and_heeds_an_abort(
             except WeighbridgeError as error:
                 results.append(error)
 
+        session = session_of(bench, model, number)
         threads = [threading.Thread(target=seal) for _ in range(3)]
         for thread in threads:
             thread.start()
-        time.sleep(0.3)
+        eventually(lambda session=session: len(session._waiting._calls) == 3)  # type: ignore[misc]
         if abort:
             request = pb.AbortVersionRequest(model=model, number=number, reason="changed my mind")
             aborting = threading.Thread(target=raw.call, args=(raw.checkpoints.AbortVersion, request))
             aborting.start()
-            time.sleep(0.2)
             threads.append(aborting)
+            eventually(lambda session=session: session.state.phase is Phase.ABORTED)  # type: ignore[misc]
         go_on.set()
         for thread in [*threads, late]:
             thread.join()
@@ -348,7 +349,7 @@ def test_a_seal_that_waits_for_a_late_piece_ends_once_and_heeds_an_abort(
             assert_never_visible_number(bench, model, number)
         else:
             bench.trainer.wait_for(model, number, VersionState.DURABLE, timeout=20)
-            time.sleep(0.5)  # a second publication would come now
+            assert session.wait_finished(60), "a second publication would have come by now"
             assert_equal(bench.engine, model, number, arrays)
             assert not bench.trainer.verify(model, number).problems
 

@@ -251,11 +251,11 @@ def test_a_reporter_of_a_service_that_never_was_there_holds_nobody_up() -> None:
         reporter = reporting(client)
         for version in range(1000):
             reporter.say(state="serving", version=version)
-        assert time.monotonic() - begun < 5
+        assert time.monotonic() - begun < 40, "not the minute for which calls are tried again"
         eventually(lambda: reporter.status.unreachable_since_ms)
         assert reporter.status.standing == "unknown"
         reporter.close()
-    assert time.monotonic() - begun < 20
+    assert time.monotonic() - begun < 50
 
 
 def test_a_service_that_takes_no_reports_is_told_of_once(

@@ -50,7 +50,6 @@ from tests.support.reference import make_random
 from tests.support.services import FamilyService, family_service
 from weighbridge import EngineClient, TrainerClient
 
-pytestmark = pytest.mark.xdist_group("conventions")
 # -- families ------------------------------------------------------------------------------------------------------------
 
 

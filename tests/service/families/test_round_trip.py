@@ -43,8 +43,6 @@ from weighbridge_service.models.bridges import bridge_for
 from weighbridge_service.models.megatron_layouts import all_ranks
 from weighbridge_service.models.model_tensors import ModelTensors, tensors_found
 
-pytestmark = pytest.mark.xdist_group("families")
-
 TOLERANCE = 1e-4
 FACTOR = -2
 """What ranks multiply every weight by before the second push; exact in every dtype."""

@@ -1,6 +1,6 @@
 """Whatever a store has become: do fsck and migrate end as they promise, and lose nothing that is whole?
 
-``WEIGHBRIDGE_STORE_RUNS=2000`` spoils as many stores in each test; ``WEIGHBRIDGE_STORE_SEED`` chooses the first one's seed.
+``WEIGHBRIDGE_STORE_RUNS=2000`` spoils as many stores in each test; ``WEIGHBRIDGE_SEED`` chooses the first one's seed.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from click.testing import CliRunner
 
 from tests.support import store_damages
 from tests.support.old_stores import add_model, edit, unpack, version_folder
+from tests.support.rounds import first_seed, rounds
 from tests.support.store_damages import snapshot
 from weighbridge._cli import commands
 from weighbridge.errors import WeighbridgeError
@@ -31,8 +32,8 @@ from weighbridge_storage.head.head_store import HeadStore
 from weighbridge_storage.migration.migrate import migrate_store
 from weighbridge_storage.stores.local import LocalStore
 
-RUNS = int(os.environ.get("WEIGHBRIDGE_STORE_RUNS", "10"))
-SEED = int(os.environ.get("WEIGHBRIDGE_STORE_SEED", "0"))
+RUNS = rounds("STORE_RUNS")
+SEED = first_seed()
 pytestmark = pytest.mark.timeout(300 + RUNS)
 TREE = ModelName.parse("acme/tree")
 TREE_VERSIONS = 5

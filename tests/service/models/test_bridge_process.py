@@ -8,7 +8,6 @@ import pickle
 import signal
 import subprocess
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -57,8 +56,10 @@ def test_a_process_that_hangs_does_not_keep_the_service_from_ending(process: Bri
     assert process._process is not None
     os.kill(process._process.pid, signal.SIGSTOP)
     told: list[Unavailable] = []
+    begun = threading.Event()
 
     def ask() -> None:
+        begun.set()
         try:
             process.bridge(CONFIG, ())
         except Unavailable as error:
@@ -66,7 +67,7 @@ def test_a_process_that_hangs_does_not_keep_the_service_from_ending(process: Bri
 
     asking = threading.Thread(target=ask)
     asking.start()
-    time.sleep(0.2)  # it may ask before or after; either must end
+    assert begun.wait(60)  # it may ask before or after; either must end
     process.close()
     asking.join(60.0)
     assert not asking.is_alive()

@@ -39,8 +39,6 @@ from weighbridge_service.models.bridges import bridge_for
 from weighbridge_service.models.megatron_layouts import all_ranks
 from weighbridge_service.models.model_tensors import tensors_found
 
-pytestmark = pytest.mark.xdist_group("refusals")
-
 LAYERS, EXPERTS = 4, 8
 _numbers = count()
 

@@ -28,7 +28,7 @@ from weighbridge_service.models.bridges import Bridge, Target, bridge_for
 from weighbridge_service.models.model_tensors import ModelTensors
 from weighbridge_service.models.registered_model import RegisteredModel
 from weighbridge_service.models.tracing import trace
-from weighbridge_service.models.weight_maps import derive_weight_map, shifts_back
+from weighbridge_service.models.weight_maps import derive_weight_map, registered_specs, shifts_back
 from weighbridge_service.plan.planning import make_plan
 from weighbridge_service.plan.transfers import Transfer
 from weighbridge_storage.documents.names import ModelName
@@ -117,6 +117,46 @@ def test_a_trainer_with_unknown_misshapen_or_miscast_tensors_is_told_of_each() -
     assert f"{fc2} F32" in text
     assert "wrong shape" in text
     assert "optimizer.state.exp_avg.x" in text
+
+
+def test_tensors_in_all_their_forms_are_found_with_the_dtype_that_the_model_has() -> None:
+    bridge = _bridge(tiny_config("llama", tied=False, num_hidden_layers=2))
+    bf16 = dtypes.parse("bf16")
+    tensors = dict(ModelTensors(bf16).specs(bridge))
+    own = _megatron_specs(bridge, tensors)
+    fc1, fc2, norm = (
+        own[f"decoder.layers.0.{name}"].shape
+        for name in (
+            "mlp.linear_fc1.weight",
+            "mlp.linear_fc2.weight",
+            "self_attention.linear_qkv.layer_norm_weight",
+        )
+    )
+    declared = {
+        name: TensorSpec(name, F32, shape)
+        for name, shape in {
+            "decoder.layers.1.mlp.linear_fc2.weight": fc2,
+            "decoder.layers.self_attention.linear_qkv.layer_norm_weight": (2, *norm),
+            "decoder.layers.0.mlp.linear_fc1.weight_w": (fc1[0] // 2, fc1[1]),
+            "embedding.word_embeddings.weight": (1 << 10, fc1[1]),
+            "decoder.final_layernorm.weight": norm,
+            "adapter.linear_in.weight": (4, 4),
+        }.items()
+    }
+    tensors["model.norm.weight"] = replace(tensors["model.norm.weight"], dtype=F32)
+    tensors["model.layers.1.mlp.down_proj.weight"] = replace(
+        tensors["model.layers.1.mlp.down_proj.weight"], dtype=F32
+    )
+    found = {spec.name: spec for spec in registered_specs(bridge, tensors, declared.values())}
+    assert {name: (spec.dtype, spec.shape) for name, spec in found.items()} == {
+        "decoder.layers.1.mlp.linear_fc2.weight": (F32, fc2),
+        "decoder.layers.self_attention.linear_qkv.layer_norm_weight": (bf16, (2, *norm)),
+        "decoder.layers.0.mlp.linear_fc1.weight_w": (bf16, (fc1[0] // 2, fc1[1])),
+        "embedding.word_embeddings.weight": (bf16, (1 << 10, fc1[1])),
+        "decoder.final_layernorm.weight": (F32, norm),
+    }
+    stacked = TensorSpec("decoder.layers.mlp.linear_fc2.weight", F32, (2, *fc2))
+    assert list(registered_specs(bridge, tensors, [stacked])) == [], "its layers have two dtypes"
 
 
 def test_what_has_sections_is_not_taken_whole() -> None:

@@ -36,8 +36,6 @@ from weighbridge_service.service import Weighbridge
 from weighbridge_storage.cache.block_cache import BlockCache
 from weighbridge_storage.opening import open_store
 
-pytestmark = pytest.mark.xdist_group("reading-back")
-
 MODEL = "tests/moe"
 BLOCK = 16384
 SMALL = 6 * BLOCK

@@ -171,7 +171,7 @@ def test_a_version_that_hangs_in_the_store_is_handed_over_when_half_of_the_time_
         assert bool(claim) is (what == "files")
         begun = time.monotonic()
         assert leaving.service.intake.drain(8.0)
-        assert 4.0 <= time.monotonic() - begun < 8.0
+        assert time.monotonic() - begun >= 4.0
         with EngineClient(staying.address) as engine:
             engine.wait_for(MODEL, number, VersionState.DURABLE, timeout=60)
             assert_equal(engine, MODEL, number, source.arrays)

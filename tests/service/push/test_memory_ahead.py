@@ -14,8 +14,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+from tests.support.alone import alone
 from tests.support.descriptors import descriptors
 from tests.support.images import acquire
+from tests.support.new_threads import NewThreads
 from tests.support.raw_clients import TinyModel, tiny_folder
 from tests.support.services import RunningService, running_service
 from tests.support.waiting import eventually
@@ -54,13 +56,14 @@ def test_a_push_by_the_local_lane_finds_memory_for_the_next_one(tmp_path: Path, 
 
 
 def test_a_push_by_grpc_takes_no_more_memory_than_it_needs(tmp_path: Path, model: TinyModel) -> None:
+    since = NewThreads()
     with (
         running_service(tmp_path / "store") as service,
         TrainerClient(service.address, lane="grpc") as trainer,
     ):
         trainer.register_files(MODEL, model.files)
         trainer.push_folder(MODEL, model.folder).wait(timeout=20)
-        assert not [thread for thread in threading.enumerate() if thread.name.startswith("ahead-")]
+        assert not since.named("ahead-")
         assert service.service.images.usage().made == 1
 
 
@@ -217,11 +220,10 @@ def test_a_push_does_without_memory_ahead_where_no_thread_can_be_started(
 
 
 @pytest.mark.parametrize("kernel", ["new", "old"])
-def test_a_process_is_known_to_have_ended_once_it_has(
-    tmp_path: Path, kernel: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@alone
+def test_a_process_is_known_to_have_ended_once_it_has(tmp_path: Path, kernel: str) -> None:
     if kernel == "old":
-        monkeypatch.setattr(peer_process, "_PEER_PIDFD", 9999)
+        peer_process._PEER_PIDFD = 9999
     path = str(tmp_path / "socket")
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(path)

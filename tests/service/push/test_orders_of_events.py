@@ -1,19 +1,18 @@
 """Orders of events: does a push keep its promises in every one, with faults, and come to an end?
 
-``WEIGHBRIDGE_SESSION_RUNS=10000`` makes as many runs; ``WEIGHBRIDGE_SESSION_SEED`` chooses the first one's seed.
+``WEIGHBRIDGE_SESSION_RUNS=10000`` makes as many runs; ``WEIGHBRIDGE_SEED`` chooses the first one's seed.
 """
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
 from tests.service.push.simulated_push import STEPS, World, settled_in_all_ways
+from tests.support.rounds import first_seed, rounds
 from weighbridge_service.push.machine.phases import Phase
 
-RUNS = int(os.environ.get("WEIGHBRIDGE_SESSION_RUNS", "300"))
-FIRST_SEED = int(os.environ.get("WEIGHBRIDGE_SESSION_SEED", "1"))
+RUNS = rounds("SESSION_RUNS")
+FIRST_SEED = first_seed()
 BATCHES = 10
 pytestmark = pytest.mark.slow
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -95,15 +94,16 @@ def test_a_job_that_is_started_again_is_told_of_the_refusal_for_seconds_and_none
     source: TinyModel,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(service.service.intake.opener, "refusals", Refusals(told_seconds=2.0))
+    now = [0.0]
+    monkeypatch.setattr(service.service.intake.opener, "refusals", Refusals(10.0, lambda: now[0]))
     with pytest.raises(LayoutError):
         push(ranks, 1, {"model.norm.weight": torch.ones(3)}, 5)
-    began = time.monotonic()
+    now[0] = 9.0
     with TrainerClient(service.address) as one, TrainerClient(service.address) as other:
         for rank in (1, 0):
             with pytest.raises(VersionFailed, match="rank 1 was refused"):
                 push([one, other], rank, weights(source), 5)
-    time.sleep(max(began + 2.1 - time.monotonic(), 0.0))
+    now[0] = 11.0
     with (
         TrainerClient(service.address) as one,
         TrainerClient(service.address) as other,

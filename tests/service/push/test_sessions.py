@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.alone import alone
 from tests.support.raw_clients import RawClient, TinyModel, assert_equal, stream_of, tiny_folder, whole_layout
 from tests.support.services import RunningService, running_service
 from tests.support.waiting import eventually
@@ -81,24 +82,32 @@ def finished(running: RunningService) -> None:
 # --- what they hold
 
 
-def test_versions_that_were_published_leave_no_digests_in_memory(
-    running: RunningService, client: RawClient, tiny: TinyModel
-) -> None:
-    def entries_after(pushes: int) -> int:
-        for _ in range(pushes):
-            number = client.push_whole(MODEL, tiny.arrays)
-            finished(running)
-        nbytes = len(stream_of(tiny.arrays, whole_layout(tiny.arrays), range(len(tiny.arrays))))
-        assert client.received(MODEL, number) == [(0, nbytes)], "whoever asks again is told that all has come"
-        return entries()
+@alone
+def test_versions_that_were_published_leave_no_digests_in_memory(tmp_path: Path) -> None:
+    tiny = tiny_folder(tmp_path / "hf")
 
     def entries() -> int:
         gc.collect()
         return sum(type(each) is TensorEntry for each in gc.get_objects())
 
-    before = entries()
-    first = entries_after(2)
-    assert entries_after(4) <= first < before + 2 * len(tiny.arrays)
+    with (
+        running_service(tmp_path / "store", {MODEL: tiny.files}) as running,
+        RawClient(running.address) as client,
+    ):
+
+        def entries_after(pushes: int) -> int:
+            for _ in range(pushes):
+                number = client.push_whole(MODEL, tiny.arrays)
+                finished(running)
+            nbytes = len(stream_of(tiny.arrays, whole_layout(tiny.arrays), range(len(tiny.arrays))))
+            assert client.received(MODEL, number) == [(0, nbytes)], (
+                "a rank that asks again is told that all has come"
+            )
+            return entries()
+
+        before = entries()
+        first = entries_after(2)
+        assert entries_after(4) <= first < before + 2 * len(tiny.arrays)
 
 
 @with_settings(kept_pushes=3)
@@ -123,26 +132,29 @@ def push_to(running: RunningService, client: RawClient, tiny: TinyModel, names: 
             finished(running)
 
 
-@with_settings(kept_images=3, kept_models=2)
-def test_many_models_with_a_durable_version_each_hold_no_more_than_a_few(
-    running: RunningService, client: RawClient, tiny: TinyModel
-) -> None:
+@alone
+def test_many_models_with_a_durable_version_each_hold_no_more_than_a_few(tmp_path: Path) -> None:
+    tiny = tiny_folder(tmp_path / "hf")
     names = [f"acme/m{i}" for i in range(12)]
     kinds = (PushSession, ImageWriter, Image, Region, RegisteredModel, PreparedPush)
-    before = live_objects(*kinds)
-    push_to(running, client, tiny, names)
-    held = live_objects(*kinds)
-    held.subtract(before)
-    # one more each: the push that was the last to begin, and what it has taken the place of
-    most = {PushSession: 5, ImageWriter: 1, Image: 5, Region: 5, RegisteredModel: 7, PreparedPush: 7}
-    assert all(held[kind] <= most[kind] for kind in kinds), held
-    with EngineClient(running.address) as engine:
-        for name in names:
-            assert_equal(engine, name, "live", tiny.arrays)
-    push_to(running, client, tiny, names[:2])
-    with EngineClient(running.address) as engine:
-        assert_equal(engine, names[0], "latest", tiny.arrays)
-        assert engine.version(names[0], "latest").number == 2
+    with (
+        running_service(tmp_path / "store", {MODEL: tiny.files}, kept_images=3, kept_models=2) as running,
+        RawClient(running.address) as client,
+    ):
+        before = live_objects(*kinds)
+        push_to(running, client, tiny, names)
+        held = live_objects(*kinds)
+        held.subtract(before)
+        # one more each: the push that was the last to begin, and what it has taken the place of
+        most = {PushSession: 5, ImageWriter: 1, Image: 5, Region: 5, RegisteredModel: 7, PreparedPush: 7}
+        assert all(held[kind] <= most[kind] for kind in kinds), held
+        with EngineClient(running.address) as engine:
+            for name in names:
+                assert_equal(engine, name, "live", tiny.arrays)
+        push_to(running, client, tiny, names[:2])
+        with EngineClient(running.address) as engine:
+            assert_equal(engine, names[0], "latest", tiny.arrays)
+            assert engine.version(names[0], "latest").number == 2
 
 
 @with_settings(kept_images=3)
@@ -288,7 +300,8 @@ def test_a_store_that_is_away_is_said_once_and_again_when_it_is_back(
             heads.away = away
             verdict = publisher.look(do.LookAtHead()).verdict
             assert verdict is (on.Verdict.UNKNOWN if away else on.Verdict.OPEN)
-    assert [("cannot" in text, "again" in text) for text in caplog.messages] == [
+    said = [each.getMessage() for each in caplog.records if each.name == Publisher.__module__]
+    assert [("cannot" in text, "again" in text) for text in said] == [
         (True, False),
         (False, True),
         (True, False),
@@ -368,12 +381,14 @@ def test_a_timer_calls_at_the_earliest_time_that_was_asked_for_and_holds_nothing
 
 
 def test_calls_of_the_store_that_hang_keep_no_others_from_it() -> None:
-    pools, hanging = EffectPools(), threading.Event()
+    pools = EffectPools()
     kinds: tuple[do.Effect, ...] = (
         do.LookAtHead(), do.Claim(), do.Confirm(), do.WriteManifestAndPublish(), do.GiveUp(Unavailable(""), False)
     )  # fmt: skip
+    hung = {kind: threading.Event() for kind in kinds}
     try:
         for hang in kinds:
+            hanging = hung[hang]
             for _ in range(100):
                 pools.submit(hang, hanging.wait)
             others = [kind for kind in kinds if kind is not hang]
@@ -382,10 +397,9 @@ def test_calls_of_the_store_that_hang_keep_no_others_from_it() -> None:
                 pools.submit(kind, lambda done=done: done.release())  # type: ignore[misc]
             assert all(done.acquire(timeout=60) for _ in others), f"others wait for {hang}"
             hanging.set()
-            time.sleep(0.05)
-            hanging.clear()
     finally:
-        hanging.set()
+        for hanging in hung.values():
+            hanging.set()
         pools.stop(10.0)
 
 
@@ -436,22 +450,22 @@ def test_an_effect_that_cannot_be_begun_is_tried_again(
 def test_calls_that_open_versions_do_not_pile_up_behind_a_store_that_hangs(
     running: RunningService, client: RawClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hanging, update = threading.Event(), HeadStore.update
+    entered, hanging, update = threading.Event(), threading.Event(), HeadStore.update
 
     def slow(self: HeadStore, *args: Any, **more: Any) -> Any:
-        hanging.wait(30)
+        entered.set()
+        hanging.wait(60)
         return update(self, *args, **more)
 
     monkeypatch.setattr(HeadStore, "update", slow)
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(client.open, MODEL, request_id="a")
-        time.sleep(0.1)
-        begun = time.monotonic()
+        assert entered.wait(60)
         with pytest.raises(Unavailable, match="does not answer"):
             client.open(MODEL, request_id="b")
-        assert time.monotonic() - begun < 5
+        assert not first.done(), "the store hangs still"
         hanging.set()
-        assert first.result(30) == 1
+        assert first.result(60) == 1
     assert client.open(MODEL, request_id="b") == 2
 
 

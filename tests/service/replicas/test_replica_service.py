@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import grpc
 import numpy as np
 import pytest
 
 from tests.support.gate import Gate
-from tests.support.waiting import eventually, is_done_within
+from tests.support.waiting import eventually
 from weighbridge.errors import (
     DataLoss,
     FailedPrecondition,
@@ -71,7 +70,15 @@ MIB = 1 << 20
 class Replica:
     """A process of the service with nothing but what other replicas see of it; `SharedPushes` and `OwnFiles` as a test says."""
 
-    def __init__(self, address: str = "127.0.0.1:0", boot: str = "b", advertised: str = "") -> None:
+    def __init__(
+        self,
+        address: str = "127.0.0.1:0",
+        boot: str = "b",
+        advertised: str = "",
+        *,
+        beat_s: float = 1.0,
+        silent_s: float = 1.5,
+    ) -> None:
         self.budget = ByteBudget(LEAST_BYTES)
         self._listener = GrpcListener(address, 64)
         self._workers = Workers("replica", 16, 64)
@@ -89,7 +96,7 @@ class Replica:
         self.leases = 0
         self.links = Links(self.home)
         self.news = threading.Event()
-        self.heartbeat = Heartbeat(self.links, self, self.news, silent_s=1.5)
+        self.heartbeat = Heartbeat(self.links, self, self.news, silent_s, beat_s=beat_s)
         streams = BulkStreams(self.budget, 16, 5.0, self._workers, IdentityQuotas())
         loop, workers = self._listener.loop.loop, self._workers
         self._waits = MessageWaits(lambda: 0)
@@ -167,7 +174,7 @@ class Replica:
 def make() -> Iterator[Callable[..., Replica]]:
     with ExitStack() as stack:
 
-        def one(**options: str) -> Replica:
+        def one(**options: Any) -> Replica:
             replica = Replica(**options)
             stack.callback(replica.stop)
             return replica
@@ -175,27 +182,16 @@ def make() -> Iterator[Callable[..., Replica]]:
         yield one
 
 
-def test_what_changes_at_one_replica_is_known_at_the_others_within_milliseconds(
+def test_what_changes_at_one_replica_is_known_at_the_others_before_the_next_heartbeat(
     make: Callable[..., Replica],
 ) -> None:
-    replicas = [make() for _ in range(3)]
+    replicas = [make(beat_s=600.0) for _ in range(3)]
     first, *others = replicas
-    for replica in replicas:
-        replica.share(Stage.RECEIVING, [each for each in replicas if each is not replica])
-    for other in others:
-        eventually(lambda: Stage.RECEIVING in other.stages(first))  # noqa: B023
-    stages = itertools.cycle((Stage.COMPLETE, Stage.RECEIVING))
-
-    def tell() -> None:
-        stage = next(stages)
-        for other in others:
-            other.told.clear()
+    for stage in (Stage.RECEIVING, Stage.COMPLETE):
         first.share(stage, others)
         first.news.set()
         for other in others:
             eventually(lambda: stage in other.stages(first))  # noqa: B023
-
-    assert is_done_within(0.5, tell), "not by the next heartbeat, which comes after a second"
 
 
 def test_who_is_told_answers_how_far_it_is_itself(make: Callable[..., Replica]) -> None:
@@ -236,27 +232,22 @@ def test_how_a_version_ended_is_told_once_to_those_who_shared_it(make: Callable[
     eventually(lambda: Stage.FAILED in answering.stages(asking))
     count = len(answering.told)
     asking.news.set()
-    time.sleep(0.2)
+    eventually(lambda: not asking.heartbeat._peers)  # so it will be told nothing more
     assert answering.told[-1][1].error == "the disk is full"
     assert len(answering.told) == count
 
 
-def test_a_replica_whose_process_has_ended_is_gone_within_seconds_and_named(
+def test_a_replica_whose_process_has_ended_is_gone_long_before_one_that_is_silent_and_named(
     make: Callable[..., Replica],
 ) -> None:
-    def seconds_until_it_is_gone() -> float:
-        watching, dying = make(), make()
-        watching.share(Stage.COMPLETE, [dying])
-        eventually(lambda: dying.told)
-        dying.stop()
-        started = time.monotonic()
-        eventually(lambda: watching.gone)
-        home, error = watching.gone[0]
-        assert home == dying.home
-        assert dying.home.address in error.message
-        return time.monotonic() - started
-
-    assert any(seconds_until_it_is_gone() < 6.0 for _ in range(4))
+    watching, dying = make(silent_s=600.0), make()
+    watching.share(Stage.COMPLETE, [dying])
+    eventually(lambda: dying.told)
+    dying.stop()
+    eventually(lambda: watching.gone)
+    home, error = watching.gone[0]
+    assert home == dying.home
+    assert dying.home.address in error.message
 
 
 def test_a_replica_that_was_restarted_at_the_same_address_is_gone_at_once(

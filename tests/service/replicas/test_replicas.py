@@ -225,6 +225,7 @@ def test_a_version_keeps_its_files_at_a_replica_that_begins_after_others_were_re
         assert engines[1].model_files(MODEL, after)["LICENSE"] == b"new"
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("layout_of", [rows_layout, columns_layout, pipeline_layout, copies_layout])
 def test_ranks_spread_over_three_replicas_make_one_version(
     location: str, store: ObjectStore, sources: list[TinyModel], layout_of: LayoutOf
@@ -429,7 +430,6 @@ def test_a_file_is_uploaded_as_soon_as_its_bytes_are_there(
         first = files_of(arrays).files[0]
         enough = first.nbytes - len(first.header)
         raw.push(MODEL, number, cut(stream[: enough - 1]))
-        time.sleep(0.5)
         folder = f"{NAME.prefix}versions/{number:012}/"
         assert not list(store.list(folder))
         raw.push(MODEL, number, [(enough - 1, stream[enough - 1 : enough + 10])])
@@ -561,6 +561,15 @@ def test_a_replica_that_only_opened_a_version_does_not_end_it(
             assert_equal(engine, MODEL, number, arrays)
 
 
+def all_have_heard_of(running: Sequence[RunningService], number: int, rank: int) -> bool:
+    """Whether each of these replicas knows what the ranks up to this one have declared."""
+    sessions = [each.service.registry.get(NAME, number) for each in running]
+    return all(
+        session is not None and min(session.state.declarations.absent, default=rank + 1) > rank
+        for session in sessions
+    )
+
+
 def test_a_replica_that_writes_no_file_still_tells_the_others_what_its_ranks_declare(
     tmp_path: Path, sources: list[TinyModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -574,7 +583,8 @@ def test_a_replica_that_writes_no_file_still_tells_the_others_what_its_ranks_dec
             ranks = []
             for rank in range(3):
                 ranks.append(pool.submit(push_rank, clients[rank], arrays, copies_layout, rank, 3, "r/1"))
-                time.sleep(1.0)  # the last one comes when the others have been heard of
+                if rank < 2:  # the last one comes when the others have been heard of
+                    eventually(lambda: all_have_heard_of(running[: rank + 1], number, rank))  # noqa: B023
             assert {each.result(30) for each in ranks} == {number}
         with EngineClient(running[1].address) as engine:
             engine.wait_for(MODEL, number, VersionState.DURABLE, timeout=20)

@@ -6,7 +6,6 @@ import functools
 import logging
 import signal
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -25,7 +24,7 @@ from tests.support.waiting import eventually
 from weighbridge import EngineClient, TrainerClient
 from weighbridge._core.resources import VersionState
 from weighbridge._formats.safetensors_files import lay_out_files
-from weighbridge.errors import InvalidArgument, Unavailable
+from weighbridge.errors import InvalidArgument, Unavailable, VersionFailed
 from weighbridge_service.models import registered_model
 from weighbridge_service.plan.declarations import Home
 from weighbridge_service.push.machine.phases import Phase
@@ -69,6 +68,26 @@ def files_named(running: RunningService) -> list[str]:
     return list(running.service.catalog.model(NAME).files.file_sizes)
 
 
+def losses(running: RunningService) -> list[Home]:
+    """The replicas that this one takes for gone from now on."""
+    gone: list[Home] = []
+    lost = running.service.shared.lost
+
+    def keep(replica: Home, error: VersionFailed) -> None:
+        lost(replica, error)
+        gone.append(replica)
+
+    running.service.shared.lost = keep  # type: ignore[method-assign]
+    return gone
+
+
+def waits_no_more(running: RunningService, other: Home, gone: list[Home]) -> bool:
+    """Whether a replica takes another one for gone, or shares no push with it."""
+    heartbeat = running.service._heartbeat
+    assert heartbeat is not None
+    return other in gone or other not in heartbeat._peers
+
+
 def assert_pulled(running: RunningService, number: int, source: TinyModel) -> None:
     with EngineClient(running.address) as engine:
         assert_equal(engine, MODEL, number, source.arrays)
@@ -98,10 +117,11 @@ def test_the_share_of_a_replica_that_leaves_goes_to_one_that_takes_part_and_the_
         with store_away(leaving), store_away(staying), caplog.at_level(logging.WARNING):
             assert leaving.service.intake.drain(20.0)
             assert f"handed over to {home_of(staying)}" in caplog.text
+            gone = losses(staying)
             end(leaving)
             assert files_held(staying, number) == set(files_named(staying))
             assert_pulled(staying, number, source)
-            time.sleep(3.0)  # longer than a replica that has ended is waited for
+            eventually(lambda: waits_no_more(staying, home_of(leaving), gone))
             assert live(staying) == number
         held.release()
         assert_becomes_durable(staying, number, source)
@@ -201,8 +221,9 @@ def test_a_replica_whose_files_are_in_the_store_leaves_the_rest_to_the_others(
         eventually(lambda: session.state.handed_in_here)
         assert leaving.service.intake.drain(6.0), "nothing is lost with it"
         assert session.state.phase is not Phase.HANDED_OVER
+        gone = losses(staying)
         end(leaving)
-        time.sleep(3.0)
+        eventually(lambda: home_of(leaving) in gone)
         assert live(staying) == number
         go_on.set()
         assert_becomes_durable(staying, number, source)
@@ -321,7 +342,7 @@ def test_memory_that_others_use_is_waited_for_within_the_time_that_the_one_that_
                 )
                 draining.start()
                 assert asked.wait(60)
-                time.sleep(0.5)
+                eventually(staying.service.images.waiting)
                 assert drained == []
                 if freed:
                     trainer.abort(MODEL, other, "it is in the way")
@@ -389,6 +410,10 @@ def test_sigterm_ends_with_zero_if_the_share_was_handed_over_and_with_one_if_it_
         number = push([leaving.grpc, staying.address], source)
         if refused:
             staying.service.intake.opener.draining = True
+        [session] = staying.service.registry.sessions_of(NAME)
+        assert session.state.agreed is not None
+        [leaving_home] = {*session.state.agreed.homes} - {home_of(staying)}
+        gone = losses(staying)
         leaving.process.send_signal(signal.SIGTERM)
         assert leaving.process.wait(60) == (1 if refused else 0)
         said = leaving.log.read_text()
@@ -397,7 +422,7 @@ def test_sigterm_ends_with_zero_if_the_share_was_handed_over_and_with_one_if_it_
             assert "is lost: " in said
         else:
             assert f"handed over to {home_of(staying)}" in said
-            time.sleep(3.0)
+            eventually(lambda: waits_no_more(staying, leaving_home, gone))
             assert live(staying) == number
             held.release()
             assert_becomes_durable(staying, number, source)

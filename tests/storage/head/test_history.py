@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -18,6 +17,7 @@ from typing import Any
 import pytest
 
 from tests.support.heads import stored, text_of
+from tests.support.rounds import rounds
 from weighbridge._core.resources import Retention
 from weighbridge.errors import AlreadyExists, Conflict, DataLoss, FailedPrecondition, Unavailable
 from weighbridge_service.catalog.catalog import Catalog
@@ -42,7 +42,7 @@ from weighbridge_storage.head.open_versions import claim_version, give_up_versio
 from weighbridge_storage.stores.local import LocalStore
 from weighbridge_storage.stores.objects import Buffer, IfMatch, ObjectStore, PutMode
 
-VERSIONS = int(os.environ.get("WEIGHBRIDGE_HISTORY_VERSIONS", "2000"))
+VERSIONS = rounds("HISTORY_VERSIONS")
 SMOL = ModelName("acme", "smol")
 GRACE = Grace(1000)
 PUSHES = 64

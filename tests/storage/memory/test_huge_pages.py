@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.alone import alone
 from weighbridge._memory.mappings import MappedMemory, Use
 from weighbridge._memory.paging import HUGE_PAGE, advise, map_aligned
 from weighbridge_storage.memory import regions
@@ -108,12 +109,14 @@ def test_small_pages_are_told_once(monkeypatch: pytest.MonkeyPatch, caplog: pyte
     with caplog.at_level(logging.INFO):
         for _ in range(3):
             Region(2 * HUGE_PAGE, None).close()
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "small pages" in caplog.text
-    assert "MADV_COLLAPSE" in caplog.text
+    [record] = [each for each in caplog.records if each.name == regions.log.name]
+    assert record.levelname == "WARNING"
+    assert "small pages" in record.getMessage()
+    assert "MADV_COLLAPSE" in record.getMessage()
 
 
-def test_an_image_that_finds_no_room_leaves_none_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
+@alone
+def test_an_image_that_finds_no_room_leaves_none_mapped() -> None:
     real = os.posix_fallocate
 
     def full(descriptor: int, offset: int, nbytes: int) -> None:
@@ -121,17 +124,19 @@ def test_an_image_that_finds_no_room_leaves_none_mapped(monkeypatch: pytest.Monk
             raise OSError(errno.ENOSPC, "No space left on device")
         real(descriptor, offset, nbytes)
 
-    monkeypatch.setattr(os, "posix_fallocate", full)
     before = Path("/proc/self/maps").read_text().count("weighbridge-image")
     kept: list[BaseException] = []
-    try:
-        Region(4 * HUGE_PAGE, None)
-    except Exception as error:
-        kept.append(error)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        try:
+            Region(4 * HUGE_PAGE, None)
+        except Exception as error:
+            kept.append(error)
     assert len(kept) == 1
     assert Path("/proc/self/maps").read_text().count("weighbridge-image") == before
 
 
+@alone
 def test_a_mapping_is_undone_as_a_whole() -> None:
     descriptor = os.memfd_create("probe")
     os.ftruncate(descriptor, 3 * HUGE_PAGE)
@@ -144,6 +149,7 @@ def test_a_mapping_is_undone_as_a_whole() -> None:
     assert len(Path("/proc/self/maps").read_text().splitlines()) == before
 
 
+@alone
 def test_a_mapping_that_the_kernel_refuses_is_an_error_and_leaves_nothing() -> None:
     before = len(Path("/proc/self/maps").read_text().splitlines())
     with pytest.raises(OSError, match="Bad file descriptor"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 
 import pytest
@@ -11,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tests.support.images import acquire
+from tests.support.rounds import rounds
 from tests.support.waiting import eventually
 from weighbridge.errors import ResourceExhausted
 from weighbridge_storage.memory.image_books import HeldFor, ImageOwner
@@ -184,7 +184,7 @@ class AdmissionInAnyOrder(RuleBasedStateMachine):
 
 TestAdmissionInAnyOrder = AdmissionInAnyOrder.TestCase
 TestAdmissionInAnyOrder.settings = settings(
-    max_examples=int(os.environ.get("WEIGHBRIDGE_ADMISSIONS", "30")), stateful_step_count=30, deadline=None
+    max_examples=rounds("ADMISSIONS"), stateful_step_count=30, deadline=None
 )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 import mmap
 import os
 import subprocess
@@ -15,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.support.alone import alone
 from tests.support.descriptors import descriptors
 from tests.support.images import acquire
 from weighbridge.errors import FailedPrecondition, InvalidArgument, ResourceExhausted, Unavailable
@@ -133,6 +133,7 @@ def test_free_regions_give_way_to_what_is_needed_within_the_budget() -> None:
     assert usage.memory_in_use + usage.memory_free <= 10 * MIB
 
 
+@alone
 def test_free_regions_of_many_sizes_do_not_use_up_the_descriptors() -> None:
     pool, before = ImagePool(256 * MIB), descriptors()
     images = [acquire(pool, {"a": (1 + i) * PAGE}) for i in range(200)]
@@ -200,19 +201,19 @@ def test_a_full_disk_is_an_error_and_not_a_signal(small_disk: Path) -> None:
     assert pool.usage() == PoolUsage(0, 0, MIB + PAGE, 0, made=2, reused=0)
 
 
-def test_a_disk_that_fills_up_while_room_is_reserved_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@alone
+def test_a_disk_that_fills_up_while_room_is_reserved_is_an_error(tmp_path: Path) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    for pool in (ImagePool(0, tmp_path), ImagePool(MIB)):
-        before = descriptors()
-        with pytest.raises(ResourceExhausted):
-            acquire(pool, {"a": 100})
-        assert pool.usage() == PoolUsage(0, 0, 0, 0, 0, 0)
-        assert not descriptors() - before
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        for pool in (ImagePool(0, tmp_path), ImagePool(MIB)):
+            before = descriptors()
+            with pytest.raises(ResourceExhausted):
+                acquire(pool, {"a": 100})
+            assert pool.usage() == PoolUsage(0, 0, 0, 0, 0, 0)
+            assert not descriptors() - before
     assert os.listdir(tmp_path) == []
 
 
@@ -251,12 +252,12 @@ def test_an_array_that_somebody_kept_outlives_the_pool() -> None:
     assert (kept == 9).all()
 
 
+@alone
 def test_regions_given_up_give_their_memory_back() -> None:
     def shared() -> int:
         with open("/proc/self/status") as status:
             return next(int(line.split()[1]) for line in status if line.startswith("RssShmem"))
 
-    gc.collect()  # images that other tests never released
     pool = ImagePool(64 * MIB)
     before = shared()
     image = acquire(pool, {"a": 32 * MIB})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import shutil
 import time
@@ -32,6 +31,7 @@ from tests.support.old_stores import (
     upload,
     version_folder,
 )
+from tests.support.rounds import rounds
 from tests.support.services import running_service
 from weighbridge import EngineClient, TrainerClient
 from weighbridge._cli import commands
@@ -47,7 +47,7 @@ from weighbridge_storage.stores.objects import ObjectStore
 from weighbridge_storage.versions.manifest import Manifest
 from weighbridge_storage.versions.reading import open_version, read_manifest
 
-KILLS = int(os.environ.get("WEIGHBRIDGE_MIGRATE_KILLS", "3"))
+KILLS = rounds("MIGRATE_KILLS")
 NAME = ModelName.parse(MODEL)
 
 

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.gate import Gate
+from tests.support.new_threads import NewThreads
 from tests.support.ports import reserved_port
 from tests.support.s3_server import S3Server
 from tests.support.waiting import eventually
@@ -166,10 +167,6 @@ def everything(key: str) -> bool:
     return True
 
 
-def threads(name: str) -> int:
-    return sum(thread.name == name for thread in threading.enumerate())
-
-
 def is_refused(store: ObjectStore) -> bool:
     try:
         store.size("there")
@@ -181,6 +178,7 @@ def is_refused(store: ObjectStore) -> bool:
 def test_a_read_that_hangs_is_given_up_and_then_reads_are_refused_until_the_store_answers(
     hung: HungStore, guarded: GuardedStore
 ) -> None:
+    since = NewThreads()
     assert guarded.get("there")[0] == b"1"
     hung.hangs = everything
     with pytest.raises(Unavailable, match="reading there failed: the object store has not answered for"):
@@ -193,7 +191,7 @@ def test_a_read_that_hangs_is_given_up_and_then_reads_are_refused_until_the_stor
     # without anybody going ahead: it is the guard that asks
     eventually(lambda: not guarded._asking)
     assert guarded.get("there")[0] == b"1"
-    assert threads("store-watch") == 0
+    eventually(lambda: not since.named("store-watch"))
 
 
 def test_nobody_is_sent_ahead_while_the_store_hangs(hung: HungStore, guarded: GuardedStore) -> None:
@@ -212,11 +210,11 @@ def test_calls_to_a_store_that_hangs_keep_few_threads_and_let_go_of_all_callers(
     hung: HungStore, guarded: GuardedStore
 ) -> None:
     hung.hangs = everything
-    begun = threads("store-call")
+    since = NewThreads()
     with ThreadPoolExecutor(50) as pool:
         calls = [pool.submit(guarded.get, "there") for _ in range(200)]
         assert all(isinstance(call.exception(60), Unavailable) for call in calls)
-    assert threads("store-call") - begun <= THREADS
+    assert len(since.named("store-call")) <= THREADS
     assert hung.count <= THREADS + 1
     hung.release()
     eventually(lambda: hung.count == 0 and not guarded._asking)
@@ -320,18 +318,18 @@ def test_a_listing_is_whole_and_given_up_where_it_hangs(hung: HungStore) -> None
 
 
 def test_threads_that_have_nothing_to_do_end() -> None:
-    pool = CallThreads(8, "idle-call", idle_s=0.05)
+    since, pool = NewThreads(), CallThreads(8, "idle-call", idle_s=0.05)
     release = threading.Event()
     calls = [pool.submit(release.wait) for _ in range(20)]
-    eventually(lambda: threads("idle-call") == 8)
+    eventually(lambda: len(since.named("idle-call")) == 8)
     release.set()
     assert all(call.wait(60) and call.result() for call in calls)
-    eventually(lambda: threads("idle-call") == 0)
+    eventually(lambda: not since.named("idle-call"))
     again = pool.submit(lambda: 7)
     assert again.wait(60)
     assert again.result() == 7
     pool.close()
-    eventually(lambda: threads("idle-call") == 0)
+    eventually(lambda: not since.named("idle-call"))
 
 
 def test_a_head_is_changed_once_although_its_write_was_given_up_and_landed_later(
@@ -349,7 +347,7 @@ def test_a_head_is_changed_once_although_its_write_was_given_up_and_landed_later
     with ThreadPoolExecutor(1) as pool:
         edit = pool.submit(heads.update, NAME, change)
         eventually(lambda: hung.count > 0)
-        time.sleep(2 * PATIENCE)
+        eventually(lambda: guarded.silent_seconds > 0)  # the write was given up
         hung.release()
         generation = edit.result(60)
     found = HeadStore(hung).read(NAME)
@@ -370,7 +368,7 @@ def test_a_store_on_s3_whose_answers_are_held_is_left_and_found_again(seaweed: S
         guarded = GuardedStore(held.with_time_limit(PATIENCE), PATIENCE)
         stack.callback(guarded.close)
         etag = guarded.put("k", b"1", mode="create")
-        begun = threads("store-call")
+        since = NewThreads()
         gate.hold_after(0)
         with pytest.raises(DeadlineExceeded):
             guarded.put("k", b"2", mode=IfMatch(etag))
@@ -382,7 +380,7 @@ def test_a_store_on_s3_whose_answers_are_held_is_left_and_found_again(seaweed: S
         eventually(lambda: guarded._threads._pending == 0)
         with pytest.raises(Unavailable, match="not tried"):
             guarded.get("k")
-        assert threads("store-call") == begun
+        assert not since.named("store-call")
         gate.open()
         eventually(lambda: not guarded._asking)
         assert guarded.get("k")[0] == b"2"

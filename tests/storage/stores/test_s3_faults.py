@@ -1,13 +1,12 @@
 """Is every outcome that a store on S3 reports the true one, whatever goes wrong on the way to the server and back?
 
-``WEIGHBRIDGE_S3_FAULTS=500`` makes as many random runs; ``WEIGHBRIDGE_S3_FAULTS_SEED`` chooses the first one's seed.
+``WEIGHBRIDGE_S3_FAULTS=500`` makes as many random runs; ``WEIGHBRIDGE_SEED`` chooses the first one's seed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import random
 import threading
 from collections.abc import Iterator
@@ -15,14 +14,15 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.fault_proxy import Fault, FaultProxy, fault_proxy
+from tests.support.rounds import first_seed, rounds
 from tests.support.s3_server import S3Server
 from weighbridge.errors import Conflict, DataLoss, DeadlineExceeded, NotFound, Unavailable
 from weighbridge_storage.stores.objects import IfMatch, ObjectStore, PutMode
 from weighbridge_storage.stores.s3.settings import SMALLEST_PART, S3Settings
 from weighbridge_storage.stores.s3.store import S3Store
 
-RUNS = int(os.environ.get("WEIGHBRIDGE_S3_FAULTS", "2"))
-FIRST_SEED = int(os.environ.get("WEIGHBRIDGE_S3_FAULTS_SEED", "1"))
+RUNS = rounds("S3_FAULTS")
+FIRST_SEED = first_seed()
 WRITERS = 3
 LARGE = SMALLEST_PART + 1_000_000
 

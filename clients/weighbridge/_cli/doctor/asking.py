@@ -100,6 +100,8 @@ def ask(address: str, path: str, seconds: float, credentials: Credentials | None
         from weighbridge._transport.credentials import Credentials
 
         credentials = Credentials.from_environment()
+    from weighbridge._transport.proxies import opener
+
     url = address if "://" in address else f"{'http' if credentials.ca is None else 'https'}://{address}"
     if not url.startswith(("http://", "https://")):
         raise InvalidArgument(f"{address[:80]!r} is no HTTP address", fix="write it like 127.0.0.1:8080")
@@ -112,12 +114,8 @@ def ask(address: str, path: str, seconds: float, credentials: Credentials | None
     until_s = time.monotonic() + seconds
     tls = credentials.for_https() if url.startswith("https://") else None
     try:
-        # without TLS, a proxy would read the token
-        handlers = [
-            urllib.request.ProxyHandler({}) if tls is None else urllib.request.HTTPSHandler(context=tls)
-        ]
-        opener = urllib.request.build_opener(_NoRedirects, *handlers)
-        with opener.open(request, timeout=seconds) as response:
+        handlers = [] if tls is None else [urllib.request.HTTPSHandler(context=tls)]
+        with opener(url, _NoRedirects(), *handlers).open(request, timeout=seconds) as response:
             return Answer(json.loads(_read(response, url, until_s)), url, _date(response.headers.get("Date")))
     except urllib.error.HTTPError as error:
         if error.code in (401, 403):

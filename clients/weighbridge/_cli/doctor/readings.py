@@ -88,7 +88,7 @@ def read_bulk_port(address: str, credentials: Credentials) -> PortReading | None
     from weighbridge.v1 import bulk_service_pb2, bulk_service_pb2_grpc
 
     try:
-        with rpc.open_channel(address, credentials) as channel, rpc.translated_errors(address):
+        with rpc.open_channel(address, credentials) as channel, rpc.translated_errors(address, credentials):
             stub = bulk_service_pb2_grpc.BulkServiceStub(channel)
             found = stub.GetTicket(bulk_service_pb2.GetTicketRequest(), timeout=_CONNECT_SECONDS)
     except WeighbridgeError:

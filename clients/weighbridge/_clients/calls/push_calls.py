@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import math
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 from weighbridge._clients.calls.steps import Pause, Steps, call_method
-from weighbridge._core.layouts import Layout
+from weighbridge._core.layouts import Layout, TensorSpec
 from weighbridge._core.megatron_rank import MegatronRank
 from weighbridge._core.metadata import OTHER_WRITER
 from weighbridge._core.references import Reference
@@ -44,8 +45,22 @@ def open_version(opening: pb.OpenVersionRequest) -> Steps[Version]:
     return opened
 
 
-def declare(header: pb.PushHeader, layout: Layout, space: TensorSpace) -> Steps[pb.DeclareLayoutResponse]:
+def declare(
+    header: pb.PushHeader,
+    layout: Layout,
+    space: TensorSpace,
+    *,
+    within: float = math.inf,
+    meanwhile: Callable[[], object] = lambda: None,
+) -> Steps[pb.DeclareLayoutResponse]:
     """Declare what a rank holds, and wait until all ranks have; what it is to push, and where.
+
+    Args:
+        header: which version and rank.
+        layout: the shards that it holds.
+        space: to which their names belong.
+        within: for how many seconds it may wait, if that is less than a rank waits by itself.
+        meanwhile: is called now and then while it waits; what it raises ends the wait.
 
     Raises:
         DeadlineExceeded: not all ranks have come; names the absent ones.
@@ -54,38 +69,47 @@ def declare(header: pb.PushHeader, layout: Layout, space: TensorSpace) -> Steps[
         model=header.model, number=header.number, rank=header.rank, client_id=header.client_id, digest=layout.digest,
         adds_shifts=True,
     )  # fmt: skip
-    give_up, reminder = time.monotonic() + _DECLARE_SECONDS, Reminder()
+    give_up, reminder = time.monotonic() + min(within, _DECLARE_SECONDS), Reminder()
+    absent: Sequence[int] = ()
     while True:
         try:
             response: pb.DeclareLayoutResponse = yield from _call(
                 "DeclareLayout", request, _DECLARE_CALL_SECONDS
             )
         except DeadlineExceeded:  # the service is too busy to answer
-            if time.monotonic() > give_up:
-                raise
-            continue
+            if time.monotonic() < give_up:
+                continue
+            if absent:
+                raise _not_declared(header, absent) from None
+            raise
         if response.layout_needed:
             request.layout.CopyFrom(wire.layout_to_proto(layout, space))
         elif response.retry_after_ms:
-            if time.monotonic() > give_up:
-                raise DeadlineExceeded(
-                    f"{header.model}@{header.number}: not all ranks have declared their layout",
-                    details=[f"rank {rank}" for rank in response.absent_ranks],
-                    fix="every rank calls push with the same step, run and world_size",
-                )
-            if response.absent_ranks and (seconds := reminder.due()) is not None:
-                who = ranks_text(response.absent_ranks)
+            meanwhile()
+            absent, left = list(response.absent_ranks), give_up - time.monotonic()
+            if left <= 0:
+                raise _not_declared(header, absent)
+            if absent and (seconds := reminder.due()) is not None:
                 log.warning(
                     "%s@%d: for %s, waits for %s to declare",
                     header.model,
                     header.number,
                     readable_duration(seconds, rough=True),
-                    who,
+                    ranks_text(absent),
                 )
             request.ClearField("layout")  # it has arrived
-            yield Pause(response.retry_after_ms / 1000 * random.uniform(0.75, 1.25))  # not all at once
+            pause = response.retry_after_ms / 1000 * random.uniform(0.75, 1.25)  # not all at once
+            yield Pause(min(pause, left))
         else:
             return response
+
+
+def _not_declared(header: pb.PushHeader, absent: Sequence[int]) -> DeadlineExceeded:
+    return DeadlineExceeded(
+        f"{header.model}@{header.number}: not all ranks have declared their layout in time",
+        details=[f"rank {rank}" for rank in absent],
+        fix="every rank calls push with the same step, run and world_size; or give them longer with max_hold_s",
+    )
 
 
 def refuse(opening: pb.OpenVersionRequest, rank: int, reason: str) -> Steps[None]:
@@ -165,6 +189,19 @@ def describe_shards(model: str, rank: MegatronRank) -> Steps[Layout]:
         expert_tensor_parallel_rank=rank.etp[0], expert_tensor_parallel_size=rank.etp[1],
     )  # fmt: skip
     return wire.layout_from_proto((yield from _call("DescribeShards", request)).layout)
+
+
+def registered_specs(model: str, specs: Iterable[TensorSpec]) -> Steps[Mapping[str, TensorSpec]]:
+    """Tensors of a trainer that are of the model, by Megatron-core's names, in the dtypes that it is registered with.
+
+    Empty if the service is too old to say.
+    """
+    held = wire.layout_to_proto(Layout.stream(specs, []), TensorSpace.MEGATRON)
+    request = pb.DescribeShardsRequest(
+        model=model, tensors=held, tensor_parallel_size=1, pipeline_parallel_size=1
+    )
+    found = (yield from _call("DescribeShards", request)).layout
+    return {} if found.shards else wire.layout_from_proto(found).tensors
 
 
 def describe_tensors(model: str) -> Steps[Layout]:

@@ -7,14 +7,14 @@ Names are those of ``torch.distributed.checkpoint.state_dict``: ``model.<name>``
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from weighbridge._core.tensor_spaces import TensorSpace
 from weighbridge._core.text.counts import counted
-from weighbridge._formats import zero3
+from weighbridge._formats import peft_models, zero3
 from weighbridge._formats.torch_state import NAMED, check_not_copied, unwrapped_name
 from weighbridge._formats.training.boxed_tensors import BoxedTensors, place, taken_twice
 from weighbridge._formats.training.torch_optimizers import NamedOptimizers, OptimizerFit, fit_optimizers
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     import torch
 
 _MODEL, _OPTIMIZER = "model.", "optimizer."
+_ADAPTERS = "adapters"
 _SPACE = TensorSpace.HUGGING_FACE
 
 
@@ -38,9 +39,10 @@ def training_tensors(module: object, optimizers: object | None) -> TrainingTenso
 
     Raises:
         InvalidArgument: these are neither.
-        LayoutError: optimizers have other parameters than the module, or tensors cannot be kept; names each.
+        LayoutError: optimizers have other parameters than the module, tensors cannot be kept, or adapters are merged into weights; names each.
     """
     root = _root(module)
+    peft_models.check_apart(root)
     boxed = BoxedTensors()
     others: dict[str, Any] = {}
     first: dict[tuple[object, ...], str] = {}
@@ -53,6 +55,8 @@ def training_tensors(module: object, optimizers: object | None) -> TrainingTenso
         else:
             tied[name] = kept
     values: dict[str, Any] = {"model": others, "tied": tied}
+    if adapters := peft_models.adapter_names(root):
+        values[_ADAPTERS] = adapters
     if optimizers is not None:
         named = _named(root, optimizers)
         boxed.problems += [_OPTIMIZER + each for each in named.problems()]
@@ -92,6 +96,7 @@ def _fit(
     strict: bool,
     stored: StoredState,
 ) -> Filling:
+    _check_adapters(module, stored)
     tensors = {name: spec for name, spec in stored.tensors.items() if name.startswith(_MODEL)}
     boxed = BoxedTensors()
     problems: list[str] = []
@@ -154,6 +159,45 @@ def _fit(
             finish_optimizers()
 
     return Filling(boxed.layout, tuple(boxed.tensors), finish)
+
+
+def _check_adapters(module: torch.nn.Module, stored: StoredState) -> None:
+    """Refuse a module whose adapters are not those of the state, or not where the state has them: in the weights, or beside them.
+
+    Raises:
+        LayoutError: they are not.
+    """
+    has, kept = peft_models.adapter_names(module), stored.values.get(_ADAPTERS)
+    there = any("base_layer" in name.split(".") for name in stored.tensors)
+    if there and not has:
+        raise LayoutError(
+            f"{stored.name} is of a model that peft has given adapters, and the module has none",
+            fix="wrap the module by get_peft_model with the same LoraConfig first; or take the merged weights alone: restore_state_dict(model, module) "
+            "without optimizer= and state=",
+        )
+    if has and not there:
+        raise LayoutError(
+            f"{stored.name} is of a model without adapters, and the module has {_quoted(has)}",
+            fix="restore before get_peft_model adds them, and begin the optimizer anew",
+        )
+    if kept is not None and list(kept) != has:
+        raise LayoutError(
+            f"{stored.name} has the adapters {_quoted(kept)}, and the module has {_quoted(has)}",
+            fix="give the module's adapters the same names: get_peft_model(..., adapter_name=...)",
+        )
+    # up to 0.1.0 a push took adapters only merged; what was pushed then has no list of them, and what was imported no list of ties
+    is_merged = there and kept is None and "tied" in stored.values
+    if not is_merged:
+        peft_models.check_apart(module)
+    elif not peft_models.merged_layers(module):
+        raise LayoutError(
+            f"{stored.name} was pushed with its adapters merged into the weights, as all states were then",
+            fix="call model.merge_adapter(), restore, and call model.unmerge_adapter()",
+        )
+
+
+def _quoted(names: Iterable[str]) -> str:
+    return ", ".join(repr(name) for name in names)
 
 
 def _root(given: object) -> torch.nn.Module:

@@ -98,7 +98,7 @@ def planned_shards(items: Iterable[WriteItem], entries: Entries, cast: str) -> P
     items = list(items)
     check_merged(
         [item.index.fqn for item in items],
-        "merge them in place, and save dict(weighbridge.integrations.peft.merged_weights(model)): docs/recipes/lora.md",
+        "save what is merged: dict(weighbridge.integrations.peft.merged_weights(model)): docs/recipes/lora.md",
     )
     found: list[tuple[WriteItem, Part]] = []
     copies: list[str] = []

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from weighbridge._clients.holding.policy import HoldPolicy
 from weighbridge._clients.push_handle import PushHandle
 from weighbridge._clients.push_options import PushOptions, check_options
 from weighbridge._clients.trainer import TrainerClient
@@ -57,7 +58,8 @@ class WeighbridgeWriter(StorageWriter):
         cast: as for `TrainerClient.push_state_dict`.
         until: ``ready``, ``verified`` or ``durable``: for what a save waits.
         run, retry_seconds, lane: as for `TrainerClient`.
-        options: ``metadata``, ``candidate`` and ``allow_nonfinite`` of each version, as for `TrainerClient.push`.
+        options: of each version, as for `TrainerClient.push`: ``metadata``, ``candidate``, ``allow_nonfinite``, ``max_hold_s``. A save that fails raises
+            ``CheckpointException`` on all ranks, by torch's own agreement; so ``on_failure="warn"`` is refused.
 
     Attributes:
         model: the model.
@@ -85,6 +87,11 @@ class WeighbridgeWriter(StorageWriter):
         super().__init__()
         check_cast(cast)
         check_options(options)
+        if HoldPolicy.of(options).warns:
+            raise InvalidArgument(
+                "dcp.save has no way to skip a save",
+                fix="catch torch.distributed.checkpoint.api.CheckpointException around it: all ranks raise it",
+            )
         self._options = options
         self.model = model
         self.last: PushHandle | None = None

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from weighbridge import _lazy as lazy
 from weighbridge._clients.engine import EngineClient
+from weighbridge._formats.peft_models import has_adapters
 from weighbridge._lazy.recording import Shape
 from weighbridge.errors import FailedPrecondition
 from weighbridge.integrations.engine_rank.agreement import OneRank, ProcessGroup, Ranks
@@ -78,7 +79,16 @@ class TransformersModel(EngineModel):
         return str({name: tuple(Shape.of(tensor)) for name, tensor in self.targets().items()})
 
     def targets(self) -> Mapping[str, torch.Tensor]:
-        """Parameters and persistent buffers that a version has something for."""
+        """Parameters and persistent buffers that a version has something for.
+
+        Raises:
+            FailedPrecondition: peft has given the model adapters: versions have weights without, or with all of them merged.
+        """
+        if has_adapters(self.model):
+            raise FailedPrecondition(
+                "peft has given this model adapters, and versions have none: a version of merged weights would have them twice",
+                fix="take them out before an update: model.unload(); or merge_and_unload(), and attach() what that returns",
+            )
         return {name: t for name, t in weights_of(self.model).items() if name not in self._missing}
 
     def record(self, source: lazy.Source) -> lazy.Recording:

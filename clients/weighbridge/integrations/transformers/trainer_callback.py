@@ -17,6 +17,7 @@ from weighbridge._clients.push_handle import PushHandle
 from weighbridge._clients.push_options import PushOptions, check_options
 from weighbridge._clients.trainer import TrainerClient
 from weighbridge._core.resources import Version, VersionState
+from weighbridge._formats.peft_models import has_adapters
 from weighbridge._formats.side_files.carried import carried_files
 from weighbridge._formats.side_files.reading import SideFiles
 from weighbridge._formats.torch_state import rank_and_world, torch_shards
@@ -46,7 +47,8 @@ class PushCallback(TrainerCallback):  # type: ignore[misc]  # transformers is se
         run: name of the training run, part of the version's lineage.
         strict: a push that fails, or a version that cannot be completed, raises, and each push waits until its version is ready.
         lane, retry_seconds, credentials: as for `TrainerClient`.
-        options: ``metadata``, ``candidate`` and ``allow_nonfinite`` of each version, as for `TrainerClient.push`.
+        options: of each push, as for `TrainerClient.push`: ``metadata``, ``candidate``, ``allow_nonfinite``, ``max_hold_s``. ``on_failure`` is ``warn`` by
+            default here; ``raise`` is as ``strict``, but that no push waits until its version is ready.
 
     Raises:
         InvalidArgument: ``every`` is less than 1.
@@ -72,11 +74,10 @@ class PushCallback(TrainerCallback):  # type: ignore[misc]  # transformers is se
         self._every = every
         check_options(options)
         self._dtype = dtype
-        self._options = options
         self._client = TrainerClient(
             server, run=run, retry_seconds=retry_seconds, lane=lane, credentials=credentials
         )
-        self._pushes = GuardedPushes(self._client, model, None, strict=strict, logger=logger)
+        self._pushes = GuardedPushes(self._client, model, None, strict=strict, logger=logger, options=options)
         self._carried = False
 
     @property
@@ -127,14 +128,14 @@ class PushCallback(TrainerCallback):  # type: ignore[misc]  # transformers is se
                 self._register(model, processing_class)
             with contextlib.suppress(NotFound):  # rank 0 may be registering it
                 tensors = self._client.describe_tensors(self.model, refresh=True)
-                torch_shards(model, tensors, whole=world_size == 1)
+                torch_shards(model, tensors, whole=world_size == 1, merge=False)
                 if rank == 0 and not self._carried:
                     self._carry(model, processing_class, tensors)
             return int(state.global_step), model
 
         def push(module: Any, step: int, rank: int, world_size: int) -> PushHandle:
             return self._client.push_state_dict(
-                self.model, module, step=step, rank=rank, world_size=world_size, **self._options
+                self.model, module, step=step, rank=rank, world_size=world_size, **self._pushes.options
             )
 
         self._pushes.push(f"step {state.global_step}", "training", prepare, push)
@@ -172,8 +173,9 @@ class PushCallback(TrainerCallback):  # type: ignore[misc]  # transformers is se
 def _saved(model: Any, processing_class: Any) -> Iterator[Path]:
     """A folder with a model's config, and the tokenizer if there is one."""
     config = copy.copy(model.config)
-    # FSDP2 and torch.compile make classes of their own
-    made_by = [each.__name__ for each in type(model).__mro__ if each.__module__.startswith("transformers.")]
+    # FSDP2 and torch.compile make classes of their own; peft's are around the model
+    inner = model.get_base_model() if has_adapters(model) and hasattr(model, "get_base_model") else model
+    made_by = [each.__name__ for each in type(inner).__mro__ if each.__module__.startswith("transformers.")]
     config.architectures = config.architectures or made_by[:1]
     with tempfile.TemporaryDirectory(prefix="weighbridge-") as folder:
         config.save_pretrained(folder)

@@ -8,18 +8,13 @@ early. ``HF_ENDPOINT`` pointing at the service does the same for the files, with
 
 from __future__ import annotations
 
-import hashlib
-import shutil
-import tempfile
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from vllm.logger import init_logger
 
-from weighbridge._formats.hf_folder import write_side_files
-from weighbridge._lazy.remembered import cache_folder
+from weighbridge._lazy.caching import folder_of
 from weighbridge.follow.status import label
 from weighbridge.integrations.vllm import NAME
 from weighbridge.integrations.vllm.releases import label_first_version, remember_configurations
@@ -96,30 +91,10 @@ def _take_from_service(arguments: Any, settings: Settings, has_folder: bool) -> 
     arguments.model_loader_extra_config = replace(settings, version=str(version.number)).write()
     if has_folder:
         return
-    folder = _folder_of(files)
+    folder = folder_of("vllm", files)
     logger.info("%s@%d: config and tokenizer are in %s", version.model, version.number, folder)
     name = arguments.model
     arguments.served_model_name = arguments.served_model_name or name
     arguments.tokenizer = str(folder) if arguments.tokenizer in (None, name) else arguments.tokenizer
     arguments.model = str(folder)
     arguments.revision = None
-
-
-def _folder_of(files: Mapping[str, bytes]) -> Path:
-    """A folder with exactly these files, the same for the same files; other processes may be making it too."""
-    digest = hashlib.sha256()
-    for name, content in sorted(files.items()):
-        digest.update(f"{name}\0{len(content)}\0".encode() + content)
-    folder = cache_folder() / "vllm" / digest.hexdigest()[:32]
-    if folder.is_dir():
-        return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    new = Path(tempfile.mkdtemp(dir=folder.parent))
-    write_side_files(new, files)
-    try:
-        new.rename(folder)
-    except OSError:  # another process was faster
-        shutil.rmtree(new)
-        if not folder.is_dir():
-            raise
-    return folder

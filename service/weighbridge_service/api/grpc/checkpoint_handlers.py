@@ -204,6 +204,10 @@ class CheckpointHandlers:
         if space == TensorSpace.HUGGING_FACE:
             layout = self._serving.describe_tensors(request.model)
             return checkpoint_service_pb2.DescribeShardsResponse(layout=wire.layout_to_proto(layout, space))
+        if request.HasField("tensors"):
+            declared = wire.layout_from_proto(request.tensors)
+            layout = self._serving.registered_tensors(request.model, declared)
+            return checkpoint_service_pb2.DescribeShardsResponse(layout=wire.layout_to_proto(layout, space))
         layout = self._serving.describe_shards(
             request.model,
             MegatronRank(

@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_LOOK_SECONDS = 0.45
+LOOK_SECONDS = 0.45
 """Between two looks while nothing changes here: how long it takes at most until what another replica has changed is seen."""
 _LEAST_SECONDS = 0.02
 """Between two looks, however much changes."""
@@ -118,12 +118,16 @@ class _Poller:
     """Looks for one model as long as anybody asks. For the loop's thread."""
 
     def __init__(
-        self, look: Callable[[list[Question]], Future[dict[Question, Answer]]], stopping: threading.Event
+        self,
+        look: Callable[[list[Question]], Future[dict[Question, Answer]]],
+        stopping: threading.Event,
+        look_seconds: float,
     ) -> None:
         self.asked: dict[Question, _Asked] = {}
         self._stopping = stopping
         self.wake = asyncio.Event()
         self._look = look
+        self._look_seconds = look_seconds
         self._looks = 0
 
     async def first(self, asked: _Asked) -> Answer:
@@ -145,7 +149,7 @@ class _Poller:
         while self.asked:
             self.wake.clear()
             self._looks += 1
-            due = time.monotonic() + _LOOK_SECONDS
+            due = time.monotonic() + self._look_seconds
             last = self._stopping.is_set()
             await self._look_once()
             await asyncio.sleep(_LEAST_SECONDS)
@@ -188,11 +192,13 @@ class Watches:
     Args:
         catalog: says how things are.
         workers: give looks a thread.
+        look_seconds: between two looks while nothing changes here.
     """
 
-    def __init__(self, catalog: Catalog, workers: Workers) -> None:
+    def __init__(self, catalog: Catalog, workers: Workers, look_seconds: float = LOOK_SECONDS) -> None:
         self._catalog = catalog
         self._workers = workers
+        self._look_seconds = look_seconds
         self._pollers: dict[ModelName, _Poller] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -279,7 +285,7 @@ class Watches:
         def submit(questions: list[Question]) -> Future[dict[Question, Answer]]:
             return self._workers.submit(_POLLERS, lambda: look(self._catalog, model, questions))
 
-        poller = self._pollers[model] = _Poller(submit, self._catalog.stopping)
+        poller = self._pollers[model] = _Poller(submit, self._catalog.stopping, self._look_seconds)
 
         async def poll() -> None:
             try:

@@ -13,7 +13,8 @@ May import: `api.lane`, `service`, and folders below.
 - `operations`: probes, checks, memory, usage, metrics.
 - `metrics`: what Prometheus is told.
 - `tracing`: traces of requests.
-- `ranges`: ranges of a file (RFC 9110).
+- `ranges`: ranges of a file, and conditions on its content (RFC 9110).
+- `heads`: answers to HEAD.
 - `callers`: who has sent a request.
 - `connections`: limits of connections.
 - `guard`: refusal of requests that other sites' pages send.

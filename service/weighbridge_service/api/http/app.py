@@ -29,6 +29,7 @@ from weighbridge_service.api.http.bodies import BodyLimit
 from weighbridge_service.api.http.callers import Recorder, Standing, ask, peer_of
 from weighbridge_service.api.http.engines import engines_router
 from weighbridge_service.api.http.guard import Guard, HostNames
+from weighbridge_service.api.http.heads import Heads
 from weighbridge_service.api.http.hub_documents import HubNotFound
 from weighbridge_service.api.http.hub_reading import Hub
 from weighbridge_service.api.http.hub_routes import DEFAULT_SIZES, HubSizes, hub_router, on_hub_error
@@ -37,7 +38,7 @@ from weighbridge_service.api.http.operations import operations_router
 from weighbridge_service.api.http.pages.routes import pages_router
 from weighbridge_service.api.http.parameters import JobId, Name, Namespace, Number, SignatureId, VersionOrRef
 from weighbridge_service.api.http.problems import Problem, on_error
-from weighbridge_service.api.http.ranges import RangeNotSatisfiable
+from weighbridge_service.api.http.ranges import ContentChanged, RangeNotSatisfiable
 from weighbridge_service.api.http.refs import refs_router
 from weighbridge_service.api.http.resources import (
     ApproveIn,
@@ -422,6 +423,7 @@ def create_app(
         exception_handlers={
             HubNotFound: on_hub_error,
             RangeNotSatisfiable: on_hub_error,
+            ContentChanged: on_hub_error,
             WeighbridgeError: on_error,
             RequestValidationError: on_error,
             HTTPException: on_error,
@@ -434,6 +436,7 @@ def create_app(
     app.add_middleware(Recorder, service.audit)
     app.add_middleware(BodyLimit)
     app.add_middleware(Guard, HostNames.of(service.config.http_hosts), _DOCUMENTATION)
+    app.add_middleware(Heads, app.router.routes)
     app.include_router(_models_router(service))
     app.include_router(refs_router(service))
     app.include_router(engines_router(service.engines))

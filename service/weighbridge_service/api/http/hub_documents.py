@@ -7,10 +7,10 @@ A **commit** stands for one version of one model, for good: 40 hexadecimal digit
 model's name, the number and the SHA-256 of the manifest, the last 10 the number itself, so that a commit leads back to its
 version without a list of commits.
 
-An **ETag** names the content of a file, whatever the file is called and whichever version it is in: the SHA-256 of its size and of
-the XXH3-128 digest in the manifest. It is not the SHA-256 of the content, which would mean to read every version again: clients take
-it as a file's name in their cache and compare it with other ETags. The documents have no member `lfs`, which would promise the
-SHA-256 of the content to those who check what they have downloaded; for that, there are the digests in `weighbridge.json`.
+An **ETag** names the content of a file, whatever the file is called and whichever version it is in: clients take it as a file's name in
+their cache and compare it with other ETags. It is the SHA-256 of the content where the manifest has that (`serve --sha256`), and only there do
+the documents have the member `lfs`: clients take 64 hexadecimal digits for a SHA-256, and compare it with what they have downloaded. Otherwise
+it is ``xxh3-{XXH3-128}-{size}``, from the manifest's digest, which no client takes for a SHA-256 or for git's SHA-1.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import cached_property
 from typing import Any, ClassVar
@@ -36,6 +36,8 @@ from weighbridge_storage.versions.manifest import FileEntry, Manifest
 
 MAIN = "main"
 """What clients ask for if they are given no revision: the tag of this name, and `latest` if there is none."""
+HEAD = "HEAD"
+"""What the Hub's JavaScript client asks for then: the same, unless a tag has this name."""
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _NUMBER = re.compile(r"[0-9]{1,12}")
@@ -123,11 +125,12 @@ class HubVersion:
     @staticmethod
     def of(manifest: Manifest, text: bytes) -> HubVersion:
         """The version that a manifest describes; ``text`` is the manifest as it is stored."""
-        files = {**manifest.files, MANIFEST_FILE: digest_bytes(text)}
+        sha256 = hashlib.sha256(text).hexdigest()
+        files = {**manifest.files, MANIFEST_FILE: replace(digest_bytes(text), sha256=sha256)}
         return HubVersion(
             manifest.model,
             manifest.version,
-            commit_of(manifest.model, manifest.version, hashlib.sha256(text).hexdigest()),
+            commit_of(manifest.model, manifest.version, sha256),
             manifest.created_ms,
             dict(sorted(files.items())),
         )
@@ -161,8 +164,8 @@ def is_commit(revision: str) -> bool:
 
 
 def etag_of(file: FileEntry) -> str:
-    """The ETag of a file's content, without quotes: 64 hexadecimal digits."""
-    return hashlib.sha256(f"weighbridge file\0{file.xxh3_128}\0{file.size}".encode()).hexdigest()
+    """The ETag of a file's content, without quotes: its SHA-256 where that is known, and otherwise nothing that reads like one."""
+    return file.sha256 or f"xxh3-{file.xxh3_128}-{file.size}"
 
 
 def number_of(model: ModelName, history: History, revision: str) -> int:
@@ -173,7 +176,7 @@ def number_of(model: ModelName, history: History, revision: str) -> int:
     Args:
         model: for the message.
         history: the model's.
-        revision: a number, a ref (not `live`, which may name a version that is not durable), a commit, or `MAIN`.
+        revision: a number, a ref (not `live`, which may name a version that is not durable), a commit, `MAIN`, or `HEAD`.
 
     Raises:
         RevisionNotFound: it names no durable version.
@@ -185,7 +188,8 @@ def number_of(model: ModelName, history: History, revision: str) -> int:
         number = int(revision)
     else:
         refs = history.head.ref_numbers
-        number = refs.get(revision, refs.get(REF_LATEST) if revision == MAIN else None)
+        unasked = refs.get(MAIN, refs.get(REF_LATEST)) if revision in (MAIN, HEAD) else None
+        number = refs.get(revision, unasked)
     if number is None or history.find(number) is None:
         raise no_revision(model, history.head, revision)
     return number
@@ -222,7 +226,15 @@ def model_info(version: HubVersion, *, sizes: bool) -> dict[str, Any]:
 
 
 def _sibling(file: FileEntry) -> dict[str, Any]:
-    return {"size": file.size, "blobId": etag_of(file)}
+    sibling: dict[str, Any] = {"size": file.size, "blobId": etag_of(file)}
+    if file.sha256:
+        sibling["lfs"] = {"size": file.size, "sha256": file.sha256, "pointerSize": _pointer_size(file)}
+    return sibling
+
+
+def _pointer_size(file: FileEntry) -> int:
+    """Bytes of the pointer that Git LFS would keep in place of the file."""
+    return len(f"version https://git-lfs.github.com/spec/v1\noid sha256:{file.sha256}\nsize {file.size}\n")
 
 
 def tree_page(
@@ -266,11 +278,13 @@ def paths_info(version: HubVersion, paths: Sequence[str], *, expand: bool) -> li
 
 def _tree_entry(version: HubVersion, name: str, expand: bool) -> dict[str, Any]:
     file = version.files.get(name)
-    entry: dict[str, Any] = (
-        {"type": "directory", "path": name, "size": 0, "oid": _folder_oid(version, name)}
-        if file is None
-        else {"type": "file", "path": name, "size": file.size, "oid": etag_of(file)}
-    )
+    entry: dict[str, Any]
+    if file is None:
+        entry = {"type": "directory", "path": name, "size": 0, "oid": _folder_oid(version, name)}
+    else:
+        entry = {"type": "file", "path": name, "size": file.size, "oid": etag_of(file)}
+        if file.sha256:
+            entry["lfs"] = {"oid": file.sha256, "size": file.size, "pointerSize": _pointer_size(file)}
     if expand:
         entry["lastCommit"] = {
             "id": version.commit,

@@ -1,11 +1,15 @@
 """Routes of Hugging Face's clients: with `HF_ENDPOINT` set to the service, they find durable versions here.
 
 Handlers say what the URL names, call one function of `hub_documents` or one method of `hub_reading.Hub`, and put the answer into HTTP.
+
+Clients ask for a file twice, for its ETag and for its content, and again where a download broke. So that all of these are about one version
+though a ref moves, files are served by commit: any other revision is answered by a redirect to the commit that it names now.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -23,10 +27,17 @@ from weighbridge.errors import InvalidArgument
 from weighbridge_service.admission.identity_quotas import IdentityQuotas
 from weighbridge_service.api.http import hub_documents as documents
 from weighbridge_service.api.http.callers import Standing, peer_of
-from weighbridge_service.api.http.hub_documents import Asked, HubNotFound, HubVersion, RepoNotFound, etag_of
+from weighbridge_service.api.http.hub_documents import (
+    Asked,
+    HubNotFound,
+    HubVersion,
+    RepoNotFound,
+    etag_of,
+    is_commit,
+)
 from weighbridge_service.api.http.hub_reading import Hub
 from weighbridge_service.api.http.problems import ProblemResponse
-from weighbridge_service.api.http.ranges import RangeNotSatisfiable, byte_range
+from weighbridge_service.api.http.ranges import ContentChanged, RangeNotSatisfiable, byte_range, is_unchanged
 from weighbridge_service.api.http.threads import in_threads
 
 _API = "/api/models/"
@@ -102,12 +113,11 @@ def hub_router(
     @router.post(_API + "{namespace}/{name}/paths-info/{rest:path}")
     @threaded
     def paths_info(
-        asked: Annotated[Asked, Depends(_asked_of_api)], form: Annotated[dict[str, list[str]], Depends(_form)]
+        asked: Annotated[Asked, Depends(_asked_of_api)], wanted: Annotated[_Paths, Depends(_paths)]
     ) -> Response:
         """Those of some files that a version has."""
         version = hub.version(asked.model, asked.revision)
-        expand = form.get("expand", ["false"])[0].lower() in ("true", "1")
-        return _json(documents.paths_info(version, form.get("paths", []), expand=expand), version)
+        return _json(documents.paths_info(version, wanted.paths, expand=wanted.expand), version)
 
     @router.get(_API + "{namespace}/{name}/refs")
     @threaded
@@ -121,24 +131,34 @@ def hub_router(
         return JSONResponse(documents.whoami(peer_of(request).identity.name))
 
     @router.head("/{namespace}/{name}/resolve/{rest:path}")
+    @router.head("/{namespace}/{name}/raw/{rest:path}")
     @threaded
-    def file_metadata(asked: Annotated[Asked, Depends(_asked_of_file)]) -> Response:
+    def file_metadata(request: Request, asked: Annotated[Asked, Depends(_asked_of_file)]) -> Response:
         """Size and identity of a file."""
         version = hub.version(asked.model, asked.revision)
-        return Response(headers=_file_headers(version, asked.path))
+        headers = _file_headers(version, asked.path)
+        if not is_commit(asked.revision):
+            return _to_commit(request, version, headers)
+        return Response(headers=headers) if not _has_it(request, headers) else _not_modified(headers)
 
     @router.get("/{namespace}/{name}/resolve/{rest:path}")
+    @router.get("/{namespace}/{name}/raw/{rest:path}")
     @threaded
     def file(request: Request, asked: Annotated[Asked, Depends(_asked_of_file)]) -> Response:
         """A file, or a range of it."""
         version = hub.version(asked.model, asked.revision)
         headers = _file_headers(version, asked.path)
+        if not is_commit(asked.revision):
+            return _to_commit(request, version, headers)
+        if _has_it(request, headers):
+            return _not_modified(headers)
         size = version.file(asked.path).size
         condition = request.headers.get("if-range")
         wanted = byte_range(
             request.headers.get("range") if condition in (None, headers["ETag"]) else None, size
         )
-        if redirect and size >= sizes.redirect and condition is None:
+        # a store does not know our ETags
+        if redirect and size >= sizes.redirect and not _CONDITIONS & set(request.headers.keys()):
             elsewhere = _elsewhere(request, hub.url(version, asked.path))
             if elsewhere is not None:
                 return RedirectResponse(elsewhere, 302, _redirect_headers(headers))
@@ -170,6 +190,8 @@ def hub_router(
     @router.get(_API + "{name}/revision/{rest:path}")
     @router.get("/{name}/resolve/{rest:path}")
     @router.head("/{name}/resolve/{rest:path}")
+    @router.get("/{name}/raw/{rest:path}")
+    @router.head("/{name}/raw/{rest:path}")
     def no_namespace(name: str) -> Response:
         """Names of one part, such as `gpt2`, are no models here."""
         raise RepoNotFound(f"there is no model {shown(name)}", fix="models are called namespace/name")
@@ -181,6 +203,8 @@ async def on_hub_error(_: Request, error: Exception) -> Response:
     """A problem document, with the headers by which Hugging Face's clients tell what is wrong."""
     if isinstance(error, RangeNotSatisfiable):
         headers = {"Content-Range": f"bytes */{error.size}"}
+    elif isinstance(error, ContentChanged):
+        headers = {"ETag": error.etag}
     elif isinstance(error, HubNotFound):
         said = error.message.encode("ascii", "backslashreplace").decode()
         headers = {"X-Error-Code": error.code, "X-Error-Message": said}
@@ -220,13 +244,45 @@ def _with_cursor(request: Request, cursor: str) -> str:
     return f"{request.url.scheme}://{request.url.netloc}{path}?{urlencode([*others, ('cursor', cursor)])}"
 
 
-async def _form(request: Request) -> dict[str, list[str]]:
+@dataclass(frozen=True, slots=True)
+class _Paths:
+    """What a client asks of some paths.
+
+    Attributes:
+        paths: the files' names.
+        expand: whether their commit is asked for.
+    """
+
+    paths: list[str]
+    expand: bool = False
+
+    @staticmethod
+    def of_form(body: bytes) -> _Paths:
+        """Of a form, as huggingface_hub sends it. Raises ValueError."""
+        form = parse_qs(body.decode(), max_num_fields=_MOST_PATHS)
+        return _Paths(form.get("paths", []), form.get("expand", ["false"])[0].lower() in ("true", "1"))
+
+    @staticmethod
+    def of_json(body: bytes) -> _Paths:
+        """Of JSON, as the Hub's JavaScript client sends it. Raises ValueError."""
+        said = json.loads(body)
+        paths = said.get("paths") if isinstance(said, dict) else None
+        if not isinstance(paths, list) or len(paths) > _MOST_PATHS:
+            raise ValueError("paths is no list, or too long")
+        if not all(isinstance(path, str) for path in paths):
+            raise ValueError("a path is no text")
+        return _Paths(paths, said.get("expand") is True)
+
+
+async def _paths(request: Request) -> _Paths:
     body = await request.body()
+    is_json = "json" in request.headers.get("content-type", "") or body.lstrip()[:1] in (b"{", b"[")
     try:
-        return parse_qs(body.decode(), max_num_fields=_MOST_PATHS)
-    except ValueError as error:
+        return _Paths.of_json(body) if is_json else _Paths.of_form(body)
+    except (ValueError, RecursionError) as error:
         raise InvalidArgument(
-            "the body is no form, or has too many fields", fix=f"ask for at most {_MOST_PATHS} paths"
+            "the body is neither a form nor JSON with the member `paths`, or has too many fields",
+            fix=f"ask for at most {_MOST_PATHS} paths",
         ) from error
 
 
@@ -244,6 +300,30 @@ def _file_headers(version: HubVersion, path: str) -> dict[str, str]:
     }
 
 
+def _to_commit(request: Request, version: HubVersion, headers: dict[str, str]) -> Response:
+    """The same file by the version's commit. The path alone, without scheme and host: older clients follow no other redirect of a HEAD."""
+    parts = _raw_path(request).split("/")
+    parts[4] = version.commit
+    query = request.scope["query_string"].decode("latin-1")
+    location = quote("/".join(parts), safe="/%") + (f"?{query}" if query else "")
+    return RedirectResponse(location, 307, _redirect_headers(headers))
+
+
+_CONDITIONS = frozenset({"if-range", "if-match", "if-none-match"})
+
+
+def _has_it(request: Request, headers: dict[str, str]) -> bool:
+    match, none_match = (
+        ", ".join(lines) if (lines := request.headers.getlist(name)) else None
+        for name in ("if-match", "if-none-match")
+    )
+    return is_unchanged(headers["ETag"], match, none_match)
+
+
+def _not_modified(headers: dict[str, str]) -> Response:
+    return Response(status_code=304, headers={name: headers[name] for name in ("ETag", "X-Repo-Commit")})
+
+
 def _elsewhere(request: Request, url: str | None) -> str | None:
     """``url``, if it is of another origin: clients take no redirect that leads back to where they are."""
     return url if url is not None and urlsplit(url).netloc != request.url.netloc else None
@@ -255,7 +335,7 @@ def _redirect_headers(headers: dict[str, str]) -> dict[str, str]:
         "X-Repo-Commit": headers["X-Repo-Commit"],
         "X-Linked-ETag": headers["ETag"],
         "X-Linked-Size": headers["Content-Length"],
-        "Cache-Control": "no-store",  # it is only valid for a while
+        "Cache-Control": "no-store",  # a signed URL is valid for a while, and a ref moves
     }
 
 

@@ -1,4 +1,4 @@
-"""Ranges of a file that an HTTP request asks for (RFC 9110, section 14)."""
+"""Ranges of a file that an HTTP request asks for, and conditions on its content (RFC 9110, sections 13 and 14)."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from weighbridge.errors import WeighbridgeError
 _RANGE = re.compile(r"\s*bytes\s*=\s*([0-9]*)\s*-\s*([0-9]*)\s*", re.IGNORECASE)
 _MOST_DIGITS = 19
 """Larger numbers lie behind the end of any file."""
+_TAG = re.compile(r'(W/)?("[^"]*")')
 
 
 class RangeNotSatisfiable(WeighbridgeError):
@@ -27,6 +28,24 @@ class RangeNotSatisfiable(WeighbridgeError):
             f"the file has {size} bytes, and the range begins behind them", fix="ask for bytes it has"
         )
         self.size = size
+
+
+class ContentChanged(WeighbridgeError):
+    """The file has another content than the request is about.
+
+    Attributes:
+        etag: of what it has, in quotes.
+    """
+
+    reason = "CONTENT_CHANGED"
+    http_status = 412
+
+    def __init__(self, etag: str) -> None:
+        super().__init__(
+            "the file has another content than If-Match asks for",
+            fix=f"begin anew, with the ETag that it has: {etag}",
+        )
+        self.etag = etag
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +85,25 @@ def byte_range(header: str | None, size: int) -> ByteRange:
     if start >= end:
         raise RangeNotSatisfiable(size)
     return ByteRange(start, end)
+
+
+def is_unchanged(etag: str, if_match: str | None, if_none_match: str | None) -> bool:
+    """Whether a client has the content already, so that it is answered 304.
+
+    Args:
+        etag: of the content, in quotes, and not weak.
+        if_match: value of the header If-Match, all of its lines; None without.
+        if_none_match: the same of If-None-Match.
+
+    Raises:
+        ContentChanged: the client wants another content.
+    """
+    # a weak tag never matches If-Match: the bytes may differ
+    if if_match is not None and if_match != "*" and ("", etag) not in _TAG.findall(if_match):
+        raise ContentChanged(etag)
+    if if_none_match is None:
+        return False
+    return if_none_match == "*" or any(tag == etag for _, tag in _TAG.findall(if_none_match))
 
 
 def _number(digits: str) -> int | None:

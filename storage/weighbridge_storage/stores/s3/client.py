@@ -95,12 +95,14 @@ class S3Client:
         # boto3 does not look at AWS_REGION, which the other SDKs and many containers use
         region = settings.region or os.environ.get("AWS_REGION") or session.region_name or _DEFAULT_REGION
 
-        def make(endpoint: str | None = settings.endpoint, **s3: object) -> Any:
-            return session.client(
-                "s3", region_name=region, endpoint_url=endpoint, config=_config(settings, s3)
-            )
+        def make(
+            endpoint: str | None = settings.endpoint, proxies: dict[str, str] | None = None, **s3: object
+        ) -> Any:
+            config = _config(settings, s3).merge(Config(proxies=proxies))
+            return session.client("s3", region_name=region, endpoint_url=endpoint, config=config)
 
-        self._s3 = make()
+        # without TLS, a proxy of the environment would read weights, which were not sent to it
+        self._s3 = make(proxies={})
         if self._s3.meta.endpoint_url.startswith("https:"):
             # Our checksum is in a signed header, and nobody can change the bytes inside TLS: hashing them with SHA-256
             # as well would cost more than all the rest.

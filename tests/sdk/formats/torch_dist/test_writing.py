@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from tests.support.alone import alone
 from weighbridge._core import dtypes
 from weighbridge._core.layouts import TensorSpec
 from weighbridge._formats.torch_dist.chunks import chunks_of
@@ -88,6 +89,7 @@ def test_a_stream_of_another_length_is_refused_before_the_checkpoint_counts(
     assert not (tmp_path / ".metadata").exists()
 
 
+@alone
 def test_no_more_is_held_than_a_piece(tmp_path: Path) -> None:
     spec = spec_of("w", (64, 1 << 18))
     files = lay_out_torch_dist(list(chunks_of(spec, 1 << 22)), [spec])

@@ -13,6 +13,7 @@ import grpc
 import numpy as np
 import pytest
 
+from tests.support.new_threads import NewThreads
 from tests.support.raw_clients import TinyModel, tiny_folder
 from tests.support.services import RunningService, running_service
 from tests.support.waiting import eventually
@@ -85,14 +86,13 @@ def test_weights_go_over_their_own_port_and_come_back_the_same(
 
 
 def test_a_call_without_a_ticket_is_refused_and_takes_no_thread(service: RunningService) -> None:
-    there = {thread.name for thread in threading.enumerate()}
+    since = NewThreads()
     for ticket in ("", "nonsense", Tickets(KEY).give("127.0.0.1"), "é"):
         metadata = ((bulk_entry.TICKET, ticket),) if ticket.isascii() and ticket else ()
         error = pull_without(service, metadata)
         assert error.code() is grpc.StatusCode.UNAVAILABLE  # type: ignore[attr-defined]
         assert "ticket" in error.details()  # type: ignore[attr-defined]
-    begun = {thread.name for thread in threading.enumerate()} - there
-    assert not [name for name in begun if "stream" in name]
+    assert not [each.name for each in since.alive() if "stream" in each.name]
 
 
 def test_whoever_takes_it_for_the_service_s_port_is_told_that_one(service: RunningService) -> None:
@@ -241,14 +241,14 @@ def pulled(channel: grpc.Channel, metadata: bulk_entry.Metadata, seconds: float)
 
 
 def test_callers_that_say_nothing_lose_their_threads(tmp_path: Path, model: TinyModel) -> None:
-    limits = CallLimits(requests=RequestLimits(silent_seconds=1.0))
+    limits, since = CallLimits(requests=RequestLimits(silent_seconds=1.0)), NewThreads()
     with running_service(tmp_path, bulk_port="0", most_streams=2, limits=limits) as service:
         publish(service, model)
         over = threading.Event()
         channel, metadata = ways(service)
         with channel:
             calls = [silent(channel, metadata, over) for _ in range(4)]
-            eventually(lambda: stream_threads() == 4)
+            eventually(lambda: len(since.named("grpc-stream")) == 4)
             assert pulled(channel, metadata, 30.0) > 0
             assert all(call.code() is grpc.StatusCode.CANCELLED for call in calls)
             over.set()
@@ -285,10 +285,6 @@ def publish(service: RunningService, model: TinyModel) -> None:
     with TrainerClient(service.address, lane="grpc") as trainer:
         trainer.register_files(MODEL, model.files)
         trainer.push_folder(MODEL, model.folder, step=1).wait(timeout=60)
-
-
-def stream_threads() -> int:
-    return sum(thread.name == "grpc-stream" for thread in threading.enumerate())
 
 
 def test_the_port_for_weights_asks_whether_a_peer_may(
@@ -344,9 +340,8 @@ def test_a_stream_that_was_ended_leaves_nothing_in_the_log_when_its_client_goes(
             each.close()
         # a call that was ended is counted as one until its client has gone
         eventually(lambda: calls_of(service, "Pull") >= len(calls))
-    # gRPC's own poller complains to asyncio when a process has several event loops, as here
-    errors = [record for record in caplog.records if record.levelname == "ERROR" and record.name != "asyncio"]
-    assert not errors
+    ours = ("weighbridge_service.api", "grpc")
+    assert not [each for each in caplog.records if each.levelname == "ERROR" and each.name.startswith(ours)]
 
 
 def calls_of(service: RunningService, method: str) -> float:

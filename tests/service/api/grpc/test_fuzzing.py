@@ -1,13 +1,12 @@
 """Whatever comes in over gRPC: is every call told what is wrong with it, and is nothing left behind?
 
-``WEIGHBRIDGE_FUZZ_CALLS=20000`` makes as many calls; ``WEIGHBRIDGE_FUZZ_SEED`` chooses other ones.
+``WEIGHBRIDGE_FUZZ_CALLS=20000`` makes as many calls; ``WEIGHBRIDGE_SEED`` chooses other ones.
 """
 
 from __future__ import annotations
 
 import asyncio
 import gc
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,13 +21,14 @@ from tests.support.raw_clients import (
     assert_equal,
     tiny_folder,
 )
+from tests.support.rounds import first_seed, rounds
 from tests.support.services import RunningService, running_service
 from tests.support.tracebacks import tracebacks
 from weighbridge import EngineClient, TrainerClient
 from weighbridge._transport import bulk_entry, rpc
 
-CALLS = int(os.environ.get("WEIGHBRIDGE_FUZZ_CALLS", "400"))
-SEED = int(os.environ.get("WEIGHBRIDGE_FUZZ_SEED", "0"))
+CALLS = rounds("FUZZ_CALLS")
+SEED = first_seed()
 pytestmark = pytest.mark.timeout(300 + CALLS)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -15,8 +14,10 @@ import torch
 
 from tests.support.forked import ForkedPython
 from tests.support.many_ranks import TENSOR
+from tests.support.new_threads import NewThreads
 from tests.support.raw_clients import tiny_config_json, tiny_shapes
 from tests.support.reference import tiny_config, tiny_model
+from tests.support.rounds import rounds
 from tests.support.services import running_service
 from weighbridge import EngineClient, TrainerClient
 from weighbridge._core import dtypes
@@ -103,7 +104,7 @@ def say(players: list[ForkedPython], line: str) -> None:
 
 @pytest.mark.timeout(200)
 def test_ranks_by_the_hundred_push_one_version_and_no_thread_is_held_for_each(tmp_path: Path) -> None:
-    ranks, processes = int(os.environ.get("WEIGHBRIDGE_RANKS", "192")), 4
+    ranks, processes = rounds("RANKS"), 4
     config = {**json.loads(tiny_config_json()), "vocab_size": max(ranks, 128)}
     shapes = {**tiny_shapes(), TENSOR: (max(ranks, 128), 32)}
     model = "tests/hundreds"
@@ -113,6 +114,7 @@ def test_ranks_by_the_hundred_push_one_version_and_no_thread_is_held_for_each(tm
         TrainerClient(running.address) as trainer,
     ):
         trainer.register_files(model, {"config.json": json.dumps(config).encode()})
+        since = NewThreads()
         for step in range(2):  # at first all wait for each other, then none does
             bounds = [ranks * i // processes for i in range(processes + 1)]
             players = [
@@ -130,7 +132,7 @@ def test_ranks_by_the_hundred_push_one_version_and_no_thread_is_held_for_each(tm
             started = time.monotonic()
             say(players, "go")
             while any(player.poll() is None for player in players):
-                most = max(most, threading.active_count())
+                most = max(most, len(since.alive()))
                 time.sleep(0.05)
             numbers = {player.communicate()[0].strip() for player in players}
             assert len(numbers) == 1

@@ -11,6 +11,7 @@ from pathlib import Path
 import grpc
 import pytest
 
+from tests.support.alone import alone
 from tests.support.services import RunningService, running_service
 from tests.support.waiting import eventually
 from weighbridge._transport import bulk_entry, rpc
@@ -20,12 +21,6 @@ from weighbridge_service.api.grpc.call import Call
 CALLS = 100
 VERSION = model_service_pb2.GetVersionRequest(model="acme/none", version="live").SerializeToString()
 PULL = weight_service_pb2.PullRequest(model="acme/none", version="live").SerializeToString()
-
-
-@pytest.fixture
-def service(tmp_path: Path) -> Iterator[RunningService]:
-    with running_service(tmp_path, bulk_port="0") as running:
-        yield running
 
 
 def refuse(channel: grpc.Channel, path: str, request: bytes, **options: object) -> None:
@@ -84,13 +79,12 @@ def living() -> int:
     [one_without_a_model, pulls_at_the_known_port, pulls_at_the_port_for_weights, silent_ones],
     ids=lambda each: each.__name__,
 )
+@alone
 def test_a_refused_call_leaves_nothing_for_the_garbage_collector(
-    service: RunningService, refused: Callable[[RunningService], None]
+    tmp_path: Path, refused: Callable[[RunningService], None]
 ) -> None:
-    gc.collect()
-    gc.disable()
-    try:
+    with running_service(tmp_path, bulk_port="0") as service:
+        gc.collect()
+        gc.disable()
         refused(service)
         eventually(lambda: living() <= 2)
-    finally:
-        gc.enable()

@@ -113,17 +113,15 @@ def test_silent_callers_keep_their_places_while_nobody_waits_and_give_them_up_th
         await asyncio.sleep(0.3)  # several times what they are left when others wait
         assert not any(task.done() for task in tasks)
         here = requests.next(Caller(b"here"), B)
-        assert (
-            await asyncio.wait_for(here, SHORT.silent_seconds / 2) == b"here"
-        )  # far from the time for silence
-        errors = await asyncio.wait_for(asyncio.gather(*tasks[:1], return_exceptions=True), 10)
+        assert await asyncio.wait_for(here, 60.0) == b"here"  # far from the time for silence
+        errors = await asyncio.wait_for(asyncio.gather(*tasks[:1], return_exceptions=True), 60.0)
         assert isinstance(errors[0], ResourceExhausted)
         assert errors[0].retry_after
         assert not tasks[1].done()  # only as many give up their places as wait
         silent[1].send(b"late")
         assert await tasks[1] == b"late"
 
-    run(work)
+    run(work, replace(SHORT, silent_seconds=600.0))
 
 
 def test_a_crowd_of_silent_callers_stops_nobody_who_speaks() -> None:

@@ -288,15 +288,15 @@ def test_a_ref_of_a_model_that_is_not_there_ends_the_stream(service: RunningServ
         list(client.watch_refs([]))
 
 
-def held_watches() -> list[int]:
-    """Of each service of this process, the places of watches that are taken."""
-    gc.collect()
-    return [each.held for each in gc.get_objects() if type(each) is HostQuota and each._what == "watches"]
+def watch_quotas() -> list[HostQuota]:
+    """Of each service of this process, the places of watches."""
+    return [each for each in gc.get_objects() if type(each) is HostQuota and each._what == "watches"]
 
 
 @pytest.mark.parametrize("how", ["cancelled", "closed", "in time"])
 def test_watches_that_end_anyhow_give_their_places_back(service: RunningService, how: str) -> None:
     refs = [pb.WatchedRef(model=name, ref="latest") for name in (ONE, TWO)] * 8
+    taken = [(each, each.held) for each in watch_quotas()]
     for i in range(30):
         with rpc.open_channel(service.address, shared=False) as channel:
             stub = model_service_pb2_grpc.ModelServiceStub(channel)
@@ -309,7 +309,7 @@ def test_watches_that_end_anyhow_give_their_places_back(service: RunningService,
             elif how == "in time":
                 with pytest.raises(grpc.RpcError):
                     list(call)
-    eventually(lambda: not any(held_watches()))
+    eventually(lambda: all(quota.held <= before for quota, before in taken))
     begun = time.monotonic()
     with Client(service.address) as client:
         assert next(client.watch(ONE, "latest")).number == 2

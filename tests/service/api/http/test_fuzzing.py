@@ -1,12 +1,11 @@
 """Whatever comes in over HTTP: is every request answered, and never by a failure of the service?
 
 Requests are written as bytes, so that they need not be HTTP. ``WEIGHBRIDGE_FUZZ_REQUESTS=20000`` makes as many;
-``WEIGHBRIDGE_FUZZ_SEED`` chooses other ones.
+``WEIGHBRIDGE_SEED`` chooses other ones.
 """
 
 from __future__ import annotations
 
-import os
 import re
 import socket
 from collections import Counter
@@ -20,6 +19,7 @@ import pytest
 
 from tests.support.http_fuzzing import MODEL, requests
 from tests.support.raw_clients import TinyModel, tiny_folder
+from tests.support.rounds import first_seed, rounds
 from tests.support.services import running_service
 from tests.support.tracebacks import tracebacks
 from weighbridge import TrainerClient
@@ -27,8 +27,8 @@ from weighbridge_service.api.http.app import create_app
 from weighbridge_service.exports.jobs import Exports
 from weighbridge_service.server import HttpServer
 
-REQUESTS = int(os.environ.get("WEIGHBRIDGE_FUZZ_REQUESTS", "400"))
-SEED = int(os.environ.get("WEIGHBRIDGE_FUZZ_SEED", "0"))
+REQUESTS = rounds("FUZZ_REQUESTS")
+SEED = first_seed()
 SECONDS = 20.0
 LONGEST_ANSWER = 1 << 20
 PATIENCE = 0.3

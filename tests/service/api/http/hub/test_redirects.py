@@ -20,8 +20,6 @@ from tests.support.waiting import eventually
 from weighbridge import TrainerClient
 from weighbridge_service.api.http.hub_routes import HubSizes
 
-pytestmark = pytest.mark.xdist_group("hub")
-
 
 @dataclass(frozen=True)
 class Elsewhere:
@@ -129,15 +127,15 @@ say({{"size": size, "tail": tail, "part": fs.cat_file(MODEL + "/{WEIGHTS}", star
     assert found["size"] == len(weights)
     assert bytes.fromhex(found["tail"]) == weights[-5000:-2000]
     assert bytes.fromhex(found["part"]) == weights[8:100]
-    assert {seen.status for seen in elsewhere.endpoint.recorder.files()} == {302}
+    assert {seen.status for seen in elsewhere.endpoint.recorder.files()} <= {302, 307}
     assert all(request["range"].startswith("bytes=") for request in elsewhere.asked)
 
 
 def test_a_redirect_says_what_lies_behind_it_and_gives_no_secret_away(elsewhere: Elsewhere) -> None:
-    http, url = elsewhere.endpoint.http, f"/{MODEL}/resolve/main/{WEIGHTS}"
+    http, url = elsewhere.endpoint.http, f"/{MODEL}/resolve/{elsewhere.endpoint.sha('main')}/{WEIGHTS}"
     head = http.head(url)
     assert head.status_code == 200
-    answer = http.get(url)
+    answer = http.get(url, follow_redirects=False)
     assert answer.status_code == 302
     assert answer.headers["x-linked-etag"] == head.headers["etag"]
     assert answer.headers["x-linked-size"] == head.headers["content-length"]
@@ -167,6 +165,8 @@ def test_what_cannot_be_had_elsewhere_comes_from_the_service(
     etag = http.head(url).headers["etag"]
     part = http.get(url, headers={"range": "bytes=5-9", "if-range": etag})
     assert (part.status_code, part.content) == (206, weights[5:10])
+    matching = http.get(url, headers={"if-match": etag})
+    assert (matching.status_code, matching.content) == (200, weights)
     behind = http.get(url, headers={"range": f"bytes={len(weights)}-"})
     assert behind.status_code == 416
     assert elsewhere.asked == []

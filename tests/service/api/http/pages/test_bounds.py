@@ -133,7 +133,9 @@ def test_every_page_answers_in_bounded_time_while_the_store_hangs_and_open_ones_
                     answers = list(pool.map(lambda _: http.get(path), range(40)))
                     assert {each.status_code for each in answers} == {503}
                     assert all("the store does not answer" in each.text for each in answers)
-                    assert time.monotonic() - begun < 20, "40 at once: far more than there are threads"
+                    assert time.monotonic() - begun < 35, (
+                        "40 at once, and not one after the other, for a second each"
+                    )
                     assert any("store does not answer" in each.get("trouble", "") for each in told)
                     go_on.set()
                     assert next(each["trouble"] for each in told if "trouble" in each) == ""

@@ -1,0 +1,173 @@
+"""Agreement of the ranks of one push, by the store of their process group: all of them push, or none does.
+
+It is no collective: it needs no GPU, no order among other collectives and no particular thread, and a rank that does not come holds the others
+for no longer than they allow. Each rank adds itself to a count; the one that completes it writes the verdict ``go``. A rank that cannot push,
+or waits no longer, writes another verdict. The first verdict stands, for the store compares and sets, so all ranks read the same.
+
+Keys, below ``weighbridge/<model>/<request>/<attempt>``: ``count``, ``here/<rank>`` until the verdict, ``verdict``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import Any
+
+from weighbridge._core.text.shortening import shortened
+from weighbridge.errors import WeighbridgeError
+
+_GO, _NO = b"go", b"no:"
+_SLICE_SECONDS = 0.2
+"""Length of one wait: other users of the store in this process wait for its end."""
+_MOST_REASON = 400
+"""Characters of a reason that other ranks are told."""
+
+_GONE = RuntimeError
+"""Error of a store that has gone, as when the job ends: it decides nothing, and waits end by their bounds."""
+
+_lock = threading.Lock()
+_begun: Counter[str] = Counter()
+_refused: Counter[str] = Counter()
+_clones: dict[int, tuple[Any, Any]] = {}
+
+
+@dataclass(frozen=True)
+class RankAgreement:
+    """One rank's part in the agreement on one push.
+
+    Attributes:
+        prefix: of its keys; the same on all ranks.
+        rank: this one, in the process group.
+        ranks: how many there are.
+        store: of the process group.
+        name: of the push; the same for all attempts at it.
+    """
+
+    prefix: str
+    rank: int
+    ranks: int
+    store: Any = field(repr=False)
+    name: str = ""
+
+    @staticmethod
+    def of_process_group(model: str, request_id: str, ranks: int) -> RankAgreement | None:
+        """The agreement on a push that all ranks of torch.distributed make; None where there is no such group, or others push.
+
+        All ranks call it equally often for a push: a second call for one begins another agreement.
+        """
+        import torch.distributed as dist
+
+        if ranks < 2 or not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() != ranks:
+            return None
+        store = _store()
+        if store is None:
+            return None
+        name = f"weighbridge/{model}/{request_id}"
+        with _lock:
+            _begun[name] += 1
+            attempt = _begun[name]
+        return RankAgreement(f"{name}/{attempt}", dist.get_rank(), ranks, store, name)
+
+    @property
+    def refused_before(self) -> int:
+        """Number of attempts at this push that all ranks have given up: ranks find each other by no attempt that has failed."""
+        return _refused[self.name]
+
+    def fail(self, error: BaseException) -> None:
+        """Take note that this rank's call has failed, which all ranks do if the verdict is that none pushes."""
+        self.refuse(error)
+        if self.problem():
+            with _lock:
+                _refused[self.name] += 1
+
+    def behind(self) -> RankAgreement:
+        """The agreement on what is pushed behind this push."""
+        return replace(self, prefix=f"{self.prefix}/behind")
+
+    def ahead(self) -> RankAgreement:
+        """The agreement to begin with what ranks do together before this push."""
+        return replace(self, prefix=f"{self.prefix}/ahead")
+
+    def refuse(self, error: BaseException) -> None:
+        """Say to all ranks that this one cannot push, unless a verdict stands. Does not wait."""
+        said = error.message if isinstance(error, WeighbridgeError) else repr(error)
+        if isinstance(error, WeighbridgeError) and error.details:
+            said += f"; {'; '.join(error.details)}"
+        self._decide(_NO + shortened(f"rank {self.rank}: {said}", _MOST_REASON).encode())
+
+    def come(self) -> None:
+        """Say that this rank can push."""
+        with contextlib.suppress(_GONE):
+            self.store.set(self._key(f"here/{self.rank}"), b"1")
+            if self.store.add(self._key("count"), 1) == self.ranks:
+                self._decide(_GO)
+
+    def problem(self) -> str:
+        """Reason why the ranks do not push; empty unless the verdict has one."""
+        with contextlib.suppress(_GONE):
+            if self.store.check([self._key("verdict")]):
+                return _problem_of(self.store.get(self._key("verdict")))
+        return ""
+
+    def decided(self, seconds: float) -> bool:
+        """Wait for the verdict, for so many seconds at most. Whether there is one."""
+        end = time.monotonic() + seconds
+        while True:
+            began = time.monotonic()
+            # TCPStore takes no wait of less than some milliseconds
+            slice_seconds = max(min(end - began, _SLICE_SECONDS), 0.01)
+            try:
+                self.store.wait([self._key("verdict")], timedelta(seconds=slice_seconds))
+            except RuntimeError:  # it is not there yet; or the store has gone, and says so at once
+                if began >= end:
+                    return False
+                # lets others of this process have the store
+                time.sleep(max(began + slice_seconds - time.monotonic(), 0.001))
+            else:
+                return True
+
+    def absent(self) -> list[int]:
+        """The ranks that have not come."""
+        ranks = range(self.ranks)
+        with contextlib.suppress(_GONE):
+            return [rank for rank in ranks if not self.store.check([self._key(f"here/{rank}")])]
+        return []
+
+    def done(self) -> None:
+        """Take away what only the agreement needed. The verdict stays, for ranks that come late."""
+        with contextlib.suppress(_GONE):
+            self.store.delete_key(self._key(f"here/{self.rank}"))
+
+    def _decide(self, verdict: bytes) -> None:
+        with contextlib.suppress(_GONE):
+            self.store.compare_set(self._key("verdict"), "", verdict.decode(errors="replace"))
+
+    def _key(self, name: str) -> str:
+        return f"{self.prefix}/{name}"
+
+
+def _problem_of(verdict: bytes) -> str:
+    return "" if verdict == _GO else verdict.removeprefix(_NO).decode(errors="replace")
+
+
+def _store() -> Any:
+    """A connection of this library's own to the store of the default process group, so that no other use of it waits; None if there is none."""
+    from torch.distributed import distributed_c10d
+
+    try:
+        store: Any = distributed_c10d._get_default_store()
+    except (ValueError, RuntimeError, AttributeError):
+        return None
+    with _lock:
+        known = _clones.get(id(store))
+        if known is None or known[0] is not store:
+            try:
+                known = store, store.clone()
+            except (AttributeError, RuntimeError, NotImplementedError, TypeError):  # before torch 2.8
+                known = store, store
+            _clones[id(store)] = known
+    return known[1]

@@ -1,0 +1,67 @@
+"""Folder of what clients can make again: recordings, and the files of models that an engine reads from a folder."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from weighbridge._formats.hf_folder import write_side_files
+from weighbridge.errors import FailedPrecondition
+
+CACHE_VARIABLE = "WEIGHBRIDGE_CACHE"
+_FIX = f"name a folder that this user may write to in {CACHE_VARIABLE}, or give the user a home folder that it may write to (HOME)"
+
+
+def cache_folder() -> Path:
+    """Where clients keep what they can make again: ``WEIGHBRIDGE_CACHE``, or ``weighbridge`` among the user's caches.
+
+    Raises:
+        FailedPrecondition: nothing names a folder, and the user has no home.
+    """
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    try:
+        return Path(os.environ.get(CACHE_VARIABLE) or f"{base}/weighbridge").expanduser()
+    except RuntimeError as error:
+        raise FailedPrecondition("there is no folder for caches: this user has no home", fix=_FIX) from error
+
+
+def folder_of(kind: str, files: Mapping[str, bytes]) -> Path:
+    """A folder with exactly these files, the same for the same files; other processes may be making it too.
+
+    Args:
+        kind: of what, as a part of the folder's path.
+        files: their contents by name.
+
+    Raises:
+        FailedPrecondition: it cannot be written.
+        InvalidArgument: a name may lead out of it.
+    """
+    digest = hashlib.sha256()
+    for name, content in sorted(files.items()):
+        digest.update(f"{name}\0{len(content)}\0".encode() + content)
+    folder = cache_folder() / kind / digest.hexdigest()[:32]
+    try:
+        if not folder.is_dir():
+            _write(folder, files)
+    except OSError as error:
+        raise FailedPrecondition(
+            f"config and tokenizer of a model cannot be kept in {folder.parent}: {error.strerror or error}",
+            fix=_FIX,
+        ) from error
+    return folder
+
+
+def _write(folder: Path, files: Mapping[str, bytes]) -> None:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    new = Path(tempfile.mkdtemp(dir=folder.parent))
+    try:
+        write_side_files(new, files)
+        new.rename(folder)
+    except OSError:
+        shutil.rmtree(new, ignore_errors=True)
+        if not folder.is_dir():  # else another process was faster
+            raise

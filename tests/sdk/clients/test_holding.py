@@ -1,0 +1,167 @@
+"""Do pushes hold their rank no longer than they may, do ranks agree on each, and does a loop that wants to go on go on?"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import HashStore, TCPStore
+
+from tests.support.ports import reserved_port
+from tests.support.reference import tiny_config, tiny_model
+from tests.support.services import running_service
+from weighbridge import (
+    CheckpointManager,
+    DeadlineExceeded,
+    InvalidArgument,
+    TrainerClient,
+    Unavailable,
+)
+from weighbridge._clients.holding.agreement import RankAgreement
+from weighbridge._clients.holding.policy import HoldPolicy, current_hold, held
+from weighbridge.integrations.torch.writer import WeighbridgeWriter
+
+CONFIG = tiny_config("llama", tied=False, num_hidden_layers=2, vocab_size=64)
+LONG = 30.0
+
+
+def agreements(ranks: int, store: Any = None) -> list[RankAgreement]:
+    store = HashStore() if store is None else store
+    return [RankAgreement("weighbridge/a/b/run/1", rank, ranks, store) for rank in range(ranks)]
+
+
+def tcp_store() -> Any:
+    """The store that torchrun's process groups have."""
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+@pytest.mark.parametrize(("ranks", "store"), [(2, HashStore), (7, HashStore), (3, tcp_store)])
+def test_all_ranks_push_once_the_last_one_has_come(ranks: int, store: Any) -> None:
+    first = store()
+    found = agreements(ranks, first.clone())
+    *early, last = found
+    for each in early:
+        each.come()
+    assert not any(each.decided(0.0) for each in found)
+    assert early[0].absent() == [ranks - 1]
+    with ThreadPoolExecutor() as pool:
+        waits = [pool.submit(each.decided, LONG) for each in early]
+        last.come()
+        assert all(each.result() for each in waits)
+    assert [each.problem() for each in found] == [""] * ranks
+    last.refuse(ValueError("too late"))
+    assert found[0].problem() == "", "the first verdict stands"
+
+
+def test_no_rank_pushes_where_one_cannot_and_all_hear_why() -> None:
+    first, second, third = agreements(3)
+    first.come()
+    second.refuse(Unavailable("no answer", details=["port 9"]))
+    assert first.decided(LONG)
+    third.come()
+    assert {each.problem() for each in (first, second, third)} == {"rank 1: no answer; port 9"}
+
+
+def test_what_is_pushed_behind_is_agreed_on_by_itself() -> None:
+    first, second = agreements(2)
+    second.refuse(ValueError("no"))
+    assert first.behind().problem() == ""
+
+
+def test_a_hold_ends_no_later_than_the_one_around_it() -> None:
+    short, long = HoldPolicy(max_hold_s=5.0), HoldPolicy(max_hold_s=500.0)
+    with held(short.begin()):
+        assert long.begin().left <= 5.0
+        other: list[float] = []
+        thread = threading.Thread(target=lambda: other.append(current_hold().left))
+        thread.start()
+        thread.join()
+        assert other == [float("inf")], "what goes on behind the caller is not of its hold"
+    assert 5.0 < long.begin().left <= 500.0
+
+
+@pytest.mark.parametrize("options", [{"max_hold_s": 0}, {"max_hold_s": "1"}, {"on_failure": "ignore"}])
+def test_terms_that_mean_nothing_are_refused_at_every_door(options: dict[str, object]) -> None:
+    with TrainerClient(f"127.0.0.1:{reserved_port()}") as trainer:
+        for door in (
+            lambda: trainer.push("a/b", {}, step=1, **options),  # type: ignore[arg-type]
+            lambda: trainer.push_state_dict("a/b", {}, step=1, **options),  # type: ignore[arg-type]
+            lambda: trainer.push_gathered("a/b", [], step=1, **options),  # type: ignore[arg-type]
+            lambda: CheckpointManager(trainer, "a/b", torch.nn.Linear(1, 1), **options),  # type: ignore[arg-type]
+            lambda: WeighbridgeWriter("a/b", trainer, **options),  # type: ignore[arg-type]
+        ):
+            with pytest.raises(InvalidArgument, match=r"max_hold_s|on_failure"):
+                door()
+        with pytest.raises(InvalidArgument, match="no way to skip") as refused:
+            WeighbridgeWriter("a/b", trainer, on_failure="warn")
+        assert "CheckpointException" in refused.value.fix
+
+
+def test_a_service_that_is_away_holds_a_push_no_longer_than_it_may(caplog: pytest.LogCaptureFixture) -> None:
+    module = torch.nn.Linear(2, 2)
+    with TrainerClient(f"127.0.0.1:{reserved_port()}", retry_seconds=LONG) as trainer:
+        began = time.monotonic()
+        with pytest.raises((Unavailable, DeadlineExceeded)):
+            trainer.push_state_dict("a/b", module, step=1, max_hold_s=0.2)
+        taken: list[str] = []
+        weights = ((taken.append(name) or name, tensor) for name, tensor in module.state_dict().items())  # type: ignore[func-returns-value]
+        skipped = trainer.push_gathered("a/b", weights, step=1, max_hold_s=0.2, on_failure="warn")
+        checkpoints = CheckpointManager(trainer, "a/b", module, max_hold_s=0.2, on_failure="warn")
+        again = checkpoints.save(2)
+        assert time.monotonic() - began < LONG / 2
+        for handle in (skipped, again, checkpoints):
+            with pytest.raises((Unavailable, DeadlineExceeded)):
+                handle.wait()
+    assert isinstance(skipped.skipped, Unavailable | DeadlineExceeded)
+    assert skipped.copied(0)
+    assert taken == ["weight", "bias"], "other ranks may gather them together with this one"
+    assert "a/b: step 2 was not pushed; the loop goes on. the service at" in caplog.text
+
+
+def test_a_push_waits_for_the_bytes_of_earlier_ones_no_longer_than_it_may(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    CONFIG.save_pretrained(tmp_path / "hf")
+    model = tiny_model(CONFIG, seed=1)
+    with running_service(tmp_path / "store") as service, TrainerClient(service.address) as trainer:
+        trainer.register_model("a/b", tmp_path / "hf", dtype="fp32")
+        arrives = threading.Event()
+        deliver = trainer._pusher._deliver
+
+        def slow(*arguments: object) -> object:
+            arrives.wait(LONG)
+            return deliver(*arguments)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(trainer._pusher, "_deliver", slow)
+        earlier = [trainer.push_state_dict("a/b", model, step=step) for step in (1, 2)]
+        with pytest.raises(DeadlineExceeded, match=r"earlier pushes .* after max_hold_s=0.2"):
+            trainer.push_state_dict("a/b", model, step=3, max_hold_s=0.2)
+        arrives.set()
+        assert [each.wait(timeout=LONG).step for each in earlier] == [1, 2]
+        assert trainer.push_state_dict("a/b", model, step=3, max_hold_s=LONG).wait(timeout=LONG).step == 3
+
+
+def test_a_push_that_fails_behind_the_loop_is_logged_where_the_loop_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    CONFIG.save_pretrained(tmp_path / "hf")
+    model = tiny_model(CONFIG, seed=1)
+    caplog.set_level(logging.ERROR)
+    with running_service(tmp_path / "store") as service, TrainerClient(service.address) as trainer:
+        trainer.register_model("a/b", tmp_path / "hf", dtype="fp32")
+
+        def broken(*_: object) -> object:
+            raise Unavailable("the wire was cut")
+
+        monkeypatch.setattr(trainer._pusher, "_deliver", broken)
+        handle = trainer.push_state_dict("a/b", model, step=1, on_failure="warn")
+        with pytest.raises(Unavailable, match="the wire was cut"):
+            handle.report()
+    assert handle.skipped is None
+    assert "a/b@1 was not pushed; the loop goes on. the wire was cut" in caplog.text

@@ -1,0 +1,91 @@
+"""Processor time of each test, its own and that of the processes it starts; the costliest are listed at the end of a run.
+
+A pytest plugin. Wall time says little about a test on a machine with other work; processor time repeats within some percent.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import defaultdict
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+
+_PROPERTY = "processor_seconds"
+_TICK = os.sysconf("SC_CLK_TCK")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--costs`` and ``--costs-json``."""
+    group = parser.getgroup("costs")
+    group.addoption("--costs", type=int, default=20, metavar="N", help="list the N costliest tests")
+    group.addoption(
+        "--costs-json", type=Path, metavar="FILE", help="write processor and wall seconds of each test"
+    )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Add what a test has cost to its last report, which workers send to the process that prints."""
+    begun = item.config.stash.setdefault(_BEGUN, 0.0)
+    report = yield
+    if report.when == "teardown":
+        now = item.config.stash[_BEGUN] = processor_seconds()
+        report.user_properties.append((_PROPERTY, round(now - begun, 4)))
+    return report
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Start the clock of the first test."""
+    session.config.stash[_BEGUN] = processor_seconds()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """List the costliest tests."""
+    costs: dict[str, float] = defaultdict(float)
+    wall: dict[str, float] = defaultdict(float)
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                wall[report.nodeid] += report.duration
+                costs[report.nodeid] += sum(
+                    value for name, value in report.user_properties if name == _PROPERTY
+                )
+    if file := config.getoption("costs_json"):
+        file.write_text(
+            json.dumps({test: [round(costs[test], 3), round(wall[test], 3)] for test in costs}, indent=0)
+        )
+    costliest = sorted(costs.items(), key=lambda each: -each[1])[: config.getoption("costs")]
+    if costliest:
+        total = sum(costs.values())
+        terminalreporter.section(f"processor seconds: {total:.0f} in {len(costs):,} tests, the costliest")
+        for test, seconds in costliest:
+            terminalreporter.write_line(f"{seconds:7.2f}  {test}")
+
+
+def processor_seconds() -> float:
+    """Processor time of this process and of all that it has started, in seconds: those that run, and those that have ended.
+
+    A process that has left for another parent is not counted.
+    """
+    ticks: dict[int, int] = {}
+    children: dict[int, list[int]] = defaultdict(list)
+    for entry in os.listdir("/proc"):
+        if entry.isdecimal():
+            try:
+                fields = Path(f"/proc/{entry}/stat").read_text("utf-8").rpartition(")")[2].split()
+            except OSError:
+                continue  # it has ended since
+            ticks[int(entry)] = sum(int(field) for field in fields[11:15])
+            children[int(fields[1])].append(int(entry))
+    total, waiting = 0, [os.getpid()]
+    while waiting:
+        pid = waiting.pop()
+        total += ticks.get(pid, 0)
+        waiting += children[pid]
+    return total / _TICK
+
+
+_BEGUN = pytest.StashKey[float]()
