@@ -53,7 +53,9 @@ def serve(rank: int, server: str, model: str, version: str | int, size: int) -> 
     be_quiet()
     with EngineClient(server) as client, tempfile.TemporaryDirectory(prefix="engine-") as folder:
         for name, content in client.model_files(model, version).items():
-            Path(folder, name).write_bytes(content)
+            path = Path(folder, name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
         engine = build_rank(AutoConfig.from_pretrained(folder), size)
         parameters = dict(engine.named_parameters())
         started = time.monotonic()

@@ -88,6 +88,12 @@ class Signing:
 def signing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Signing]:
     folder = tmp_path_factory.mktemp("signing")
     source = tiny_folder(folder / "hf")
+    for name in (
+        "1_Pooling/config.json",
+        "config/more.json",
+    ):  # the order of paths is not that of their texts
+        (source.folder / name).parent.mkdir()
+        (source.folder / name).write_text("{}")
     with running_service(folder / "store") as running, EngineClient(running.address) as client:
         with TrainerClient(running.address) as trainer:
             trainer.import_folder(MODEL, source.folder, step=1).wait(timeout=60)

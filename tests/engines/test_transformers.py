@@ -14,7 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+)
 
 from tests.support import transformers_client as client
 from tests.support.mortal_proxy import MortalProxy
@@ -22,8 +27,9 @@ from tests.support.reference import tiny_config, tiny_model
 from tests.support.services import RunningService, running_service
 from weighbridge import EngineClient, TrainerClient
 from weighbridge._clients.engine import Pull
-from weighbridge.errors import FailedPrecondition, NotFound, WeighbridgeError
+from weighbridge.errors import FailedPrecondition, InvalidArgument, NotFound, WeighbridgeError
 from weighbridge.integrations.transformers import attach, from_weighbridge, live_model, update
+from weighbridge.integrations.transformers.options import single_device
 
 FAMILIES = [
     ("llama", False),
@@ -249,8 +255,6 @@ def test_of_two_updates_at_once_the_second_is_refused(
 def test_what_is_missing_is_initialised_if_that_is_asked_for(
     service: RunningService, models: dict[str, Model]
 ) -> None:
-    from transformers import AutoModelForSequenceClassification
-
     with pytest.raises(FailedPrecondition, match=r"score\.weight"):
         from_weighbridge("tests/llama@1", service.address, model_class=AutoModelForSequenceClassification)
     model = from_weighbridge(
@@ -263,11 +267,81 @@ def test_what_is_missing_is_initialised_if_that_is_asked_for(
     assert client.differences(model.model, expected.model) == []
 
 
-def test_a_model_that_is_spread_over_several_devices_is_refused(
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"torch_dtype": torch.bfloat16}, {"torch_dtype": "float16"}, {"torch_dtype": torch.float16, "dtype": torch.float32},
+        {"use_cache": False, "dtype": "auto"}, {"rope_theta": 99.0, "attn_implementation": "eager", "dtype": "auto"},
+        {"num_hidden_layers": 1, "dtype": "auto"}, {"device_map": "auto", "dtype": "auto"}, {"device_map": {"": "cpu"}, "dtype": "auto"},
+        {"cache_dir": "/nowhere", "local_files_only": True, "low_cpu_mem_usage": True, "dtype": "auto"},
+    ],
+    ids=lambda options: ",".join(options),
+)  # fmt: skip
+def test_options_do_what_they_do_in_from_pretrained(
+    service: RunningService, models: dict[str, Model], options: dict[str, Any]
+) -> None:
+    expected = AutoModelForCausalLM.from_pretrained(models["llama"].folders[0], **options)
+    found = from_weighbridge(
+        "tests/llama@1", service.address, strict="num_hidden_layers" not in options, **options
+    )
+    assert client.differences(found, expected) == []
+    configs = [model.config.to_diff_dict() for model in (found, expected)]
+    assert configs[0] | {"_name_or_path": ""} == configs[1] | {"_name_or_path": ""}
+    assert (found.dtype, found.device) == (expected.dtype, expected.device)
+    assert found.config._attn_implementation == expected.config._attn_implementation
+
+
+def test_a_head_has_as_many_labels_as_are_asked_for(
     service: RunningService, models: dict[str, Model]
 ) -> None:
-    with pytest.raises(WeighbridgeError, match="is no single device"):
-        from_weighbridge("tests/llama@1", service.address, device_map="auto")
+    options: dict[str, Any] = {"num_labels": 3, "problem_type": "multi_label_classification"}
+    expected = AutoModelForSequenceClassification.from_pretrained(models["llama"].folders[0], **options)
+    found = from_weighbridge(
+        "tests/llama@1",
+        service.address,
+        model_class=AutoModelForSequenceClassification,
+        strict=False,
+        **options,
+    )
+    assert found.score.weight.shape == expected.score.weight.shape
+    assert (found.config.id2label, found.config.problem_type) == (
+        expected.config.id2label,
+        expected.config.problem_type,
+    )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"revision": "prod"}, {"subfolder": "unet"}, {"variant": "fp16"}, {"gguf_file": "a.gguf"}, {"state_dict": {"a": 1}}, {"load_in_4bit": True},
+        {"max_memory": {0: "1GB"}}, {"offload_folder": "/tmp"}, {"ignore_mismatched_sizes": True}, {"output_loading_info": True},
+        {"device_map": {"model": "cpu", "lm_head": "meta"}}, {"device_map": "nowhere"},
+    ],
+    ids=lambda options: ",".join(options),
+)  # fmt: skip
+def test_options_that_a_version_cannot_fulfil_are_refused_by_name(
+    service: RunningService, models: dict[str, Model], options: dict[str, Any]
+) -> None:
+    with pytest.raises(WeighbridgeError, match=next(iter(options))) as refused:
+        from_weighbridge("tests/llama@1", service.address, **options)
+    assert refused.value.fix
+
+
+@pytest.mark.parametrize(
+    ("devices", "free", "found"), [(1, 100, "cuda:0"), (1, 99, "in host memory"), (2, 100, "over 2 devices")]
+)
+def test_a_model_goes_to_the_only_accelerator_if_it_fits_and_is_spread_over_no_several(
+    monkeypatch: pytest.MonkeyPatch, devices: int, free: int, found: str
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: devices)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (free, 1000))
+    if found.startswith("cuda"):
+        assert single_device("balanced", 100) == torch.device(found)
+        return
+    with pytest.raises(InvalidArgument, match=found):
+        single_device("balanced", 100)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "mixtral", "deepseek_v3"])

@@ -216,7 +216,7 @@ def push_command(
 ) -> None:
     """Push a Hugging Face folder as a new version.
 
-    Waits until the version is in the object store.
+    Its config.json, tokenizer and other files become MODEL's; MODEL keeps those that the folder does not have. Waits until the version is in the object store.
     """
     options: PushOptions = {"allow_nonfinite": allow_nonfinite, "candidate": candidate, "metadata": metadata}
     with _trainer(server) as client:

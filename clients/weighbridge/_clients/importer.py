@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -16,9 +17,12 @@ from weighbridge._core.layouts import TensorSpec
 from weighbridge._core.references import training_of
 from weighbridge._core.resources import Model
 from weighbridge._core.tensor_spaces import TensorSpace
-from weighbridge._formats import hf_folder, safetensors_files
+from weighbridge._formats import safetensors_files
 from weighbridge._formats.folder_weights import FolderWeights
-from weighbridge.errors import InvalidArgument
+from weighbridge._formats.hf_folder import in_dtype_of
+from weighbridge._formats.side_files.carried import carried_files, has_tokenizer
+from weighbridge._formats.side_files.reading import CONFIG, SideFiles
+from weighbridge.errors import FailedPrecondition, InvalidArgument, LayoutError
 
 if TYPE_CHECKING:
     import torch
@@ -61,8 +65,7 @@ class ImportingClient(PushingClient):
             FailedPrecondition: the model is registered already, with other tensors.
         """
         folder = Path(hf_dir)
-        files = hf_folder.side_files(folder)
-        _tell_of_tokenizer(model, folder, files)
+        files = _side_files(model, folder)
         specs: Iterable[TensorSpec] = ()
         if tensors is not None:
             from weighbridge._formats.torch_state import tensor_specs
@@ -103,8 +106,7 @@ class ImportingClient(PushingClient):
         dtype = dtypes.parse(dequantize) if dequantize else None
         if dtype is not None and not dtype.is_float:
             raise InvalidArgument(f"fp8 weights cannot become {dtype}", fix="use bf16, fp16 or fp32")
-        files = hf_folder.side_files(Path(hf_dir))
-        _tell_of_tokenizer(model, hf_dir, files)
+        files = _side_files(model, Path(hf_dir))
         weights = FolderWeights.read(Path(hf_dir), files["config.json"], dequantize=dtype)
         files["config.json"] = weights.config_json
         self.register_files(model, files, "", weights.layout.tensors.values(), weight_map=weight_map)
@@ -159,7 +161,10 @@ class ImportingClient(PushingClient):
         hold_seal: bool = False,
         **options: Unpack[PushOptions],
     ) -> PushHandle:
-        """Push the weights of a Hugging Face folder as a new version of a registered model.
+        """Push the weights of a Hugging Face folder, and its other files if it has a ``config.json``, as a new version of a registered model.
+
+        The folder's files become the registered ones, so that this version and those that ranks push after it have them. Registered files that
+        the folder does not have stay, but for those of the tokenizer if it brings one; a folder without ``config.json`` leaves all as they are.
 
         Args:
             model: ``namespace/name``, registered before.
@@ -174,15 +179,21 @@ class ImportingClient(PushingClient):
 
         Raises:
             NotFound: the model is not registered, or the folder has no safetensors files.
-            LayoutError: the folder's tensors are not those of the model.
+            LayoutError: the folder's tensors are not those of the model, or its ``config.json`` describes another model.
             DataLoss: a file is damaged.
         """
         check_options(options)
-        config = Path(hf_dir) / "config.json"
-        config_json = config.read_bytes() if config.is_file() else self.model_files(model)["config.json"]
-        weights = FolderWeights.read(Path(hf_dir), config_json)
+        folder, registered = Path(hf_dir), self.model_files(model)
+        files = registered
+        if os.path.lexists(folder / CONFIG):
+            sides = SideFiles.read(folder)
+            sides.tell(model, folder)
+            files = carried_files(registered, sides.files)
+        weights = FolderWeights.read(folder, files[CONFIG])
         with self._tensors(model) as tensors:
             weights = weights.as_model_has_them(tensors, cast)
+            source = f"{CONFIG} of {folder}"
+            replace_files(self, model, source, registered, files, tensors, cast=bool(weights.cast_from))
             request_id = request_id or str(uuid.uuid4())
             return self._push_weights(model, weights, step, run, request_id, options, hold_seal=hold_seal)
 
@@ -203,6 +214,50 @@ class ImportingClient(PushingClient):
         )  # fmt: skip
 
 
-def _tell_of_tokenizer(model: str, folder: str | Path, files: Iterable[str]) -> None:
-    if not hf_folder.has_tokenizer(files):
+def _side_files(model: str, folder: Path) -> dict[str, bytes]:
+    """The files of a folder besides its weights; logs what is left out or missing."""
+    sides = SideFiles.read(folder)
+    sides.tell(model, folder)
+    if not has_tokenizer(sides.files):
         log.warning("%s: %s has no tokenizer: engines that need one will not find it here", model, folder)
+    return sides.files
+
+
+def replace_files(
+    client: ImportingClient,
+    model: str,
+    source: str,
+    registered: Mapping[str, bytes],
+    files: Mapping[str, bytes],
+    tensors: Mapping[str, TensorSpec],
+    *,
+    cast: bool,
+) -> None:
+    """Have the next versions carry these files instead of the registered ones, if they are others.
+
+    Args:
+        client: registers them.
+        model: ``namespace/name``.
+        source: what to call the config among them.
+        registered: the files as they are registered.
+        files: those that are to be.
+        tensors: the model's, which stay as they are.
+        cast: whether weights are cast to the model's dtypes on the way; the folder's config then names another dtype than the version has.
+
+    Raises:
+        LayoutError: the config describes a model with other tensors, or with the same ones in other places, as by its heads.
+    """
+    if cast:
+        files = {**files, CONFIG: in_dtype_of(tensors.values(), files[CONFIG])}
+    if files == registered:
+        return
+    try:
+        client.register_files(model, files, "", tensors.values(), weight_map=client.model(model).weight_map)
+    except (FailedPrecondition, InvalidArgument) as error:
+        raise LayoutError(
+            f"{source} describes another model than {model}: {error.message}",
+            details=error.details,
+            fix="register it under another name: weighbridge import, or TrainerClient.register_model",
+        ) from error
+    other = sorted(name for name in {*files, *registered} if files.get(name) != registered.get(name))
+    log.info("%s: versions have other files than before from now on: %s", model, ", ".join(other))

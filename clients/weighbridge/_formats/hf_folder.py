@@ -1,68 +1,30 @@
-"""Hugging Face folders: the files besides the weights, and writing a folder that transformers loads."""
+"""Hugging Face folders, written as transformers loads them."""
 
 from __future__ import annotations
 
 import errno
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weighbridge._core.dtypes import DType
+from weighbridge._core.file_names import ALLOWED, folders_of, is_file_name
 from weighbridge._core.layouts import TensorSpec
+from weighbridge._core.text.shortening import shown
 from weighbridge._formats import safetensors_files
 from weighbridge.errors import (
     FailedPrecondition,
     InvalidArgument,
-    NotFound,
     ResourceExhausted,
     WeighbridgeError,
 )
 
 if TYPE_CHECKING:
     import torch
-
-_SIDE_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".md", ".py")
-"""Files of code belong to models that transformers has none for; nothing here runs them."""
-MAX_SIDE_FILE_BYTES = 256 << 20
-_OWN_FILES = (safetensors_files.INDEX_FILE, "pytorch_model.bin.index.json", "weighbridge.json")
-
-
-def side_files(folder: Path) -> dict[str, bytes]:
-    """The files of an HF folder that belong to the model besides its weights: config, tokenizer, chat template, code.
-
-    Raises:
-        NotFound: no such folder, or no ``config.json`` in it.
-        InvalidArgument: a file is larger than `MAX_SIDE_FILE_BYTES`.
-    """
-    if not folder.is_dir():
-        raise NotFound(
-            f"there is no folder {folder}", fix="name one that model.save_pretrained() has written"
-        )
-    if not (folder / "config.json").is_file():
-        raise NotFound(
-            f"there is no config.json in {folder}",
-            fix="name a folder that model.save_pretrained() has written",
-        )
-    found = {}
-    for path in sorted(folder.iterdir()):
-        if path.is_file() and path.suffix in _SIDE_SUFFIXES and path.name not in _OWN_FILES:
-            if path.stat().st_size > MAX_SIDE_FILE_BYTES:
-                raise InvalidArgument(
-                    f"{path} has {path.stat().st_size} bytes, more than a tokenizer's {MAX_SIDE_FILE_BYTES}",
-                    fix="move it out of the folder if it does not belong to the model",
-                )
-            found[path.name] = path.read_bytes()
-    return found
-
-
-def has_tokenizer(files: Iterable[str]) -> bool:
-    """Whether files with these names are, or make, a tokenizer."""
-    return any(
-        name.startswith(("tokeniz", "vocab", "merges", "tekken")) or name.endswith((".model", ".tiktoken"))
-        for name in files
-    )
 
 
 def unwritable(path: Path, error: OSError) -> WeighbridgeError:
@@ -118,8 +80,7 @@ def write_hf_folder(
     """
     check_free(folder)
     for name in files:
-        if Path(name).name != name or name.startswith("."):
-            raise InvalidArgument(f"{name[:80]!r} is no name for a file of a model")
+        check_file_name(name)
     laid_out = safetensors_files.lay_out_files(specs, max_shard_bytes)
     in_file_order = [laid_out.layout.tensors[p.shard.tensor] for p in laid_out.layout.placements]
     chunks = _chunks(tensors(in_file_order), laid_out.layout.tensors)
@@ -148,16 +109,43 @@ def write_hf_folder(
         index = laid_out.index_json
         if index is not None:
             side[safetensors_files.INDEX_FILE] = index
-        for name, content in side.items():
-            (folder / name).write_bytes(content)
+        write_side_files(folder, side)
     except BaseException as error:
-        for name in (*laid_out.file_sizes, *side):  # it would be in the way of another try
+        for name in laid_out.file_sizes:  # it would be in the way of another try
             (folder / f".{name}.partial").unlink(missing_ok=True)
+        for name in (*laid_out.file_sizes, *side):
             (folder / name).unlink(missing_ok=True)
+        for name in sorted(folders_of(side), reverse=True):
+            with suppress(OSError):
+                (folder / name).rmdir()
         if not isinstance(error, OSError):
             raise
         raise unwritable(folder, error) from error
     return [*laid_out.file_sizes, *side]
+
+
+def check_file_name(name: str) -> str:
+    """``name``, if it names a file in a version's folder. Raises InvalidArgument: it may lead out of it."""
+    if not is_file_name(name):
+        raise InvalidArgument(f"{shown(name)} is no name for a file of a model", fix=f"use {ALLOWED}")
+    return name
+
+
+def write_side_files(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Write files to a folder that exists, and to folders in it.
+
+    Args:
+        folder: where to.
+        files: content by name; names of files in folders have slashes.
+
+    Raises:
+        InvalidArgument: a name may lead out of the folder.
+        OSError: the file system refuses.
+    """
+    for name, content in files.items():
+        path = folder / check_file_name(name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
 
 
 def with_dtype(config_json: bytes, dtype: DType) -> bytes:
@@ -168,6 +156,15 @@ def with_dtype(config_json: bytes, dtype: DType) -> bytes:
         return config_json
     config["dtype"] = config["torch_dtype"] = dtype.torch_name
     return (json.dumps(config, indent=2) + "\n").encode()
+
+
+def in_dtype_of(tensors: Iterable[TensorSpec], config_json: bytes) -> bytes:
+    """A ``config.json`` that names the dtype of most of the weights as the model's: loaders go by that."""
+    nbytes: Counter[DType] = Counter()
+    for spec in tensors:
+        if spec.dtype.is_float:
+            nbytes[spec.dtype] += spec.nbytes
+    return with_dtype(config_json, nbytes.most_common(1)[0][0]) if nbytes else config_json
 
 
 def _chunks(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import mmap
+import os
 import re
 import stat
 from collections.abc import Mapping, Sequence
@@ -24,6 +25,7 @@ from numpy.typing import NDArray
 from weighbridge._core import dtypes
 from weighbridge._core.boxes import Box
 from weighbridge._core.layouts import Layout, Placement, Shard, TensorSpec, check_spec
+from weighbridge._formats.side_files.regular import open_regular
 from weighbridge.errors import DataLoss, InvalidArgument, NotFound
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -214,6 +216,7 @@ def map_folder(folder: Path) -> dict[str, NDArray[np.uint8]]:
     Raises:
         NotFound: no such folder, no safetensors file in it, or one that the index names is missing.
         DataLoss: the index cannot be read, or names files outside the folder.
+        InvalidArgument: a file is a link out of the folder.
     """
     if not folder.is_dir():
         raise NotFound(f"there is no folder {folder}")
@@ -234,7 +237,7 @@ def map_folder(folder: Path) -> dict[str, NDArray[np.uint8]]:
             f"there are no safetensors files in {folder}",
             fix="save the model with model.save_pretrained(folder), which writes safetensors",
         )
-    return {name: map_file(folder / name) for name in names}
+    return {name: map_file(folder, name) for name in names}
 
 
 def _read_index(index: Path) -> bytes:
@@ -254,21 +257,15 @@ def has_weights(folder: Path) -> bool:
     return (folder / INDEX_FILE).exists() or any(folder.glob("*.safetensors"))
 
 
-def map_file(path: Path) -> NDArray[np.uint8]:
-    """Map one file read-only, as bytes.
+def map_file(folder: Path, name: str) -> NDArray[np.uint8]:
+    """Map one file of a folder read-only, as bytes.
 
     Raises:
         NotFound: there is no such file.
         DataLoss: there is something else of this name.
+        InvalidArgument: it is a link out of the folder.
     """
-    try:
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise DataLoss(f"{path} is not a regular file", fix="put the file of weights in its place")
-        with path.open("rb") as file:
-            if path.stat().st_size == 0:
-                return np.empty(0, dtype=np.uint8)
-            return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), dtype=np.uint8)
-    except FileNotFoundError as error:
-        raise NotFound(
-            f"there is no file {path}", fix="download or save all files of the folder again"
-        ) from error
+    with os.fdopen(open_regular(folder / name, folder), "rb") as file:
+        if os.fstat(file.fileno()).st_size == 0:
+            return np.empty(0, dtype=np.uint8)
+        return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), dtype=np.uint8)

@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+from weighbridge._formats.hf_folder import write_side_files
 from weighbridge.errors import FailedPrecondition
 
 CACHE_VARIABLE = "WEIGHBRIDGE_CACHE"
@@ -37,11 +38,10 @@ def folder_of(kind: str, files: Mapping[str, bytes]) -> Path:
 
     Raises:
         FailedPrecondition: it cannot be written.
+        InvalidArgument: a name may lead out of it.
     """
     digest = hashlib.sha256()
     for name, content in sorted(files.items()):
-        if Path(name).name != name:
-            raise ValueError(f"{name!r} is no name of a file of a model")
         digest.update(f"{name}\0{len(content)}\0".encode() + content)
     folder = cache_folder() / kind / digest.hexdigest()[:32]
     try:
@@ -59,8 +59,7 @@ def _write(folder: Path, files: Mapping[str, bytes]) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     new = Path(tempfile.mkdtemp(dir=folder.parent))
     try:
-        for name, content in files.items():
-            (new / name).write_bytes(content)
+        write_side_files(new, files)
         new.rename(folder)
     except OSError:
         shutil.rmtree(new, ignore_errors=True)

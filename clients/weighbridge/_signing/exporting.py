@@ -17,7 +17,8 @@ def write_signatures(folder: Path, manifest: ManifestText, signatures: Sequence[
     Raises:
         OSError: the folder cannot be written.
     """
-    there = {path.name: path.stat().st_size for path in folder.iterdir()}
+    paths = (path for path in folder.rglob("*") if path.is_file())
+    there = {path.relative_to(folder).as_posix(): path.stat().st_size for path in paths}
     if there != {name: file.size for name, file in manifest.files.items()}:
         return False
     (folder / MANIFEST_FILE).write_bytes(manifest.text)

@@ -6,9 +6,9 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import PurePath
 from typing import Any
 
+from weighbridge._core.file_names import is_file_name
 from weighbridge.errors import DataLoss
 
 MANIFEST_FILE = "weighbridge.json"
@@ -103,7 +103,7 @@ class ManifestText:
 
 
 def _name(name: str) -> str:
-    if not name or PurePath(name).name != name or name.startswith(".") or name == MANIFEST_FILE:
+    if not is_file_name(name) or name == MANIFEST_FILE:
         raise ValueError(f"{name[:100]!r} cannot name a file of a version")
     return name
 

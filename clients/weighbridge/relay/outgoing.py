@@ -13,8 +13,8 @@ from pathlib import Path
 from weighbridge._clients.push_handle import PushHandle
 from weighbridge._clients.trainer import TrainerClient
 from weighbridge._core.resources import Version, VersionState
-from weighbridge._formats import hf_folder
 from weighbridge._formats.folder_weights import FolderWeights
+from weighbridge._formats.side_files.reading import SideFiles
 from weighbridge.errors import DataLoss, FailedPrecondition, InvalidArgument, NotFound, WeighbridgeError
 from weighbridge.relay.relayed import Relayed
 from weighbridge.relay.steps import STEPS, StepNames, contents
@@ -178,7 +178,9 @@ class Outgoing:
         try:
             self._client.model(self._model)
         except NotFound:
-            files = hf_folder.side_files(self._hf_dir)
+            sides = SideFiles.read(self._hf_dir)
+            sides.tell(self._model, self._hf_dir)
+            files = sides.files
             try:
                 weights = FolderWeights.read(found.folder, files["config.json"])
             except (NotFound, OSError) as error:

@@ -92,9 +92,8 @@ class StepPlaces:
             new = scratch / "new"
             write(new)
             (new / _LABEL).write_text(label, "utf-8")
-            for path in new.iterdir():
+            for path in (*new.rglob("*"), new):
                 _flush(path)
-            _flush(new)
             self._check_free(step)  # writing takes long
             for placed in self._steps():
                 if placed >= step:

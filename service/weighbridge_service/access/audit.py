@@ -9,8 +9,13 @@ import json
 import logging
 import os
 import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from datetime import UTC, datetime
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 from weighbridge.errors import InvalidArgument, PermissionDenied, Unauthenticated, Unavailable
 from weighbridge_service.access.scopes import Verb
@@ -22,8 +27,43 @@ _QUIET = frozenset({Verb.PROBE, Verb.LOOK, Verb.OBSERVE, Verb.REPLICATE})
 _LONGEST = 200
 """Characters of what a caller says: a refused request may be long, and fills no disk."""
 _REFUSALS = frozenset({Unauthenticated.reason, PermissionDenied.reason})
+_UNCERTAIN = (
+    "UNAVAILABLE",
+    "DEADLINE_EXCEEDED",
+    "CANCELLED",
+    "INTERNAL",
+    "UNKNOWN",
+    "DATA_LOSS",
+    "ABORTED",
+    "HTTP 5",
+)
+"""How results begin of which nobody can say whether anything was done."""
+_noted: ContextVar[dict[str, Any] | None] = ContextVar("noted", default=None)
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
 _MOST_UNWRITTEN = 1 << 20
 """Bytes of lines that wait until the file can be written again: of calls that were under way, and of refusals."""
+
+
+@contextmanager
+def noting(into: dict[str, Any]) -> Iterator[None]:
+    """What the block, in this thread or in those that it calls with its context, notes of the change that it makes goes to ``into``."""
+    token = _noted.set(into)
+    try:
+        yield
+    finally:
+        _noted.reset(token)
+
+
+def note(**said: object) -> None:
+    """Note something of the change that the present call asks for, or has made, for its line in the audit log.
+
+    Args:
+        said: ``version``, as it was asked for, and its number once that is known; ``before`` and ``after``: the value that was changed, as JSON has it;
+            ``state``: what has become of it, as ``done`` or ``pending``.
+    """
+    into = _noted.get()
+    if into is not None:
+        into |= said
 
 
 class _AuditFile:
@@ -74,6 +114,14 @@ class _AuditFile:
             return False
 
 
+def _of_change(noted: Mapping[str, Any], result: str) -> dict[str, Any]:
+    """The fields of a change; none of a call that makes none."""
+    found = {key: value[:_LONGEST] if isinstance(value, str) else value for key, value in noted.items()}
+    if found and result != "OK" and "state" not in found:
+        found["state"] = "failed" if result.startswith(_UNCERTAIN) else "refused"
+    return found
+
+
 class Audit:
     """The audit log of one service. Thread-safe; a file that was moved away is begun anew.
 
@@ -122,6 +170,7 @@ class Audit:
         model: str,
         ref: str,
         result: str,
+        noted: Mapping[str, Any] = _NOTHING,
         heartbeat: bool = False,
     ) -> None:
         """Write down how a call has ended, if it is of a kind that is recorded.
@@ -135,6 +184,7 @@ class Audit:
             model: of which model; empty if of none or all.
             ref: of which ref or version; empty if of none.
             result: ``OK``, or the reason of the error.
+            noted: what was said to `note` of a change.
             heartbeat: whether it comes every few seconds, and only a refusal says something.
         """
         quiet = heartbeat or verb in _QUIET
@@ -150,6 +200,7 @@ class Audit:
             "model": model[:_LONGEST],
             "ref": ref[:_LONGEST],
             "result": result,
+            **_of_change(noted, result),
         }
         text = json.dumps(line) + "\n"
         with self._lock:

@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 
@@ -48,6 +49,8 @@ from weighbridge_service.models.registration import (
     load_model,
     model_for_registration,
     registered,
+    registered_files,
+    registered_names,
     summary_from_head,
     with_part,
 )
@@ -231,12 +234,15 @@ class Catalog:
         """The files besides the weights that belong to a version, or as registered now."""
         model_name = ModelName.parse(name)
         history = self.history(model_name)
+        head = history.head
         if version:
             found = self.resolve(model_name, version, history)
             if found.state.stored:
                 with self.unless_deleted(model_name, found.number):
                     return side_files(self.store, model_name, found.number)
-        head = history.head
+            opened = head.open.get(found.number)
+            if opened is not None and opened.files_id != head.files_id:  # others were registered since
+                return registered_files(self.store, model_name, opened.files_id)
         return {
             file: self.store.get(files_key(model_name, head.files_id, file))[0]
             for file in head.registration["files"]
@@ -294,6 +300,22 @@ class Catalog:
         loaded = load_model(self._guarded, name, head)
         # another thread may have loaded it meanwhile
         return self.known_models.keep(loaded, unless=partial(is_registered, head))
+
+    def model_opened(self, name: ModelName, head: Head, files_id: str) -> RegisteredModel:
+        """The registration with which a version of this head was opened. Others may have been registered since, with the same tensors: its files stay its own.
+
+        Raises:
+            NotFound: these files are not registered any more.
+        """
+        model = self.model(name, head)
+        if model.files_id == files_id:
+            return model
+        files = sorted(registered_names(self._guarded, name, files_id))
+        return load_model(
+            self._guarded,
+            name,
+            replace(head, files_id=files_id, registration={**head.registration, "files": files}),
+        )
 
     def adopt(self, model: RegisteredModel) -> None:
         """Take note of a registration that another replica has read from the store, unless the model is known here."""

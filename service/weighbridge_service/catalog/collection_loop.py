@@ -9,9 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from weighbridge._core.reports.collection import Collection
-from weighbridge._core.resources import DeletedModel, Retention, Version
+from weighbridge._core.resources import REQUEST_DONE, DeletedModel, Retention, Version
 from weighbridge._core.text.counts import counted
 from weighbridge.errors import FailedPrecondition, NotFound, WeighbridgeError
+from weighbridge_service.access.audit import note as note_change
 from weighbridge_service.catalog.catalog import Catalog
 from weighbridge_service.models.registration import is_part_of
 from weighbridge_storage.documents.names import ModelName
@@ -66,7 +67,10 @@ class Collecting:
         model = ModelName.parse(name)
         if model.part:
             self._catalog.register_part(model)
-        self._catalog.heads.update(model, lambda head: (set_retention(head, retention), None))
+        before = self._catalog.heads.update(
+            model, lambda head: (set_retention(head, retention), head.retention)
+        )
+        note_change(before=before.to_json(), after=retention.to_json(), state=REQUEST_DONE)
         self._catalog.changes.notify(model)
         return retention
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 
-from weighbridge._core.resources import Gate, Version, VersionState
+from weighbridge._core.resources import REQUEST_DONE, Gate, Version, VersionState
 from weighbridge.errors import FailedPrecondition, NotFound, VersionFailed, WeighbridgeError
+from weighbridge_service.access.audit import note as note_change
 from weighbridge_service.catalog.catalog import Catalog
 from weighbridge_service.runtime.clock import unix_ms
 from weighbridge_storage.documents.entries import Approval
@@ -64,7 +65,8 @@ class Gates:
     def set_gate(self, name: str, gate: Gate) -> Gate:
         """Say which versions of a model are held, of those that are opened from now on. Raises NotFound."""
         model = ModelName.parse(name)
-        self._catalog.heads.update(model, lambda head: (set_gate(head, gate), None))
+        before = self._catalog.heads.update(model, lambda head: (set_gate(head, gate), head.gate))
+        note_change(before=before.to_json(), after=gate.to_json(), state=REQUEST_DONE)
         self._catalog.changes.notify(model)
         return gate
 
@@ -92,6 +94,7 @@ class Gates:
         if found.state is VersionState.RETIRED:
             raise FailedPrecondition(f"{found} was taken out of history", fix="push its weights again")
         wanted = {*reasons} or {*found.held}
+        note_change(version=number, before=list(found.held))
         approved = tuple(reason for reason in found.held if reason in wanted)
         if not approved:
             return found
@@ -100,4 +103,6 @@ class Gates:
         log.info("%s was approved by %s: %s", found, by or "nobody who is named", note or "no note")
         self._on_approved(model, number, approved)
         self._catalog.changes.notify(model)
-        return self._catalog.resolve(model, str(number))
+        after = self._catalog.resolve(model, str(number))
+        note_change(after=list(after.held), state=REQUEST_DONE)
+        return after

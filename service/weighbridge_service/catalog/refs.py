@@ -10,6 +10,7 @@ from functools import partial
 
 from weighbridge._core.resources import (
     REQUEST_DELETE,
+    REQUEST_DONE,
     REQUEST_MOVE,
     REQUEST_PROTECT,
     REQUEST_UNPROTECT,
@@ -19,6 +20,7 @@ from weighbridge._core.resources import (
     Version,
 )
 from weighbridge.errors import FailedPrecondition
+from weighbridge_service.access.audit import note as note_change
 from weighbridge_service.access.identities import Identity
 from weighbridge_service.access.scopes import Verb
 from weighbridge_service.catalog.catalog import Catalog
@@ -73,8 +75,10 @@ class Refs:
             FailedPrecondition: it is not durable yet; or as `ask`.
             PermissionDenied, AlreadyExists: as `ask`.
         """
+        note_change(version=version)
         model = ModelName.parse(name)
         found = self._catalog.resolve(model, version)
+        note_change(version=found.number)
         if not found.state.stored:
             raise FailedPrecondition(
                 f"{found} is not in the object store yet", fix="wait until it is durable"
@@ -118,11 +122,13 @@ class Refs:
         model = ModelName.parse(name)
         wanted = _wanted(ref, REQUEST_PROTECT, asker, "", "")
 
-        def change(history: History) -> tuple[Head, Head]:
+        def change(history: History) -> tuple[Head, tuple[Head, Head]]:
             after = protect(history.head, wanted, approvals, asker)
-            return after, after
+            return after, (history.head, after)
 
-        after = self._catalog.heads.edit(model, change)
+        before, after = self._catalog.heads.edit(model, change)
+        values = (_value(head, wanted) for head in (before, after))
+        note_change(**dict(zip(("before", "after"), values, strict=True)), state=REQUEST_DONE)
         self._catalog.changes.notify(model)
         log.info("%s: %s is protected by %d approvals, says %s", model, ref, approvals, asker.name)
         return _protections(after)
@@ -152,11 +158,15 @@ class Refs:
         )
 
     def _change(self, model: ModelName, change: _Change, what: str) -> RefRequest:
-        def shown(history: History) -> tuple[Head, RefRequest]:
+        def shown(history: History) -> tuple[Head, tuple[RefRequest, dict[str, object]]]:
             after, entry = change(history)
-            return after, self._shown(model, after, entry)
+            values = {"before": _value(history.head, entry), "after": _value(after, entry)}
+            return after, (self._shown(model, after, entry), values)
 
-        request = self._catalog.heads.edit(model, shown)
+        request, values = self._catalog.heads.edit(model, shown)
+        note_change(
+            **({"version": request.version} if request.version else {}), **values, state=request.state
+        )
         log.info(
             "%s: to %s %s%s: %s, %s",
             model,
@@ -212,6 +222,14 @@ def _wanted(
         version=version,
         note=note,
     )
+
+
+def _value(head: Head, wanted: RequestEntry) -> object:
+    """What a request changes, as a head has it: the number that the ref names, or what its changes take; None if there is none."""
+    if wanted.action in (REQUEST_PROTECT, REQUEST_UNPROTECT):
+        protection = head.protected.get(wanted.ref)
+        return None if protection is None else {"approvals": protection.approvals}
+    return head.ref_numbers.get(wanted.ref)
 
 
 def _protections(head: Head) -> tuple[Protection, ...]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from weighbridge._core.dtypes import DType
 from weighbridge._core.layouts import Layout, TensorSpec
 from weighbridge._core.text.counts import counted
 from weighbridge._core.text.shortening import readable
-from weighbridge._formats import hf_folder
+from weighbridge._formats.side_files.reading import SideFiles
 from weighbridge._formats.torch_dist.folder import TorchDistCheckpoint
 from weighbridge._formats.torch_dist.metadata import CONFIG_FILE
 from weighbridge.errors import LayoutError, NotFound
@@ -74,8 +73,8 @@ def is_megatron(checkpoint: TorchDistCheckpoint) -> bool:
     return any(prefix + key in checkpoint.layout.tensors for prefix in _PREFIXES for key in _FIRST_KEYS)
 
 
-def side_files_of(source: Path, config: Path | None) -> dict[str, bytes]:
-    """The files of a checkpoint's model besides its weights.
+def side_files_of(source: Path, config: Path | None) -> SideFiles:
+    """The files of a checkpoint's model besides its weights. Of those that lie beside the checkpoint's own, none is said to be left out.
 
     Args:
         source: the checkpoint.
@@ -85,27 +84,16 @@ def side_files_of(source: Path, config: Path | None) -> dict[str, bytes]:
         NotFound: there are none.
     """
     if config is not None:
-        return hf_folder.side_files(config)
+        return SideFiles.read(config)
     for folder in (source / SIDE_FOLDER, source / _SIDE_FOLDER_OF_VERL, source):
         if (folder / "config.json").is_file():
-            found = hf_folder.side_files(folder)
-            return {name: data for name, data in found.items() if name != CONFIG_FILE}
+            found = SideFiles.read(folder)
+            files = {name: data for name, data in found.files.items() if name != CONFIG_FILE}
+            return SideFiles(files, {} if folder == source else found.left_out)
     raise NotFound(
         f"{source} has no config.json: a checkpoint does not say which model it is of",
         fix="name a Hugging Face folder that has it, and the tokenizer, with --config",
     )
-
-
-def in_dtype_of(tensors: Iterable[TensorSpec], side_files: Mapping[str, bytes]) -> dict[str, bytes]:
-    """A model's files with a ``config.json`` that names the dtype of most of its weights: loaders go by that."""
-    counted: Counter[DType] = Counter()
-    for spec in tensors:
-        if spec.dtype.is_float:
-            counted[spec.dtype] += spec.nbytes
-    if not counted:
-        return dict(side_files)
-    config = hf_folder.with_dtype(side_files["config.json"], counted.most_common(1)[0][0])
-    return {**side_files, "config.json": config}
 
 
 def checkpoint_model(config_json: bytes, there: Layout) -> tuple[dict[str, TensorSpec], WeightMap]:

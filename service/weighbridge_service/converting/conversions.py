@@ -19,8 +19,10 @@ from weighbridge._core.layouts import Layout, Placement, TensorSpec
 from weighbridge._core.slices import MAX_VOCAB_MULTIPLE
 from weighbridge._core.text.counts import counted
 from weighbridge._core.text.shortening import readable
-from weighbridge._formats import hf_folder, safetensors_files
+from weighbridge._formats import safetensors_files
 from weighbridge._formats.folder_weights import tied_copies
+from weighbridge._formats.hf_folder import in_dtype_of
+from weighbridge._formats.side_files.reading import CONFIG, SideFiles
 from weighbridge._formats.torch_dist.folder import (
     FramedFile,
     iterations_in,
@@ -38,7 +40,6 @@ from weighbridge_service.converting.checkpoint_keys import (
 from weighbridge_service.converting.checkpoint_model import (
     SIDE_FOLDER,
     checkpoint_model,
-    in_dtype_of,
     model_part,
     side_files_of,
 )
@@ -48,7 +49,6 @@ from weighbridge_service.models.model_tensors import tensors_found
 from weighbridge_service.models.weight_maps import derive_weight_map
 from weighbridge_service.plan.planning import Plan, make_plan
 from weighbridge_service.plan.relations import Link, WeightMap
-from weighbridge_storage.documents.names import BLOCKS_SUFFIX, MANIFEST_FILE
 
 Kind = Literal["hugging_face", "torch_dist", "rank_files"]
 """Of a source: a Hugging Face folder; a checkpoint of Megatron-core, or of torch (DCP); one of FSDP with a file for each rank."""
@@ -224,7 +224,8 @@ def plan_conversion(source: Path, options: ConvertOptions) -> Conversion:
 
 
 def _from_hugging_face(source: Path, options: ConvertOptions) -> Conversion:
-    side = hf_folder.side_files(source)
+    sides = SideFiles.read(source)
+    side = sides.files
     mapped = safetensors_files.map_folder(source)
     read = state_of(source, [*mapped, *side])
     there = safetensors_files.layout_of_files({name: data.data for name, data in mapped.items()}).layout
@@ -264,7 +265,7 @@ def _from_hugging_face(source: Path, options: ConvertOptions) -> Conversion:
             CONFIG_FILE: metadata[CONFIG_FILE],
             METADATA_FILE: metadata[METADATA_FILE],
         },
-        {**({"copies of other tensors": len(twins)} if twins else {}), **_not_taken(source, read)},
+        {**({"copies of other tensors": len(twins)} if twins else {}), **sides.kinds()},
         relation.inverse_shifts,
     )
 
@@ -312,7 +313,8 @@ def _from_checkpoint(source: Path, options: ConvertOptions, kind: Kind) -> Conve
     checkpoint, named = read_checkpoint(source)
     read = {**state_of(source, checkpoint.file_sizes), **described}
     most = options.max_file_bytes or safetensors_files.DEFAULT_SHARD_BYTES
-    side = side_files_of(source, options.config)
+    sides = side_files_of(source, options.config)
+    side = sides.files
     twins: tuple[Twin, ...] = ()
     shifts: Mapping[str, float] = {}
     if named:
@@ -336,10 +338,11 @@ def _from_checkpoint(source: Path, options: ConvertOptions, kind: Kind) -> Conve
         twins,
         tuple(FramedFile(file.name, file.nbytes, ((0, file.header),)) for file in files.files),
         {
-            **in_dtype_of(tensors.values(), side),
+            **side,
+            CONFIG: in_dtype_of(tensors.values(), side[CONFIG]),
             **({safetensors_files.INDEX_FILE: index} if index is not None else {}),
         },
-        left_out,
+        {**left_out, **sides.kinds()},
         shifts,
     )
 
@@ -353,15 +356,6 @@ def _other_files(source: Path, taken: Iterable[str]) -> dict[str, int]:
         if path.name not in known
     )
     return {f"{readable(stem)} (files)": count for stem, count in sorted(Counter(stems).items())}
-
-
-def _not_taken(source: Path, taken: Iterable[str]) -> dict[str, int]:
-    """What lies in a Hugging Face folder and is not converted, by what it is."""
-    known = {*taken, safetensors_files.INDEX_FILE, MANIFEST_FILE}
-    names = sorted(
-        readable(p.name) for p in source.iterdir() if p.name not in known and p.suffix != BLOCKS_SUFFIX
-    )
-    return {f"files ({', '.join(names[:_NAMED])})": len(names)} if names else {}
 
 
 def _planned(

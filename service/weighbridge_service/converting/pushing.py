@@ -17,11 +17,12 @@ from weighbridge._clients.trainer import TrainerClient
 from weighbridge._core.layouts import Layout, Placement, Shard, TensorSpec
 from weighbridge._core.tensor_spaces import TensorSpace
 from weighbridge._formats import safetensors_files
+from weighbridge._formats.hf_folder import in_dtype_of
 from weighbridge._formats.push_sources import MappedSource
+from weighbridge._formats.side_files.reading import CONFIG
 from weighbridge.errors import DataLoss
 from weighbridge_service.converting.checkpoint_model import (
     checkpoint_model,
-    in_dtype_of,
     model_part,
     side_files_of,
 )
@@ -43,7 +44,7 @@ class CheckpointToPush:
         declared: the tensors that they are of.
         space: which of the spaces.
         tied: copies of other weights, chunk by chunk, which must be the same.
-        left_out: how many entries are no weights, by kind.
+        left_out: how many entries are no weights, and files are not the model's, by kind.
     """
 
     folder: Path
@@ -69,21 +70,22 @@ class CheckpointToPush:
             LayoutError: a tensor is unknown, or has another shape than the model's.
         """
         checkpoint, named = read_checkpoint(folder)
-        side_files = side_files_of(folder, config)
+        sides = side_files_of(folder, config)
+        side_files = sides.files
         if named:
             model = named_model(side_files["config.json"], checkpoint)
             specs = tuple(model.tensors.values())
             return CheckpointToPush(
-                folder, in_dtype_of(specs, side_files), specs, tuple(model.shards()), specs,
-                TensorSpace.HUGGING_FACE, model.tied, model.left_out,
+                folder, _in_dtype_of(specs, side_files), specs, tuple(model.shards()), specs,
+                TensorSpace.HUGGING_FACE, model.tied, {**model.left_out, **sides.kinds()},
             )  # fmt: skip
         layout, left_out = model_part(checkpoint)
         tensors, _ = checkpoint_model(side_files["config.json"], layout)
         specs = tuple(tensors.values())
         return CheckpointToPush(
-            folder, in_dtype_of(specs, side_files), specs,
+            folder, _in_dtype_of(specs, side_files), specs,
             tuple((place.shard, place) for place in layout.placements), tuple(layout.tensors.values()),
-            TensorSpace.MEGATRON, (), left_out,
+            TensorSpace.MEGATRON, (), {**left_out, **sides.kinds()},
         )  # fmt: skip
 
     def push(
@@ -99,7 +101,7 @@ class CheckpointToPush:
         places = [place for _, place in self.shards]
         compared = (place for _, *both in self.tied for place in both)
         names = dict.fromkeys(place.buffer for place in (*places, *compared))
-        files = {name: safetensors_files.map_file(self.folder / name) for name in names}
+        files = {name: safetensors_files.map_file(self.folder, name) for name in names}
         _check_tied(self.tied, files)
         client.register_files(model, self.side_files, tensors=self.tensors)
         stream = Layout.stream(self.declared, [shard for shard, _ in self.shards])
@@ -123,3 +125,8 @@ def _check_tied(
                     f"{name} is not the same as {original.shard.tensor}, and config.json ties them",
                     fix="set tie_word_embeddings to false in config.json, or leave one of them out",
                 )
+
+
+def _in_dtype_of(tensors: Sequence[TensorSpec], side_files: Mapping[str, bytes]) -> dict[str, bytes]:
+    """A model's files with a config that names the dtype of most of its weights."""
+    return {**side_files, CONFIG: in_dtype_of(tensors, side_files[CONFIG])}

@@ -169,7 +169,7 @@ class WorkingFolder:
         with room(self.files):
             for name, content in conversion.side_files.items():
                 path = self.files / name
-                path.parent.mkdir(exist_ok=True)
+                path.parent.mkdir(parents=True, exist_ok=True)
                 with path.open("wb") as file:
                     file.write(content)
                     file.flush()

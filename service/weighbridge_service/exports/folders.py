@@ -14,7 +14,7 @@ from pathlib import Path
 
 from weighbridge._core.text.shortening import shown
 from weighbridge.errors import InvalidArgument, Unavailable
-from weighbridge_storage.documents.names import check_version_file_name
+from weighbridge_storage.documents.names import check_component
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ def inside(root: Path, folder: str) -> Path:
         )
     for component in components:
         try:
-            check_version_file_name(component)
+            check_component(component)
         except InvalidArgument as error:
             raise InvalidArgument(
                 f"{shown(component)} cannot be part of an export's folder",

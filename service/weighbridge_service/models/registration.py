@@ -17,7 +17,13 @@ from weighbridge_service.models.bridges import bridge_for, parse_config
 from weighbridge_service.models.listed_tensors import ListedTensors, read_tensor_list
 from weighbridge_service.models.model_tensors import ModelTensors, tensors_found, usual_dtype
 from weighbridge_service.models.registered_model import IDENTITY_FORMAT, RegisteredModel, model_type_of
-from weighbridge_storage.documents.names import ModelName, check_file_name, files_id_of, first_version_of
+from weighbridge_storage.documents.names import (
+    ModelName,
+    check_file_name,
+    check_file_names,
+    files_id_of,
+    first_version_of,
+)
 from weighbridge_storage.head.head import Head
 from weighbridge_storage.head.head_changes import delete_model, register
 from weighbridge_storage.stores.objects import ObjectStore
@@ -31,6 +37,18 @@ _NO_CONFIG, _NO_DTYPE = b"{}", dtypes.parse("uint8")
 def files_key(model: ModelName, files_id: str, file: str) -> str:
     """Where a registered file lies."""
     return f"{model.prefix}files/{files_id}/{check_file_name(file)}"
+
+
+def registered_files(store: ObjectStore, model: ModelName, files_id: str) -> dict[str, bytes]:
+    """The files that were registered together, by name: those of a version that was opened before others were registered."""
+    names = sorted(registered_names(store, model, files_id))
+    return {name: store.get(files_key(model, files_id, name))[0] for name in names}
+
+
+def registered_names(store: ObjectStore, model: ModelName, files_id: str) -> list[str]:
+    """The names of files that were registered together."""
+    prefix = f"{model.prefix}files/{files_id}/"
+    return [key.removeprefix(prefix) for key in store.list(prefix)]
 
 
 def files_identity(files: Mapping[str, bytes]) -> str:
@@ -68,8 +86,7 @@ def model_for_registration(
         InvalidArgument: a file's name is not allowed, there is no ``config.json``, its model type has no weight map and no
             tensors are known, the dtype is not known, or the tensors are not those of the config.
     """
-    for file in files:
-        check_file_name(file)
+    check_file_names(files)
     if "config.json" not in files:
         raise InvalidArgument(
             "config.json is not among the model's files",

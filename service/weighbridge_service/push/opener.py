@@ -282,14 +282,15 @@ class Opener:
 
     def _begin(self, name: ModelName, entry: OpenEntry, head: Head, client_id: str) -> PushSession:
         """Receive an open version here. The lock for openings is held."""
-        model = self._catalog.model(name, head)
-        if model.files_id != entry.files_id:
-            reason = "the model was registered anew while it was being received"
+        try:
+            model = self._catalog.model_opened(name, head, entry.files_id)
+        except NotFound as error:
+            reason = "the files that it was opened with are not registered any more"
             self.give_up(name, entry.number, reason)
             raise VersionFailed(
                 f"{name}@{entry.number} was given up: {reason}",
                 fix="push the step again",
-            )
+            ) from error
         session = self._session(model, entry, client_id)
         self._registry.add(session)
         return session

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 
+from weighbridge._core.file_names import ALLOWED, SIGNATURES_FOLDER, folders_of, is_component, is_file_name
 from weighbridge._core.references import TRAINING
 from weighbridge._core.resources import REF_LATEST, REF_LIVE
 from weighbridge._core.text.shortening import shown
@@ -48,7 +50,6 @@ _MODEL_PART = re.compile(MODEL_PART_PATTERN)
 _TWO_PARTS = re.compile(r"[^/]*/[^/]*")
 _REF = re.compile(REF_PATTERN)
 _REQUEST = re.compile(REQUEST_PATTERN)
-_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 _GIVER_DIGITS = 16
 
 
@@ -157,7 +158,7 @@ def lease_key(model: ModelName, number: int, reader: str) -> str:
     Raises:
         InvalidArgument: no such number can be, or the reader's name is not of 1 to 128 letters, digits, ``-``, ``_`` or ``.``.
     """
-    return _numbered_prefix(model, "leases", number) + check_version_file_name(reader)
+    return _numbered_prefix(model, "leases", number) + check_component(reader)
 
 
 def signatures_prefix(model: ModelName, number: int) -> str:
@@ -242,7 +243,7 @@ def layout_key(model: ModelName, digest: str, first_version: int = 1) -> str:
     Raises:
         InvalidArgument: no layout has such a digest.
     """
-    return f"{model.prefix}layouts/{files_id_of(first_version, check_version_file_name(digest))}"
+    return f"{model.prefix}layouts/{files_id_of(first_version, check_component(digest))}"
 
 
 def replica_key(boot: str) -> str:
@@ -251,7 +252,7 @@ def replica_key(boot: str) -> str:
     Raises:
         InvalidArgument: the boot is not of 1 to 128 letters, digits, ``-``, ``_`` or ``.``.
     """
-    return REPLICAS + check_version_file_name(boot)
+    return REPLICAS + check_component(boot)
 
 
 def tensor_list_key(model: ModelName, digest: str, first_version: int = 1) -> str:
@@ -265,7 +266,7 @@ def tensor_list_key(model: ModelName, digest: str, first_version: int = 1) -> st
     Raises:
         InvalidArgument: no list has such a digest.
     """
-    return f"{model.prefix}tensors/{files_id_of(first_version, check_version_file_name(digest))}.json"
+    return f"{model.prefix}tensors/{files_id_of(first_version, check_component(digest))}.json"
 
 
 def files_id_of(first_version: int, digest: str) -> str:
@@ -291,7 +292,7 @@ def registered_files_of(model: ModelName, key: str) -> int | None:
     if not key.startswith(model.prefix):
         return None
     match key.removeprefix(model.prefix).split("/"):
-        case ["files", files_id, _]:
+        case ["files", files_id, _, *_]:
             return first_version_of(files_id)
         case ["tensors" | "layouts", name]:
             return first_version_of(name)
@@ -379,17 +380,28 @@ def check_request_id(request_id: str) -> str:
     return request_id
 
 
-def check_version_file_name(name: str) -> str:
-    """``name``, if a file in a version's folder may have it: 1 to 128 letters, digits, ``-``, ``_`` or ``.``.
+def check_component(name: str) -> str:
+    """``name``, if one component of a key may be called so: 1 to 128 letters, digits, ``-``, ``_`` or ``.``.
 
     Raises:
         InvalidArgument: it is malformed, or starts with ``-`` or ``.``.
     """
-    if not _is(_FILE, name):
+    if not is_component(name):
         raise InvalidArgument(
             f"{shown(name)} cannot name a file",
             fix="use 1 to 128 letters, digits, '-', '_' or '.', not starting with '-' or '.', and no folders",
         )
+    return name
+
+
+def check_version_file_name(name: str) -> str:
+    """``name``, if a file of a version may have it: a path within the version's folder, as `is_file_name` says.
+
+    Raises:
+        InvalidArgument: it is malformed, or a component starts with ``-`` or ``.``.
+    """
+    if not is_file_name(name):
+        raise InvalidArgument(f"{shown(name)} cannot name a file", fix=f"use {ALLOWED}")
     return name
 
 
@@ -399,7 +411,7 @@ def check_files_id(files_id: str) -> str:
     Raises:
         InvalidArgument: it is malformed.
     """
-    if files_id and not _is(_FILE, files_id):
+    if files_id and not is_component(files_id):
         raise InvalidArgument(f"files_id is {shown(files_id)}, which cannot name a folder")
     return files_id
 
@@ -408,14 +420,30 @@ def check_file_name(name: str) -> str:
     """``name``, if a file that comes with a model (config, tokenizer) may have it.
 
     Raises:
-        InvalidArgument: as `check_version_file_name`, or the service writes the file with this name itself.
+        InvalidArgument: as `check_version_file_name`, or the service writes files with such names itself.
     """
     check_version_file_name(name)
     lowered = name.lower()
-    if lowered == MANIFEST_FILE or lowered.endswith(
-        (".safetensors", ".safetensors.index.json", BLOCKS_SUFFIX)
+    if (
+        lowered == MANIFEST_FILE
+        or lowered.startswith(f"{SIGNATURES_FOLDER}/")
+        or lowered.endswith((".safetensors", ".safetensors.index.json", BLOCKS_SUFFIX))
     ):
         raise InvalidArgument(
             f"{shown(name)} cannot come with a model: the service writes it", fix="leave this file out"
         )
     return name
+
+
+def check_file_names(names: Collection[str]) -> None:
+    """Refuse names that the files of one model cannot have together.
+
+    Raises:
+        InvalidArgument: as `check_file_name`, or a file has the name of a folder that another one lies in.
+    """
+    for name in names:
+        check_file_name(name)
+    for name in folders_of(names) & set(names):
+        raise InvalidArgument(
+            f"{name} is a file, and a folder that another file lies in", fix="rename one of them"
+        )

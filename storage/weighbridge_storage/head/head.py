@@ -33,11 +33,13 @@ HELD_VERSIONS = "held-versions"
 DELETED = "deleted"
 LISTED_TENSORS = "listed-tensors"
 PROTECTED_REFS = "protected-refs"
-FEATURES: frozenset[str] = frozenset((HELD_VERSIONS, DELETED, LISTED_TENSORS, PROTECTED_REFS))
+FILE_FOLDERS = "file-folders"
+FEATURES: frozenset[str] = frozenset((HELD_VERSIONS, DELETED, LISTED_TENSORS, PROTECTED_REFS, FILE_FOLDERS))
 """The features that a head may require here. `HELD_VERSIONS`: there are versions that are, or will be, held; who does not know it would
 take them for the newest. `DELETED`: a model of this name was deleted, and its numbers go on; who does not know it would go on
 receiving versions of it, or take what is left of them for rubbish of now. `LISTED_TENSORS`: the registration names a list of tensors; who does not know it would derive others from the config. `PROTECTED_REFS`:
-refs are protected; who does not know it would move them for whoever asks."""
+refs are protected; who does not know it would move them for whoever asks. `FILE_FOLDERS`: registered files lie in folders; who does not know it
+could not publish a version that has them."""
 REMEMBERED_WRITES = 64
 """How many write ids a head remembers: a writer whose response was lost finds its own among them."""
 REMEMBERED_FAILURES = 32
@@ -148,7 +150,7 @@ class Head:
         generation: how often the head was written; 0 before the first time.
         next_version: the number that the next version gets, above all numbers given so far.
         files_id: which side files (config, tokenizer) are registered now; empty before the first registration.
-        registration: what else was registered with the model, as JSON; of it, this module looks at ``listed`` alone.
+        registration: what else was registered with the model, as JSON; of it, this module looks at ``listed`` and ``files`` alone.
         recent: entries that the tree does not have, or has as they were before, by number.
         removed: numbers whose entries in the tree count as removed.
         root: the root of the tree; None as long as there is no tree.
@@ -243,11 +245,13 @@ class Head:
             or any(entry.held for entry in self.recent.values())
             or any(entry.held for entry in self.open.values())
         )
+        files = self.registration.get("files")
         wanted = {
             DELETED: self.deletion is not None,
             HELD_VERSIONS: held,
             LISTED_TENSORS: bool(self.registration.get("listed")),
             PROTECTED_REFS: bool(self.protected),
+            FILE_FOLDERS: isinstance(files, list) and any("/" in str(name) for name in files),
         }
         return tuple(feature for feature, is_wanted in wanted.items() if is_wanted)
 

@@ -31,8 +31,10 @@ from weighbridge_storage.documents.names import (
 )
 
 FORMAT = 2
-FEATURES: frozenset[str] = frozenset()
-"""The features that a manifest may require here: none yet."""
+FILE_FOLDERS = "file-folders"
+"""The feature that names of files have folders: who does not know it would take them for damage."""
+FEATURES: frozenset[str] = frozenset((FILE_FOLDERS,))
+"""The features that a manifest may require here."""
 WEIGHTS = "weights"
 """Name of the part that every version has."""
 MAX_METADATA = 256

@@ -14,6 +14,7 @@ from typing import Any
 
 import xxhash
 
+from weighbridge._core.file_names import folders_of
 from weighbridge._core.metadata import MetadataValue
 from weighbridge._core.resources import HELD_NONFINITE
 from weighbridge._formats.safetensors_files import INDEX_FILE, FilesLayout
@@ -36,6 +37,7 @@ from weighbridge_storage.stores.objects import ByteArray, IfMatch, ObjectStore
 from weighbridge_storage.versions.digests import FileDigests, digest_bytes
 from weighbridge_storage.versions.manifest import (
     FEATURES,
+    FILE_FOLDERS,
     FileEntry,
     Manifest,
     TensorEntry,
@@ -235,6 +237,7 @@ def write_manifest(
         metadata={key: _without_booleans(value) for key, value in entry.metadata.items()},
         held=tuple(sorted({*entry.held, HELD_NONFINITE})) if nonfinite else entry.held,
         provenance=provenance_of(entry, layouts),
+        requires=(FILE_FOLDERS,) if folders_of(written.files) else (),
     )
     key = version_key(model, entry.number, MANIFEST_FILE)
     try:

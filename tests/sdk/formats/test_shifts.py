@@ -102,3 +102,17 @@ def test_elements_may_lie_at_any_address_and_are_left_as_they_are(dtype: str) ->
     assert bytes(shifted(raw.tobytes(), parse(dtype), 1.0)) == bytes(shifted(raw, parse(dtype), 1.0))
     assert bytes(apart[1:]) == bytes(raw)
     assert len(shifted(b"", parse(dtype), 1.0)) == 0
+
+
+def test_what_a_bf16_trainer_holds_comes_back_as_near_as_the_document_says() -> None:
+    """docs/families.md, of qwen3_next: less one on the way to the trainer, plus one on the way back."""
+    held = shifted(ALL_16_BITS.view(np.uint8), parse("bf16"), -1.0)
+    weights, back = (
+        values(np.asarray(raw), "bf16").double() for raw in (ALL_16_BITS, shifted(held, parse("bf16"), 1.0))
+    )
+    error, from_one = (back - weights).abs(), (weights - 1).abs()
+    for low, high, most in ((0.5, 256.0, 0.0), (0.0, 0.5, 2**-9), (-1.0, 0.0, 2**-8)):
+        inside = (low <= weights) & (weights <= high)
+        assert error[inside].max() == most
+    rest = weights.isfinite() & back.isfinite() & ((weights < -1) | (weights > 256))
+    assert (error[rest] <= from_one[rest] * 2**-7).all()

@@ -21,6 +21,7 @@ from weighbridge import (
     Client,
     Credentials,
     FailedPrecondition,
+    Gate,
     NotFound,
     PermissionDenied,
     Protection,
@@ -69,6 +70,15 @@ class Fleet:
     def http(self, name: str, method: str, path: str, body: Any = None) -> Any:
         headers = {"authorization": f"Bearer {token(name)}"}
         return self.web.request(method, URL + path, json=body, headers=headers)
+
+    def page(self, name: str, path: str, form: dict[str, str]) -> None:
+        """Send a form of the page in the session of an identity."""
+        self.web.cookies.clear()
+        origin = {"origin": str(self.web.base_url)}
+        signed = self.web.post("/login", data={"token": token(name)}, headers=origin, follow_redirects=False)
+        assert signed.status_code == 303, signed.text
+        done = self.web.post(path, data=form, headers=origin, follow_redirects=False)
+        assert done.status_code == 303, done.text
 
     def cli(self, name: str, *args: str) -> Any:
         line = [*args, "--server", self.two.address]
@@ -133,6 +143,55 @@ def test_a_ref_moves_when_another_identity_approves_at_any_replica(fleet: Fleet)
     assert fleet.refs()["prod"] == 2
     with client(fleet.one, "root") as there:
         assert there.ref_requests(MODEL)[-1] == done, "it is remembered who asked and who approved"
+
+
+@pytest.mark.parametrize("face", ["grpc", "http", "page"])
+def test_the_audit_log_says_what_each_call_has_changed(fleet: Fleet, face: str) -> None:
+    def lines(number: int) -> list[dict[str, Any]]:
+        """Of the newest lines, what they say of the change."""
+        wanted = ("identity", "result", "version", "before", "after", "state")
+        found = [json.loads(line) for line in fleet.audit.read_text().splitlines()]
+        return [{key: line[key] for key in wanted if key in line} for line in found[-number:]]
+
+    if face == "grpc":
+        request = asked(fleet, 2)
+        with client(fleet.one, "bob") as there:
+            there.approve_ref(MODEL, "prod", request.request_id)
+    elif face == "http":
+        request = fleet.http("ann", "POST", "/prod/requests", {"version": "2"}).json()
+        fleet.http("bob", "POST", f"/prod/requests/{request['request_id']}/approve", {})
+    else:
+        for name, path, form in (("ann", "move", {"version": "2"}), ("bob", "requests/{}/approve", {})):
+            with client(fleet.one, "root") as there:
+                pending = there.ref_requests(MODEL)[-1:]
+            path = path.format(pending[0].request_id if pending else "")
+            fleet.page(name, f"/models/{MODEL}/refs/prod/{path}", form)
+    assert lines(2) == [
+        {"identity": "ann", "result": "OK", "version": 2, "before": 1, "after": 1, "state": "pending"},
+        {"identity": "bob", "result": "OK", "version": 2, "before": 1, "after": 2, "state": "done"},
+    ]
+    if face != "grpc":
+        fleet.http("boss", "PUT", "/prod", {"version": "3"})
+        assert lines(1) == [{"identity": "boss", "result": "HTTP 409", "version": 3, "state": "refused"}]
+        return
+    with client(fleet.one, "puller") as there, pytest.raises(PermissionDenied):
+        there.set_ref(MODEL, "prod", "latest")
+    with client(fleet.one, "boss") as there:
+        there.set_gate(MODEL, Gate(approval_required=True))
+        there.protect_ref(MODEL, "prod", approvals=2)
+    no, yes = {"approval_required": False}, {"approval_required": True}
+    alike = {"allow_nonfinite": False}
+    assert lines(3) == [
+        {"identity": "puller", "result": "PERMISSION_DENIED", "version": "latest", "state": "refused"},
+        {"identity": "boss", "result": "OK", "before": no | alike, "after": yes | alike, "state": "done"},
+        {
+            "identity": "boss",
+            "result": "OK",
+            "before": {"approvals": 1},
+            "after": {"approvals": 2},
+            "state": "done",
+        },
+    ]
 
 
 def test_moving_back_and_deleting_take_the_same(fleet: Fleet) -> None:

@@ -385,13 +385,18 @@ def test_code_comes_along_and_what_does_not_is_named(tmp_path: Path, llama: Path
     shutil.copytree(llama, source)
     (source / "modeling_mine.py").write_text("raise SystemExit('nothing here runs this')")
     (source / "optimizer.bin").write_bytes(b"x")
-    (source / "pictures").mkdir()
+    (source / "LICENSE").write_text("free")
+    (source / "1_Pooling").mkdir()
+    (source / "1_Pooling/config.json").write_text("{}")
+    (source / "onnx").mkdir()
+    (source / "onnx/model.onnx").write_bytes(b"x")
     report = convert_folder(source, tmp_path / "checkpoint")
-    assert report.left_out == {"files (optimizer.bin, pictures)": 2}
+    assert report.left_out == {"files (onnx, optimizer.bin)": 2}
     report = convert_folder(tmp_path / "checkpoint", tmp_path / "back")
     assert report.left_out == {"_extra_state (objects)": report.left_out["_extra_state (objects)"]}
-    names = {path.name for path in source.iterdir()} - {"optimizer.bin", "pictures"}
+    names = {path.name for path in source.iterdir()} - {"optimizer.bin", "onnx"}
     assert {path.name for path in (tmp_path / "back").iterdir()} == names
+    assert (tmp_path / "back/1_Pooling/config.json").read_text() == "{}"
     assert (tmp_path / "back/modeling_mine.py").read_bytes() == (source / "modeling_mine.py").read_bytes()
 
 

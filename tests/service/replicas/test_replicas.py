@@ -206,6 +206,25 @@ def test_layouts_of_a_deleted_model_go_with_a_collection_and_those_of_its_succes
             assert_equal(engine, MODEL, "latest", sources[1].arrays)
 
 
+def test_a_version_keeps_its_files_at_a_replica_that_begins_after_others_were_registered(
+    tmp_path: Path, sources: list[TinyModel]
+) -> None:
+    with replicas(tmp_path / "store", 2, sources) as running, ExitStack() as stack:
+        clients = [stack.enter_context(RawClient(each.address)) for each in running]
+        engines = [stack.enter_context(EngineClient(each.address)) for each in running]
+        number = clients[0].open(MODEL, ranks=2, request_id="r")
+        with TrainerClient(running[0].address) as trainer:
+            trainer.register_files(MODEL, {**sources[0].files, "LICENSE": b"new"})
+        assert push_all(clients, sources[1].arrays, rows_layout, 2, "r") == number
+        for engine in engines:
+            engine.wait_for(MODEL, number, VersionState.DURABLE, timeout=30)
+            assert engine.model_files(MODEL, number) == sources[0].files
+            assert_equal(engine, MODEL, number, sources[1].arrays)
+        after = push_all(clients, sources[2].arrays, rows_layout, 2, "s")
+        engines[1].wait_for(MODEL, after, VersionState.DURABLE, timeout=30)
+        assert engines[1].model_files(MODEL, after)["LICENSE"] == b"new"
+
+
 @pytest.mark.smoke
 @pytest.mark.parametrize("layout_of", [rows_layout, columns_layout, pipeline_layout, copies_layout])
 def test_ranks_spread_over_three_replicas_make_one_version(

@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from weighbridge.errors import InvalidArgument
 from weighbridge_storage.documents.names import (
     ModelName,
+    check_component,
     check_file_name,
+    check_file_names,
     check_ref_name,
     check_version_file_name,
     version_key,
@@ -23,7 +25,7 @@ from weighbridge_storage.documents.names import (
 from weighbridge_storage.stores.objects import check_key
 
 HOSTILE = [
-    "", ".", "..", "../x", "a/../b", "/etc/passwd", "a\x00b", "a\\b", "a b", "a\nb", "x" * 10_000, ".hidden", "a/b/c",
+    "", ".", "..", "../x", "a/../b", "/etc/passwd", "a\x00b", "a\\b", "a b", "a\nb", "x" * 10_000, ".hidden", "a//b", "a/", "a/.b/c",
     "é", "a\u202eb", "%2e%2e", "a:b", "*", "\ud800", "١٢", "-rf",
 ]  # fmt: skip
 SMOL = ModelName("acme", "smol")
@@ -37,6 +39,26 @@ def test_no_hostile_name_passes_any_check(name: str) -> None:
         assert len(str(caught.value)) < 500
     with pytest.raises(InvalidArgument):
         ModelName.parse(f"acme/{name}")
+
+
+def test_a_file_may_lie_in_folders_that_are_as_safe_as_its_name() -> None:
+    for name in ("1_Pooling/config.json", "/".join("abcdefgh"), f"{'a' * 127}/{'b' * 128}"):
+        assert check_file_name(name) == name
+        assert check_key(version_key(SMOL, 7, name)) == f"{version_prefix(SMOL, 7)}{name}"
+    for name in (
+        "/".join("abcdefghi"),
+        f"{'a' * 128}/{'b' * 128}",
+        "signatures/a",
+        "a/x.safetensors",
+        "a/b.blake3",
+    ):
+        with pytest.raises(InvalidArgument):
+            check_file_name(name)
+    for check in (check_component, check_ref_name):
+        with pytest.raises(InvalidArgument):
+            check("a/b")
+    with pytest.raises(InvalidArgument, match=r"^vocab is a file, and a folder"):
+        check_file_names(["vocab/a.txt", "vocab", "config.json"])
 
 
 @pytest.mark.parametrize("value", [None, 7, b"acme/smol", ["acme/smol"], True])

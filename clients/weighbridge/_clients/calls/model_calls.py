@@ -5,11 +5,11 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterable, Mapping
 from functools import partial
-from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 from weighbridge._clients.calls.steps import Steps, call_method
 from weighbridge._core import dtypes
+from weighbridge._core.file_names import is_file_name
 from weighbridge._core.layouts import TensorSpec
 from weighbridge._core.references import Reference
 from weighbridge._core.reports.collection import Collection
@@ -90,7 +90,7 @@ def model_files(model: str, version: str | int | None) -> Steps[dict[str, bytes]
     request = pb.GetModelFilesRequest(model=meant.model, version=meant.version)
     files = (yield from _call("GetModelFiles", request)).files
     for file in files:
-        if file.name in ("", ".", "..") or PurePath(file.name).name != file.name:
+        if not is_file_name(file.name):
             raise DataLoss(f"the service says that {meant.model} has a file {file.name[:200]!r}")
     return {file.name: file.content for file in files}
 

@@ -25,6 +25,7 @@ from typing import Any
 
 from weighbridge._core.layouts import Layout, Placement, Shard, TensorSpec
 from weighbridge._core.text.shortening import shown
+from weighbridge._formats.side_files.regular import fault_of
 from weighbridge._formats.torch_dist.items import ALIGNMENT, Framing, find_tensor, frame
 from weighbridge._formats.torch_dist.metadata import (
     COMMON_FILE,
@@ -203,7 +204,11 @@ def open_file(folder: Path, name: str) -> Iterator[tuple[int, int]]:
     Raises:
         NotFound: there is no such file.
         DataLoss: it is not a plain file.
+        InvalidArgument: it is a link out of the folder.
     """
+    fault = fault_of(folder / name, folder)
+    if isinstance(fault, InvalidArgument):
+        raise fault
     try:
         # A pipe would keep whoever opens it waiting.
         fd = os.open(folder / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)

@@ -102,7 +102,7 @@ def _pushed(
     own = RankValues(state=values.state)
     state = TrainingState.of(TrainingTensors(stream, (), values.trainer, space), own, 0)
     names = dict.fromkeys(place.buffer for place in layout.placements)
-    files = {name: map_file(folder / name) for name in names} | {"": state.tensors[-1].numpy()}
+    files = {name: map_file(folder, name) for name in names} | {"": state.tensors[-1].numpy()}
     places = [*layout.placements, state.layout.placements[-1]._replace(buffer="", offset=0)]
     return CheckpointFolder(kind, state.layout, space, MappedSource.opener(places, files), step)
 

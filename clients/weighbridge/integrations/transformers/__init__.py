@@ -11,6 +11,7 @@
 May import: `engine_rank`, `guarded_pushes`, `_lazy`, `_clients` and folders below, and transformers.
 
 - `building`: which tensors become which parameters.
+- `options`: what ``from_pretrained`` takes besides.
 - `model`: a rank's model, to the contract.
 - `trainer_callback`: pushes of transformers' ``Trainer``.
 """
@@ -26,19 +27,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from weighbridge._clients.engine import EngineClient
-from weighbridge._core import dtypes
 from weighbridge._core.resources import Version
-from weighbridge._formats.hf_folder import has_tokenizer
+from weighbridge._formats.hf_folder import write_side_files
+from weighbridge._formats.side_files.carried import has_tokenizer
 from weighbridge._lazy import Source
 from weighbridge.errors import FailedPrecondition, NotFound
 from weighbridge.integrations.engine_rank.agreement import RanksFailed, from_first
 from weighbridge.integrations.engine_rank.rank import EngineRank
 from weighbridge.integrations.engine_rank.source import ModelSource
-from weighbridge.integrations.transformers.building import Recipe, concrete_class, materialise, single_device
+from weighbridge.integrations.transformers.building import Recipe, concrete_class, materialise, weights_of
 from weighbridge.integrations.transformers.model import TransformersModel, ranks_of
+from weighbridge.integrations.transformers.options import (
+    check_not_quantised,
+    configured,
+    dtype_option,
+    single_device,
+    supported,
+)
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -52,7 +58,8 @@ def from_weighbridge(
     *,
     model_class: Any = None,
     config: PretrainedConfig | None = None,
-    dtype: str | torch.dtype | None = None,
+    dtype: Any = None,
+    torch_dtype: Any = None,
     device_map: Any = None,
     tp_plan: Any = None,
     tp_size: int | None = None,
@@ -68,41 +75,39 @@ def from_weighbridge(
             as the model is to be updated.
         model_class: a class of models or an auto class; by default the one that the version's config.json names.
         config: used instead of the version's.
-        dtype: of the parameters; None is the config's.
-        device_map: one device for all of the model; parameters are made there, not in host memory first.
+        dtype: of the parameters, as for ``from_pretrained``, or a name such as ``bf16``; None is the config's.
+        torch_dtype: its older name; ``dtype`` counts if both are given.
+        device_map: one device for all of the model; parameters are made there, not in host memory first. ``auto`` is the only accelerator of
+            this machine, or the CPU.
         tp_plan, tp_size: as for ``from_pretrained``: spread the model over the ranks of torch.distributed, all of which call this.
         strict: refuse a version that lacks something of the model, or has something that the model has no place for; otherwise the
             first is initialised by transformers, the second left out.
         lane: as for `EngineClient`.
-        options: further arguments of ``from_pretrained``, such as ``attn_implementation``.
+        options: further arguments of ``from_pretrained``, such as ``attn_implementation``. Those that are attributes of the version's config, such as
+            ``use_cache`` or ``num_labels``, replace what it says, unless ``config`` is given.
 
     Raises:
+        InvalidArgument: an option asks for what a version does not have, such as ``subfolder``, or the model would be spread over devices; names it.
         NotFound: no such model or version.
         FailedPrecondition: the version does not fit the model; names the tensors. Or the model is quantised.
         WeighbridgeError: the service could not be reached, or has gone.
     """
+    options = supported(options)
     client = server if isinstance(server, EngineClient) else EngineClient(server, lane=lane)
     model_name, _, asked = name.partition("@")
     several = tp_plan is not None
     version = from_first(ranks_of(several), lambda: client.version(model_name, asked or "latest"))
     remote = {"trust_remote_code": options["trust_remote_code"]} if "trust_remote_code" in options else {}
     with _side_files(client, model_name, version.number) as folder:
-        from transformers import AutoConfig
-
-        config = config or AutoConfig.from_pretrained(folder, **remote)
-        if getattr(config, "quantization_config", None) or "quantization_config" in options:
-            raise FailedPrecondition(
-                f"{version} is quantised, or is to be: transformers would repack it",
-                fix="load it from the service's Hugging Face endpoint, with HF_ENDPOINT",
-            )
+        if config is None:
+            config, options = configured(folder, options)
+        check_not_quantised(version, getattr(config, "quantization_config", None))
         generation = None
         if "generation_config" not in options and (Path(folder) / "generation_config.json").is_file():
             from transformers import GenerationConfig
 
             generation = GenerationConfig.from_pretrained(folder)
-        options["dtype"] = (
-            dtypes.parse(dtype).torch if isinstance(dtype, str) and dtype != "auto" else dtype or "auto"
-        )
+        options["dtype"] = dtype_option(dtype, torch_dtype)
         options.update(_parallelism(tp_plan, tp_size))
         recipe = Recipe(concrete_class(model_class, config, **remote), config, strict, options)
         tensors = Source(client, model_name, version.number).tensors()
@@ -111,7 +116,7 @@ def from_weighbridge(
         # as an option of from_pretrained it would lose what generate() asks it for
         model.generation_config = generation
     model.config.name_or_path = model.name_or_path = model_name
-    materialise(model, single_device(device_map))
+    materialise(model, single_device(device_map, sum(each.nbytes for each in weights_of(model).values())))
     live = _live[model] = LiveModel(
         TransformersModel(model, recipe, missing, several=several), model_name, client
     )
@@ -267,6 +272,5 @@ def _parallelism(tp_plan: Any, tp_size: int | None) -> dict[str, Any]:
 def _side_files(client: EngineClient, model: str, number: int) -> Iterator[str]:
     """A folder with the files of a version besides its weights."""
     with tempfile.TemporaryDirectory(prefix="weighbridge-") as folder:
-        for name, content in client.model_files(model, number).items():
-            Path(folder, name).write_bytes(content)
+        write_side_files(Path(folder), client.model_files(model, number))
         yield folder

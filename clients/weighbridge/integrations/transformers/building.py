@@ -18,7 +18,7 @@ from weighbridge._core.layouts import TensorSpec
 from weighbridge._core.text.counts import counted
 from weighbridge._lazy import LazyTensor, Recording, record
 from weighbridge._lazy.joined import JoinedTensor
-from weighbridge.errors import FailedPrecondition, InvalidArgument
+from weighbridge.errors import FailedPrecondition
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -177,25 +177,6 @@ def _with_memory(tensor: torch.Tensor, device: torch.device | None) -> torch.Ten
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     to_local = getattr(tensor, "to_local", None)  # a DTensor has it
     return tensor if to_local is None else to_local()
-
-
-def single_device(device_map: Any) -> torch.device | None:
-    """The one device that a ``device_map`` names.
-
-    Raises:
-        InvalidArgument: it spreads the model over several.
-    """
-    if isinstance(device_map, Mapping) and list(device_map) == [""]:
-        device_map = device_map[""]
-    if device_map is None or isinstance(device_map, torch.device):
-        return device_map
-    try:
-        return torch.device(device_map)
-    except (RuntimeError, TypeError) as error:
-        raise InvalidArgument(
-            f"device_map={device_map!r} is no single device",
-            fix="name one, such as 'cuda:0', or spread the model over ranks with tp_plan='auto'",
-        ) from error
 
 
 @contextmanager

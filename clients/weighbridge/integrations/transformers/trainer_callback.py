@@ -6,15 +6,20 @@ import contextlib
 import copy
 import logging
 import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from transformers import TrainerCallback
 
+from weighbridge._clients.importer import replace_files
 from weighbridge._clients.push_handle import PushHandle
 from weighbridge._clients.push_options import PushOptions, check_options
 from weighbridge._clients.trainer import TrainerClient
 from weighbridge._core.resources import Version, VersionState
 from weighbridge._formats.peft_models import has_adapters
+from weighbridge._formats.side_files.carried import carried_files
+from weighbridge._formats.side_files.reading import SideFiles
 from weighbridge._formats.torch_state import rank_and_world, torch_shards
 from weighbridge._transport.credentials import Credentials
 from weighbridge.errors import FailedPrecondition, InvalidArgument, LayoutError, NotFound
@@ -23,14 +28,16 @@ from weighbridge.integrations.guarded_pushes import GuardedPushes
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
+    from weighbridge._core.layouts import TensorSpec
+
 logger = logging.getLogger(__name__)
 
 
 class PushCallback(TrainerCallback):  # type: ignore[misc]  # transformers is seen as untyped
     """Pushes the model of a ``Trainer`` as versions whose steps are its global steps: ``Trainer(..., callbacks=[PushCallback("acme/smol")])``.
 
-    If the service does not know the model, rank 0 registers it with the trainer's config and tokenizer. A push returns once the weights are copied
-    out. One that fails is logged, and training goes on.
+    If the service does not know the model, rank 0 registers it with the trainer's config and tokenizer; otherwise these replace the registered
+    ones before the first push of a training. A push returns once the weights are copied out. One that fails is logged, and training goes on.
 
     Args:
         model: ``namespace/name``.
@@ -71,6 +78,7 @@ class PushCallback(TrainerCallback):  # type: ignore[misc]  # transformers is se
             server, run=run, retry_seconds=retry_seconds, lane=lane, credentials=credentials
         )
         self._pushes = GuardedPushes(self._client, model, None, strict=strict, logger=logger, options=options)
+        self._carried = False
 
     @property
     def last(self) -> PushHandle | None:
@@ -96,6 +104,7 @@ class PushCallback(TrainerCallback):  # type: ignore[misc]  # transformers is se
     ) -> None:
         """Forget which step was pushed last: another training has steps of its own."""
         self._pushes.begin_anew()
+        self._carried = False
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -120,6 +129,8 @@ class PushCallback(TrainerCallback):  # type: ignore[misc]  # transformers is se
             with contextlib.suppress(NotFound):  # rank 0 may be registering it
                 tensors = self._client.describe_tensors(self.model, refresh=True)
                 torch_shards(model, tensors, whole=world_size == 1, merge=False)
+                if rank == 0 and not self._carried:
+                    self._carry(model, processing_class, tensors)
             return int(state.global_step), model
 
         def push(module: Any, step: int, rank: int, world_size: int) -> PushHandle:
@@ -133,26 +144,44 @@ class PushCallback(TrainerCallback):  # type: ignore[misc]  # transformers is se
         with contextlib.suppress(NotFound):
             self._client.model(self.model)
             return
-        config = copy.copy(getattr(model, "config", None))
-        if config is None:
+        if getattr(model, "config", None) is None:
             raise FailedPrecondition(
                 f"{self.model} is not registered, and this model has no config to register it by",
                 fix="register it: TrainerClient(server).register_model(name, folder)",
             )
-        # FSDP2 and torch.compile make classes of their own; peft's are around the model
-        inner = model.get_base_model() if has_adapters(model) and hasattr(model, "get_base_model") else model
-        made_by = [
-            each.__name__ for each in type(inner).__mro__ if each.__module__.startswith("transformers.")
-        ]
-        config.architectures = config.architectures or made_by[:1]
-        with tempfile.TemporaryDirectory(prefix="weighbridge-") as folder:
-            config.save_pretrained(folder)
-            if hasattr(processing_class, "save_pretrained"):
-                processing_class.save_pretrained(folder)
+        with _saved(model, processing_class) as folder:
             try:
                 self._client.register_model(self.model, folder, dtype=self._dtype)
             except InvalidArgument:  # perhaps for want of a weight map
                 self._client.register_model(self.model, folder, dtype=self._dtype, tensors=model)
+        self._carried = True
+
+    def _carry(self, model: Any, processing_class: Any, tensors: Mapping[str, TensorSpec]) -> None:
+        """Have versions carry what the trainer has beside its weights. All ranks wait for this before they push."""
+        config = getattr(model, "config", None)
+        # what is pushed is not quantised, whatever the trainer has in memory
+        if config is not None and not getattr(config, "quantization_config", None):
+            known = self._client.model_files(self.model)
+            with _saved(model, processing_class) as folder:
+                files = carried_files(known, SideFiles.read(folder).files)
+            source = "the trainer's config"
+            replace_files(self._client, self.model, source, known, files, tensors, cast=True)
+        self._carried = True
+
+
+@contextlib.contextmanager
+def _saved(model: Any, processing_class: Any) -> Iterator[Path]:
+    """A folder with a model's config, and the tokenizer if there is one."""
+    config = copy.copy(model.config)
+    # FSDP2 and torch.compile make classes of their own; peft's are around the model
+    inner = model.get_base_model() if has_adapters(model) and hasattr(model, "get_base_model") else model
+    made_by = [each.__name__ for each in type(inner).__mro__ if each.__module__.startswith("transformers.")]
+    config.architectures = config.architectures or made_by[:1]
+    with tempfile.TemporaryDirectory(prefix="weighbridge-") as folder:
+        config.save_pretrained(folder)
+        if hasattr(processing_class, "save_pretrained"):
+            processing_class.save_pretrained(folder)
+        yield Path(folder)
 
 
 def _check_no_collective(model: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from google.protobuf.descriptor import MethodDescriptor
 
-from weighbridge_service.access.audit import Audit
+from weighbridge_service.access.audit import Audit, note
 from weighbridge_service.access.peer import authorize
 from weighbridge_service.access.scopes import Verb
 from weighbridge_service.api.grpc.call import Call
@@ -72,6 +72,9 @@ def check_allowed(call: Call, verb: Verb, request: Any, audit: Audit) -> None:
     """Raise if a caller may not do what a request asks for, or that cannot be written down; see `authorize` and `Audit.check`. Of what it names,
     the call notes what decides.
     """
+    version = _version(request)
+    if version and getattr(request, "ref", None) is not None:
+        note(version=version)
     allowed: list[tuple[str, str]] = []
     for each in named(request):
         call.named = (each,)
@@ -94,6 +97,7 @@ def record(audit: Audit, call: Call, method: MethodDescriptor, code: str) -> Non
             model=model,
             ref=ref,
             result=code,
+            noted=call.noted,
             heartbeat=method.name == "ReportEngine",
         )
 

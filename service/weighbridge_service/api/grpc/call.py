@@ -57,6 +57,7 @@ class Call:
         evidence: what it has shown; None where that is not asked for.
         span: of the answer to it.
         named: the models and refs that its request names, once it has come; of one that is refused, the first that it may not.
+        noted: what was said to `note` of the change that it makes.
     """
 
     def __init__(self, context: Context, access: Access, cancel: Callable[[], object] = lambda: None) -> None:
@@ -67,6 +68,7 @@ class Call:
         self._begun = self._stood = time.monotonic()
         self.span = Span()
         self.named: tuple[tuple[str, str], ...] = ()
+        self.noted: dict[str, Any] = {}
         self._context = context
         self._lock = threading.Lock()
         self._ended = False

@@ -26,7 +26,7 @@ from google.protobuf.message_factory import GetMessageClass
 from weighbridge._transport import pieces
 from weighbridge.errors import InvalidArgument, Unavailable, WeighbridgeError
 from weighbridge_service.access.access import Access
-from weighbridge_service.access.audit import Audit
+from weighbridge_service.access.audit import Audit, noting
 from weighbridge_service.access.identities import Identity
 from weighbridge_service.access.scopes import Verb
 from weighbridge_service.admission.message_waits import MessageWaits
@@ -316,7 +316,8 @@ class Methods:
                         threads = self._replicas
 
                     def work() -> bytes:
-                        return encoded(handler(decode_allowed(call, raw), call))
+                        with noting(call.noted):
+                            return encoded(handler(decode_allowed(call, raw), call))
 
                     await context.write(await self._in(threads, call, work))
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fastapi import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from weighbridge.errors import PermissionDenied, ResourceExhausted, Unauthenticated
-from weighbridge_service.access.audit import Audit
+from weighbridge_service.access.audit import Audit, noting
 from weighbridge_service.access.identities import EVERYBODY, Evidence, Identity
 from weighbridge_service.access.peer import LOCAL, Peer, authorize
 from weighbridge_service.access.scopes import Verb
@@ -81,14 +81,16 @@ class Recorder:
         """Pass a request on."""
         status = 500
 
-        async def noting(message: Message) -> None:
+        async def watching(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
             await send(message)
 
+        noted: dict[str, Any] = {}
         try:
-            await self._app(scope, receive, noting)
+            with noting(noted):
+                await self._app(scope, receive, watching)
         finally:
             asked: _Asked | None = scope.get(_ASKED)
             if asked is not None:
@@ -101,6 +103,7 @@ class Recorder:
                     model=asked.model,
                     ref=asked.ref,
                     result="OK" if status < 400 else _RESULTS.get(status, f"HTTP {status}"),
+                    noted=noted,
                 )
 
 

@@ -20,9 +20,11 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import cached_property
 from typing import Any, ClassVar
 from urllib.parse import unquote
 
+from weighbridge._core.file_names import folders_of
 from weighbridge._core.resources import REF_LATEST
 from weighbridge._core.text.shortening import shown
 from weighbridge.errors import NotFound
@@ -133,6 +135,11 @@ class HubVersion:
             dict(sorted(files.items())),
         )
 
+    @cached_property
+    def folders(self) -> frozenset[str]:
+        """The folders that files lie in, at every level."""
+        return folders_of(self.files)
+
     def file(self, path: str) -> FileEntry:
         """One file. Raises EntryNotFound."""
         found = self.files.get(path)
@@ -231,42 +238,53 @@ def _pointer_size(file: FileEntry) -> int:
 
 
 def tree_page(
-    version: HubVersion, path: str, after: str, limit: int, *, expand: bool
+    version: HubVersion, path: str, after: str, limit: int, *, expand: bool, recursive: bool = False
 ) -> tuple[list[dict[str, Any]], str | None]:
     """A page of what `HfApi.list_repo_tree` reads.
 
     Args:
         version: which version.
-        path: a folder in it; there is only the root, the empty path.
-        after: begin behind the file of this name.
-        limit: most files of the page.
-        expand: add the commit that each file is from.
+        path: a folder in it; the empty path is the root.
+        after: begin behind the file or folder of this name.
+        limit: most entries of the page.
+        expand: add the commit that each entry is from.
+        recursive: what lies in folders of the folder, too.
 
     Returns:
-        The files, and the name that the next page begins behind; None if there is no more.
+        Files and folders, and the name that the next page begins behind; None if there is no more.
 
     Raises:
         EntryNotFound: there is no such folder.
     """
-    if path:
+    if path and path not in version.folders:
         raise EntryNotFound(
             f"{version.model}@{version.number} has no folder {shown(path)}", commit=version.commit
         )
-    names = [name for name in version.files if name > after]
+    inside = f"{path}/" if path else ""
+    names = [
+        name
+        for name in sorted({*version.files, *version.folders})
+        if name > after and name.startswith(inside) and (recursive or "/" not in name[len(inside) :])
+    ]
     page = names[:limit]
     return [_tree_entry(version, name, expand) for name in page], page[-1] if len(names) > limit else None
 
 
 def paths_info(version: HubVersion, paths: Sequence[str], *, expand: bool) -> list[dict[str, Any]]:
     """What `HfApi.get_paths_info` reads; paths that are not there are left out."""
-    return [_tree_entry(version, path, expand) for path in dict.fromkeys(paths) if path in version.files]
+    there = version.files.keys() | version.folders
+    return [_tree_entry(version, path, expand) for path in dict.fromkeys(paths) if path in there]
 
 
 def _tree_entry(version: HubVersion, name: str, expand: bool) -> dict[str, Any]:
-    file = version.files[name]
-    entry: dict[str, Any] = {"type": "file", "path": name, "size": file.size, "oid": etag_of(file)}
-    if file.sha256:
-        entry["lfs"] = {"oid": file.sha256, "size": file.size, "pointerSize": _pointer_size(file)}
+    file = version.files.get(name)
+    entry: dict[str, Any]
+    if file is None:
+        entry = {"type": "directory", "path": name, "size": 0, "oid": _folder_oid(version, name)}
+    else:
+        entry = {"type": "file", "path": name, "size": file.size, "oid": etag_of(file)}
+        if file.sha256:
+            entry["lfs"] = {"oid": file.sha256, "size": file.size, "pointerSize": _pointer_size(file)}
     if expand:
         entry["lastCommit"] = {
             "id": version.commit,
@@ -274,6 +292,14 @@ def _tree_entry(version: HubVersion, name: str, expand: bool) -> dict[str, Any]:
             "date": _date(version.created_ms),
         }
     return entry
+
+
+def _folder_oid(version: HubVersion, folder: str) -> str:
+    """What stands for a folder's content: 40 hexadecimal digits."""
+    inside = (
+        f"{name}\0{etag_of(file)}\n" for name, file in version.files.items() if name.startswith(f"{folder}/")
+    )
+    return hashlib.sha256("".join(inside).encode()).hexdigest()[:40]
 
 
 def refs_document(head: Head, commits: Mapping[int, str]) -> dict[str, Any]:

@@ -96,12 +96,14 @@ def hub_router(
         asked: Annotated[Asked, Depends(_asked_of_api)],
         cursor: str = "",
         expand: bool = False,
+        recursive: bool = False,
         limit: Annotated[int | None, Query(ge=1, le=_LARGEST_PAGE)] = None,
     ) -> Response:
-        """The files of a version, page by page."""
+        """The files and folders of a version, page by page."""
         version = hub.version(asked.model, asked.revision)
+        size = limit or sizes.tree_page
         page, behind = documents.tree_page(
-            version, asked.path.strip("/"), cursor, limit or sizes.tree_page, expand=expand
+            version, asked.path.strip("/"), cursor, size, expand=expand, recursive=recursive
         )
         answer = _json(page, version)
         if behind is not None:

@@ -12,6 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 from tests.service.api.http.hub.endpoint import CLIENT_PYTHON, MODEL, WEIGHTS, Endpoint, files_of, is_copy
+from tests.support.raw_clients import tiny_folder
+from weighbridge import TrainerClient
 from weighbridge.errors import Unavailable
 
 
@@ -33,6 +35,51 @@ def test_a_snapshot_is_the_versions_folder_whatever_names_it(endpoint: Endpoint,
     came = [seen.path.rpartition("/")[2] for seen in endpoint.recorder.files()]
     assert came.count("config.json") == came.count("README.md") == 1
     assert came.count(WEIGHTS) == came.count("weighbridge.json") == 2
+
+
+def test_files_in_folders_are_listed_and_downloaded_as_they_lay_beside_the_weights(
+    endpoint: Endpoint, tmp_path: Path
+) -> None:
+    folder = tiny_folder(tmp_path / "hf").folder
+    there = {
+        "1_Pooling/config.json": "{}",
+        "additional_chat_templates/tool_use.jinja": "T",
+        "LICENSE": "free",
+    }
+    for name, text in there.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    with TrainerClient(endpoint.running.address) as trainer:
+        trainer.import_folder("tests/folders", folder).wait(timeout=60)
+    found = endpoint.python(
+        tmp_path,
+        """
+from huggingface_hub import HfApi, HfFileSystem, hf_hub_download, snapshot_download
+api = HfApi()
+def named(entries): return {each.path: type(each).__name__ for each in entries}
+say({
+    "snapshot": snapshot_download("tests/folders"),
+    "one": hf_hub_download("tests/folders", "config.json", subfolder="1_Pooling"),
+    "top": named(api.list_repo_tree("tests/folders")),
+    "inside": named(api.list_repo_tree("tests/folders", "1_Pooling")),
+    "all": named(api.list_repo_tree("tests/folders", recursive=True)),
+    "paths": named(api.get_paths_info("tests/folders", ["1_Pooling", "LICENSE", "none"])),
+    "glob": HfFileSystem().glob("tests/folders/**/*.jinja"),
+})
+""",
+    )
+    files = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()} | {
+        "weighbridge.json"
+    }
+    names = [*there, "config.json"]
+    assert filecmp.cmpfiles(found["snapshot"], folder, names, shallow=False) == (names, [], [])
+    assert Path(found["one"]).read_text() == "{}"
+    folders = dict.fromkeys(("1_Pooling", "additional_chat_templates"), "RepoFolder")
+    assert found["all"] == dict.fromkeys(files, "RepoFile") | folders
+    assert found["top"] == dict.fromkeys((name for name in files if "/" not in name), "RepoFile") | folders
+    assert found["inside"] == {"1_Pooling/config.json": "RepoFile"}
+    assert found["paths"] == {"1_Pooling": "RepoFolder", "LICENSE": "RepoFile"}
+    assert found["glob"] == ["tests/folders/additional_chat_templates/tool_use.jinja"]
 
 
 def test_what_is_in_the_cache_is_not_sent_again(endpoint: Endpoint, tmp_path: Path) -> None:

@@ -1,0 +1,110 @@
+"""Files of a model's folder besides its weights, read; those that are left out are named."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from weighbridge._core.file_names import MOST_LEVELS
+from weighbridge._core.text.shortening import readable
+from weighbridge._formats.side_files.choice import Found, choose, is_passed_over
+from weighbridge._formats.side_files.regular import fault_of, read_regular
+from weighbridge.errors import DataLoss, InvalidArgument, NotFound, WeighbridgeError
+
+log = logging.getLogger(__name__)
+
+CONFIG = "config.json"
+_MOST_FILES = 10_000
+_NAMED = 20
+_REASONS: dict[type[WeighbridgeError], str] = {
+    NotFound: "it is a link to what is not there",
+    DataLoss: "it is no regular file",
+    InvalidArgument: "it is a link out of the folder",
+}
+
+
+@dataclass(frozen=True)
+class SideFiles:
+    """The files of a folder that belong to the model besides its weights.
+
+    Attributes:
+        files: content by name; names of files in folders have slashes. ``config.json`` is among them.
+        left_out: why each other file or folder was not taken, by name; neither the weights nor hidden files are among them.
+    """
+
+    files: dict[str, bytes] = field(repr=False)
+    left_out: Mapping[str, str]
+
+    @staticmethod
+    def read(folder: Path) -> SideFiles:
+        """Read the files of a folder, of folders in it too.
+
+        Raises:
+            NotFound: no such folder, or no ``config.json`` in it.
+            DataLoss: ``config.json`` is no regular file.
+            InvalidArgument: it is a link out of the folder, a file may not be read, or the folder has more files than any checkpoint.
+        """
+        if not folder.is_dir():
+            raise NotFound(
+                f"there is no folder {folder}", fix="name one that model.save_pretrained() has written"
+            )
+        if not os.path.lexists(folder / CONFIG):
+            raise NotFound(
+                f"there is no {CONFIG} in {folder}",
+                fix="name a folder that model.save_pretrained() has written",
+            )
+        fault = fault_of(folder / CONFIG, folder)
+        if fault is not None:
+            raise fault
+        found, elsewhere = _files_of(folder)
+        chosen = choose(found)
+        files = {name: read_regular(folder / name, folder) for name in chosen.taken}
+        return SideFiles(files, dict(sorted({**chosen.left_out, **elsewhere}.items())))
+
+    def kinds(self) -> dict[str, int]:
+        """How many files and folders are left out, by what they are, as reports of conversions say it; empty if there are none."""
+        names = [readable(name.removesuffix("/")) for name in self.left_out]
+        return {f"files ({', '.join(names[:_NAMED])})": len(names)} if names else {}
+
+    def tell(self, model: str, folder: str | Path) -> None:
+        """Log what is left out."""
+        for name, reason in list(self.left_out.items())[:_NAMED]:
+            log.warning("%s: %s of %s is left out: %s", model, readable(name), folder, reason)
+        if len(self.left_out) > _NAMED:
+            log.warning("%s: %d more of %s are left out", model, len(self.left_out) - _NAMED, folder)
+
+
+def _files_of(folder: Path) -> tuple[list[Found], dict[str, str]]:
+    """All regular files in a folder that are not hidden, and the reasons why others are none."""
+    found: list[Found] = []
+    elsewhere: dict[str, str] = {}
+    waiting = [""]
+    while waiting:
+        prefix = waiting.pop()
+        if prefix.count("/") >= MOST_LEVELS:
+            elsewhere[prefix] = "it lies too deep"
+            continue
+        with os.scandir(folder / prefix) as entries:
+            listed = list(entries)
+        for entry in listed:
+            name = prefix + entry.name
+            if is_passed_over(entry.name):
+                continue
+            if entry.is_dir(follow_symlinks=False):
+                waiting.append(f"{name}/")
+                continue
+            if len(found) + len(elsewhere) >= _MOST_FILES:
+                raise InvalidArgument(
+                    f"{folder} has more than {_MOST_FILES} files", fix="name the folder of one checkpoint"
+                )
+            fault = fault_of(Path(entry.path), folder)
+            if fault is None:
+                found.append(Found(name, entry.stat().st_size))
+            else:
+                elsewhere[name] = (
+                    "it is a link to a folder" if os.path.isdir(entry.path) else _REASONS[type(fault)]
+                )
+    return found, elsewhere

@@ -1,0 +1,93 @@
+"""Regular files of a folder. A link is followed as far as the folder: what lies elsewhere, or is a device or a pipe, is not opened.
+
+A folder that was downloaded may have links to any file of this machine, and what is imported can be read by everybody who may look. In a
+cache of the Hugging Face Hub, each file of a snapshot is a link into the ``blobs`` of the same repository
+(https://huggingface.co/docs/huggingface_hub/guides/manage-cache): these are part of the folder.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+from weighbridge.errors import DataLoss, InvalidArgument, NotFound, WeighbridgeError
+
+_SNAPSHOTS, _BLOBS = "snapshots", "blobs"
+
+
+def reach_of(folder: Path) -> tuple[Path, ...]:
+    """The folders in which files of a folder may lie: itself, and the blobs of the cache if it is a snapshot of one, or lies in one."""
+    root = folder.resolve()
+    snapshots = next((parent for parent in root.parents if parent.name == _SNAPSHOTS), None)
+    return (root,) if snapshots is None else (root, snapshots.with_name(_BLOBS))
+
+
+def fault_of(path: Path, folder: Path) -> WeighbridgeError | None:
+    """Why a file of a folder is not to be opened; None if there is no reason. Links are followed, and nothing is opened.
+
+    Args:
+        path: of the file.
+        folder: in which it must lie.
+
+    Returns:
+        NotFound: there is no such file.
+        DataLoss: it is no regular file.
+        InvalidArgument: it is a link out of the folder.
+    """
+    try:
+        there = path.resolve(strict=True)
+        regular = stat.S_ISREG(there.stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        if path.is_symlink():
+            return NotFound(
+                f"{path} is a link to what is not there", fix="download all files of the folder again"
+            )
+        return NotFound(f"there is no file {path}", fix="download or save all files of the folder again")
+    except (OSError, RuntimeError) as error:
+        if (
+            not isinstance(error, OSError) or error.errno == errno.ELOOP
+        ):  # which of them depends on Python's release
+            return DataLoss(f"{path} is a link to itself", fix="put the file itself in its place")
+        return InvalidArgument(f"{path} cannot be read: {error.strerror}", fix="let this user read it")
+    if not regular:
+        return DataLoss(f"{path} is not a regular file", fix="put the file in its place, or remove it")
+    if not any(there.is_relative_to(root) for root in reach_of(folder)):
+        return InvalidArgument(
+            f"{path} is a link to {there}, out of its folder",
+            fix="put the file itself in its place, or remove the link",
+        )
+    return None
+
+
+def open_regular(path: Path, folder: Path) -> int:
+    """A descriptor of a file of a folder, open for reading.
+
+    Raises:
+        NotFound: there is no such file.
+        DataLoss: it is no regular file.
+        InvalidArgument: it is a link out of the folder, or may not be read.
+    """
+    fault = fault_of(path, folder)
+    if fault is not None:
+        raise fault
+    try:
+        # what has become a link or a pipe since is neither followed nor waited for
+        fd = os.open(path.resolve(), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError as error:
+        raise NotFound(f"{path} was removed meanwhile") from error
+    except OSError as error:
+        raise InvalidArgument(
+            f"{path} cannot be read: {error.strerror}", fix="let this user read it, or remove it"
+        ) from error
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise DataLoss(f"{path} is not a regular file", fix="put the file in its place, or remove it")
+    return fd
+
+
+def read_regular(path: Path, folder: Path) -> bytes:
+    """The content of a file of a folder. Raises as `open_regular`."""
+    with os.fdopen(open_regular(path, folder), "rb") as file:
+        return file.read()
