@@ -480,6 +480,35 @@ def test_import_of_a_wrong_dtype_registers_nothing(service: RunningService, hf_d
     )
 
 
+def test_versions_are_listed_up_to_a_limit_with_the_refs_that_name_each(
+    service: RunningService, hf_dir: Path
+) -> None:
+    model = "acme/listed"
+    as_json(weighbridge(service, "import", hf_dir, model))
+    for step in (1, 2):
+        as_json(weighbridge(service, "push", hf_dir, model, "--step", step))
+    as_json(weighbridge(service, "tag", f"{model}@1", "prod"))
+    listed = as_json(weighbridge(service, "versions", model))
+    assert [(each["number"], each["refs"]) for each in listed] == [
+        (3, ["latest", "live"]),
+        (2, []),
+        (1, ["prod"]),
+    ]
+    assert as_json(weighbridge(service, "versions", model, "--limit", 2)) == listed[:2]
+    assert weighbridge(service, "versions", model, "--limit", 0).exit_code == 2
+
+
+def test_what_is_shown_has_a_space_behind_each_word(service: RunningService, hf_dir: Path) -> None:
+    model = "acme/shown"
+    as_json(weighbridge(service, "import", hf_dir, model))
+    with TrainerClient(service.address) as client:
+        client.protect_ref(model, "prod")
+    shown = weighbridge(service, "show", model, json=False).stdout.splitlines()
+    assert "protected: prod, whose changes take a scope that names it" in shown
+    ends = {len(line) - len(line.split(": ", 1)[1].lstrip()) for line in shown}
+    assert ends == {len("protected: ")}, "one column"
+
+
 def test_import_believes_the_weights_rather_than_the_config(
     service: RunningService, hf_dir: Path, tmp_path: Path
 ) -> None:
