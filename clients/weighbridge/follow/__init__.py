@@ -3,6 +3,7 @@
 # May import: `_clients` and folders below, and no engine: adapters inside engines and trainers import it.
 #
 # - `agent`: what is done when the ref moves.
+# - `reaching`: whether it can be reached.
 # - `updates`: one update of running engines.
 # - `engines`: what an engine must be able to do.
 # - `status`: what each of its ranks says of itself.
