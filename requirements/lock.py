@@ -17,12 +17,13 @@ FOLDER = Path(__file__).parent
 BASES: Mapping[str, tuple[str, ...]] = {
     "service": (),
     "tracing": ("service",),
-    "dev": ("service", "tracing"),
-    "bench": ("service", "tracing", "dev"),
-    "fuzz": ("service", "tracing", "dev"),
-    "audit": ("service", "tracing", "dev"),
-    "page": ("service", "tracing", "dev"),
-    "docs": ("service", "tracing", "dev"),
+    "demo": ("service",),
+    "dev": ("service", "tracing", "demo"),
+    "bench": ("service", "tracing", "demo", "dev"),
+    "fuzz": ("service", "tracing", "demo", "dev"),
+    "audit": ("service", "tracing", "demo", "dev"),
+    "page": ("service", "tracing", "demo", "dev"),
+    "docs": ("service", "tracing", "demo", "dev"),
 }
 """The extras that are locked, and those whose locks each goes with."""
 EXCLUDED = ("torch",)

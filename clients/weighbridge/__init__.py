@@ -1,25 +1,41 @@
 """Weighbridge moves model weights from the machines that train to the machines that serve.
 
-This package is all that trainers and engines install. Its public surface is ``__all__`` here, `weighbridge.errors`, `weighbridge.aio`,
-`weighbridge.follow`, `weighbridge.relay` and `weighbridge.integrations`; `weighbridge.v1` is the wire contract. What begins with an underscore is private to
-this distribution and may change at any time. Names are imported when first used, so that ``import weighbridge`` costs nothing.
+::
 
-May import: neither storage nor service. A folder imports only those listed before it:
+    trainer = TrainerClient("127.0.0.1:50051")
+    trainer.register_model("acme/smol", hf_dir)
+    trainer.push("acme/smol", model.sharded_state_dict(), step=10, rank=rank, world_size=n)   # Megatron-core
+    trainer.push_state_dict("acme/smol", model, step=10)                                      # torch: FSDP2, DDP
 
-- `errors`: what can go wrong, named by what the caller can do about it; `_version` is this distribution's.
-- `_core`: the vocabulary: boxes, layouts, dtypes, resources.
-- `_tracing`: spans of OpenTelemetry, where they are wanted.
-- `_transport`: messages, channels and streams on the wire.
-- `_signing`: signatures of versions.
-- `_memory`: memory that is shared with the service, and copies.
-- `_formats`: files and processes in which weights lie, as streams.
-- `_lane`: the local lane's client.
-- `_clients`: clients, pushes and pulls.
-- `aio`, `_lazy`, `relay`, `_comparing`: the asyncio client; lazy tensors; step folders between machines; what has changed between versions.
-- `follow`: the agent beside an engine.
-- `integrations`: trainers, frameworks of reinforcement learning, and inference engines.
-- `_cli`: the command line.
+    engine = EngineClient("127.0.0.1:50051")
+    for name, tensor in engine.pull("acme/smol@latest", layout=TensorParallel(size=2, rank=0)):
+        ...
+
+- `TrainerClient`: pushes of ranks, training states, restores, folders. `CheckpointManager` does it for a loop.
+- `EngineClient`, `AsyncEngineClient`: pulls, watches of refs, reports of engines.
+- `Client`: models, versions, refs and what is kept; the other clients have it, too.
+- `weighbridge.errors`: what can go wrong, named by what the caller can do about it.
+- `weighbridge.integrations`: vLLM, SGLang, transformers, Megatron, frameworks of reinforcement learning.
+- `weighbridge.follow`, `weighbridge.relay`: the agent beside an engine; step folders between machines.
+
+Names are imported when first used. What begins with an underscore is private; `weighbridge.v1` is the wire contract.
 """
+
+# May import: neither storage nor service. A folder imports only those listed before it:
+#
+# - `errors`: what can go wrong, named by what the caller can do about it; `_version` is this distribution's.
+# - `_core`: the vocabulary: boxes, layouts, dtypes, resources.
+# - `_tracing`: spans of OpenTelemetry, where they are wanted.
+# - `_transport`: messages, channels and streams on the wire.
+# - `_signing`: signatures of versions.
+# - `_memory`: memory that is shared with the service, and copies.
+# - `_formats`: files and processes in which weights lie, as streams.
+# - `_lane`: the local lane's client.
+# - `_clients`: clients, pushes and pulls.
+# - `aio`, `_lazy`, `relay`, `_comparing`: the asyncio client; lazy tensors; step folders between machines; what has changed between versions.
+# - `follow`: the agent beside an engine.
+# - `integrations`: trainers, frameworks of reinforcement learning, and inference engines.
+# - `_cli`: the command line.
 
 from __future__ import annotations
 

@@ -16,4 +16,5 @@ May import: the public surface of `weighbridge`; `weighbridge_storage.opening` t
 - `vllm_server`: a vLLM server.
 - `service_process`: the service as a process.
 - `report`: what is printed.
+- `keeping`: the service that is left for a look.
 """

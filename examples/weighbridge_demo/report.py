@@ -143,11 +143,16 @@ def print_report(report: Report, console: Console) -> None:
     if report.checks:
         console.print(_checks(report.checks))
     if report.failures:
-        for failure in report.failures:
-            console.print(f"failed: {failure}", style="red", highlight=False, markup=False)
-        console.print("demo failed", style="bold red")
+        print_failures(report, console)
     else:
         console.print("demo passed", style="bold green")
+
+
+def print_failures(report: Report, console: Console) -> None:
+    """Write what was not as it had to be, and the verdict."""
+    for failure in report.failures:
+        console.print(f"failed: {failure}", style="red", highlight=False, markup=False)
+    console.print("demo failed", style="bold red")
 
 
 def _moved(report: Report) -> Table:

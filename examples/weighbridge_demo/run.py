@@ -23,7 +23,12 @@ _NEEDED = ("torch", "megatron", "mbridge", "transformers", "gguf", "accelerate",
 
 
 def run_demo(
-    work_dir: Path | None, steps: int, as_json: bool, store: str | None = None, vllm: Path | None = None
+    work_dir: Path | None,
+    steps: int,
+    as_json: bool,
+    store: str | None = None,
+    vllm: Path | None = None,
+    keep: bool = False,
 ) -> int:
     """Train, push, pull and generate with a real language model on this machine.
 
@@ -35,13 +40,15 @@ def run_demo(
         as_json: print one JSON document and nothing else.
         store: where the service keeps versions, a folder or ``s3://bucket/prefix``; in ``work_dir`` if None.
         vllm: the Python of an environment with vLLM: its servers follow the trainer, instead of engines of the demo's own.
+        keep: leave the service running when all is done, until this process is interrupted; ends at once where something was not as it had to be.
 
     Returns:
         The exit code: 0 if everything was as it had to be.
     """
     from rich.console import Console
 
-    from weighbridge_demo.report import Report, print_report
+    from weighbridge_demo.keeping import Kept, say_how_to_keep
+    from weighbridge_demo.report import Report, print_failures, print_report
 
     console = Console(width=None if sys.stdout.isatty() else 140)
     report = Report()
@@ -53,6 +60,14 @@ def run_demo(
                 f"{time.monotonic() - started:6.1f}  {line}", highlight=False, markup=False, soft_wrap=True
             )
 
+    def print_all() -> None:
+        if as_json:
+            document = json.dumps(report.to_json(), indent=2)
+            console.print(document, highlight=False, markup=False, soft_wrap=True)
+        else:
+            print_report(report, console)
+
+    kept = Kept(report, print_all, temporary=work_dir is None) if keep else None
     try:
         with _sigterm_interrupts(), _work_folder(work_dir) as work:
             _check_needs(steps)
@@ -62,19 +77,21 @@ def run_demo(
                 from weighbridge_demo.story import Story
                 from weighbridge_demo.vllm_story import VllmStory
             if vllm is None:
-                Story(work, steps, say, report, store).tell()
+                Story(work, steps, say, report, store, kept).tell()
             else:
-                VllmStory(work, steps, vllm, say, report).tell()
+                VllmStory(work, steps, vllm, say, report, kept).tell()
     except KeyboardInterrupt:
         report.error = "interrupted"
     except WeighbridgeError as error:
         report.error = str(error)
     except Exception:
         report.error = traceback.format_exc()
-    if as_json:
-        console.print(json.dumps(report.to_json(), indent=2), highlight=False, markup=False, soft_wrap=True)
-    else:
-        print_report(report, console)
+    if kept is None or not kept.printed:
+        print_all()
+        if not as_json and not report.failures:
+            say_how_to_keep(console)
+    elif report.failures:
+        print_failures(report, console)
     return 1 if report.failures else 0
 
 

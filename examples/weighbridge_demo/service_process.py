@@ -67,6 +67,10 @@ class ServiceProcess:
     def _log_end(self) -> list[str]:
         return self.log.read_text(errors="replace").splitlines()[-10:]
 
+    def wait(self) -> int:
+        """Wait until it ends without being asked here, and give its exit code."""
+        return self._process.wait()
+
     def stop(self) -> int:
         """Ask it to end, make it end if it does not, and give its exit code."""
         self._process.terminate()

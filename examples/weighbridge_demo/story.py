@@ -49,10 +49,17 @@ class Story:
         say: is told what goes on.
         report: is filled in.
         store: where the service keeps versions; a folder in ``work`` if None.
+        keep: is called with the service and its addresses, gRPC and HTTP, when all is done; the service ends when it returns.
     """
 
     def __init__(
-        self, work: Path, steps: int, say: Callable[[str], None], report: Report, store: str | None = None
+        self,
+        work: Path,
+        steps: int,
+        say: Callable[[str], None],
+        report: Report,
+        store: str | None = None,
+        keep: Callable[[ServiceProcess, str, str], None] | None = None,
     ) -> None:
         self.work = work
         self.steps = steps
@@ -61,6 +68,7 @@ class Story:
         self._stage = partial(report.stage, say)
         self._hf_dir = work / "hf"
         self._store = store or str(work / "store")
+        self._keep = keep
         report.model = MODEL
 
     def tell(self) -> None:
@@ -104,6 +112,8 @@ class Story:
                 folder = _stored_folder(self._store, 2, self.work / "stored")
                 self.report.texts["transformers, after"] = lm.continue_prompt(*lm.load_folder(folder))
             self._compare_texts()
+            if self._keep is not None:
+                self._keep(service, server, http)
             exit_code = service.stop()
         self.report.check("the service ended in good order", exit_code == 0, f"exit code {exit_code}")
 

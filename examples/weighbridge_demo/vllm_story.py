@@ -74,10 +74,17 @@ class VllmStory:
         python: of the environment that vLLM is installed in.
         say: is told what goes on.
         report: is filled in.
+        keep: is called with the service and its addresses, gRPC and HTTP, when all is done; the service ends when it returns.
     """
 
     def __init__(
-        self, work: Path, steps: int, python: Path, say: Callable[[str], None], report: Report
+        self,
+        work: Path,
+        steps: int,
+        python: Path,
+        say: Callable[[str], None],
+        report: Report,
+        keep: Callable[[ServiceProcess, str, str], None] | None = None,
     ) -> None:
         self.work = work
         self.steps = steps
@@ -85,6 +92,7 @@ class VllmStory:
         self.report = report
         self._say = say
         self._stage = partial(report.stage, say)
+        self._keep = keep
         report.model = SMOL.model
 
     def tell(self) -> None:
@@ -98,11 +106,13 @@ class VllmStory:
         with ServiceProcess(self.work / "store", self.work, self.work / "scratch") as service:
             with self._stage("convert SmolLM2-135M-Instruct from GGUF to a Hugging Face folder"):
                 model, tokenizer = lm.convert_gguf(lm.find_gguf(), self.work / "smol")
-            server, _ = service.wait_ready()
+            server, http = service.wait_ready()
             self._play(SMOL, server, self.work / "smol", model, tokenizer)
             with self._stage("make a small model with the same tokenizer"):
                 model, tokenizer = _make_tiny(self.work / "tiny", self.work / "smol")
             self._play(TINY, server, self.work / "tiny", model, tokenizer)
+            if self._keep is not None:
+                self._keep(service, server, http)
             exit_code = service.stop()
         self.report.check("the service ended in good order", exit_code == 0, f"exit code {exit_code}")
 

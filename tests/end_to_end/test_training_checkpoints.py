@@ -191,7 +191,8 @@ def test_megatron_loads_what_is_exported_and_what_it_saved_is_restored(
         again = trainer.export_training(case.name, imported.number, tmp_path / "again").folder
 
     assert (tmp_path / "load" / "latest_checkpointed_iteration.txt").read_text() == str(STEPS)
-    assert (ours.name, again.name, imported.step) == ("iter_0000002", "iter_0000009", 9)
+    # what it says itself counts, and not what it is called
+    assert (ours.name, again.name, imported.step) == ("iter_0000002", "iter_0000002", STEPS)
     their_tensors, their_objects = _read(theirs)
     assert their_objects[f"rng_state/shard_1_{case.here.world_size}"] == [[[1, 5]]]
     for folder in (ours, again):
@@ -449,7 +450,7 @@ def test_commands_take_states_out_and_in(service: RunningService, small: int, tm
     assert (code, version["model"], version["step"], version["state"]) == (
         0,
         f"{TORCH}:training",
-        21,
+        4,
         "durable",
     )
     assert version["metadata"] == {"from": "disk"}

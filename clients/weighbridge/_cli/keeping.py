@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING
 
 import click
@@ -17,6 +18,7 @@ from weighbridge._core.resources import Retention
 from weighbridge._core.text.counts import counted
 from weighbridge._core.text.durations import readable_duration
 from weighbridge._core.text.sizes import readable_size
+from weighbridge.errors import FailedPrecondition, NotFound
 
 if TYPE_CHECKING:
     from weighbridge._clients.client import Client
@@ -34,10 +36,18 @@ def _connect(server: str) -> Client:
 @click.argument("model", shell_complete=completing.models)
 @click.option("--keep-last", type=WholeNumber(min=1), metavar="N", help="Keep the newest N versions.")
 @click.option(
-    "--keep-every",
+    "--keep-every-steps",
     type=WholeNumber(min=1),
     metavar="K",
-    help="Keep one of each K consecutive numbers: the first that is there.",
+    help="Keep one version of each K consecutive steps of a run: the first that is there.",
+)
+@click.option(
+    "--keep-every-numbers",
+    "--keep-every",
+    "keep_every",
+    type=WholeNumber(min=1),
+    metavar="K",
+    help="Keep one of each K consecutive version numbers: the first that is there.",
 )
 @click.option(
     "--keep-younger",
@@ -53,19 +63,29 @@ def _connect(server: str) -> Client:
     help="Keep the newest N of its training states.",
 )
 @click.option(
-    "--keep-training-every",
+    "--keep-training-every-steps",
     type=WholeNumber(min=1),
     metavar="K",
-    help="Keep one training state of each K consecutive numbers.",
+    help="Keep one training state of each K consecutive steps of a run.",
+)
+@click.option(
+    "--keep-training-every-numbers",
+    "--keep-training-every",
+    "keep_training_every",
+    type=WholeNumber(min=1),
+    metavar="K",
+    help="Keep one training state of each K consecutive version numbers.",
 )
 @click.option("--keep-everything", is_flag=True, help="Delete nothing any more.")
 @client_options
 def retention_command(
     model: str,
     keep_last: int | None,
+    keep_every_steps: int | None,
     keep_every: int | None,
     keep_younger_s: int | None,
     keep_training_last: int | None,
+    keep_training_every_steps: int | None,
     keep_training_every: int | None,
     keep_everything: bool,
     server: str,
@@ -75,21 +95,23 @@ def retention_command(
 
     A version is kept if one of the rules speaks for it, a ref names it or an engine serves it (`weighbridge engines`); the others are
     deleted some time later. New rules replace all that were there. Without any option the rules are shown. Training states, versions
-    of MODEL:training, have rules of their own, which --keep-training-last and --keep-training-every set as well.
+    of MODEL:training, have rules of their own, which --keep-training-last, --keep-training-every-steps and --keep-training-every-numbers set as well.
     """
-    rules = Retention(keep_last or 0, keep_every or 0, keep_younger_s or 0)
-    training = Retention(keep_training_last or 0, keep_training_every or 0)
+    rules = Retention(keep_last or 0, keep_every or 0, keep_younger_s or 0, keep_every_steps or 0)
+    training = Retention(
+        keep_training_last or 0, keep_training_every or 0, keep_every_steps=keep_training_every_steps or 0
+    )
     if keep_everything and not (rules.keeps_everything and training.keeps_everything):
         raise click.UsageError("--keep-everything goes with no other rule")
     if is_training(model) and not training.keeps_everything:
-        raise click.UsageError(f"{model} are training states already: --keep-last, --keep-every")
+        raise click.UsageError(f"{model} are training states already: --keep-last, --keep-every-steps")
     with _connect(server) as client:
         if (
             not training.keeps_everything
         ):  # first: a service of an earlier release refuses it, and changes nothing
-            client.set_retention(training_of(model), training)
+            _set(client, training_of(model), training)
         if keep_everything or not rules.keeps_everything:
-            client.set_retention(model, rules)
+            _set(client, model, rules)
         else:
             rules = client.retention(model)
     shown = {model: rules, **({} if training.keeps_everything else {training_of(model): training})}
@@ -101,10 +123,24 @@ def retention_command(
             say(f"{name}: keeps {_rules_text(each)}")
 
 
+def _set(client: Client, model: str, rules: Retention) -> None:
+    """Set rules. A service of a release that does not know one of them keeps the rules that it had."""
+    before = Retention()
+    with contextlib.suppress(NotFound):  # training states whose rules come before the first of them
+        before = client.retention(model)
+    if client.set_retention(model, rules) != rules:
+        client.set_retention(model, before)
+        raise FailedPrecondition(
+            "the service does not count steps: the rules are as they were",
+            fix="run a newer release of the service, or count numbers: --keep-every-numbers",
+        )
+
+
 def _rules_text(rules: Retention) -> str:
     parts = [
         *([f"the last {rules.keep_last}"] if rules.keep_last else []),
-        *([f"one of every {rules.keep_every}"] if rules.keep_every else []),
+        *([f"one of every {rules.keep_every_steps} steps"] if rules.keep_every_steps else []),
+        *([f"one of every {rules.keep_every} numbers"] if rules.keep_every else []),
         *([f"those younger than {readable_duration(rules.keep_younger_s)}"] if rules.keep_younger_s else []),
     ]
     return ", ".join([*parts, "what refs name"]) if parts else "everything"

@@ -73,18 +73,24 @@ def _refs_text(refs: Mapping[str, int]) -> str:
     help="Only those of whose metadata this is true, such as 'reward>=0.7'; with = != < <= > or >=, and in quotes for the shell. "
     "All must be true if it is given several times.",
 )
+@click.option("--limit", type=WholeNumber(min=1), metavar="N", help="Only the newest N.  [default: all]")
 @client_options
 def versions_command(
-    model: str, include_invisible: bool, where: tuple[str, ...], server: str, as_json: bool
+    model: str,
+    include_invisible: bool,
+    where: tuple[str, ...],
+    limit: int | None,
+    server: str,
+    as_json: bool,
 ) -> None:
     """List a model's versions, newest first."""
     with _connect(server) as client:
-        found = client.versions(model, include_invisible=include_invisible, where=where)
+        found = client.versions(model, include_invisible=include_invisible, where=where, limit=limit)
         if where and not found:
             _check_keys(model, where, client.versions(model, include_invisible=True))
         refs = client.refs(model)
     if as_json:
-        print_json([version.to_json() for version in found])
+        print_json([{**version.to_json(), "refs": _names_of(refs, version.number)} for version in found])
         return
     rows = [
         (
@@ -188,9 +194,10 @@ def show_command(reference: Reference, with_tensors: bool, server: str, as_json:
         *(("asked", _request_text(each)) for each in requests if each.pending),
         *(_version_lines(version, model.refs) if version else [("version", "none yet")]),
     ]
+    wide = max(len(label) for label, _ in lines) + len(": ")
     for label, text in lines:
         first, *others = text.split("\n")
-        say(f"{label + ':':<10}{first}", *(f"{'':<10}{line}" for line in others))
+        say(f"{label + ':':<{wide}}{first}", *(f"{'':<{wide}}{line}" for line in others))
     if tensors is not None:
         say("")
         print_table(("TENSOR", "DTYPE", "SHAPE"), [(t.name, t.dtype, list(t.shape)) for t in tensors])

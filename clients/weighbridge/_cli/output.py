@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from weighbridge._core.text.plain import plain
+from weighbridge._core.text.sizes import readable_size
 from weighbridge.errors import WeighbridgeError
 
 if TYPE_CHECKING:
@@ -167,6 +168,45 @@ def progress_bar(what: str, *, counted: bool = False) -> Iterator[Callable[[int,
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task(plain(what), total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+@contextmanager
+def progress_phases(what: str, first: str) -> Iterator[Callable[[str, int, int], None]]:
+    """A line on stderr that names the phase of something while the block runs, and how long it has taken; none where that is not a terminal.
+
+    Args:
+        what: is being done.
+        first: its first phase.
+
+    Yields:
+        Call it with a phase, and with the bytes done and in all of it; 0 and 0 of a phase that does not count any.
+    """
+    if not sys.stderr.isatty():
+        yield lambda _phase, _done, _total: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        TextColumn("{task.fields[amount]}", markup=False),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(plain(f"{what}: {first}"), total=None, amount="")
+
+        def update(phase: str, done: int, total: int) -> None:
+            amount = f"{readable_size(done)} of {readable_size(total)}" if total else ""
+            progress.update(
+                task,
+                description=plain(f"{what}: {phase}"),
+                completed=done,
+                total=total or None,
+                amount=amount,
+            )
+
+        yield update
 
 
 def readable_time(unix_ms: int) -> str:

@@ -1,20 +1,21 @@
-"""Commands that bring weights into the service: import, push."""
+"""Commands that bring models and weights into the service: register, import, push."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from weighbridge._cli.output import print_json, print_left_out, progress_bar, say
+from weighbridge._cli.output import print_json, print_left_out, progress_phases, say
 from weighbridge._cli.parsing import WholeNumber, key_values
 from weighbridge._cli.running import RETRY_SECONDS, Command, client_options
 from weighbridge._cli.showing import completing
 from weighbridge._core.metadata import Metadata
-from weighbridge._core.resources import why_held
+from weighbridge._core.resources import VersionState, why_held
 from weighbridge._core.text.counts import counted
 from weighbridge._core.text.extras import needs_extra
 from weighbridge._core.text.sizes import readable_size
@@ -28,7 +29,16 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+_FIRST_PHASE = "registering and copying"
+"""Until the version has a number, and its service says what it is at."""
 _FOLDER = click.Path(file_okay=False, path_type=Path)
+
+
+_NO_WEIGHT_MAP = click.option(
+    "--no-weight-map",
+    is_flag=True,
+    help="Register the model by its tensors alone, although there may be a weight map for its model type.",
+)
 
 
 def _push_options(function: F) -> F:
@@ -54,6 +64,35 @@ def _push_options(function: F) -> F:
     return function
 
 
+@click.command("register", cls=Command)
+@click.argument("hf_dir", type=_FOLDER)
+@click.argument("model", shell_complete=completing.models)
+@click.option(
+    "--dtype",
+    help="The dtype in which floating-point weights will be pushed, e.g. bf16.  "
+    "[default: that of the folder's weights, or else of its config.json]",
+)
+@_NO_WEIGHT_MAP
+@client_options
+def register_command(
+    hf_dir: Path, model: str, dtype: str | None, no_weight_map: bool, server: str, as_json: bool
+) -> None:
+    """Register a model by a Hugging Face folder, without its weights.
+
+    Its config.json, tokenizer and so on become MODEL's; weights come with the first push of a trainer, or of `weighbridge push`, which casts
+    them to the dtype that is registered. Of a model that is registered already the files are replaced; its dtype stays as it is once it has versions.
+    """
+    with _trainer(server) as client:
+        found = client.register_model(model, hf_dir, dtype=dtype or "", weight_map=not no_weight_map)
+    if as_json:
+        print_json(found.to_json())
+    else:
+        size = (
+            f"{counted(found.tensor_count, 'tensor')} in {found.dtype}, {readable_size(found.tensor_bytes)}"
+        )
+        say(f"{found.name}: {found.model_type}, {size}")
+
+
 @click.command("import", cls=Command)
 @click.argument("folder", type=_FOLDER)
 @click.argument("model", shell_complete=completing.models)
@@ -65,7 +104,7 @@ def _push_options(function: F) -> F:
 )
 @click.option(
     "--dtype",
-    help="The dtype that all weights must have, such as bf16.  [default: each tensor keeps the one it has]",
+    help="Cast floating-point weights, e.g. to bf16.  [default: keep them as they are]",
 )
 @click.option(
     "--dequantize",
@@ -75,18 +114,15 @@ def _push_options(function: F) -> F:
 @click.option(
     "--step",
     type=WholeNumber(min=0),
-    help="Recorded with the version.  [default: 100 of a checkpoint in iter_0000100; otherwise 0]",
+    help="Recorded with the version.  [default: the step that FOLDER says itself or, without that, its name, such as step-100; "
+    "0 of a Hugging Face folder without either]",
 )
 @click.option(
     "--training",
     is_flag=True,
     help="Keep a checkpoint of Megatron-core or torch, with its optimizer, as a training state of MODEL, which is registered.",
 )
-@click.option(
-    "--no-weight-map",
-    is_flag=True,
-    help="Register the model by its tensors alone, although there may be a weight map for its model type.",
-)
+@_NO_WEIGHT_MAP
 @_push_options
 @client_options
 def import_command(
@@ -125,8 +161,8 @@ def import_command(
         with needs_extra("torch"):
             import torch  # noqa: F401 (before anything is opened)
         with _trainer(server) as client:
-            handle = client.import_training(model, folder, step=step, run="import", **options)
-            version = _finish(client, handle, handle.model)
+            importing = partial(client.import_training, model, folder, step=step, run="import", **options)
+            version, _ = _pushed(client, model, importing)
         _report_pushed(version, as_json)
         return
     if (folder / ".metadata").exists() or any(folder.glob("model_world_size_*_rank_*.pt")):
@@ -140,20 +176,22 @@ def import_command(
                 f"--config is for checkpoints, and {folder} is none",
                 fix="leave it out: a Hugging Face folder has its own config.json",
             )
-        # before anything is registered: a model keeps the dtypes that it was registered with
-        if dtype is not None:
-            _check_dtype(folder, dtype)
+        from weighbridge._formats.training.checkpoint_step import step_of_folder
+
         with _trainer(server) as client:
-            handle = client.import_folder(
+            importing = partial(
+                client.import_folder,
                 model,
                 folder,
+                dtype=dtype or "",
                 dequantize=dequantize or "",
-                step=step or 0,
+                step=(step_of_folder(folder) or 0) if step is None else step,
                 run="import",
                 weight_map=not no_weight_map,
                 **options,
             )
-            version = _finish(client, handle, model)
+            version, handle = _pushed(client, model, importing)
+        _tell_of_casts(handle)
     _report_pushed(version, as_json)
 
 
@@ -167,23 +205,20 @@ def _import_checkpoint(
     options: PushOptions,
 ) -> Version:
     from weighbridge._core import dtypes
-    from weighbridge._formats.training.checkpoint_folder import iteration_of
+    from weighbridge._formats.training.checkpoint_step import known_step
 
     with needs_extra("service"):
         from weighbridge_service.converting.pushing import CheckpointToPush
 
     checkpoint = CheckpointToPush.read(folder, config)
-    found = sorted({spec.dtype.short for spec in checkpoint.tensors})
-    if dtype is not None and found != [dtypes.parse(dtype).short]:
-        raise InvalidArgument(
-            f"the weights in {folder} are in {' and '.join(found)}, not all in {dtype}",
-            fix="weights are kept as they are: leave --dtype out",
-        )
+    step = known_step(checkpoint.step if step is None else step, folder)
+    target = None if dtype is None else dtypes.parse(dtype)
     print_left_out(checkpoint.left_out, err=True)
     with _trainer(server) as client:
-        named = iteration_of(folder) if step is None else step
-        handle = checkpoint.push(client, model, step=named, run="import", **options)
-        return _finish(client, handle, model)
+        push = partial(checkpoint.push, client, model, step=step, run="import", dtype=target, **options)
+        version, handle = _pushed(client, model, push)
+    _tell_of_casts(handle)
+    return version
 
 
 @click.command("push", cls=Command)
@@ -220,8 +255,13 @@ def push_command(
     """
     options: PushOptions = {"allow_nonfinite": allow_nonfinite, "candidate": candidate, "metadata": metadata}
     with _trainer(server) as client:
-        handle = client.push_folder(model, hf_dir, step=step, run=run, cast=cast, **options)
-        version = _finish(client, handle, model)
+        push = partial(client.push_folder, model, hf_dir, step=step, run=run, cast=cast, **options)
+        version, handle = _pushed(client, model, push)
+    _tell_of_casts(handle)
+    _report_pushed(version, as_json)
+
+
+def _tell_of_casts(handle: PushHandle) -> None:
     report = handle.report()
     if report.cast_tensors:
         exact = "exact" if report.widened_tensors == report.cast_tensors else "rounded"
@@ -230,7 +270,6 @@ def push_command(
             + f" cast to the model's dtype ({exact})",
             err=True,
         )
-    _report_pushed(version, as_json)
 
 
 def _trainer(server: str) -> TrainerClient:
@@ -239,27 +278,33 @@ def _trainer(server: str) -> TrainerClient:
     return TrainerClient(server, retry_seconds=RETRY_SECONDS)
 
 
-def _check_dtype(hf_dir: Path, wanted: str) -> None:
-    """Refuse a folder whose weights are not all in one dtype."""
-    from weighbridge._core import dtypes
-    from weighbridge._formats.safetensors_files import layout_of_files, map_folder
-
-    files = layout_of_files({name: data.data for name, data in map_folder(hf_dir).items()})
-    found = sorted({spec.dtype.short for spec in files.layout.tensors.values()})
-    if found != [dtypes.parse(wanted).short]:
-        raise InvalidArgument(
-            f"the weights in {hf_dir} are in {' and '.join(found)}, not all in {wanted}",
-            fix="weights are kept as they are: cast them before, and save the folder again",
-        )
+def _pushed(client: TrainerClient, model: str, push: Callable[[], PushHandle]) -> tuple[Version, PushHandle]:
+    """Push, and wait until the version is durable; a push that fails or is interrupted is given up at once."""
+    with progress_phases(f"pushing {model}", _FIRST_PHASE) as update:
+        handle = push()
+        return _finish(client, handle, handle.model, lambda version: update(*phase_of(version))), handle
 
 
-def _finish(client: TrainerClient, handle: PushHandle, model: str) -> Version:
-    """Wait until a push is durable; one that fails or is interrupted is given up at once."""
+def phase_of(version: Version) -> tuple[str, int, int]:
+    """What a version that is pushed is at, and the bytes done and in all of it; 0 and 0 where none are counted."""
+    match version.state:
+        case VersionState.OPEN:
+            return f"waiting for {'; '.join(version.waits_for) or 'memory'}", 0, 0
+        case VersionState.RECEIVING:
+            return "copying", version.received_bytes, version.tensor_bytes
+        case VersionState.READY:
+            return "verifying", 0, 0
+        case VersionState.VERIFIED:
+            return "storing", 0, 0
+        case state:
+            return state.value, version.received_bytes, version.tensor_bytes
+
+
+def _finish(
+    client: TrainerClient, handle: PushHandle, model: str, on_progress: Callable[[Version], None]
+) -> Version:
     try:
-        with progress_bar(f"pushing {model}@{handle.number}") as update:
-            return handle.wait(
-                on_progress=lambda version: update(version.received_bytes, version.tensor_bytes)
-            )
+        return handle.wait(on_progress=on_progress)
     except (KeyboardInterrupt, WeighbridgeError) as error:
         with contextlib.suppress(WeighbridgeError):  # it has failed already, or is complete
             client.abort(model, handle.number, str(error) or "interrupted")

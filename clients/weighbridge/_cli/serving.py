@@ -297,6 +297,9 @@ def serve_command(
     metavar="PYTHON",
     help="Let real vLLM servers follow the trainer: the Python of vLLM's environment.",
 )
+@click.option(
+    "--keep", is_flag=True, help="Leave the service running for a look when all is done, until Ctrl-C."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_context
 def demo_command(
@@ -305,10 +308,14 @@ def demo_command(
     store: str | None,
     steps: int,
     vllm: Path | None,
+    keep: bool,
     as_json: bool,
 ) -> None:
-    """Train, push, pull and generate, on this machine."""
+    """Train, push, pull and generate, on this machine.
+
+    Ends by itself, with all that it has started. With --keep it prints the addresses of its service, and ends at Ctrl-C.
+    """
     with needs_extra("demo"):
         from weighbridge_demo.run import run_demo
 
-    ctx.exit(run_demo(work_dir, steps, as_json, store, vllm))
+    ctx.exit(run_demo(work_dir, steps, as_json, store, vllm, keep))

@@ -64,6 +64,10 @@ class CheckpointManager:
         self._rank_state = rank_state
         self._options = options
 
+    def __repr__(self) -> str:
+        last = f"last saved as {self.last.model}@{self.last.number}" if self.last else "nothing saved yet"
+        return f"<CheckpointManager of {self._model}, {last}>"
+
     def save(self, step: int) -> PushHandle:
         """Save everything as it is after a step. Training may go on when it returns: all is copied out, or with ``until`` will be before the optimizer's
         next step; and the bytes travel behind it.

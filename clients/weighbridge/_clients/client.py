@@ -74,6 +74,10 @@ class Client:
     def __init__(self, server: str | None = None, **options: Unpack[ConnectionOptions]) -> None:
         self._connection = Connection(server, **options)
 
+    def __repr__(self) -> str:
+        closed = ", closed" if self._connection.closed else ""
+        return f"<{type(self).__name__} of {self.server}{closed}>"
+
     @property
     def server(self) -> str:
         """The service's address; several with commas between them."""

@@ -55,6 +55,10 @@ class Pull:
         self._connection = connection
         self._plan = plan
 
+    def __repr__(self) -> str:
+        lane = f", by the {self.lane} lane" if self.lane else ""
+        return f"<Pull of {self.version}: {pull_calls.described(self._plan)}{lane}>"
+
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         with self._transfer() as transfer:
             for step in transfer.tensors():

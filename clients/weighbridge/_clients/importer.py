@@ -13,13 +13,14 @@ from weighbridge._clients.push_client import PushingClient
 from weighbridge._clients.push_handle import PushHandle
 from weighbridge._clients.push_options import PushOptions, check_options
 from weighbridge._core import dtypes
+from weighbridge._core.dtypes import DType
 from weighbridge._core.layouts import TensorSpec
 from weighbridge._core.references import training_of
 from weighbridge._core.resources import Model
 from weighbridge._core.tensor_spaces import TensorSpace
 from weighbridge._formats import safetensors_files
 from weighbridge._formats.folder_weights import FolderWeights
-from weighbridge._formats.hf_folder import in_dtype_of
+from weighbridge._formats.hf_folder import in_dtype_of, with_dtype
 from weighbridge._formats.side_files.carried import carried_files, has_tokenizer
 from weighbridge._formats.side_files.reading import CONFIG, SideFiles
 from weighbridge.errors import FailedPrecondition, InvalidArgument, LayoutError
@@ -50,8 +51,8 @@ class ImportingClient(PushingClient):
         Args:
             model: ``namespace/name``.
             hf_dir: the folder. If it has weights, their headers are compared with ``config.json``.
-            dtype: of the weights, such as ``bf16``; by default each tensor's own if they are known, and otherwise what
-                ``config.json`` says. Without a weight map, only floating-point tensors of 16 bits or more get it.
+            dtype: of the weights, such as ``bf16``, which ``config.json`` names from then on; by default each tensor's own if they are
+                known, and otherwise what ``config.json`` says. Without a weight map, only floating-point tensors of 16 bits or more get it.
             tensors: a torch module, a state dict, or pairs of a name and a tensor, as for `push_state_dict`, by whose names, global
                 shapes and dtypes the model is registered; by default the folder's weights. Data is not read: the meta device will do.
             weight_map: False registers it by its tensors alone, although there may be a weight map for its model type: of a quantised
@@ -73,6 +74,8 @@ class ImportingClient(PushingClient):
             specs = tensor_specs(tensors)
         elif safetensors_files.has_weights(folder):
             specs = FolderWeights.read(folder, files["config.json"]).layout.tensors.values()
+        if dtype:
+            files["config.json"] = _in_dtype(files["config.json"], dtypes.parse(dtype))
         return self.register_files(model, files, dtype, specs, weight_map=weight_map)
 
     def import_folder(
@@ -80,6 +83,7 @@ class ImportingClient(PushingClient):
         model: str,
         hf_dir: str | Path,
         *,
+        dtype: str | torch.dtype = "",
         dequantize: str = "",
         step: int = 0,
         run: str | None = None,
@@ -91,6 +95,7 @@ class ImportingClient(PushingClient):
         Args:
             model: ``namespace/name``.
             hf_dir: the folder.
+            dtype: what floating-point weights are cast to as they are read, such as ``bf16``; by default they are kept as they are.
             dequantize: the dtype, such as ``bf16``, that block-quantised fp8 weights are turned into on the way; by default
                 they are kept as they are.
             step: recorded with the version.
@@ -100,16 +105,26 @@ class ImportingClient(PushingClient):
 
         Raises:
             As `register_model` and `push_folder` do, and:
-            InvalidArgument: ``dequantize`` is given, and there is nothing to dequantise or a scale is missing.
+            InvalidArgument: ``dequantize`` is given, and there is nothing to dequantise or a scale is missing; or ``dtype`` is given, and
+                weights cannot be cast to it.
         """
         check_options(options)
-        dtype = dtypes.parse(dequantize) if dequantize else None
-        if dtype is not None and not dtype.is_float:
-            raise InvalidArgument(f"fp8 weights cannot become {dtype}", fix="use bf16, fp16 or fp32")
+        wide = dtypes.parse(dequantize) if dequantize else None
+        if wide is not None and not wide.is_float:
+            raise InvalidArgument(f"fp8 weights cannot become {wide}", fix="use bf16, fp16 or fp32")
+        if wide is not None and dtype:
+            raise InvalidArgument(
+                "weights are dequantised or cast, and not both", fix=f"leave the dtype {dtype} out"
+            )
         files = _side_files(model, Path(hf_dir))
-        weights = FolderWeights.read(Path(hf_dir), files["config.json"], dequantize=dtype)
+        weights = FolderWeights.read(Path(hf_dir), files["config.json"], dequantize=wide)
         files["config.json"] = weights.config_json
-        self.register_files(model, files, "", weights.layout.tensors.values(), weight_map=weight_map)
+        if dtype:  # before anything is registered: a model keeps the dtypes that it was registered with
+            files["config.json"] = _in_dtype(weights.config_json, weights.castable_to(dtype))
+        self.register_files(model, files, dtype, weights.layout.tensors.values(), weight_map=weight_map)
+        if dtype:
+            with self._tensors(model) as tensors:
+                weights = weights.as_model_has_them(tensors, "allow")
         return self._push_weights(model, weights, step, run, str(uuid.uuid4()), options)
 
     def import_training(
@@ -129,23 +144,25 @@ class ImportingClient(PushingClient):
         Args:
             model: ``namespace/name``, registered before.
             folder: the checkpoint; of Megatron-LM that of one iteration.
-            step: recorded with the version; by default the iteration that the folder is named by, or what an export has noted in it, or 0.
+            step: recorded with the version; by default the one that the checkpoint says itself or, without that, its folder's name.
             run: overrides the client's.
             options: as for `push`. Elements that are not finite do not hold it.
 
         Raises:
             NotFound: the model is not registered, there is no checkpoint, or a file of it is missing.
             DataLoss: it is damaged or cut short.
-            InvalidArgument: a tensor has a dtype or name that is not supported, or what is no tensor has more than a GiB.
+            InvalidArgument: a tensor has a dtype or name that is not supported, what is no tensor has more than a GiB, or nothing says the step.
             LayoutError: a part of a tensor is missing, or there twice; names each tensor.
         """
         check_options(options)
         from weighbridge._formats.training.checkpoint_folder import CheckpointFolder
+        from weighbridge._formats.training.checkpoint_step import known_step
 
         options["allow_nonfinite"] = True
         found = CheckpointFolder.read(Path(folder))
+        step = known_step(found.step if step is None else step, folder)
         return self.push_shards(
-            training_of(model), found.layout, found.space, found.open_source, step=found.step if step is None else step,
+            training_of(model), found.layout, found.space, found.open_source, step=step,
             rank=0, world_size=1, run=run, request_id=str(uuid.uuid4()), **options,
         )  # fmt: skip
 
@@ -212,6 +229,14 @@ class ImportingClient(PushingClient):
             model, weights.layout, TensorSpace.HUGGING_FACE, weights.open_source, step=step, rank=0, world_size=1, run=run,
             request_id=request_id, hold_seal=hold_seal, cast_from=weights.cast_from, **options,
         )  # fmt: skip
+
+
+def _in_dtype(config_json: bytes, dtype: DType) -> bytes:
+    """A config that names a dtype; one that cannot be read as it is: the service says what is wrong with it."""
+    try:
+        return with_dtype(config_json, dtype)
+    except (ValueError, AttributeError, TypeError, RecursionError):
+        return config_json
 
 
 def _side_files(model: str, folder: Path) -> dict[str, bytes]:

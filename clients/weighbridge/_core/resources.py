@@ -214,6 +214,7 @@ class Retention(JsonValue):
         keep_every: of each so many consecutive numbers the first version that is there, so of 100 usually those whose numbers
             are multiples of 100; 0 speaks for none.
         keep_younger_s: those opened less than so many seconds ago; 0 speaks for none.
+        keep_every_steps: of each so many consecutive steps of a run the first version that is there; 0 speaks for none.
 
     Raises:
         InvalidArgument: one of them is not an integer from 0 to 2**53.
@@ -222,6 +223,7 @@ class Retention(JsonValue):
     keep_last: int = 0
     keep_every: int = 0
     keep_younger_s: int = 0
+    keep_every_steps: int = 0
 
     def __post_init__(self) -> None:
         for name, value in self.to_json().items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from weighbridge._core import dtypes
 from weighbridge._core.dtypes import DType
 from weighbridge._core.layouts import Layout, Placement, TensorSpec
 from weighbridge._formats import safetensors_files
@@ -83,6 +84,23 @@ class FolderWeights:
             lambda: _mapped_tensors(files, buffers),
         )
 
+    def castable_to(self, dtype: str | torch.dtype) -> DType:
+        """A dtype that the floating-point weights can be cast to.
+
+        Raises:
+            InvalidArgument: they cannot be cast to it, or a tensor cannot be cast: one in fp8 means nothing without its scales.
+        """
+        target = dtypes.parse(dtype)
+        if not target.is_float:
+            raise InvalidArgument(f"weights cannot be cast to {target}", fix="use bf16, fp16 or fp32")
+        for spec in self.layout.tensors.values():
+            if spec.dtype.name.startswith("F8_"):
+                raise InvalidArgument(
+                    f"{spec} cannot be cast to {target}: its values are without their scales",
+                    fix="dequantise the weights: --dequantize DTYPE (dequantize=...)",
+                )
+        return target
+
     def as_model_has_them(self, model: Mapping[str, TensorSpec], cast: str) -> FolderWeights:
         """The weights in the model's dtypes: themselves, if they are as it has them; else cast as they are read. What is wrong is refused before a version is opened.
 
@@ -111,16 +129,23 @@ class FolderWeights:
 def _mapped_tensors(
     files: Layout, buffers: Mapping[str, NDArray[np.uint8]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
+    for place in files.placements:
+        spec = files.tensors[place.shard.tensor]
+        yield spec.name, mapped_tensor(spec.dtype, spec.shape, place, buffers)
+
+
+def mapped_tensor(
+    dtype: DType, shape: Sequence[int], place: Placement, files: Mapping[str, NDArray[np.uint8]]
+) -> torch.Tensor:
+    """The tensor whose elements lie in a place of mapped files, in row-major order. It must not be written to."""
     import torch
 
-    for shard, buffer, offset, nbytes in files.placements:
-        spec = files.tensors[shard.tensor]
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # nor is it written to
-            data = torch.from_numpy(buffers[buffer][offset : offset + nbytes])
-        if offset % spec.dtype.itemsize:
-            data = data.clone()  # torch wants elements at multiples of their size
-        yield shard.tensor, data.view(spec.dtype.torch).reshape(spec.shape)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # nor is it written to
+        data = torch.from_numpy(files[place.buffer][place.offset : place.offset + place.nbytes])
+    if place.offset % dtype.itemsize:
+        data = data.clone()  # torch wants elements at multiples of their size
+    return data.view(dtype.torch).reshape(tuple(shape))
 
 
 def tied_copies(config_json: bytes, tensors: Mapping[str, TensorSpec]) -> dict[str, str]:

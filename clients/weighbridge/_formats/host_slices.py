@@ -48,6 +48,9 @@ class HostSlices:
             buffer = torch.empty(end, dtype=torch.uint8, device="cpu", pin_memory=pin)
         self.buffer = buffer
 
+    def __repr__(self) -> str:
+        return f"<HostSlices: {len(self._offsets)} slices in {len(self.buffer)} bytes>"
+
     def tensor(self, index: int) -> torch.Tensor:
         """A slice, by its index in the layout; until the buffer is used again."""
         shard, _, _, nbytes = self._layout.placements[index]

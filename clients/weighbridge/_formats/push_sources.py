@@ -44,6 +44,9 @@ class ShardSource(ABC):
     When both are done, the shards may change.
     """
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}>"
+
     @abstractmethod
     def stage(self, ranges: Ranges) -> StreamSource:
         """These parts of the stream that the shards form; released by itself."""

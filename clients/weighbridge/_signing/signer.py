@@ -79,6 +79,9 @@ class Signer:
             self.certificate_der = (found[0].public_bytes(serialization.Encoding.DER),)
             self.certificates = tuple(each.public_bytes(serialization.Encoding.PEM) for each in found)
 
+    def __repr__(self) -> str:
+        return f"<Signer by {self.method}>"
+
     @property
     def method(self) -> str:
         """How it signs: ``key`` or ``certificate``."""

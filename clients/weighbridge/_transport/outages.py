@@ -21,10 +21,12 @@ class Outage:
 
     Args:
         server: its address.
+        kind: what it is, if it is another server than the service.
     """
 
-    def __init__(self, server: str) -> None:
+    def __init__(self, server: str, kind: str = "service") -> None:
         self._server = server
+        self._kind = kind
         self._lock = threading.Lock()
         self._since = 0.0
         self._reminder: Reminder | None = None
@@ -46,7 +48,12 @@ class Outage:
             self._told = True
         if left is None:
             log.warning(
-                "the service at %s has been away since %s: %s", self._server, self._clock(), error.message
+                "the %s at %s has been away since %s, for %s: %s",
+                self._kind,
+                self._server,
+                self._clock(),
+                self._lasted(),
+                error.message,
             )
         else:
             log.warning(
@@ -63,7 +70,16 @@ class Outage:
         with self._lock:
             told, self._reminder, self._told = self._told, None, False
         if told:
-            log.warning("the service at %s is back; it was away since %s", self._server, self._clock())
+            log.warning(
+                "the %s at %s is back; it was away since %s, for %s",
+                self._kind,
+                self._server,
+                self._clock(),
+                self._lasted(),
+            )
+
+    def _lasted(self) -> str:
+        return readable_duration(time.time() - self._since, rough=True)
 
     def _clock(self) -> str:
         return time.strftime("%H:%M:%S", time.localtime(self._since))

@@ -1,12 +1,11 @@
-"""Asyncio client: control calls on the event loop, copies and waits in threads. Decisions are those of the blocking client.
+"""Asyncio client: control calls on the event loop, copies and waits in threads. Decisions are those of the blocking client."""
 
-May import: `_clients` and folders below it.
-
-- `client`: models, versions, refs, pulls.
-- `connection`: control calls with retries and failover.
-- `pulls`: a pull, ended when its task is cancelled.
-- `threads`: threads for what would hold up the loop.
-"""
+# May import: `_clients` and folders below it.
+#
+# - `client`: models, versions, refs, pulls.
+# - `connection`: control calls with retries and failover.
+# - `pulls`: a pull, ended when its task is cancelled.
+# - `threads`: threads for what would hold up the loop.
 
 from weighbridge.aio.client import AsyncEngineClient
 from weighbridge.aio.pulls import AsyncPull

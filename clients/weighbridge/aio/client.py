@@ -47,6 +47,10 @@ class AsyncEngineClient:
             transport.addresses, transport.credentials, transport.retry_seconds, self._carrier.threads
         )
 
+    def __repr__(self) -> str:
+        closed = ", closed" if self._connection.closed else ""
+        return f"<{type(self).__name__} of {self.server}{closed}>"
+
     @property
     def server(self) -> str:
         """The service's address; several with commas between them."""

@@ -11,7 +11,7 @@ from itertools import chain
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
-from weighbridge._clients.calls.pull_calls import PullPlan
+from weighbridge._clients.calls.pull_calls import PullPlan, described
 from weighbridge._clients.filling import Filled, fill_tensors, fit
 from weighbridge._clients.pulling import PullRun, PullStep
 from weighbridge._clients.transport import Transport
@@ -78,6 +78,12 @@ class AsyncPull:
         self._make_plan = make_plan
         self._replan = replan
         self._plan: PullPlan | None = None
+
+    def __repr__(self) -> str:
+        if self._plan is None:
+            return "<AsyncPull, not planned yet>"
+        lane = f", by the {self.lane} lane" if self.lane else ""
+        return f"<AsyncPull of {self._plan.version}: {described(self._plan)}{lane}>"
 
     async def plan(self) -> PullPlan:
         """Which version comes, wherever the ref moves from now on, and which slices; all else does this first.

@@ -1,15 +1,15 @@
-"""Agent beside a running engine, ``weighbridge follow``: keeps it on a ref.
+"""Agent beside a running engine, ``weighbridge follow``: keeps it on a ref."""
 
-May import: `_clients` and folders below, and no engine: adapters inside engines and trainers import it.
-
-- `agent`: what is done when the ref moves.
-- `news`: moves of a ref, with looks at the engine between them.
-- `updates`: one update of running engines.
-- `engines`: what an engine must be able to do.
-- `status`: what each of its ranks says of itself.
-- `heard`: whether all ranks behind one vLLM server have answered.
-- `status_file`: how the engine stands, in a file.
-- `wanted`: the version that a request to SGLang names.
-- `vllm`: vLLM over HTTP.
-- `sglang`: SGLang over HTTP.
-"""
+# May import: `_clients` and folders below, and no engine: adapters inside engines and trainers import it.
+#
+# - `agent`: what is done when the ref moves.
+# - `reaching`: whether it can be reached.
+# - `news`: moves of a ref, with looks at the engine between them.
+# - `updates`: one update of running engines.
+# - `engines`: what an engine must be able to do.
+# - `status`: what each of its ranks says of itself.
+# - `heard`: whether all ranks behind one vLLM server have answered.
+# - `status_file`: how the engine stands, in a file.
+# - `wanted`: the version that a request to SGLang names.
+# - `vllm`: vLLM over HTTP.
+# - `sglang`: SGLang over HTTP.

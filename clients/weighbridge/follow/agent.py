@@ -208,13 +208,26 @@ class Follower:
             )
 
     def _insist(self, version: Version) -> Iterator[Followed]:
-        """Try a version until the engine has it, it is no longer the one to have, or it has failed too often."""
+        """Try a version until the engine has it, it is no longer the one to have, or it has failed too often. An engine that does not answer is
+        waited for: it gets the version when it is back."""
         number = version.number
-        for _ in attempts(self._client, self._model, self._ref, number, self._retry_seconds):
-            done = self.take_to(number, version.traceparent)
-            yield done
-            if not done.error:
+        while True:
+            for _ in attempts(self._client, self._model, self._ref, number, self._retry_seconds):
+                done = self.take_to(number, version.traceparent)
+                yield done
+                if not done.error:
+                    return
+            if quietly(self._engine.serving) is not None or not self._wait_reached(number):
                 return
+
+    def _wait_reached(self, number: int) -> bool:
+        """Wait for an engine that does not answer, as long as the ref names this version; whether it answers."""
+        while True:
+            time.sleep(self._retry_seconds)
+            if named(self._client, self._model, self._ref) not in (number, None):
+                return False
+            if quietly(self._engine.serving) is not None:
+                return True
 
     def take_to(self, number: int, traceparent: str = "") -> Followed:
         """Take the engine to a version. It keeps the one that it has, or gets it back, if that fails.

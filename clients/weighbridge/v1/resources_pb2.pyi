@@ -476,22 +476,26 @@ class Retention(_message.Message):
     KEEP_LAST_FIELD_NUMBER: _builtins.int
     KEEP_EVERY_FIELD_NUMBER: _builtins.int
     KEEP_YOUNGER_S_FIELD_NUMBER: _builtins.int
+    KEEP_EVERY_STEPS_FIELD_NUMBER: _builtins.int
     keep_last: _builtins.int
     """That many of the newest."""
     keep_every: _builtins.int
     """Of each so many consecutive numbers the first version that is there."""
     keep_younger_s: _builtins.int
     """Those opened less than so many seconds ago."""
+    keep_every_steps: _builtins.int
+    """Of each so many consecutive steps of a run the first version that is there."""
     def __init__(
         self,
         *,
         keep_last: _builtins.int = ...,
         keep_every: _builtins.int = ...,
         keep_younger_s: _builtins.int = ...,
+        keep_every_steps: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["keep_every", b"keep_every", "keep_last", b"keep_last", "keep_younger_s", b"keep_younger_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keep_every", b"keep_every", "keep_every_steps", b"keep_every_steps", "keep_last", b"keep_last", "keep_younger_s", b"keep_younger_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -727,7 +731,7 @@ class KeptVersion(_message.Message):
     number: _builtins.int
     @_builtins.property
     def rules(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """keep_last, keep_every, keep_younger_s; keep_everything if there is no rule."""
+        """keep_last, keep_every, keep_younger_s, keep_every_steps; keep_everything if there is no rule."""
 
     @_builtins.property
     def refs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...

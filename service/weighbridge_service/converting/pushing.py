@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Unpack
 
@@ -14,12 +14,15 @@ from numpy.typing import NDArray
 from weighbridge._clients.push_handle import PushHandle
 from weighbridge._clients.push_options import PushOptions
 from weighbridge._clients.trainer import TrainerClient
+from weighbridge._core.dtypes import DType
 from weighbridge._core.layouts import Layout, Placement, Shard, TensorSpec
 from weighbridge._core.tensor_spaces import TensorSpace
 from weighbridge._formats import safetensors_files
+from weighbridge._formats.folder_weights import mapped_tensor
 from weighbridge._formats.hf_folder import in_dtype_of
-from weighbridge._formats.push_sources import MappedSource
+from weighbridge._formats.push_sources import CastingSource, MappedSource, OpenSource, cast_dtypes
 from weighbridge._formats.side_files.reading import CONFIG
+from weighbridge._formats.training.checkpoint_step import step_of_folder
 from weighbridge.errors import DataLoss
 from weighbridge_service.converting.checkpoint_model import (
     checkpoint_model,
@@ -27,6 +30,9 @@ from weighbridge_service.converting.checkpoint_model import (
     side_files_of,
 )
 from weighbridge_service.converting.named_model import named_model, read_checkpoint
+from weighbridge_service.families import has_weight_map
+from weighbridge_service.models.bridges import bridge_for, parse_config
+from weighbridge_service.plan.casting import cast_specs
 
 _COMPARED = 1 << 20
 """Bytes that are compared at once."""
@@ -45,6 +51,9 @@ class CheckpointToPush:
         space: which of the spaces.
         tied: copies of other weights, chunk by chunk, which must be the same.
         left_out: how many entries are no weights, and files are not the model's, by kind.
+        step: that the checkpoint says itself or its folder is named by; None if neither does.
+        targets: for each of the declared tensors one of the model's that is made of it.
+        keep_in_fp32: what names of the model's tensors end with that no cast narrows.
     """
 
     folder: Path
@@ -55,6 +64,9 @@ class CheckpointToPush:
     space: TensorSpace
     tied: Sequence[tuple[str, Placement, Placement]] = field(repr=False)
     left_out: Mapping[str, int] = field(repr=False)
+    step: int | None
+    targets: Mapping[str, str] = field(repr=False)
+    keep_in_fp32: tuple[str, ...] = ()
 
     @staticmethod
     def read(folder: Path, config: Path | None) -> CheckpointToPush:
@@ -72,28 +84,55 @@ class CheckpointToPush:
         checkpoint, named = read_checkpoint(folder)
         sides = side_files_of(folder, config)
         side_files = sides.files
+        step = step_of_folder(folder, checkpoint)
+        parsed = parse_config(side_files["config.json"])
+        kept = bridge_for(side_files["config.json"]).keep_in_fp32 if has_weight_map(parsed) else ()
         if named:
             model = named_model(side_files["config.json"], checkpoint)
             specs = tuple(model.tensors.values())
             return CheckpointToPush(
-                folder, _in_dtype_of(specs, side_files), specs, tuple(model.shards()), specs,
-                TensorSpace.HUGGING_FACE, model.tied, {**model.left_out, **sides.kinds()},
+                folder, side_files, specs, tuple(model.shards()), specs,
+                TensorSpace.HUGGING_FACE, model.tied, {**model.left_out, **sides.kinds()}, step, {name: name for name in model.tensors}, kept,
             )  # fmt: skip
         layout, left_out = model_part(checkpoint)
-        tensors, _ = checkpoint_model(side_files["config.json"], layout)
+        tensors, relation = checkpoint_model(side_files["config.json"], layout)
         specs = tuple(tensors.values())
         return CheckpointToPush(
-            folder, _in_dtype_of(specs, side_files), specs,
+            folder, side_files, specs,
             tuple((place.shard, place) for place in layout.placements), tuple(layout.tensors.values()),
-            TensorSpace.MEGATRON, (), {**left_out, **sides.kinds()},
+            TensorSpace.MEGATRON, (), {**left_out, **sides.kinds()}, step, {link.source: link.target for link in relation.links}, kept,
         )  # fmt: skip
 
-    def push(
-        self, client: TrainerClient, model: str, *, step: int, run: str, **options: Unpack[PushOptions]
-    ) -> PushHandle:
-        """Register the model and push the weights as a new version, from where they lie. ``options`` are as for `TrainerClient.push`.
+    def cast(self, dtype: DType) -> Mapping[str, TensorSpec]:
+        """The model's tensors with their floating-point numbers in another dtype.
 
         Raises:
+            InvalidArgument: weights cannot be cast to that dtype, or a tensor cannot be cast.
+        """
+        return {spec.name: spec for spec in cast_specs(self.tensors, dtype, self.keep_in_fp32)}
+
+    def push(
+        self,
+        client: TrainerClient,
+        model: str,
+        *,
+        step: int,
+        run: str,
+        dtype: DType | None = None,
+        **options: Unpack[PushOptions],
+    ) -> PushHandle:
+        """Register the model and push the weights as a new version, from where they lie.
+
+        Args:
+            client: of the service.
+            model: ``namespace/name``.
+            step: recorded with the version.
+            run: likewise.
+            dtype: what floating-point weights are cast to as they are read; None keeps them as they are.
+            options: as for `TrainerClient.push`.
+
+        Raises:
+            InvalidArgument: weights cannot be cast to that dtype, or a tensor cannot be cast.
             LayoutError: a tensor is missing, or there twice; names it.
             FailedPrecondition: the model is registered already, with other tensors.
             DataLoss: a tensor is not the same as the one that it is tied to.
@@ -103,12 +142,30 @@ class CheckpointToPush:
         names = dict.fromkeys(place.buffer for place in (*places, *compared))
         files = {name: safetensors_files.map_file(self.folder, name) for name in names}
         _check_tied(self.tied, files)
-        client.register_files(model, self.side_files, tensors=self.tensors)
-        stream = Layout.stream(self.declared, [shard for shard, _ in self.shards])
+        tensors = {spec.name: spec for spec in self.tensors} if dtype is None else self.cast(dtype)
+        client.register_files(
+            model, _in_dtype_of(tensors.values(), self.side_files), tensors=tensors.values()
+        )
+        declared = [replace(spec, dtype=tensors[self.targets[spec.name]].dtype) for spec in self.declared]
+        stream = Layout.stream(declared, [shard for shard, _ in self.shards])
+        source: OpenSource = MappedSource.opener(places, files)
+        cast_from: tuple[str, ...] = ()
+        if declared != list(self.declared):
+            source, cast_from = self._casting(stream, files)
         return client.push_shards(
-            model, stream, self.space, MappedSource.opener(places, files), step=step, rank=0, world_size=1, run=run,
-            request_id=str(uuid.uuid4()), **options,
+            model, stream, self.space, source, step=step, rank=0, world_size=1, run=run,
+            request_id=str(uuid.uuid4()), cast_from=cast_from, **options,
         )  # fmt: skip
+
+    def _casting(
+        self, stream: Layout, files: Mapping[str, NDArray[np.uint8]]
+    ) -> tuple[OpenSource, tuple[str, ...]]:
+        """The shards as a stream of other dtypes, and safetensors' names of those that they have."""
+        own = {spec.name: spec.dtype for spec in self.declared}
+        mapped = [
+            mapped_tensor(own[shard.tensor], shard.box.extent, place, files) for shard, place in self.shards
+        ]
+        return CastingSource.opener(mapped), tuple(cast_dtypes(stream, mapped))
 
 
 def _check_tied(
@@ -127,6 +184,6 @@ def _check_tied(
                 )
 
 
-def _in_dtype_of(tensors: Sequence[TensorSpec], side_files: Mapping[str, bytes]) -> dict[str, bytes]:
+def _in_dtype_of(tensors: Iterable[TensorSpec], side_files: Mapping[str, bytes]) -> dict[str, bytes]:
     """A model's files with a config that names the dtype of most of its weights."""
     return {**side_files, CONFIG: in_dtype_of(tensors, side_files[CONFIG])}

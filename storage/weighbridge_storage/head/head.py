@@ -33,19 +33,25 @@ HELD_VERSIONS = "held-versions"
 DELETED = "deleted"
 LISTED_TENSORS = "listed-tensors"
 PROTECTED_REFS = "protected-refs"
+KEPT_STEPS = "kept-steps"
 FILE_FOLDERS = "file-folders"
-FEATURES: frozenset[str] = frozenset((HELD_VERSIONS, DELETED, LISTED_TENSORS, PROTECTED_REFS, FILE_FOLDERS))
+FEATURES: frozenset[str] = frozenset(
+    (HELD_VERSIONS, DELETED, LISTED_TENSORS, PROTECTED_REFS, KEPT_STEPS, FILE_FOLDERS)
+)
 """The features that a head may require here. `HELD_VERSIONS`: there are versions that are, or will be, held; who does not know it would
 take them for the newest. `DELETED`: a model of this name was deleted, and its numbers go on; who does not know it would go on
 receiving versions of it, or take what is left of them for rubbish of now. `LISTED_TENSORS`: the registration names a list of tensors; who does not know it would derive others from the config. `PROTECTED_REFS`:
-refs are protected; who does not know it would move them for whoever asks. `FILE_FOLDERS`: registered files lie in folders; who does not know it
-could not publish a version that has them."""
+refs are protected; who does not know it would move them for whoever asks. `KEPT_STEPS`: the retention counts steps; a program that does not know
+it would delete what that keeps. `FILE_FOLDERS`: registered files lie in folders; a program that does not know it could not publish a
+version that has them."""
 REMEMBERED_WRITES = 64
 """How many write ids a head remembers: a writer whose response was lost finds its own among them."""
 REMEMBERED_FAILURES = 32
 REMEMBERED_REQUESTS = 32
 """How many requests to change refs a head remembers that have ended."""
 _KEEP_EVERYTHING = Retention()
+_OPTIONAL_RULE = "keep_every_steps"
+"""The rule that heads of earlier releases do not have."""
 _OPEN_GATE = Gate()
 
 T = TypeVar("T")
@@ -252,6 +258,7 @@ class Head:
             LISTED_TENSORS: bool(self.registration.get("listed")),
             PROTECTED_REFS: bool(self.protected),
             FILE_FOLDERS: isinstance(files, list) and any("/" in str(name) for name in files),
+            KEPT_STEPS: bool(self.retention.keep_every_steps),
         }
         return tuple(feature for feature, is_wanted in wanted.items() if is_wanted)
 
@@ -353,7 +360,7 @@ class Head:
                 "open": entry_json.list_to_json(self.open),
                 "failed": entry_json.list_to_json(self.failed),
                 "refs": {name: entry_json.to_json(ref) for name, ref in self.refs.items()},
-                "retention": {**self.retention_extra, **self.retention.to_json()},
+                "retention": {**self.retention_extra, **self._rules_to_json()},
                 "writes": list(self.writes),
                 **self._gate_to_json(),
                 **(
@@ -364,6 +371,11 @@ class Head:
                 **({} if self.deletion is None else {"deletion": self.deletion.to_json()}),
             }
         )
+
+    def _rules_to_json(self) -> dict[str, Any]:
+        """The retention as a field of the text, without the optional rule if it is none."""
+        rules: dict[str, Any] = self.retention.to_json()
+        return {name: value for name, value in rules.items() if value or name != _OPTIONAL_RULE}
 
     def _gate_to_json(self) -> dict[str, Any]:
         """The gate as a field of the text; none if nothing was ever said of it."""
@@ -411,7 +423,13 @@ class Head:
                     name: entry_json.from_json(Ref, value, f"{where}, ref {shown(name)}")
                     for name, value in document.table("refs").items()
                 },
-                retention=Retention(**{name: retention.integer(name) for name in _KEEP_EVERYTHING.to_json()}),
+                retention=Retention(
+                    **{
+                        name: retention.integer(name)
+                        for name in _KEEP_EVERYTHING.to_json()
+                        if name != _OPTIONAL_RULE or name in retention
+                    }
+                ),
                 retention_extra=retention.rest(),
                 gate=Gate(**{name: gate.boolean(name) for name in _OPEN_GATE.to_json() if name in gate}),
                 gate_extra=gate.rest(),

@@ -11,17 +11,19 @@ them. A trainer that pushes nothing but NaN any more so loses none of its good v
 held. What is decided later changes that only if it has to: a version that is kept for this reason is never deleted for another, higher
 numbers do not take its place, and numbers are never given twice. Only a lower number of the same slot that is still being
 received, or held, takes it when it is published or approved; from then on that one is kept. So a slot that had a version once has one for good, unless
-somebody deletes it by hand.
+somebody deletes it by hand. `Retention.keep_every_steps` does the same for slots of so many consecutive steps of one run: versions of two runs
+never share a slot, and versions that were pushed without a step are of step 0.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from weighbridge._core.reports.collection import (
     RULE_KEEP_EVERY,
+    RULE_KEEP_EVERY_STEPS,
     RULE_KEEP_EVERYTHING,
     RULE_KEEP_LAST,
     RULE_KEEP_YOUNGER,
@@ -86,20 +88,32 @@ def _rules(retention: Retention, versions: Mapping[int, VersionEntry], now_ms: i
     if retention.keeps_everything:
         return {RULE_KEEP_EVERYTHING: set(versions)}
     released = [number for number, entry in versions.items() if not entry.held]
-    first_of_slot: dict[int, int] = {}
-    if retention.keep_every:
-        for number in released:
-            first_of_slot.setdefault(number // retention.keep_every, number)
+    every, steps = retention.keep_every, retention.keep_every_steps
+    of_numbers = _firsts(released, lambda number: number // every) if every else set()
+    of_steps = (
+        _firsts(released, lambda number: (versions[number].run, versions[number].step // steps))
+        if steps
+        else set()
+    )
     since_ms = now_ms - retention.keep_younger_s * 1000
     return {
         RULE_KEEP_LAST: _last(released, versions.keys(), retention.keep_last),
-        RULE_KEEP_EVERY: set(first_of_slot.values()),
+        RULE_KEEP_EVERY: of_numbers,
+        RULE_KEEP_EVERY_STEPS: of_steps,
         RULE_KEEP_YOUNGER: {
             number
             for number, entry in versions.items()
             if retention.keep_younger_s and entry.created_ms > since_ms
         },
     }
+
+
+def _firsts(released: Sequence[int], slot_of: Callable[[int], Hashable]) -> set[int]:
+    """The lowest number of each slot; the numbers are in ascending order."""
+    found: dict[Hashable, int] = {}
+    for number in released:
+        found.setdefault(slot_of(number), number)
+    return set(found.values())
 
 
 def _last(released: Sequence[int], numbers: Iterable[int], count: int) -> set[int]:

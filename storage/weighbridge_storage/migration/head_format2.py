@@ -29,6 +29,7 @@ from weighbridge_storage.documents.names import HEAD_FILE
 from weighbridge_storage.head.head import Head
 
 FORMATS = (1, 2)
+_RULES = ("keep_last", "keep_every", "keep_younger_s")
 
 
 def read_head(data: bytes, where: str = HEAD_FILE) -> Head:
@@ -76,7 +77,7 @@ def _with_format_2(head: Head, document: strict_json.Fields) -> Head:
         recent[entry.number] = replace(entry, retired_ms=max(found.integer("deleted_ms"), 1))
         found.end()
     retention = strict_json.Fields(document.table("retention"), f"{where}, retention")
-    rules: dict[str, Any] = {name: retention.integer(name) for name in Retention().to_json()}
+    rules: dict[str, Any] = {name: retention.integer(name) for name in _RULES}
     retention.end()
     return replace(
         head,

@@ -467,14 +467,84 @@ def test_push_adds_a_version(service: RunningService, hf_dir: Path, tmp_path: Pa
     assert [v["run"] for v in as_json(weighbridge(service, "versions", "acme/pushed"))] == ["r", "import"]
 
 
-def test_import_of_a_wrong_dtype_registers_nothing(service: RunningService, hf_dir: Path) -> None:
-    error = error_of(weighbridge(service, "import", hf_dir, "acme/wrong", "--dtype", "bf16"))
-    assert "are in fp32, not all in bf16" in error["message"]
+def test_import_casts_as_pull_and_export_do(
+    service: RunningService, hf_dir: Path, weights: dict[str, Tensor], tmp_path: Path
+) -> None:
+    done = weighbridge(service, "import", hf_dir, "acme/cast", "--dtype", "bf16", json=False)
+    assert done.exit_code == 0, done.output
+    assert f"{len(weights)} tensors were cast to the model's dtype (rounded)" in done.stderr
+    assert as_json(weighbridge(service, "show", "acme/cast"))["model"]["dtype"] == "BF16"
+    as_json(weighbridge(service, "export", "acme/cast@latest", tmp_path / "out"))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert loaded.dtype == torch.bfloat16, "its config says so, too"
+    same(loaded.state_dict(), {name: tensor.bfloat16() for name, tensor in weights.items()})
+    kept = weighbridge(service, "import", hf_dir, "acme/kept", "--dtype", "float32", json=False)
+    assert (kept.exit_code, kept.stderr) == (0, ""), "nothing was cast"
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--dtype", "int8"], "cannot be cast to"),
+        (["--dtype", "bf17"], "bf17"),
+        (["--dtype", "bf16", "--dequantize", "bf16"], "not both"),
+    ],
+)
+def test_a_dtype_that_weights_cannot_be_cast_to_registers_nothing(
+    service: RunningService, hf_dir: Path, options: list[str], says: str
+) -> None:
+    assert says in error_of(weighbridge(service, "import", hf_dir, "acme/wrong", *options))["message"]
     assert error_of(weighbridge(service, "show", "acme/wrong"))["reason"] == "NOT_FOUND"
-    assert (
-        as_json(weighbridge(service, "import", hf_dir, "acme/wrong", "--dtype", "float32"))["state"]
-        == "durable"
-    )
+
+
+def test_register_takes_a_folder_without_its_weights_and_a_dtype_for_what_is_pushed(
+    service: RunningService, hf_dir: Path, weights: dict[str, Tensor]
+) -> None:
+    said = weighbridge(service, "register", hf_dir, "acme/registered", "--dtype", "bf16", json=False)
+    assert said.stdout.startswith(f"acme/registered: llama, {len(weights)} tensors in BF16, ")
+    shown = as_json(weighbridge(service, "show", "acme/registered"))
+    assert (shown["model"]["dtype"], shown["version"]) == ("BF16", None)
+    with EngineClient(service.address) as engine:
+        config = json.loads(engine.model_files("acme/registered")["config.json"])
+        assert config["dtype"] == config["torch_dtype"] == "bfloat16"
+        weighbridge(service, "push", hf_dir, "acme/registered", "--step", 1)
+        pulled = dict(engine.pull("acme/registered"))
+    same(pulled, {name: tensor.bfloat16() for name, tensor in weights.items()})
+    assert as_json(weighbridge(service, "register", hf_dir, "acme/plain"))["dtype"] == "F32"
+
+
+def test_import_records_the_step_that_the_folder_says(
+    service: RunningService, hf_dir: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "ckpt" / "step-123"
+    shutil.copytree(hf_dir, folder)
+
+    def step(*options: object) -> int:
+        found: int = as_json(weighbridge(service, "import", folder, "acme/steps", *options))["step"]
+        return found
+
+    assert step() == 123
+    (folder / "trainer_state.json").write_text(json.dumps({"global_step": 120, "log_history": []}))
+    assert step() == 120, "what transformers' Trainer has written counts more than a name"
+    assert step("--step", 7) == 7
+
+
+def test_versions_are_listed_up_to_a_limit_with_the_refs_that_name_each(
+    service: RunningService, hf_dir: Path
+) -> None:
+    model = "acme/listed"
+    as_json(weighbridge(service, "import", hf_dir, model))
+    for step in (1, 2):
+        as_json(weighbridge(service, "push", hf_dir, model, "--step", step))
+    as_json(weighbridge(service, "tag", f"{model}@1", "prod"))
+    listed = as_json(weighbridge(service, "versions", model))
+    assert [(each["number"], each["refs"]) for each in listed] == [
+        (3, ["latest", "live"]),
+        (2, []),
+        (1, ["prod"]),
+    ]
+    assert as_json(weighbridge(service, "versions", model, "--limit", 2)) == listed[:2]
+    assert weighbridge(service, "versions", model, "--limit", 0).exit_code == 2
 
 
 def test_import_believes_the_weights_rather_than_the_config(
@@ -561,7 +631,7 @@ def test_models_versions_and_tensors_are_shown(
     assert shown["version"] == imported
     assert {t["name"]: t["shape"] for t in shown["tensors"]} == {n: list(t.shape) for n, t in weights.items()}
     assert shown["model"] in as_json(weighbridge(service, "models"))
-    assert imported in as_json(weighbridge(service, "versions", MODEL))
+    assert {**imported, "refs": ["latest", "live"]} in as_json(weighbridge(service, "versions", MODEL))
 
     models = weighbridge(service, "models", json=False).stdout.splitlines()
     assert models[0].split() == ["MODEL", "TYPE", "DTYPE", "TENSORS", "SIZE", "REFS"]

@@ -16,6 +16,8 @@ from safetensors.numpy import load_file, save_file
 from tests.support.raw_clients import tiny_folder
 from tests.support.services import RunningService, running_service
 from weighbridge._cli import commands
+from weighbridge._clients.client import Client
+from weighbridge._core.resources import Protection
 
 MODEL = "acme/held"
 
@@ -87,6 +89,17 @@ def test_candidates_are_approved_with_a_note(service: RunningService, good: Path
     assert approved["approved_reasons"] == ["candidate"]
     assert (approved["approved_by"], approved["approved_note"]) == ("ann", "looked at it")
     assert as_json(service, "show", MODEL)["model"]["refs"] == {"latest": 2, "live": 2}
+
+
+def test_what_is_shown_of_a_protected_ref_is_in_one_column_with_the_rest(
+    service: RunningService, good: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(service, "import", good, MODEL)
+    monkeypatch.setattr(Client, "protections", lambda _client, _model: [Protection("prod")])
+    shown = run(service, "show", MODEL).stdout.splitlines()
+    assert "protected: prod, whose changes take a scope that names it" in shown
+    starts = {len(line) - len(line.split(":", 1)[1].lstrip()) for line in shown}
+    assert starts == {len("protected: ")}
 
 
 def test_the_gate_of_a_model_is_shown_and_what_is_not_said_of_it_stays(

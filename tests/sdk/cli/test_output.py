@@ -7,13 +7,24 @@ import logging
 import re
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 from rich.cells import cell_len
 
 from weighbridge._cli.following import _BESIDES, _engine_row
-from weighbridge._cli.output import PlainFormatter, print_error, print_json, print_table, progress_bar, say
+from weighbridge._cli.output import (
+    PlainFormatter,
+    print_error,
+    print_json,
+    print_table,
+    progress_bar,
+    progress_phases,
+    say,
+)
+from weighbridge._cli.pushing import phase_of
 from weighbridge._core.engines.facts import Engine
+from weighbridge._core.resources import Version, VersionState
 from weighbridge.errors import Unavailable
 
 BAD = "x\x1b]0;title\x07\x9b2J\u202e\r"
@@ -50,6 +61,40 @@ def test_what_others_have_written_makes_no_lines_of_its_own(capsys: pytest.Captu
     assert capsys.readouterr().out == "acme/smol@17: failed: one acme/smol@18: all is well\n"
     print_error(Unavailable("one\n  What to do: nothing", fix="that"), as_json=False)
     assert capsys.readouterr().err == "Error: one\n      What to do: nothing\n  What to do: that\n"
+
+
+def test_a_push_says_which_phase_it_is_in() -> None:
+    version = Version("acme/smol", 3, VersionState.OPEN, waits_for=("memory",), tensor_bytes=100)
+    states = [
+        version,
+        replace(version, state=VersionState.RECEIVING, received_bytes=40),
+        *(
+            replace(version, state=each, received_bytes=100)
+            for each in (VersionState.READY, VersionState.VERIFIED)
+        ),
+    ]
+    assert [phase_of(each) for each in states] == [
+        ("waiting for memory", 0, 0),
+        ("copying", 40, 100),
+        ("verifying", 0, 0),
+        ("storing", 0, 0),
+    ]
+
+
+def test_phases_are_named_at_a_terminal_and_count_only_what_is_counted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    for name, value in {"FORCE_COLOR": "1", "TERM": "xterm", "COLUMNS": "120"}.items():
+        monkeypatch.setenv(name, value)
+    with progress_phases("pushing acme/smol", "registering") as update:
+        update("copying", 40_000_000, 100_000_000)
+    with progress_phases("pushing acme/smol", "registering") as update:
+        update("storing", 0, 0)
+    copying, storing = unstyled(capsys.readouterr().err).rsplit("pushing acme/smol: copying", 1)
+    assert "40.0 MB of 100.0 MB" in storing.split("pushing acme/smol: storing")[0]
+    assert "pushing acme/smol: storing" in storing
+    assert "?" not in copying + storing
 
 
 def test_a_bar_of_progress_names_it_as_plain_text(

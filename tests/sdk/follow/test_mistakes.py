@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import socket
 import threading
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
@@ -15,11 +16,13 @@ from tests.support.raw_clients import tiny_folder
 from tests.support.services import running_service
 from tests.support.waiting import eventually
 from weighbridge import Client, EngineClient, TrainerClient
+from weighbridge._clients.attempts import TRIES
 from weighbridge._core.text import waits
 from weighbridge._transport import outages
 from weighbridge.errors import FailedPrecondition, Unavailable, WeighbridgeError
 from weighbridge.follow.agent import Follower
-from weighbridge.follow.engines import Engine, Prepared, Serving
+from weighbridge.follow.engines import Engine, EngineFailed, Prepared, Serving
+from weighbridge.follow.reaching import ReachWatch, unreachable
 from weighbridge.follow.sglang import SglangServer
 from weighbridge.follow.vllm import VllmServer
 
@@ -81,6 +84,71 @@ def test_an_engine_of_the_other_kind_is_named_as_the_likely_mistake(kind: str) -
         with pytest.raises(WeighbridgeError) as caught:
             engine.connect()
     assert f"--engine {'vllm' if kind == 'sglang' else 'sglang'}" in caught.value.fix
+
+
+class Mortal(Recording):
+    """An engine that answers nothing while it is dead."""
+
+    def __init__(self) -> None:
+        super().__init__(Serving(None))
+        self.dead = False
+
+    def _answer(self) -> None:
+        if self.dead:
+            raise EngineFailed("the engine at http://node7:8000 cannot be reached: connection refused")
+
+    def connect(self) -> None:
+        self._answer()
+
+    def serving(self) -> Serving:
+        self._answer()
+        return self._serving
+
+    def discard(self) -> None:
+        self._answer()
+
+    def apply(self, version: int, label: str) -> None:
+        super().apply(version, label)
+        self._serving = Serving(version, model=MODEL)
+
+
+def test_an_engine_that_comes_back_gets_the_version_that_it_has_missed(tmp_path: Path) -> None:
+    source = tiny_folder(tmp_path / "hf")
+    with running_service(tmp_path / "store") as running, EngineClient(running.address) as client:
+        with TrainerClient(running.address) as trainer:
+            trainer.import_folder(MODEL, source.folder).wait(timeout=60)
+            engine = Mortal()
+            updates = Follower(client, MODEL, engine, retry_seconds=0.01).run()
+            assert next(updates).error == ""
+            engine.dead = True
+            trainer.push_folder(MODEL, source.folder, step=2).wait(timeout=60)
+        failed = [next(updates) for _ in range(TRIES)]
+        assert all("cannot be reached" in each.error and each.serves is None for each in failed)
+        back = threading.Timer(0.1, setattr, (engine, "dead", False))
+        back.start()
+        done = next(updates)
+        back.join()
+        assert (done.version, done.serves, done.error) == (2, 2, "")
+
+
+def test_an_engine_that_cannot_be_reached_is_told_of_until_it_is_back(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(outages, "_FIRST_SECONDS", 0.0)
+    monkeypatch.setattr(waits, "REMIND_SECONDS", 0.02)
+    caplog.set_level(logging.WARNING)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        url = f"http://127.0.0.1:{port}"
+        assert unreachable(url) == ""
+    assert "refused" in unreachable(url)
+    with closing(ReachWatch(url, every=0.01)):
+        eventually(lambda: len(caplog.messages) > 2)
+        assert f"the engine at {url} has been away since" in caplog.messages[-1]
+        assert ", for 0" in caplog.messages[-1]
+        with socket.create_server(("127.0.0.1", port)):
+            eventually(lambda: f"the engine at {url} is back" in caplog.messages[-1])
+    assert unreachable("http://[") != "", "an address that is none"
 
 
 def test_a_watch_says_since_when_the_service_is_away(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from tests.support.waiting import eventually
 from weighbridge import EngineClient, Retention, TrainerClient
 from weighbridge._cli import commands
 from weighbridge._cli.parsing import parse_duration
+from weighbridge._clients.calls import model_calls
 from weighbridge._core.reports.collection import Collection, DeletedVersion
 from weighbridge._core.resources import VersionState
 from weighbridge.errors import FailedPrecondition, InvalidArgument, NotFound, WeighbridgeError
@@ -336,7 +338,7 @@ def test_unknown_models_and_impossible_rules_are_refused(local: Bench) -> None:
             with pytest.raises(error):
                 ask(name)
     with RawClient(local.running.address) as raw:
-        for rule in ("keep_last", "keep_every", "keep_younger_s"):
+        for rule in ("keep_last", "keep_every", "keep_younger_s", "keep_every_steps"):
             message = resources_pb2.Retention(**{rule: 2**60})
             request = model_service_pb2.SetRetentionRequest(model=MODEL, retention=message)
             with pytest.raises(InvalidArgument, match=rule):
@@ -363,7 +365,7 @@ def test_rules_over_http_that_make_no_sense_are_refused(local: Bench, body: str)
 def test_retention_over_http(bench: Bench) -> None:
     bench.add(3)
     url = f"/v1/models/{MODEL}"
-    rules = {"keep_last": 0, "keep_every": 0, "keep_younger_s": 0}
+    rules = {"keep_last": 0, "keep_every": 0, "keep_younger_s": 0, "keep_every_steps": 0}
     assert bench.http.get(f"{url}/retention").json() == rules
     assert bench.http.put(f"{url}/retention", json={"keep_last": 2}).json() == rules | {"keep_last": 2}
     assert bench.http.get(f"{url}/retention").json() == rules | {"keep_last": 2}
@@ -405,7 +407,7 @@ def test_rules_for_training_states_are_set_beside_those_of_the_weights(local: Be
     )
     assert both.output.splitlines() == [
         f"{MODEL}: keeps the last 4, what refs name",
-        f"{training}: keeps the last 2, one of every 500, what refs name",
+        f"{training}: keeps the last 2, one of every 500 numbers, what refs name",
     ]
     assert local.trainer.retention(MODEL) == Retention(4)
     assert local.trainer.retention(training) == Retention(2, 500)
@@ -417,18 +419,49 @@ def test_rules_for_training_states_are_set_beside_those_of_the_weights(local: Be
     assert local.cli("retention", MODEL, "--keep-everything", "--keep-training-last", 1).exit_code == 2
 
 
+def test_the_command_line_says_whether_it_counts_steps_or_numbers(local: Bench) -> None:
+    steps = local.cli("retention", MODEL, "--keep-every-steps", 100, "--keep-training-every-steps", 1000)
+    assert steps.output.splitlines() == [
+        f"{MODEL}: keeps one of every 100 steps, what refs name",
+        f"{MODEL}:training: keeps one of every 1000 steps, what refs name",
+    ]
+    assert local.trainer.retention(MODEL) == Retention(keep_every_steps=100)
+    assert local.http.get(f"/v1/models/{MODEL}/retention").json()["keep_every_steps"] == 100
+    for option in ("--keep-every", "--keep-every-numbers"):  # what was typed before goes on meaning the same
+        said = local.cli("retention", MODEL, option, 100).output
+        assert said == f"{MODEL}: keeps one of every 100 numbers, what refs name\n"
+    assert local.trainer.retention(MODEL) == Retention(keep_every=100)
+
+
+def test_a_service_that_does_not_count_steps_keeps_the_rules_that_it_had(
+    local: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    local.trainer.set_retention(MODEL, Retention(keep_last=5))
+    monkeypatch.setattr(model_calls, "set_retention", _as_an_earlier_service(model_calls.set_retention))
+    refused = local.cli("retention", MODEL, "--keep-last", 2, "--keep-every-steps", 100)
+    assert refused.exit_code == 1
+    assert "does not count steps" in refused.output
+    assert local.trainer.retention(MODEL) == Retention(keep_last=5)
+
+
+def _as_an_earlier_service(call: Callable[[str, Retention], Any]) -> Callable[[str, Retention], Any]:
+    """A call by which a rule about steps does not arrive, as a field that its receiver does not know."""
+    return lambda model, rules: call(model, replace(rules, keep_every_steps=0))
+
+
 def test_retention_on_the_command_line(local: Bench) -> None:
     local.add(4)
     shown = local.cli("retention", MODEL)
     assert (shown.exit_code, shown.output) == (0, f"{MODEL}: keeps everything\n")
     said = local.cli("retention", MODEL, "--keep-last", 1, "--keep-every", 2, "--keep-younger", "7d")
     assert (
-        said.output == f"{MODEL}: keeps the last 1, one of every 2, those younger than 7 d, what refs name\n"
+        said.output
+        == f"{MODEL}: keeps the last 1, one of every 2 numbers, those younger than 7 d, what refs name\n"
     )
     assert local.trainer.retention(MODEL) == Retention(1, 2, 7 * 86400)
     assert local.cli("retention", MODEL).output == said.output
     assert json.loads(local.cli("retention", MODEL, "--keep-last", "1", json=True).output) == {
-        "model": MODEL, "keep_last": 1, "keep_every": 0, "keep_younger_s": 0,
+        "model": MODEL, "keep_last": 1, "keep_every": 0, "keep_younger_s": 0, "keep_every_steps": 0,
     }  # fmt: skip
     assert json.loads(local.cli("collect", MODEL, "--dry-run", json=True).output)["retired"] == [1, 2, 3]
     assert "nothing was changed" in local.cli("collect", MODEL, "--dry-run").output

@@ -426,6 +426,15 @@ def test_a_checkpoint_is_imported_as_a_version(tmp_path: Path) -> None:
         assert "_extra_state" in done.stderr
         with EngineClient(running.address) as engine:
             same(dict(engine.pull("acme/tiny", "latest")), loaded(source))
+        cast = ["--config", str(source), "--step", "4", "--dtype", "bf16"]
+        line[2] = "acme/cast"
+        done = CliRunner().invoke(commands, [*line, *cast])
+        assert done.exit_code == 0, done.output
+        with EngineClient(running.address) as engine:
+            pulled = dict(engine.pull("acme/cast", "latest"))
+        kept = {name for name in pulled if name.endswith("e_score_correction_bias")}
+        assert kept, "routers' biases stay in float32, as in an export"
+        same(pulled, {n: t if n in kept else t.bfloat16() for n, t in loaded(source).items()})
 
 
 # -- nothing is lost in silence ------------------------------------------------------------------------------------------------

@@ -196,11 +196,58 @@ def test_a_checkpoint_is_imported_as_a_version(
 ) -> None:
     folder, gathered = saved
     config = ["--config", str(_config(folder, name))]
-    line = ["import", str(folder / name), f"tests/{name}", "--server", service.address, "--json", *config]
-    done = CliRunner().invoke(commands, line)
+    step = [] if name == "dcp_titan" else ["--step", "1"]  # torchtitan's says which it is
+    line = ["import", str(folder / name), f"tests/{name}", "--server", service.address, *step, *config]
+    done = CliRunner().invoke(commands, [*line, "--json"])
     assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["step"] == 1
     with EngineClient(service.address) as engine:
         _same(dict(engine.pull(f"tests/{name}")), gathered[name])
+
+
+@pytest.mark.parametrize("name", ["fsdp4", "dcp_nested", "dcp_stacked_1"])
+def test_a_checkpoint_in_fp32_becomes_a_model_in_bf16(
+    saved: tuple[Path, dict[str, dict[str, Tensor]]], service: Any, name: str
+) -> None:
+    folder, gathered = saved
+    model = f"cast/{name.replace('_', '-')}"
+    line = [
+        "import",
+        str(folder / name),
+        model,
+        "--server",
+        service.address,
+        "--dtype",
+        "bf16",
+        "--step",
+        "3",
+    ]
+    if name == "dcp_stacked_1":  # it is converted before it is imported
+        convert_folder(folder / name, folder / "converted", ConvertOptions(config=_config(folder, name)))
+        line[1] = str(folder / "converted")
+    else:
+        line += ["--config", str(_config(folder, name))]
+    done = CliRunner().invoke(commands, line)
+    assert done.exit_code == 0, done.output
+    assert f"{len(gathered[name])} tensors were cast to the model's dtype (rounded)" in done.stderr
+    with EngineClient(service.address) as engine:
+        assert engine.model(model).dtype == "BF16"
+        assert json.loads(engine.model_files(model)["config.json"])["dtype"] == "bfloat16"
+        _same(dict(engine.pull(model)), {key: each.bfloat16() for key, each in gathered[name].items()})
+
+
+def test_a_checkpoint_that_does_not_say_its_step_is_not_taken_for_step_0(
+    saved: tuple[Path, dict[str, dict[str, Tensor]]], service: Any, tmp_path: Path
+) -> None:
+    folder, _ = saved
+    line = ["--config", str(_config(folder, "tied")), "--server", service.address, "--json"]
+    refused = CliRunner().invoke(commands, ["import", str(folder / "tied"), "tests/stepless", *line])
+    assert "--step N" in json.loads(refused.stdout)["error"]["fix"]
+    with EngineClient(service.address) as engine, pytest.raises(NotFound):
+        engine.model("tests/stepless")
+    shutil.copytree(folder / "tied", tmp_path / "global_step_40" / "actor")
+    named = ["import", str(tmp_path / "global_step_40" / "actor"), "tests/stepless", *line]
+    assert json.loads(CliRunner().invoke(commands, named).stdout)["step"] == 40
 
 
 def test_what_lies_in_another_order_is_converted_before_it_is_imported(
@@ -216,7 +263,7 @@ def test_what_lies_in_another_order_is_converted_before_it_is_imported(
         state.update({name: each.mT.contiguous() if each.dim() == 3 else each for name, each in full.items()})
 
     source = _one_process(tmp_path / "swapped", transpose)
-    line = ["import", str(source), "tests/swapped", "--server", service.address, "--json"]
+    line = ["import", str(source), "tests/swapped", "--server", service.address, "--json", "--step", "1"]
     failed = CliRunner().invoke(commands, [*line, "--config", str(config)])
     error = json.loads(failed.stdout)["error"]
     assert "down_proj" in str(error["details"])

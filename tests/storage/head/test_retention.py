@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -128,6 +130,40 @@ def test_the_rules_keep_what_their_words_say() -> None:
     assert decided_of(Head(retention=Retention(keep_last=1))).kept == ()
 
 
+def of_steps(*steps: tuple[str, int], held: Collection[int] = (), every: int = 0) -> Head:
+    """A head whose versions, from 1 on, have these runs and steps."""
+    recent = {
+        number: replace(version(number), run=run, step=step, held=("candidate",) if number in held else ())
+        for number, (run, step) in enumerate(steps, 1)
+    }
+    return Head(
+        generation=1,
+        next_version=len(steps) + 1,
+        recent=recent,
+        refs={"latest": Ref(max(recent.keys() - held))},
+        retention=Retention(keep_every_steps=every),
+    )
+
+
+def test_one_version_of_every_so_many_steps_of_each_run_is_kept() -> None:
+    """A trainer that pushes each tenth step has numbers that say nothing of its steps."""
+    pushed = [("a", step) for step in range(10, 320, 10)]
+    assert kept(of_steps(*pushed, every=100)) == [1, 10, 20, 30, 31]  # steps 10, 100, 200 and 300, and latest
+    assert kept(of_steps(("a", 100), ("b", 100), ("a", 150), ("b", 299), every=100)) == [1, 2, 4]
+    assert kept(of_steps(("a", 100), ("a", 100), ("a", 199), ("a", 200), held=[1], every=100)) == [2, 4]
+    assert kept(of_steps(("import", 0), ("a", 0), ("a", 0), every=5)) == [1, 2, 3]
+    rules = of_steps(("a", 7), every=5)
+    assert decided_of(rules).kept[0].rules == ("keep_every_steps",)
+
+
+def test_a_head_that_counts_steps_is_for_programs_that_know_it() -> None:
+    plain, counting = of_steps(("a", 1)), of_steps(("a", 1), every=50)
+    assert (plain.requires, counting.requires) == ((), ("kept-steps",))
+    assert "keep_every_steps" not in json.loads(plain.to_json())["retention"], "as earlier releases write it"
+    assert json.loads(counting.to_json())["retention"]["keep_every_steps"] == 50
+    assert [Head.from_json(head.to_json()) for head in (plain, counting)] == [plain, counting]
+
+
 def test_a_version_from_the_future_of_this_clock_is_young() -> None:
     assert kept(head_of({1: NOW + 5000, 2: 0, 3: 0}, Retention(keep_younger_s=1))) == [1, 3]
 
@@ -181,7 +217,7 @@ def test_a_tag_keeps_a_version_that_the_rules_do_not() -> None:
     assert (newest.number, newest.rules, newest.refs) == (4, ("keep_last",), ("latest",))
 
 
-@pytest.mark.parametrize("name", ["keep_last", "keep_every", "keep_younger_s"])
+@pytest.mark.parametrize("name", ["keep_last", "keep_every", "keep_younger_s", "keep_every_steps"])
 @pytest.mark.parametrize("value", [-1, 2**53 + 1, 1.0, "3", None, True])
 def test_rules_that_are_no_counts_are_refused(name: str, value: object) -> None:
     with pytest.raises(InvalidArgument, match=name):

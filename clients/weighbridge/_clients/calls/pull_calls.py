@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from weighbridge._clients.calls.known_layouts import KnownLayout, KnownLayouts, same_as
@@ -13,6 +13,8 @@ from weighbridge._core.layouts import Layout
 from weighbridge._core.references import Reference
 from weighbridge._core.resources import REF_LATEST, Version
 from weighbridge._core.slices import FullTensors, LayoutRequest
+from weighbridge._core.text.counts import counted
+from weighbridge._core.text.sizes import readable_size
 from weighbridge._transport import wire
 from weighbridge._transport.request_parts import encoded_parts
 from weighbridge.errors import InvalidArgument
@@ -34,7 +36,7 @@ class PullPlan:
     """
 
     version: Version
-    layout: Layout
+    layout: Layout = field(repr=False)
     request: LayoutRequest
     dtype: str
 
@@ -42,6 +44,12 @@ class PullPlan:
     def nbytes(self) -> int:
         """Bytes of all slices."""
         return self.layout.nbytes
+
+
+def described(plan: PullPlan) -> str:
+    """How much a pull brings, in words."""
+    cast = f" in {plan.dtype}" if plan.dtype else ""
+    return f"{counted(len(plan.layout.placements), 'slice')}{cast}, {readable_size(plan.nbytes)}"
 
 
 def plan_pull(

@@ -63,6 +63,11 @@ class EngineReporter:
         self._thread = threading.Thread(target=self._run, name="engine-reports", daemon=True)
         self._thread.start()
 
+    def __repr__(self) -> str:
+        with self._lock:
+            facts = self._said.facts
+        return f"<EngineReporter of {facts.model}: {facts.state} {facts.version or 'no version'}>"
+
     def say(self, **changes: Any) -> None:
         """Say what has changed.
 

@@ -9,6 +9,7 @@ from weighbridge._core.json_values import JsonValue
 RULE_KEEP_LAST = "keep_last"
 RULE_KEEP_EVERY = "keep_every"
 RULE_KEEP_YOUNGER = "keep_younger_s"
+RULE_KEEP_EVERY_STEPS = "keep_every_steps"
 RULE_KEEP_EVERYTHING = "keep_everything"
 """Speaks for every version as long as the model has no other rule."""
 MOST_PROBLEMS = 100

@@ -28,8 +28,8 @@ from weighbridge._formats.torch_dist.metadata import CONFIG_FILE
 from weighbridge._formats.torch_dist.optimizer_rank_files import read_optimizer, read_scheduler
 from weighbridge._formats.torch_dist.rank_files import has_rank_files, read_rank_files, sharded_parameters
 from weighbridge._formats.torch_state import unwrapped_name
-from weighbridge._formats.training import blobs
-from weighbridge._formats.training.checkpoint_values import STEP_ENTRY, CheckpointFormat, CheckpointValues
+from weighbridge._formats.training.checkpoint_step import step_named, step_of_folder
+from weighbridge._formats.training.checkpoint_values import CheckpointFormat, CheckpointValues
 from weighbridge._formats.training.torch_entries import MODEL, OPTIMIZER
 from weighbridge._formats.training.training_state import (
     RankValues,
@@ -37,14 +37,11 @@ from weighbridge._formats.training.training_state import (
     TrainingTensors,
     without_blobs,
 )
-from weighbridge.errors import DataLoss, LayoutError
+from weighbridge.errors import LayoutError
 
 MAX_VALUES_BYTES = 1 << 30
 """Most bytes of what is no tensor; they are in memory while the checkpoint is pushed."""
 _CHAINED = re.compile(r"^chained_\d+\.(?=optimizer\.)")
-_GLOBAL_STEP = re.compile(r"global_step_(\d{1,15})")
-"""How verl names a step, of which each role has a folder."""
-_ITERATION = re.compile(r"iter_(\d{7,})")
 _NAMED = 20
 
 
@@ -57,14 +54,14 @@ class CheckpointFolder:
         layout: its tensors' chunks, and the blob of what is none, as one stream.
         space: to which the names belong.
         open_source: gives the bytes of some of the shards.
-        step: the iteration that its folder is named by, or the step that an export has noted in it; 0 if neither is there. verl's is in the name of the folder above.
+        step: that it says itself or that its folder is named by; None if neither does. verl's is in the name of the folder above.
     """
 
     format: CheckpointFormat | Literal["rank_files"]
     layout: Layout
     space: TensorSpace
     open_source: OpenSource = field(repr=False)
-    step: int
+    step: int | None
 
     @staticmethod
     def read(folder: Path) -> CheckpointFolder:
@@ -85,8 +82,7 @@ class CheckpointFolder:
         common = read_common(folder, MAX_VALUES_BYTES) if kind == "torch_dist" else None
         values = CheckpointValues(kind, objects, found.paths, common).kept()
         space = TensorSpace.MEGATRON if kind == "torch_dist" else TensorSpace.HUGGING_FACE
-        step = iteration_of(folder) or _step_in(objects.get(STEP_ENTRY))
-        return _pushed(folder, kind, found.layout, space, values, step)
+        return _pushed(folder, kind, found.layout, space, values, step_of_folder(folder, found))
 
 
 def _pushed(
@@ -95,7 +91,7 @@ def _pushed(
     layout: Layout,
     space: TensorSpace,
     values: RankValues,
-    step: int,
+    step: int | None,
 ) -> CheckpointFolder:
     """What lies in files, with these values, as a rank pushes it that holds all of it."""
     stream = Layout.stream(layout.tensors.values(), [place.shard for place in layout.placements])
@@ -105,16 +101,6 @@ def _pushed(
     files = {name: map_file(folder, name) for name in names} | {"": state.tensors[-1].numpy()}
     places = [*layout.placements, state.layout.placements[-1]._replace(buffer="", offset=0)]
     return CheckpointFolder(kind, state.layout, space, MappedSource.opener(places, files), step)
-
-
-def _step_in(content: bytes | None) -> int:
-    """The step that an export has noted; 0 if it has not."""
-    if content is None:
-        return 0
-    step = blobs.load(content, STEP_ENTRY)
-    if type(step) is not int or not 0 <= step < 1 << 53:
-        raise DataLoss(f"{STEP_ENTRY} is no step")
-    return step
 
 
 def _of_ranks(folder: Path) -> CheckpointFolder:
@@ -142,9 +128,7 @@ def _of_ranks(folder: Path) -> CheckpointFolder:
     _check_whole(layout)
     scheduler = read_scheduler(folder)
     values = RankValues(trainer, {} if scheduler is None else {"lr_scheduler": scheduler})
-    named = (_GLOBAL_STEP.fullmatch(each.name) for each in (folder.resolve(), folder.resolve().parent))
-    step = next((int(match[1]) for match in named if match), 0)
-    return _pushed(folder, "rank_files", layout, TensorSpace.HUGGING_FACE, values, step)
+    return _pushed(folder, "rank_files", layout, TensorSpace.HUGGING_FACE, values, step_named(folder))
 
 
 def _prefixed(layout: Layout, prefix: str, without: Collection[str]) -> Layout:
@@ -162,12 +146,6 @@ def _prefixed(layout: Layout, prefix: str, without: Collection[str]) -> Layout:
             if place.shard.tensor in names
         ),
     )
-
-
-def iteration_of(folder: Path) -> int:
-    """The iteration that a checkpoint's folder is named by, as Megatron-core names it, ``iter_0000100``; 0 if it is not."""
-    named = _ITERATION.fullmatch(folder.resolve().name)
-    return int(named[1]) if named else 0
 
 
 def _named(found: TorchDistCheckpoint) -> TorchDistCheckpoint:

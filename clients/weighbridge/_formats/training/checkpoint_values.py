@@ -133,6 +133,15 @@ def _read(checkpoint: Any, name: str) -> CheckpointValues:
     )
 
 
+def common_state(content: bytes | None) -> dict[str, Any]:
+    """What lies in ``common.pt`` of a checkpoint of Megatron-core, as it is loaded without running code; empty if there is none.
+
+    Raises:
+        DataLoss: it is none, or has types in it that are not known.
+    """
+    return _common_of(CheckpointValues("torch_dist", {}, {}, content), "the checkpoint")
+
+
 def checkpoint_ranks(values: RankValues, name: str) -> int | None:
     """Of how many ranks a checkpoint that was taken in has what is each rank's own; None if these values are of none.
 

@@ -14,6 +14,9 @@ class RandomStates:
     Generators that a program has made itself are its own to keep: ``generator.get_state()`` is a plain tensor.
     """
 
+    def __repr__(self) -> str:
+        return "<RandomStates of this process>"
+
     def state_dict(self) -> dict[str, Any]:
         """The states now: plain values and tensors in host memory."""
         import torch

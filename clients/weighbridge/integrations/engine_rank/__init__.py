@@ -1,17 +1,17 @@
 """Contract between an engine's rank and the service: record what the rank takes, prepare, agree, apply, discard, status.
 
 An adapter describes the engine's model as an `EngineModel` and calls an `EngineRank`; docs/engines.md adds an engine in a page.
-
-May import: `follow`, `_lazy`, `_clients` and folders below, and no engine. `source` and `fitting` need no torch. What a rank says of its versions
-is `weighbridge.follow.status`.
-
-- `reports`: reports of what it serves to the service.
-- `source`: service and model that versions come from.
-- `agreement`: the port to the other ranks, and the one way in which they agree.
-- `fitting`: checks of a version against the engine and the version before.
-- `storageless`: stand-ins for parameters, for runs of the loader that change nothing.
-- `recording`: a run of the model's own loader, written down.
-- `model`: what an adapter provides.
-- `preparation`: a version on its way to host memory.
-- `rank`: versions of one rank, and the way between them.
 """
+
+# May import: `follow`, `_lazy`, `_clients` and folders below, and no engine. `source` and `fitting` need no torch. What a rank says of its versions
+# is `weighbridge.follow.status`.
+#
+# - `reports`: reports of what it serves to the service.
+# - `source`: service and model that versions come from.
+# - `agreement`: the port to the other ranks, and the one way in which they agree.
+# - `fitting`: checks of a version against the engine and the version before.
+# - `storageless`: stand-ins for parameters, for runs of the loader that change nothing.
+# - `recording`: a run of the model's own loader, written down.
+# - `model`: what an adapter provides.
+# - `preparation`: a version on its way to host memory.
+# - `rank`: versions of one rank, and the way between them.

@@ -3,16 +3,16 @@
 To install weighbridge next to SGLang is enough from 0.5.12 on: SGLang finds `plugin` by its entry point, in every process. A model path
 ``weighbridge://HOST:PORT/NAMESPACE/NAME@VERSION`` makes a server start from the service, `load` is what updates of weights name as their
 ``load_format``, and `weighbridge.follow.sglang` drives a running server over HTTP.
-
-May import: `engine_rank`, `follow`, `_lazy`, `_clients` and folders below, and SGLang.
-
-- `plugin`: hooks into SGLang.
-- `releases`: what SGLang's releases call it.
-- `external`: the hooks of updates, for SGLang 0.5.10.
-- `connecting`: a server's start from the service.
-- `configuration`: settings that decide where loaders put weights.
-- `model`: a rank's model, to the contract.
 """
+
+# May import: `engine_rank`, `follow`, `_lazy`, `_clients` and folders below, and SGLang.
+#
+# - `plugin`: hooks into SGLang.
+# - `releases`: what SGLang's releases call it.
+# - `external`: the hooks of updates, for SGLang 0.5.10.
+# - `connecting`: a server's start from the service.
+# - `configuration`: settings that decide where loaders put weights.
+# - `model`: a rank's model, to the contract.
 
 from __future__ import annotations
 

@@ -7,14 +7,14 @@
 
 Each rank hands over the shards that DCP's plan gives it; nothing is gathered. Of planner and state dict the planner is the truth: names, boxes
 and data are what it says, so that its transformations are kept.
-
-May import: `checkpoint_names`, `_clients` and folders below, and torch.
-
-- `entries`: which entries of a state dict are which of the model's tensors.
-- `boundary`: errors as DCP is to print them.
-- `writer`: the storage writer.
-- `reader`: the storage reader.
 """
+
+# May import: `checkpoint_names`, `_clients` and folders below, and torch.
+#
+# - `entries`: which entries of a state dict are which of the model's tensors.
+# - `boundary`: errors as DCP is to print them.
+# - `writer`: the storage writer.
+# - `reader`: the storage reader.
 
 from weighbridge.integrations.torch.reader import WeighbridgeReader
 from weighbridge.integrations.torch.writer import WeighbridgeWriter

@@ -7,14 +7,14 @@
     update(model, "latest")
 
 `trainer_callback.PushCallback` pushes from transformers' ``Trainer``. With ``tp_plan="auto"`` under torchrun each rank brings only what transformers' own plan gives it.
-
-May import: `engine_rank`, `guarded_pushes`, `_lazy`, `_clients` and folders below, and transformers.
-
-- `building`: which tensors become which parameters.
-- `options`: what ``from_pretrained`` takes besides.
-- `model`: a rank's model, to the contract.
-- `trainer_callback`: pushes of transformers' ``Trainer``.
 """
+
+# May import: `engine_rank`, `guarded_pushes`, `_lazy`, `_clients` and folders below, and transformers.
+#
+# - `building`: which tensors become which parameters.
+# - `options`: what ``from_pretrained`` takes besides.
+# - `model`: a rank's model, to the contract.
+# - `trainer_callback`: pushes of transformers' ``Trainer``.
 
 from __future__ import annotations
 

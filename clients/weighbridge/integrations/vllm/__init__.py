@@ -2,21 +2,21 @@
 
 vLLM finds `register` by the entry point group ``vllm.general_plugins`` and calls it in each of its processes. What does the work is
 imported when vLLM asks for it by name: a vLLM that does not use weighbridge pays nothing for having it installed.
-
-May import: `engine_rank`, `follow`, `_lazy`, `_clients` and folders below, and vLLM.
-
-- `loader`: load format; a worker starts from a version.
-- `startup`: config and tokenizer of a start.
-- `transfer`: weight-transfer engine.
-- `trainer`: its other end, in a trainer.
-- `worker`: what an agent asks workers over HTTP.
-- `engines`: several engines behind one server.
-- `model`: a rank's model, to the contract.
-- `layers`: its layers, in the format of checkpoints and of kernels.
-- `applying`: an update applied to layers with repacked weights.
-- `settings`: where weights come from.
-- `releases`: what vLLM's releases call it.
 """
+
+# May import: `engine_rank`, `follow`, `_lazy`, `_clients` and folders below, and vLLM.
+#
+# - `loader`: load format; a worker starts from a version.
+# - `startup`: config and tokenizer of a start.
+# - `transfer`: weight-transfer engine.
+# - `trainer`: its other end, in a trainer.
+# - `worker`: what an agent asks workers over HTTP.
+# - `engines`: several engines behind one server.
+# - `model`: a rank's model, to the contract.
+# - `layers`: its layers, in the format of checkpoints and of kernels.
+# - `applying`: an update applied to layers with repacked weights.
+# - `settings`: where weights come from.
+# - `releases`: what vLLM's releases call it.
 
 from __future__ import annotations
 

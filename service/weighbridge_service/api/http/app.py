@@ -127,6 +127,7 @@ _VERBS = {
     "version_page": Verb.LOOK,
     "version_events": Verb.LOOK,
     "distribution": Verb.PULL,
+    "compare_page": Verb.LOOK,
     "retention_page": Verb.MANAGE,
     "approve_version_form": Verb.APPROVE,
     "request_ref_form": Verb.TAG,

@@ -204,6 +204,10 @@ class RetentionOut(Out):
         description="Of each so many consecutive numbers the first version that is there; 0 is no rule."
     )
     keep_younger_s: int = Field(description="Those opened less than so many seconds ago; 0 is no rule.")
+    keep_every_steps: int = Field(
+        0,
+        description="Of each so many consecutive steps of a run the first version that is there; 0 is no rule.",
+    )
 
 
 class RetentionIn(In):
@@ -212,6 +216,7 @@ class RetentionIn(In):
     keep_last: RuleField = 0
     keep_every: RuleField = 0
     keep_younger_s: RuleField = 0
+    keep_every_steps: RuleField = 0
 
 
 class KeptOut(Out):

@@ -2,9 +2,9 @@
 
 SGLang imports the package so named in each process that has a model, to look for models in it. There are none: to import it is to install the
 hooks of updates. A start from ``weighbridge://`` would need one sooner.
-
-May import: the package around it.
 """
+
+# May import: the package around it.
 
 from __future__ import annotations
 

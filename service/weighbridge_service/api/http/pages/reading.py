@@ -14,16 +14,15 @@ from weighbridge._formats.safetensors_files import FilesLayout
 from weighbridge._signing.bundle import signed_by
 from weighbridge.errors import FailedPrecondition, NotFound
 from weighbridge_service.api.http.pages import index_view, model_view
-from weighbridge_service.api.http.pages.timeline_view import VersionPage
-from weighbridge_service.api.http.pages.version_view import (
+from weighbridge_service.api.http.pages.side_by_side.compare_view import Side
+from weighbridge_service.api.http.pages.side_by_side.contents import (
     Contents,
     FileFacts,
-    SignatureFacts,
     TensorFacts,
-    VersionFacts,
-    as_pairs,
     in_order,
 )
+from weighbridge_service.api.http.pages.timeline_view import VersionPage
+from weighbridge_service.api.http.pages.version_view import SignatureFacts, VersionFacts, as_pairs
 from weighbridge_service.catalog.head_versions import page_of
 from weighbridge_service.exports.jobs import Exports
 from weighbridge_service.models.registration import summary_from_head
@@ -136,6 +135,18 @@ class Reader:
             signatures=self._signatures(name, version),
             engines=tuple(service.engines.listed(name)),
         )
+
+    def side(self, name: str, number: str) -> Side:
+        """A version, by number or ref, as one side of a comparison. Its weights are not read.
+
+        Raises:
+            NotFound: there is no such version.
+            WeighbridgeError: the store cannot be read.
+        """
+        version = self._service.catalog.get_version(name, number)
+        refs = self._service.catalog.refs(name)
+        named = tuple(sorted(ref for ref, each in refs.items() if each == version.number))
+        return Side(version, self._contents_of(ModelName.parse(name), version), named)
 
     def _line(self, name: ModelName, model: Model, engines: Sequence[Engine]) -> index_view.ModelFacts:
         catalog = self._service.catalog

@@ -40,6 +40,10 @@ def _rules(retention: Retention) -> tuple[str, ...]:
     rules: Sequence[tuple[int, str]] = (
         (retention.keep_last, f"the newest {counted(retention.keep_last, 'version')} are kept"),
         (retention.keep_every, f"of each {readable_count(retention.keep_every)} numbers the first is kept"),
+        (
+            retention.keep_every_steps,
+            f"of each {readable_count(retention.keep_every_steps)} steps of a run the first version is kept",
+        ),
         (retention.keep_younger_s, f"younger than {readable_duration(retention.keep_younger_s)}: kept"),
     )
     return (*(text for value, text in rules if value), "whatever a ref names or an engine serves is kept")

@@ -21,6 +21,7 @@ from weighbridge_service.api.http.pages.login import Sessions
 from weighbridge_service.api.http.pages.page_route import page_route, viewer_of
 from weighbridge_service.api.http.pages.reading import Reader
 from weighbridge_service.api.http.pages.rendering import Renderer, assets
+from weighbridge_service.api.http.pages.side_by_side.compare_view import compare_view
 from weighbridge_service.api.http.pages.viewer import Viewer
 from weighbridge_service.api.http.parameters import Name, Namespace, VersionOrRef
 from weighbridge_service.api.http.threads import in_threads
@@ -44,6 +45,7 @@ _PICTURE_SECONDS = 600
 Before = Annotated[int, Query(ge=0, le=MAX_VERSION)]
 Search = Annotated[str, Query(max_length=_LONGEST_QUERY)]
 Seen = Annotated[str, Query(max_length=32)]
+Compared = Annotated[str, Query(min_length=1, max_length=_LONGEST_QUERY)]
 First = Annotated[int, Query(ge=0, le=10**9)]
 
 
@@ -100,6 +102,16 @@ def pages_router(service: Weighbridge, exports: Exports) -> APIRouter:
         model = f"{namespace}/{name}"
         found = service.collecting.collect(model, dry_run=True)
         return HTMLResponse(renderer.page("retention", viewer_of(request), model=model, found=found))
+
+    @router.get("/models/{namespace}/{name}/compare")
+    @making
+    def compare_page(
+        namespace: Namespace, name: Name, request: Request, before: Compared, after: Compared
+    ) -> Response:
+        """Two versions of a model side by side."""
+        model = f"{namespace}/{name}"
+        view = compare_view(pages.reader.side(model, before.strip()), pages.reader.side(model, after.strip()))
+        return HTMLResponse(renderer.page("compare", viewer_of(request), model=model, view=view))
 
     @router.get("/models/{namespace}/{name}/versions/{version}")
     @making
@@ -171,7 +183,7 @@ class _Pages:
     """Pages as views, fragments and answers."""
 
     def __init__(self, service: Weighbridge, reader: Reader, renderer: Renderer) -> None:
-        self._reader = reader
+        self.reader = reader
         self._renderer = renderer
         self._live = LiveViews(
             (service.catalog.changes, service.engines.changes), service.catalog.stopping.is_set
@@ -179,20 +191,20 @@ class _Pages:
 
     def index(self, viewer: Viewer, query: str, after: str) -> tuple[index_view.IndexView, Fragments]:
         """The page of all models."""
-        found = self._reader.models(viewer.sees, query, after)
+        found = self.reader.models(viewer.sees, query, after)
         view = index_view.index_view(found.models, query=query, after=after, more=found.more)
         return view, self._fragments("index", view, busy=index_view.is_busy(view))
 
     def model(self, viewer: Viewer, model: str, before: int) -> tuple[model_view.ModelView, Fragments]:
         """The page of a model."""
-        view = model_view.model_view(self._reader.model(model, before), viewer, unix_ms())
+        view = model_view.model_view(self.reader.model(model, before), viewer, unix_ms())
         return view, self._fragments("model", view, busy=model_view.is_busy(view))
 
     def version(
         self, viewer: Viewer, model: str, version: str, query: str, first: int
     ) -> tuple[version_view.VersionView, Fragments]:
         """The page of a version."""
-        facts = self._reader.version(model, version)
+        facts = self.reader.version(model, version)
         view = version_view.version_view(facts, viewer, unix_ms(), query=query, first=first)
         return view, self._fragments("version", view, busy=version_view.is_busy(view))
 

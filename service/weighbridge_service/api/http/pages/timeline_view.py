@@ -9,6 +9,11 @@ from weighbridge._core.engines.facts import Engine
 from weighbridge._core.resources import REF_LATEST, REF_LIVE, Model, Version
 from weighbridge._core.text.durations import readable_duration
 from weighbridge_service.api.http.pages.engine_view import serving
+from weighbridge_service.api.http.pages.side_by_side.metadata_columns import (
+    MetadataColumns,
+    metadata_columns,
+)
+from weighbridge_service.api.http.pages.side_by_side.metadata_plots import Plot, metadata_plots
 from weighbridge_service.api.http.pages.version_summary import VersionSummary, taken_ms, version_summary
 from weighbridge_service.api.http.pages.viewer import Viewer
 from weighbridge_service.push.machine.rank_progress import PushProgress
@@ -16,6 +21,8 @@ from weighbridge_service.push.machine.rank_progress import PushProgress
 _UNKNOWN = PushProgress()
 _OUTLIERS = 10
 """One of so many versions may be cut off, so that the others can be told apart."""
+_COMPARED = 2
+"""Versions that are compared."""
 _FAR = 2
 """By what factor the longest must be longer than the others for that."""
 
@@ -60,6 +67,9 @@ class Timeline:
         more_before: the number below which the next page begins; 0 if there is none.
         scale: for how long a whole bar stands.
         clipped: whether a bar is cut off.
+        metadata: of the versions, as columns.
+        plots: numbers of it over steps.
+        compared: the numbers of the two versions that are offered for a comparison first, the older one first; empty if there are no two.
     """
 
     model: str
@@ -68,6 +78,9 @@ class Timeline:
     more_before: int
     scale: str
     clipped: bool
+    metadata: MetadataColumns
+    plots: tuple[Plot, ...]
+    compared: tuple[int, ...]
 
 
 def timeline_view(model: Model, page: VersionPage, engines: Sequence[Engine], viewer: Viewer) -> Timeline:
@@ -86,6 +99,7 @@ def timeline_view(model: Model, page: VersionPage, engines: Sequence[Engine], vi
     ):
         named.setdefault(number, []).append(ref)
     served = serving(engines)
+    whole = [each.number for each in page.versions if each.state.visible]
     rows = tuple(
         VersionRow(
             version_summary(each, tuple(named.get(each.number, ())), page.progress_of(each), viewer, bar_ms),
@@ -100,6 +114,9 @@ def timeline_view(model: Model, page: VersionPage, engines: Sequence[Engine], vi
         more_before=page.versions[-1].number if page.more and page.versions else 0,
         scale=readable_duration(bar_ms / 1000) if bar_ms else "",
         clipped=any(row.said.clipped for row in rows),
+        metadata=metadata_columns(page.versions),
+        plots=metadata_plots([each for each in page.versions if not each.state.given_up]),
+        compared=tuple(reversed(whole[:_COMPARED])) if len(whole) >= _COMPARED else (),
     )
 
 

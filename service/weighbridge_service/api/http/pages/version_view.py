@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -14,6 +13,7 @@ from weighbridge_service.access.scopes import Verb
 from weighbridge_service.api.http.pages import words
 from weighbridge_service.api.http.pages.engine_view import serving_it
 from weighbridge_service.api.http.pages.push_view import LivePush, RankCell, cells, live_push, missing_text
+from weighbridge_service.api.http.pages.side_by_side.contents import Contents, FileFacts, TensorFacts
 from weighbridge_service.api.http.pages.version_summary import VersionSummary, taken_ms, version_summary
 from weighbridge_service.api.http.pages.viewer import Viewer
 from weighbridge_service.push.machine.rank_progress import PushProgress
@@ -21,41 +21,6 @@ from weighbridge_service.push.machine.rank_progress import PushProgress
 TENSORS = 100
 """Tensors on a page."""
 _DETAILS = 50
-_NUMBERS = re.compile(r"(\d+)")
-
-
-@dataclass(frozen=True, slots=True)
-class FileFacts:
-    """A file of a version; digests are empty where they are not known yet."""
-
-    name: str
-    size: int
-    xxh3_128: str = ""
-    blake3: str = ""
-    sha256: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class TensorFacts:
-    """A tensor of a version; the digest is empty where it is not known yet."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    nbytes: int
-    file: str
-    xxh3_128: str = ""
-    nonfinite: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Contents:
-    """What lies in a version: its files, its tensors in the order of their names, and where it comes from."""
-
-    files: tuple[FileFacts, ...] = ()
-    tensors: tuple[TensorFacts, ...] = ()
-    lineage: tuple[tuple[str, str], ...] = ()
-    provenance: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,11 +208,6 @@ def is_busy(view: VersionView) -> bool:
         VersionState.READY,
         VersionState.VERIFIED,
     )
-
-
-def in_order(name: str) -> list[str | int]:
-    """What names of tensors are sorted by: ``layers.2`` before ``layers.10``."""
-    return [int(part) if part.isdecimal() else part for part in _NUMBERS.split(name)]
 
 
 def as_pairs(fields: Mapping[str, object]) -> tuple[tuple[str, str], ...]:

@@ -143,7 +143,15 @@ def test_every_page_answers_in_bounded_time_while_the_store_hangs_and_open_ones_
 
 
 @pytest.mark.parametrize(
-    "path", ["/", f"/models/{MODEL}", f"/models/{MODEL}/versions/90", f"/models/{MODEL}/versions/91"]
+    "path",
+    [
+        "/",
+        f"/models/{MODEL}",
+        f"/models/{MODEL}/versions/90",
+        f"/models/{MODEL}/versions/91",
+        f"/models/{MODEL}/compare?before=90&after=91",
+        f"/models/{MODEL}/compare?before=90&after=1",
+    ],
 )
 def test_clocks_and_figures_that_make_no_sense_are_shown_as_they_are(place: Place, path: str) -> None:
     answer = httpx.get(f"{place.url}{path}", timeout=60)
@@ -157,7 +165,7 @@ def test_long_names_fit_on_a_desk_and_on_a_phone_and_browsers_draw_all_of_it(
 ) -> None:
     paths = [
         "/", f"/models/{MODEL}", f"/models/{LONG}", f"/models/{LONG}/versions/1", f"/models/{MODEL}/versions/90",
-        f"/models/{LONG}/retention",
+        f"/models/{LONG}/retention", f"/models/{LONG}/compare?before=1&after=1", f"/models/{MODEL}/compare?before=90&after=91",
     ]  # fmt: skip
     with tab(browser, place.url, shots) as found:
         for path in paths:

@@ -33,6 +33,8 @@ PATHS = (
     f"/models/{MODEL}/versions/3",
     f"/models/{MODEL}/versions/{_IN_PATH}",
     f"/models/{MODEL}/retention",
+    f"/models/{MODEL}/compare?before=1&after=1",
+    f"/models/{MODEL}/compare?before={_QUOTED}&after={_QUOTED}",
     f"/models/{_IN_PATH}/x",
     "/login",
 )

@@ -27,6 +27,7 @@ PATHS = (
     f"/models/{MODEL}/versions/3",
     f"/models/{MODEL}/versions/99",
     f"/models/{MODEL}/retention",
+    f"/models/{MODEL}/compare?before=1&after=3",
     "/?q=nothing",
 )
 

@@ -15,9 +15,9 @@ from weighbridge_service.api.http.pages import words
 from weighbridge_service.api.http.pages.distributions import distribution, sample, svg
 from weighbridge_service.api.http.pages.engine_view import engines_view, serving
 from weighbridge_service.api.http.pages.push_view import live_push
+from weighbridge_service.api.http.pages.side_by_side.contents import in_order
 from weighbridge_service.api.http.pages.timeline_view import scale_ms
 from weighbridge_service.api.http.pages.version_summary import UNITS, spans_of, version_summary
-from weighbridge_service.api.http.pages.version_view import in_order
 from weighbridge_service.api.http.pages.viewer import Viewer
 from weighbridge_service.push.machine.rank_progress import PushProgress
 from weighbridge_storage.memory.file_bytes import MappedBytes
