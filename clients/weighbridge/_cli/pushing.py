@@ -242,10 +242,9 @@ def _trainer(server: str) -> TrainerClient:
 def _check_dtype(hf_dir: Path, wanted: str) -> None:
     """Refuse a folder whose weights are not all in one dtype."""
     from weighbridge._core import dtypes
-    from weighbridge._formats.safetensors_files import layout_of_files, map_folder
+    from weighbridge._formats.safetensors_files import read_folder
 
-    files = layout_of_files({name: data.data for name, data in map_folder(hf_dir).items()})
-    found = sorted({spec.dtype.short for spec in files.layout.tensors.values()})
+    found = sorted({spec.dtype.short for spec in read_folder(hf_dir).layout.tensors.values()})
     if found != [dtypes.parse(wanted).short]:
         raise InvalidArgument(
             f"the weights in {hf_dir} are in {' and '.join(found)}, not all in {wanted}",

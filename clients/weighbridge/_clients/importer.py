@@ -12,6 +12,7 @@ from weighbridge._clients.push_client import PushingClient
 from weighbridge._clients.push_handle import PushHandle
 from weighbridge._clients.push_options import PushOptions, check_options
 from weighbridge._core import dtypes
+from weighbridge._core.dtypes import DType
 from weighbridge._core.layouts import TensorSpec
 from weighbridge._core.references import training_of
 from weighbridge._core.resources import Model
@@ -69,7 +70,7 @@ class ImportingClient(PushingClient):
 
             specs = tensor_specs(tensors)
         elif safetensors_files.has_weights(folder):
-            specs = FolderWeights.read(folder, files["config.json"]).layout.tensors.values()
+            specs = _read(model, folder, files["config.json"]).layout.tensors.values()
         return self.register_files(model, files, dtype, specs, weight_map=weight_map)
 
     def import_folder(
@@ -105,7 +106,7 @@ class ImportingClient(PushingClient):
             raise InvalidArgument(f"fp8 weights cannot become {dtype}", fix="use bf16, fp16 or fp32")
         files = hf_folder.side_files(Path(hf_dir))
         _tell_of_tokenizer(model, hf_dir, files)
-        weights = FolderWeights.read(Path(hf_dir), files["config.json"], dequantize=dtype)
+        weights = _read(model, Path(hf_dir), files["config.json"], dtype)
         files["config.json"] = weights.config_json
         self.register_files(model, files, "", weights.layout.tensors.values(), weight_map=weight_map)
         return self._push_weights(model, weights, step, run, str(uuid.uuid4()), options)
@@ -180,7 +181,7 @@ class ImportingClient(PushingClient):
         check_options(options)
         config = Path(hf_dir) / "config.json"
         config_json = config.read_bytes() if config.is_file() else self.model_files(model)["config.json"]
-        weights = FolderWeights.read(Path(hf_dir), config_json)
+        weights = _read(model, Path(hf_dir), config_json)
         with self._tensors(model) as tensors:
             weights = weights.as_model_has_them(tensors, cast)
             request_id = request_id or str(uuid.uuid4())
@@ -201,6 +202,14 @@ class ImportingClient(PushingClient):
             model, weights.layout, TensorSpace.HUGGING_FACE, weights.open_source, step=step, rank=0, world_size=1, run=run,
             request_id=request_id, hold_seal=hold_seal, cast_from=weights.cast_from, **options,
         )  # fmt: skip
+
+
+def _read(model: str, folder: Path, config_json: bytes, dequantize: DType | None = None) -> FolderWeights:
+    """The weights in a folder; a log names what in it is not pushed."""
+    weights = FolderWeights.read(folder, config_json, dequantize=dequantize)
+    for remark in weights.remarks:
+        log.warning("%s: %s", model, remark)
+    return weights
 
 
 def _tell_of_tokenizer(model: str, folder: str | Path, files: Iterable[str]) -> None:

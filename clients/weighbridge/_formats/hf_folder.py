@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from weighbridge._core.dtypes import DType
 from weighbridge._core.layouts import TensorSpec
 from weighbridge._formats import safetensors_files
+from weighbridge._formats.naming.weight_files import MERGE_ADAPTER
 from weighbridge.errors import (
     FailedPrecondition,
     InvalidArgument,
@@ -41,6 +42,8 @@ def side_files(folder: Path) -> dict[str, bytes]:
             f"there is no folder {folder}", fix="name one that model.save_pretrained() has written"
         )
     if not (folder / "config.json").is_file():
+        if (folder / "adapter_config.json").is_file():
+            raise NotFound(f"{folder} is an adapter of peft, and no model", fix=MERGE_ADAPTER)
         raise NotFound(
             f"there is no config.json in {folder}",
             fix="name a folder that model.save_pretrained() has written",

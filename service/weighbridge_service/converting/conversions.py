@@ -43,7 +43,9 @@ from weighbridge_service.converting.checkpoint_model import (
     side_files_of,
 )
 from weighbridge_service.converting.named_model import named_model, read_checkpoint
+from weighbridge_service.families import has_weight_map
 from weighbridge_service.models.bridges import Bridge, bridge_for, parse_config
+from weighbridge_service.models.library_models import check_library_model
 from weighbridge_service.models.model_tensors import tensors_found
 from weighbridge_service.models.weight_maps import derive_weight_map
 from weighbridge_service.plan.planning import Plan, make_plan
@@ -225,9 +227,9 @@ def plan_conversion(source: Path, options: ConvertOptions) -> Conversion:
 
 def _from_hugging_face(source: Path, options: ConvertOptions) -> Conversion:
     side = hf_folder.side_files(source)
-    mapped = safetensors_files.map_folder(source)
-    read = state_of(source, [*mapped, *side])
-    there = safetensors_files.layout_of_files({name: data.data for name, data in mapped.items()}).layout
+    mapped = safetensors_files.read_folder(source)
+    read = state_of(source, [*mapped.buffers, *side])
+    there = mapped.layout
     del mapped
     tied = tied_copies(side["config.json"], there.tensors)
     bridge, tensors = _hugging_face_model(side["config.json"], there, tied)
@@ -317,6 +319,8 @@ def _from_checkpoint(source: Path, options: ConvertOptions, kind: Kind) -> Conve
     shifts: Mapping[str, float] = {}
     if named:
         model = named_model(side["config.json"], checkpoint)
+        if not has_weight_map(parse_config(side["config.json"])):
+            check_library_model(side["config.json"], model.tensors.values())
         tensors, left_out = model.tensors, {**model.left_out, **_other_files(source, read)}
         twins = tuple(Twin(*each) for each in model.tied)
         files = safetensors_files.lay_out_files(list(tensors.values()), most)

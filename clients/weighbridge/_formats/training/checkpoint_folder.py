@@ -16,6 +16,7 @@ from weighbridge._core.boxes import Box, first_overlap, gaps
 from weighbridge._core.layouts import Layout
 from weighbridge._core.tensor_spaces import TensorSpace
 from weighbridge._core.text.counts import counted
+from weighbridge._formats.naming.parameter_names import unwrapped_name
 from weighbridge._formats.push_sources import MappedSource, OpenSource
 from weighbridge._formats.safetensors_files import map_file
 from weighbridge._formats.torch_dist.folder import (
@@ -27,7 +28,6 @@ from weighbridge._formats.torch_dist.folder import (
 from weighbridge._formats.torch_dist.metadata import CONFIG_FILE
 from weighbridge._formats.torch_dist.optimizer_rank_files import read_optimizer, read_scheduler
 from weighbridge._formats.torch_dist.rank_files import has_rank_files, read_rank_files, sharded_parameters
-from weighbridge._formats.torch_state import unwrapped_name
 from weighbridge._formats.training import blobs
 from weighbridge._formats.training.checkpoint_values import STEP_ENTRY, CheckpointFormat, CheckpointValues
 from weighbridge._formats.training.torch_entries import MODEL, OPTIMIZER
