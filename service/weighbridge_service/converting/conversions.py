@@ -27,6 +27,7 @@ from weighbridge._formats.torch_dist.folder import (
     lay_out_torch_dist,
 )
 from weighbridge._formats.torch_dist.metadata import COMMON_FILE, CONFIG_FILE, METADATA_FILE
+from weighbridge._formats.torch_dist.noted_values import common_values, trained_arguments
 from weighbridge._formats.torch_dist.rank_files import has_rank_files
 from weighbridge.errors import InvalidArgument, LayoutError, NotFound
 from weighbridge_service.converting.checkpoint_keys import (
@@ -43,6 +44,7 @@ from weighbridge_service.converting.checkpoint_model import (
     side_files_of,
 )
 from weighbridge_service.converting.named_model import named_model, read_checkpoint
+from weighbridge_service.converting.trained_model import check_trained
 from weighbridge_service.families import has_weight_map
 from weighbridge_service.models.bridges import Bridge, bridge_for, parse_config
 from weighbridge_service.models.library_models import check_library_model
@@ -326,6 +328,7 @@ def _from_checkpoint(source: Path, options: ConvertOptions, kind: Kind) -> Conve
         files = safetensors_files.lay_out_files(list(tensors.values()), most)
         plan = _planned(model.layout, files.layout, list(model.links))
     else:
+        check_trained(side["config.json"], trained_arguments(common_values(source, checkpoint)))
         there, left_out = model_part(checkpoint)
         tensors, relation = checkpoint_model(side["config.json"], there)
         files = safetensors_files.lay_out_files(list(tensors.values()), most)

@@ -18,6 +18,7 @@ from weighbridge._core.layouts import Layout, Placement, Shard, TensorSpec
 from weighbridge._core.tensor_spaces import TensorSpace
 from weighbridge._formats import safetensors_files
 from weighbridge._formats.push_sources import MappedSource
+from weighbridge._formats.torch_dist.noted_values import common_values, trained_arguments
 from weighbridge.errors import DataLoss
 from weighbridge_service.converting.checkpoint_model import (
     checkpoint_model,
@@ -26,6 +27,7 @@ from weighbridge_service.converting.checkpoint_model import (
     side_files_of,
 )
 from weighbridge_service.converting.named_model import named_model, read_checkpoint
+from weighbridge_service.converting.trained_model import check_trained
 
 _COMPARED = 1 << 20
 """Bytes that are compared at once."""
@@ -66,6 +68,7 @@ class CheckpointToPush:
         Raises:
             NotFound: there is no checkpoint, or no ``config.json``.
             DataLoss: the checkpoint is damaged.
+            InvalidArgument: the trainer's arguments in the checkpoint are those of another model.
             LayoutError: a tensor is unknown, or has another shape than the model's.
         """
         checkpoint, named = read_checkpoint(folder)
@@ -77,6 +80,7 @@ class CheckpointToPush:
                 folder, in_dtype_of(specs, side_files), specs, tuple(model.shards()), specs,
                 TensorSpace.HUGGING_FACE, model.tied, model.left_out,
             )  # fmt: skip
+        check_trained(side_files["config.json"], trained_arguments(common_values(folder, checkpoint)))
         layout, left_out = model_part(checkpoint)
         tensors, _ = checkpoint_model(side_files["config.json"], layout)
         specs = tuple(tensors.values())
