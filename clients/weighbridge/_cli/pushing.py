@@ -85,7 +85,7 @@ def _push_options(function: F) -> F:
 @click.option(
     "--no-weight-map",
     is_flag=True,
-    help="Register the model by its tensors alone, although there may be a weight map for its model type.",
+    help="Register the model by its tensors alone: without a weight map, and not compared with its config.json.",
 )
 @_push_options
 @client_options
@@ -130,10 +130,9 @@ def import_command(
         _report_pushed(version, as_json)
         return
     if (folder / ".metadata").exists() or any(folder.glob("model_world_size_*_rank_*.pt")):
-        if dequantize or no_weight_map:
-            option = "--dequantize" if dequantize else "--no-weight-map"
-            raise InvalidArgument(f"{option} is for Hugging Face folders: leave it out")
-        version = _import_checkpoint(folder, model, config, dtype, step, server, options)
+        if dequantize:
+            raise InvalidArgument("--dequantize is for Hugging Face folders: leave it out")
+        version = _import_checkpoint(folder, model, config, dtype, step, server, options, not no_weight_map)
     else:
         if config is not None:
             raise InvalidArgument(
@@ -165,6 +164,7 @@ def _import_checkpoint(
     step: int | None,
     server: str,
     options: PushOptions,
+    weight_map: bool,
 ) -> Version:
     from weighbridge._core import dtypes
     from weighbridge._formats.training.checkpoint_folder import iteration_of
@@ -182,7 +182,7 @@ def _import_checkpoint(
     print_left_out(checkpoint.left_out, err=True)
     with _trainer(server) as client:
         named = iteration_of(folder) if step is None else step
-        handle = checkpoint.push(client, model, step=named, run="import", **options)
+        handle = checkpoint.push(client, model, step=named, run="import", weight_map=weight_map, **options)
         return _finish(client, handle, model)
 
 

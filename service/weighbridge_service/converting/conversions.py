@@ -322,7 +322,8 @@ def _from_checkpoint(source: Path, options: ConvertOptions, kind: Kind) -> Conve
     if named:
         model = named_model(side["config.json"], checkpoint)
         if not has_weight_map(parse_config(side["config.json"])):
-            check_library_model(side["config.json"], model.tensors.values())
+            fix = "give the config.json that belongs to the checkpoint (--config), and a checkpoint of the whole model"
+            check_library_model(side["config.json"], model.tensors.values(), fix)
         tensors, left_out = model.tensors, {**model.left_out, **_other_files(source, read)}
         twins = tuple(Twin(*each) for each in model.tied)
         files = safetensors_files.lay_out_files(list(tensors.values()), most)

@@ -19,7 +19,7 @@ from weighbridge._core.tensor_spaces import TensorSpace
 from weighbridge._formats import safetensors_files
 from weighbridge._formats.push_sources import MappedSource
 from weighbridge._formats.torch_dist.noted_values import common_values, trained_arguments
-from weighbridge.errors import DataLoss
+from weighbridge.errors import DataLoss, InvalidArgument
 from weighbridge_service.converting.checkpoint_model import (
     checkpoint_model,
     in_dtype_of,
@@ -91,21 +91,35 @@ class CheckpointToPush:
         )  # fmt: skip
 
     def push(
-        self, client: TrainerClient, model: str, *, step: int, run: str, **options: Unpack[PushOptions]
+        self,
+        client: TrainerClient,
+        model: str,
+        *,
+        step: int,
+        run: str,
+        weight_map: bool = True,
+        **options: Unpack[PushOptions],
     ) -> PushHandle:
-        """Register the model and push the weights as a new version, from where they lie. ``options`` are as for `TrainerClient.push`.
+        """Register the model and push the weights as a new version, from where they lie. ``options`` are as for `TrainerClient.push`, ``weight_map``
+        as for `TrainerClient.register_model`.
 
         Raises:
+            InvalidArgument: the checkpoint has Megatron-core's names, and there is to be no weight map.
             LayoutError: a tensor is missing, or there twice; names it.
             FailedPrecondition: the model is registered already, with other tensors.
             DataLoss: a tensor is not the same as the one that it is tied to.
         """
+        if not weight_map and self.space == TensorSpace.MEGATRON:
+            raise InvalidArgument(
+                "the checkpoint has Megatron-core's names, which only a weight map relates to a model's",
+                fix="leave --no-weight-map out",
+            )
         places = [place for _, place in self.shards]
         compared = (place for _, *both in self.tied for place in both)
         names = dict.fromkeys(place.buffer for place in (*places, *compared))
         files = {name: safetensors_files.map_file(self.folder / name) for name in names}
         _check_tied(self.tied, files)
-        client.register_files(model, self.side_files, tensors=self.tensors)
+        client.register_files(model, self.side_files, tensors=self.tensors, weight_map=weight_map)
         stream = Layout.stream(self.declared, [shard for shard, _ in self.shards])
         return client.push_shards(
             model, stream, self.space, MappedSource.opener(places, files), step=step, rank=0, world_size=1, run=run,

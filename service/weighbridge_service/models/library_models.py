@@ -41,6 +41,10 @@ _RENAMED = (
     (re.compile(r"(?<=\.)weight_v$"), "parametrizations.weight.original1"),
 )
 """What transformers renames in files of all models when it loads them."""
+_FIX = (
+    "use the config.json that belongs to the weights, and all of their files; or register the model by its tensors alone: "
+    "weight_map=False, or --no-weight-map"
+)
 _NAMED = 20
 _ANY = parse("bf16")
 
@@ -77,12 +81,13 @@ def compared_by(compare: Compare) -> Iterator[None]:
         _comparing.remove(compare)
 
 
-def check_library_model(config_json: bytes, specs: Iterable[TensorSpec]) -> None:
+def check_library_model(config_json: bytes, specs: Iterable[TensorSpec], fix: str = _FIX) -> None:
     """Refuse tensors of which transformers' own model of the config would not be whole; a log names those that it would not take.
 
     Args:
         config_json: the model's ``config.json``.
         specs: all of its tensors.
+        fix: what the error says to do.
 
     Raises:
         InvalidArgument: a tensor is missing, or has another shape; names each.
@@ -95,8 +100,7 @@ def check_library_model(config_json: bytes, specs: Iterable[TensorSpec]) -> None
         raise InvalidArgument(
             f"the tensors are not those of a {found.model_class}, which config.json describes, in {counted(len(problems), 'tensor')}",
             details=problems[:_NAMED],
-            fix="use the config.json that belongs to the weights, and all of its files; or register the model by its tensors alone: "
-            "weight_map=False, or --no-weight-map",
+            fix=fix,
         )
     if found.unknown:
         log.warning(

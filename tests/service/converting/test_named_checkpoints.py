@@ -30,6 +30,7 @@ from tests.support.services import running_service
 from tests.support.torch_ranks import full_tensors, run_ranks, shared
 from weighbridge import EngineClient
 from weighbridge._cli import commands
+from weighbridge._core.tensor_spaces import TensorSpace
 from weighbridge.errors import DataLoss, InvalidArgument, LayoutError, NotFound
 from weighbridge_service.converting.conversions import ConvertOptions
 from weighbridge_service.converting.convert import convert_folder
@@ -497,3 +498,24 @@ def test_a_checkpoint_that_transformers_own_model_does_not_fit_is_not_converted(
     ):
         convert_folder(tmp_path / "saved", tmp_path / "hf", ConvertOptions(config=tmp_path / "config"))
     assert told.value.details == ("lm_head.weight is missing",)
+
+
+def test_a_checkpoint_is_imported_by_its_tensors_alone_if_that_is_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config/config.json").write_text('{"model_type": "mistral"}')
+    dcp.save({"model": {"w": torch.arange(2.0)}}, checkpoint_id=tmp_path / "saved", no_dist=True)
+    missing = Comparison("MistralForCausalLM", ("lm_head.weight",))
+    with running_service(tmp_path / "store") as running, compared_by(lambda config, shapes: missing):
+        line = ["import", str(tmp_path / "saved"), "tests/part", "--config", str(tmp_path / "config")]
+        line += ["--server", running.address]
+        refused = CliRunner().invoke(commands, line)
+        assert refused.exit_code == 1
+        assert "lm_head.weight is missing" in refused.stderr
+        assert "--no-weight-map" in refused.stderr
+        done = CliRunner().invoke(commands, [*line, "--no-weight-map"])
+        assert done.exit_code == 0, done.output
+        with EngineClient(running.address) as engine:
+            assert torch.equal(dict(engine.pull("tests/part", "latest"))["w"], torch.arange(2.0))
+    of_megatron = CheckpointToPush(tmp_path, {}, (), (), (), TensorSpace.MEGATRON, (), {})
+    with pytest.raises(InvalidArgument, match="only a weight map relates"):
+        of_megatron.push(None, "tests/part", step=0, run="", weight_map=False)  # type: ignore[arg-type]
