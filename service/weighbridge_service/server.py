@@ -34,6 +34,7 @@ from weighbridge_service.exports.jobs import Exports
 from weighbridge_service.health import Health
 from weighbridge_service.models.bridge_process import BridgeProcess
 from weighbridge_service.models.bridges import made_by
+from weighbridge_service.models.library_models import compare_with_library, compared_by
 from weighbridge_service.runtime.config import ServiceConfig
 from weighbridge_service.runtime.descriptors import Descriptors, raise_limit
 from weighbridge_service.runtime.process_memory import collect_rarely, keep_freed_memory, settle
@@ -244,6 +245,7 @@ def run(config: ServiceConfig, grpc: str, http: str, log_level: str = "info") ->
             elsewhere = "mbridge" not in sys.modules
             if elsewhere:
                 stack.enter_context(made_by(bridges.bridge))
+            stack.enter_context(compared_by(bridges.compare if elsewhere else compare_with_library))
             stack.callback(bridges.close)
             http_server = HttpServer(http, shares.http, certificates=certificates)
             stack.callback(http_server.stop)

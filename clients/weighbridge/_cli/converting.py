@@ -92,6 +92,8 @@ def convert_command(
     with needs_extra("service"):
         from weighbridge_service.converting.conversions import ConvertOptions
         from weighbridge_service.converting.convert import convert_folder
+        from weighbridge_service.models.bridge_process import BridgeProcess
+        from weighbridge_service.models.library_models import compared_by
 
     options = ConvertOptions(
         config=config,
@@ -104,8 +106,10 @@ def convert_command(
     def resumed(done: int, total: int) -> None:
         say(f"going on: {readable_size(done)} of {readable_size(total)} are converted already", err=True)
 
+    # in a process of its own: this one has a budget of memory
+    library = BridgeProcess()
     try:
-        with progress_bar(f"converting to {target.name}") as update:
+        with compared_by(library.compare), progress_bar(f"converting to {target.name}") as update:
             report = convert_folder(
                 source,
                 target,
@@ -119,6 +123,8 @@ def convert_command(
     except KeyboardInterrupt:
         say("interrupted: run the same command again, and it goes on where it stopped", err=True)
         raise
+    finally:
+        library.close()
     if as_json:
         print_json(report.to_json())
         return

@@ -166,10 +166,9 @@ def import_command(
         _report_pushed(version, as_json)
         return
     if (folder / ".metadata").exists() or any(folder.glob("model_world_size_*_rank_*.pt")):
-        if dequantize or no_weight_map:
-            option = "--dequantize" if dequantize else "--no-weight-map"
-            raise InvalidArgument(f"{option} is for Hugging Face folders: leave it out")
-        version = _import_checkpoint(folder, model, config, dtype, step, server, options)
+        if dequantize:
+            raise InvalidArgument("--dequantize is for Hugging Face folders: leave it out")
+        version = _import_checkpoint(folder, model, config, dtype, step, server, options, not no_weight_map)
     else:
         if config is not None:
             raise InvalidArgument(
@@ -203,6 +202,7 @@ def _import_checkpoint(
     step: int | None,
     server: str,
     options: PushOptions,
+    weight_map: bool,
 ) -> Version:
     from weighbridge._core import dtypes
     from weighbridge._formats.training.checkpoint_step import known_step
@@ -215,7 +215,16 @@ def _import_checkpoint(
     target = None if dtype is None else dtypes.parse(dtype)
     print_left_out(checkpoint.left_out, err=True)
     with _trainer(server) as client:
-        push = partial(checkpoint.push, client, model, step=step, run="import", dtype=target, **options)
+        push = partial(
+            checkpoint.push,
+            client,
+            model,
+            step=step,
+            run="import",
+            dtype=target,
+            weight_map=weight_map,
+            **options,
+        )
         version, handle = _pushed(client, model, push)
     _tell_of_casts(handle)
     return version

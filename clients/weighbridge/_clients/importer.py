@@ -73,7 +73,7 @@ class ImportingClient(PushingClient):
 
             specs = tensor_specs(tensors)
         elif safetensors_files.has_weights(folder):
-            specs = FolderWeights.read(folder, files["config.json"]).layout.tensors.values()
+            specs = _read(model, folder, files["config.json"]).layout.tensors.values()
         if dtype:
             files["config.json"] = _in_dtype(files["config.json"], dtypes.parse(dtype))
         return self.register_files(model, files, dtype, specs, weight_map=weight_map)
@@ -117,7 +117,7 @@ class ImportingClient(PushingClient):
                 "weights are dequantised or cast, and not both", fix=f"leave the dtype {dtype} out"
             )
         files = _side_files(model, Path(hf_dir))
-        weights = FolderWeights.read(Path(hf_dir), files["config.json"], dequantize=wide)
+        weights = _read(model, Path(hf_dir), files["config.json"], wide)
         files["config.json"] = weights.config_json
         if dtype:  # before anything is registered: a model keeps the dtypes that it was registered with
             files["config.json"] = _in_dtype(weights.config_json, weights.castable_to(dtype))
@@ -206,7 +206,7 @@ class ImportingClient(PushingClient):
             sides = SideFiles.read(folder)
             sides.tell(model, folder)
             files = carried_files(registered, sides.files)
-        weights = FolderWeights.read(folder, files[CONFIG])
+        weights = _read(model, folder, files[CONFIG])
         with self._tensors(model) as tensors:
             weights = weights.as_model_has_them(tensors, cast)
             source = f"{CONFIG} of {folder}"
@@ -229,6 +229,14 @@ class ImportingClient(PushingClient):
             model, weights.layout, TensorSpace.HUGGING_FACE, weights.open_source, step=step, rank=0, world_size=1, run=run,
             request_id=request_id, hold_seal=hold_seal, cast_from=weights.cast_from, **options,
         )  # fmt: skip
+
+
+def _read(model: str, folder: Path, config_json: bytes, dequantize: DType | None = None) -> FolderWeights:
+    """The weights in a folder; a log names what in it is not pushed."""
+    weights = FolderWeights.read(folder, config_json, dequantize=dequantize)
+    for remark in weights.remarks:
+        log.warning("%s: %s", model, remark)
+    return weights
 
 
 def _in_dtype(config_json: bytes, dtype: DType) -> bytes:

@@ -99,13 +99,13 @@ class FolderSide:
 
         Raises:
             NotFound: there is no safetensors file in it.
-            DataLoss: a file is damaged.
+            DataLoss: a file is damaged, or lacks a tensor that the index lists.
+            InvalidArgument: the files are not those of one model.
         """
         # by their paths, so that an error names the side
-        files = {str(folder / name): data for name, data in safetensors_files.map_folder(folder).items()}
-        layout = safetensors_files.layout_of_files({name: data.data for name, data in files.items()}).layout
-        placements = {placement.shard.tensor: placement for placement in layout.placements}
-        return FolderSide(str(folder), layout.tensors, files, placements)
+        found = safetensors_files.read_folder(folder, by_path=True)
+        placements = {placement.shard.tensor: placement for placement in found.layout.placements}
+        return FolderSide(str(folder), found.layout.tensors, found.buffers, placements)
 
     def read(self, shards: Sequence[Shard]) -> Iterator[NDArray[np.uint8]]:
         """The bytes of some boxes, as they lie in the files."""

@@ -18,6 +18,8 @@ QUANTIZED_WITH_SCALES = "fp8"
 """What configs call this."""
 SCALE_SUFFIX = "_scale_inv"
 """What the name of a tensor of scales has more than that of the weight."""
+_QUANTIZATION = ("quantization_config", "compression_config", "quantization")
+"""Where configs say that weights are quantised: transformers, older ones of compressed-tensors, and MLX."""
 DEFAULT_BLOCK = (128, 128)
 """Rows and columns of a block where the config does not say."""
 
@@ -31,6 +33,12 @@ def quantization_of(config: Mapping[str, Any]) -> str:
     """How a config says that the model's weights are quantised, such as ``fp8`` or ``mxfp4``; empty if it does not."""
     quantization = config.get("quantization_config")
     return str(quantization.get("quant_method", ""))[:40] if isinstance(quantization, Mapping) else ""
+
+
+def says_quantized(config: Mapping[str, Any]) -> bool:
+    """Whether a config, or one of those within it, says that weights are quantised, by whatever method."""
+    texts = (config, *(value for value in config.values() if isinstance(value, Mapping)))
+    return any(isinstance(text.get(name), Mapping) for text in texts for name in _QUANTIZATION)
 
 
 def block_of(config: Mapping[str, Any]) -> tuple[int, int]:

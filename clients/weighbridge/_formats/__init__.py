@@ -5,6 +5,7 @@ May import: `_core`, `_memory`, `_transport`, `weighbridge.v1`, `weighbridge.err
 - `safetensors_files`: headers and offsets of safetensors files.
 - `hf_folder`: Hugging Face folders.
 - `side_files`: their files besides the weights.
+- `naming`: which files and parameters belong to a model, by their names.
 - `folder_weights`: the weights of such a folder as a stream.
 - `dequantizing`: block-quantised weights as floating-point ones.
 - `torch_dist`: checkpoints of Megatron-core and torch, as layouts of their files.

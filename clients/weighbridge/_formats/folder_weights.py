@@ -15,13 +15,20 @@ from numpy.typing import NDArray
 from weighbridge._core import dtypes
 from weighbridge._core.dtypes import DType
 from weighbridge._core.layouts import Layout, Placement, TensorSpec
+from weighbridge._core.text.counts import counted
+from weighbridge._core.text.shortening import readable
 from weighbridge._formats import safetensors_files
 from weighbridge._formats.dequantizing import Dequantized
+from weighbridge._formats.naming.parameter_names import check_merged, has_own_adapters
+from weighbridge._formats.naming.weight_files import MERGE_ADAPTER
 from weighbridge._formats.push_sources import CastingSource, MappedSource, OpenSource, cast_dtypes
 from weighbridge.errors import InvalidArgument
 
 if TYPE_CHECKING:
     import torch
+
+
+_NAMED = 20
 
 
 @dataclass(frozen=True)
@@ -34,6 +41,7 @@ class FolderWeights:
         config_json: the config that belongs to them.
         tensors: gives names and tensors, mapped as they lie in the files. They must not be written to.
         cast_from: safetensors' names of the dtypes in the files that are cast, or dequantised, as they are read.
+        remarks: what in the folder is not as it is pushed, for a log.
     """
 
     layout: Layout
@@ -41,12 +49,13 @@ class FolderWeights:
     config_json: bytes = field(repr=False)
     tensors: Callable[[], Iterator[tuple[str, torch.Tensor]]] = field(repr=False)
     cast_from: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()
 
     @staticmethod
     def read(folder: Path, config_json: bytes, *, dequantize: DType | None = None) -> FolderWeights:
-        """Find out what is in a folder. Of weights, only what has to be compared is read.
+        """Find out what is in a folder, and whether it is whole. Of weights, only what has to be compared is read.
 
-        A second copy of a tensor that the config ties to another one is left out.
+        A second copy of a tensor that the config ties to another one is left out, and so is what wrappers have added to names.
 
         Args:
             folder: the folder.
@@ -54,13 +63,16 @@ class FolderWeights:
             dequantize: what block-quantised fp8 weights are turned into as they are read; None keeps them.
 
         Raises:
-            NotFound: there is no folder, or no safetensors file in it.
-            DataLoss: a file is damaged.
-            InvalidArgument: tied tensors are not the same, or the weights cannot be dequantised.
+            NotFound: there is no folder, no safetensors file in it, or one is missing.
+            DataLoss: a file is damaged, or lacks a tensor that the index lists.
+            InvalidArgument: files are not those of one model, tied tensors are not the same, or the weights cannot be dequantised.
+            LayoutError: there are LoRA adapters that are not merged, or two tensors of one name.
         """
-        buffers = safetensors_files.map_folder(folder)
-        files = safetensors_files.layout_of_files({name: data.data for name, data in buffers.items()}).layout
-        files = _without_copies(files, buffers, config_json)
+        found = safetensors_files.read_folder(folder)
+        if not has_own_adapters(config_json):
+            check_merged(found.layout.tensors, MERGE_ADAPTER)
+        buffers, remarks = found.buffers, _remarks(folder, found)
+        files = _without_copies(found.layout, buffers, config_json)
         if dequantize is not None:
             weights = Dequantized(files, buffers, config_json, dequantize)
             now = weights.layout.tensors
@@ -75,6 +87,7 @@ class FolderWeights:
                 weights.config_json,
                 lambda: iter(()),
                 tuple(sorted(cast)),
+                remarks,
             )
         layout = Layout.stream(files.tensors.values(), [p.shard for p in files.placements])
         return FolderWeights(
@@ -82,6 +95,7 @@ class FolderWeights:
             MappedSource.opener(files.placements, buffers),
             config_json,
             lambda: _mapped_tensors(files, buffers),
+            remarks=remarks,
         )
 
     def castable_to(self, dtype: str | torch.dtype) -> DType:
@@ -124,6 +138,19 @@ class FolderWeights:
             open_source=CastingSource.opener(found.tensors),
             cast_from=tuple(cast_dtypes(found.layout, found.tensors)),
         )
+
+
+def _remarks(folder: Path, found: safetensors_files.FolderFiles) -> tuple[str, ...]:
+    """What a folder's weights do not have of it."""
+    remarks = []
+    if found.left_out:
+        names = ", ".join(map(readable, found.left_out[:_NAMED]))
+        remarks.append(f"{names} in {folder}: not of the model's set of files, left out")
+    if found.wrapped:
+        remarks.append(
+            f"{counted(found.wrapped, 'name')} in {folder}: without what torch.compile, FSDP or DDP have put into them"
+        )
+    return tuple(remarks)
 
 
 def _mapped_tensors(

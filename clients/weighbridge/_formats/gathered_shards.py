@@ -16,13 +16,14 @@ from weighbridge._core import dtypes
 from weighbridge._core.boxes import Box
 from weighbridge._core.layouts import Layout, Shard, TensorSpec
 from weighbridge._core.text.counts import counted
+from weighbridge._formats import peft_models
 from weighbridge._formats.memory_forms import TensorForms
 from weighbridge._formats.misfits import Misfit, check_prefix, told
+from weighbridge._formats.naming.parameter_names import check_merged
 from weighbridge._formats.tensor_stream import written_as
 from weighbridge._formats.torch_state import (
     NAMED,
     check_cast,
-    check_merged,
     misfit,
     model_form,
     not_dense,
@@ -197,7 +198,7 @@ class GatheredShards:
     def _check(self) -> None:
         problems = self._problems
         names = self._ties.unmatched()
-        check_merged(names)
+        check_merged(names, peft_models.RECIPE)
         check_prefix(names, self._model)
         problems += unknown_names(names, self._model)
         problems += [

@@ -14,7 +14,7 @@ import os
 import re
 import stat
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -25,6 +25,8 @@ from numpy.typing import NDArray
 from weighbridge._core import dtypes
 from weighbridge._core.boxes import Box
 from weighbridge._core.layouts import Layout, Placement, Shard, TensorSpec, check_spec
+from weighbridge._formats.naming.parameter_names import unwrapped_names
+from weighbridge._formats.naming.weight_files import check_listed, check_parts, weight_files
 from weighbridge._formats.side_files.regular import open_regular
 from weighbridge.errors import DataLoss, InvalidArgument, NotFound
 
@@ -33,6 +35,8 @@ DEFAULT_SHARD_BYTES = 5_000_000_000
 """Largest file unless asked otherwise: hubs refuse files over 50 GB, and loaders read files in parallel."""
 MAX_HEADER_BYTES = 100_000_000
 """The limit that safetensors' own reader has."""
+_SHARDING = "DCP_SHARDING_INFO"
+"""Key in the metadata of headers under which torch's HuggingFaceStorageWriter notes where parts of tensors begin."""
 _ALIGNMENT = 8
 _LARGEST = (1 << 63) - 1
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,200}\.safetensors")
@@ -40,11 +44,19 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,200}\.safetensors")
 
 @dataclass(frozen=True, slots=True)
 class TensorFile:
-    """One safetensors file: its name, its first bytes (length and header), and its whole size in bytes."""
+    """One safetensors file.
+
+    Attributes:
+        name: its name.
+        header: its first bytes: length and header.
+        nbytes: its whole size in bytes.
+        metadata: what ``__metadata__`` of the header says, as text.
+    """
 
     name: str
     header: bytes
     nbytes: int
+    metadata: Mapping[str, str] = field(default_factory=dict, compare=False)
 
 
 @dataclass(frozen=True)
@@ -140,7 +152,7 @@ def read_header(
         raise DataLoss(f"{file} announces a header of {length} bytes and has only {len(data) - 8} more")
     try:
         header = json.loads(bytes(data[8 : 8 + length]).decode("utf-8"), object_pairs_hook=_no_repeats)
-        header.pop("__metadata__", None)
+        metadata = _texts(header.pop("__metadata__", None))
         entries = sorted(_entry(name, entry) for name, entry in header.items())
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DataLoss(f"the header of {file} is not a safetensors header: {error!r}"[:300]) from error
@@ -163,7 +175,13 @@ def read_header(
         placements.append(Placement(Shard(name, Box.whole(shape)), file, 8 + length + begin, spec.nbytes))
     if 8 + length + position != whole:
         raise DataLoss(f"{file} has {whole} bytes, its header describes {8 + length + position}")
-    return TensorFile(file, bytes(data[: 8 + length]), whole), specs, placements
+    return TensorFile(file, bytes(data[: 8 + length]), whole, metadata), specs, placements
+
+
+def _texts(metadata: Any) -> dict[str, str]:
+    """What is text in the metadata of a header; readers differ in whether they refuse the rest."""
+    found = metadata.items() if isinstance(metadata, dict) else ()
+    return {key: value for key, value in found if isinstance(value, str)}
 
 
 def _entry(name: str, entry: Any) -> tuple[int, int, str, str, tuple[int, ...]]:
@@ -208,36 +226,107 @@ def layout_of_files(buffers: Mapping[str, memoryview], sizes: Mapping[str, int] 
     return FilesLayout(tuple(files), Layout(MappingProxyType(tensors), tuple(placements)))
 
 
-def map_folder(folder: Path) -> dict[str, NDArray[np.uint8]]:
-    """Map all safetensors files that belong to the model in an HF folder, read-only.
+@dataclass(frozen=True)
+class FolderFiles:
+    """The weights in a folder, whole as far as the folder itself says.
 
-    Where there is an index, its files are taken, otherwise every ``*.safetensors`` file.
+    Attributes:
+        layout: the tensors, by their names without those of wrappers, and where they lie. Buffers are named like the files.
+        buffers: the files, mapped read-only.
+        left_out: names of safetensors files in the folder that are not the model's.
+        wrapped: how many names had those of wrappers in them.
+    """
+
+    layout: Layout
+    buffers: Mapping[str, NDArray[np.uint8]] = field(repr=False)
+    left_out: tuple[str, ...] = ()
+    wrapped: int = 0
+
+
+def read_folder(folder: Path, *, by_path: bool = False) -> FolderFiles:
+    """Map the weights in an HF folder, and compare what it says of itself: its index, the names of its files, their headers.
+
+    Args:
+        folder: the folder.
+        by_path: whether buffers, and files in errors, have their paths for names.
 
     Raises:
-        NotFound: no such folder, no safetensors file in it, or one that the index names is missing.
-        DataLoss: the index cannot be read, or names files outside the folder.
-        InvalidArgument: a file is a link out of the folder.
+        NotFound: as `map_folder`.
+        DataLoss: as `map_folder` and `layout_of_files`, or the files lack a tensor that the index lists.
+        InvalidArgument: a file is a link out of the folder; or files belong to several models, are an adapter's, or each hold one rank's parts of tensors.
+        LayoutError: two tensors would have one name without those of wrappers.
     """
+    names, left_out, listed = _weights_in(folder)
+    buffers = {str(folder / name) if by_path else name: map_file(folder, name) for name in names}
+    found = layout_of_files({name: data.data for name, data in buffers.items()})
+    for file in found.files:
+        check_parts(file.name, file.metadata, _offsets_of_parts(file))
+    check_listed(listed, found.layout.tensors)
+    own = unwrapped_names(found.layout.tensors)
+    wrapped = sum(name != given for given, name in own.items())
+    return FolderFiles(_renamed(found.layout, own) if wrapped else found.layout, buffers, left_out, wrapped)
+
+
+def _renamed(layout: Layout, names: Mapping[str, str]) -> Layout:
+    return Layout(
+        MappingProxyType(
+            {names[name]: replace(spec, name=names[name]) for name, spec in layout.tensors.items()}
+        ),
+        tuple(p._replace(shard=p.shard._replace(tensor=names[p.shard.tensor])) for p in layout.placements),
+    )
+
+
+def _offsets_of_parts(file: TensorFile) -> dict[str, list[int]]:
+    """Where the parts of tensors in a file begin, as torch's HuggingFaceStorageWriter notes it. Raises DataLoss if that cannot be read."""
+    noted = file.metadata.get(_SHARDING)
+    if noted is None:
+        return {}
+    try:
+        return {name: [int(n) for n in of["saved_offsets"]] for name, of in json.loads(noted).items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DataLoss(f"{_SHARDING} in the header of {file.name} cannot be read: {error!r}"[:300]) from error
+
+
+def map_folder(folder: Path) -> dict[str, NDArray[np.uint8]]:
+    """Map all safetensors files that belong to the model in an HF folder, read-only; `weight_files` says which.
+
+    Raises:
+        NotFound: no such folder, no safetensors file in it, or one that the index or the names of others name is missing.
+        DataLoss: the index cannot be read, or names files outside the folder.
+        InvalidArgument: files belong to several models, are an adapter's, or each hold one rank's parts of tensors.
+    """
+    names, _, _ = _weights_in(folder)
+    return {name: map_file(folder, name) for name in names}
+
+
+def _weights_in(folder: Path) -> tuple[tuple[str, ...], tuple[str, ...], Mapping[str, str]]:
+    """The files that hold a folder's weights, the safetensors files besides, and its index, which is empty if there is none."""
     if not folder.is_dir():
         raise NotFound(f"there is no folder {folder}")
+    there = [path.name for path in folder.glob("*.safetensors")]
     index = folder / INDEX_FILE
-    if index.exists():
+    listed: dict[str, str] = {}
+    has_index = index.exists()
+    if has_index:
         try:
-            names = sorted(set(json.loads(_read_index(index))["weight_map"].values()))
+            listed = dict(json.loads(_read_index(index))["weight_map"].items())
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise DataLoss(f"{index} is not a safetensors index: {error!r}"[:300]) from error
-        if any(not isinstance(name, str) or not _FILE_NAME.fullmatch(name) for name in names):
+        files: list[Any] = list(listed.values())
+        if any(not isinstance(name, str) or not _FILE_NAME.fullmatch(name) for name in files):
             raise DataLoss(
                 f"{index} names something that is no safetensors file, or lies outside of the folder"
             )
-    else:
-        names = sorted(path.name for path in folder.glob("*.safetensors"))
-    if not names:
+    found = weight_files(there, listed.values() if has_index else None)
+    if not found.taken:
         raise NotFound(
             f"there are no safetensors files in {folder}",
-            fix="save the model with model.save_pretrained(folder), which writes safetensors",
+            fix=f"{' and '.join(pickled)} cannot be read without running what is in them: load the folder with transformers' from_pretrained, "
+            "and save it with save_pretrained(NEW_FOLDER), which writes safetensors"
+            if (pickled := sorted(path.name for path in folder.glob("pytorch_model*.bin"))[:3])
+            else "save the model with model.save_pretrained(folder), which writes safetensors",
         )
-    return {name: map_file(folder, name) for name in names}
+    return found.taken, found.left_out, listed
 
 
 def _read_index(index: Path) -> bytes:

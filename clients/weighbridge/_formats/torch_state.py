@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,6 +15,7 @@ from weighbridge._formats import peft_models, zero3
 from weighbridge._formats.dtensors import local_shards, local_tensor
 from weighbridge._formats.memory_forms import Form, TensorForms
 from weighbridge._formats.misfits import Misfit, check_prefix, told
+from weighbridge._formats.naming.parameter_names import check_merged, unwrapped_names, unwrapped_parts
 from weighbridge._formats.tensor_stream import cast_of
 from weighbridge.errors import InvalidArgument, LayoutError
 
@@ -24,9 +24,6 @@ if TYPE_CHECKING:
 
 ALLOW, EXACT, NEVER = CASTS = ("allow", "exact", "never")
 """What is done with a tensor of another floating-point dtype than the model's: it is cast; cast if that is exact; refused."""
-_WRAPPERS = frozenset(("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"))
-"""What torch.compile, FSDP and activation checkpointing put between a module's name and its parameters'."""
-_ADAPTERS = frozenset(("lora_A", "lora_B", "base_layer"))
 NAMED = 20
 """How many problems an error names; it counts them all."""
 _ASKS = "a pull brings another dtype if it is asked to: pull(..., dtype='bf16')"
@@ -62,15 +59,6 @@ def rank_and_world(rank: int | None, world_size: int | None) -> tuple[int, int]:
     if world_size is None:
         world_size = dist.get_world_size() if there else 1
     return rank, world_size
-
-
-def unwrapped_name(name: str) -> str:
-    """A parameter's name without what torch.compile, FSDP and activation checkpointing put into it."""
-    return ".".join(_unwrapped(name))
-
-
-def _unwrapped(name: str) -> list[str]:
-    return [part for part in name.split(".") if part not in _WRAPPERS]
 
 
 def torch_shards(
@@ -110,7 +98,7 @@ def torch_shards(
     if filled and isinstance(state, torch.nn.Module) and peft_models.has_adapters(state):
         raise LayoutError("the module has LoRA adapters already", fix="fill the model before peft adds them")
     entries = list(_entries(state, merge))
-    check_merged([name for name, _ in entries])
+    check_merged([name for name, _ in entries], peft_models.RECIPE)
     reader = _Reader(TensorForms.of(model), cast, filled, of)
     for name, value in entries:
         reader.read(name, value)
@@ -132,7 +120,7 @@ def tensor_specs(state: Any) -> list[TensorSpec]:
     import torch
 
     entries = list(_entries(state, merge=False))
-    check_merged([name for name, _ in entries])
+    check_merged([name for name, _ in entries], peft_models.RECIPE)
     wrong = [
         f"{name} is a {type(value).__name__}"
         for name, value in entries
@@ -150,20 +138,15 @@ def tensor_specs(state: Any) -> list[TensorSpec]:
             f"the state dict holds what is not dense, in {counted(len(sparse), 'entry', 'entries')}",
             details=told(sparse)[:NAMED],
         )
-    names = _without_wrappers([name for name, _ in entries])
-    twice = [name for name, count in Counter(names).items() if count > 1]
-    if twice:
-        raise LayoutError(
-            counted(len(twice), "tensor is", "tensors are") + " given more than once", details=twice[:NAMED]
-        )
+    names = unwrapped_names(name for name, _ in entries)
     own: dict[Any, TensorSpec] = {}
-    for name, (_, value) in zip(names, entries, strict=True):
+    for name, value in entries:
         local = held_tensor(value)
         # by the storage and not by addresses: there are none on the meta device, nor of what is empty
         where = local.untyped_storage()._cdata, local.storage_offset(), local.stride()
         own.setdefault(
             (where, value.dtype, shape_of(value)),
-            TensorSpec(name, dtypes.from_torch(value.dtype), shape_of(value)),
+            TensorSpec(names[name], dtypes.from_torch(value.dtype), shape_of(value)),
         )
     return list(own.values())
 
@@ -319,20 +302,12 @@ def model_name(name: str, model: Collection[str]) -> str | None:
     """The model's name for a tensor: as given, or without what wrappers have added; None if the model has neither."""
     if name in model:
         return name
-    parts = _unwrapped(name)
+    parts = unwrapped_parts(name)
     while ".".join(parts) not in model:
         if parts[:1] != ["module"]:  # DDP's, perhaps several
             return None
         del parts[0]
     return ".".join(parts)
-
-
-def _without_wrappers(names: Iterable[str]) -> list[str]:
-    """Names without what wrappers have added: ``module`` in front is DDP's where all have it."""
-    parts = [*map(_unwrapped, names)]
-    while parts and all(len(each) > 1 and each[0] == "module" for each in parts):
-        parts = [each[1:] for each in parts]
-    return [".".join(each) for each in parts]
 
 
 def _entries(state: Any, merge: bool) -> Iterator[tuple[str, Any]]:
@@ -362,18 +337,6 @@ def check_cast(cast: str) -> None:
     """Refuse what is none of `CASTS`. Raises InvalidArgument."""
     if cast not in CASTS:
         raise InvalidArgument(f"cast={cast!r} is not known", fix="use one of " + ", ".join(map(repr, CASTS)))
-
-
-def check_merged(names: Iterable[str], fix: str = peft_models.RECIPE) -> None:
-    """Refuse LoRA adapters, of which names do not say whether they are merged. Raises LayoutError, which names them."""
-    adapters = [name for name in names if not _ADAPTERS.isdisjoint(name.split("."))]
-    if adapters:
-        raise LayoutError(
-            counted(len(adapters), "tensor belongs", "tensors belong")
-            + " to LoRA adapters, or to layers that have one",
-            details=adapters[:NAMED],
-            fix=fix,
-        )
 
 
 def not_dense(name: str, value: torch.Tensor) -> Misfit | None:

@@ -39,6 +39,7 @@ from weighbridge_service.catalog.holding import with_approval
 from weighbridge_service.catalog.known_models import KnownModels
 from weighbridge_service.catalog.snapshots import Snapshots
 from weighbridge_service.catalog.store_readers import DEFAULT_GRACE, StoreReaders, reading_since
+from weighbridge_service.models.library_models import check_library_model
 from weighbridge_service.models.listed_tensors import has_tensor_list, write_tensor_list
 from weighbridge_service.models.registered_model import KEPT_SHARDS, RegisteredModel
 from weighbridge_service.models.registration import (
@@ -140,7 +141,7 @@ class Catalog:
 
         Raises:
             InvalidArgument: the name, a file or the config is wrong, its model type has no weight map and its tensors are not
-                known, or they are not those of the config.
+                known, or they are not those of the config: by the weight map, or else by transformers' own model where it has one.
             FailedPrecondition: the model is registered with other tensors.
         """
         model_name = ModelName.parse(name)
@@ -156,6 +157,9 @@ class Catalog:
         model = model_for_registration(model_name, files, dtype, found, head, listed, weight_map=weight_map)
         if there is not None:
             registered(there[0], model)  # refuse before anything is written
+        known = head is not None and head.registration.get("listed") == model.kept.listed
+        if found and weight_map and model.listed is not None and not known:
+            check_library_model(files["config.json"], model.listed.specs)
         if there is None or there[0].files_id != model.files_id:
             for file, content in files.items():
                 self.store.put(files_key(model_name, model.files_id, file), content, mode="overwrite")

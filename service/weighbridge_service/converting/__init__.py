@@ -6,6 +6,7 @@ May import: `models`, `plan`, `weighbridge_storage`, `weighbridge`.
 - `convert`: the whole of it, `convert_folder`.
 - `conversions`: which bytes of which file go where, and what is left out.
 - `checkpoint_model`: which model a checkpoint of Megatron-core holds.
+- `trained_model`: whether a config is of the model that a checkpoint's trainer has noted.
 - `named_model`: which one a checkpoint holds whose parameters have Hugging Face's names.
 - `checkpoint_keys`: which keys and chunks a checkpoint is given.
 - `units`: the plan as pieces of work that can be done in any order.

@@ -29,6 +29,7 @@ from weighbridge._formats.torch_dist.folder import (
     lay_out_torch_dist,
 )
 from weighbridge._formats.torch_dist.metadata import COMMON_FILE, CONFIG_FILE, METADATA_FILE
+from weighbridge._formats.torch_dist.noted_values import common_values, trained_arguments
 from weighbridge._formats.torch_dist.rank_files import has_rank_files
 from weighbridge.errors import InvalidArgument, LayoutError, NotFound
 from weighbridge_service.converting.checkpoint_keys import (
@@ -44,7 +45,10 @@ from weighbridge_service.converting.checkpoint_model import (
     side_files_of,
 )
 from weighbridge_service.converting.named_model import named_model, read_checkpoint
+from weighbridge_service.converting.trained_model import check_trained
+from weighbridge_service.families import has_weight_map
 from weighbridge_service.models.bridges import Bridge, bridge_for, parse_config
+from weighbridge_service.models.library_models import check_library_model
 from weighbridge_service.models.model_tensors import tensors_found
 from weighbridge_service.models.weight_maps import derive_weight_map
 from weighbridge_service.plan.planning import Plan, make_plan
@@ -226,9 +230,9 @@ def plan_conversion(source: Path, options: ConvertOptions) -> Conversion:
 def _from_hugging_face(source: Path, options: ConvertOptions) -> Conversion:
     sides = SideFiles.read(source)
     side = sides.files
-    mapped = safetensors_files.map_folder(source)
-    read = state_of(source, [*mapped, *side])
-    there = safetensors_files.layout_of_files({name: data.data for name, data in mapped.items()}).layout
+    mapped = safetensors_files.read_folder(source)
+    read = state_of(source, [*mapped.buffers, *side])
+    there = mapped.layout
     del mapped
     tied = tied_copies(side["config.json"], there.tensors)
     bridge, tensors = _hugging_face_model(side["config.json"], there, tied)
@@ -319,11 +323,15 @@ def _from_checkpoint(source: Path, options: ConvertOptions, kind: Kind) -> Conve
     shifts: Mapping[str, float] = {}
     if named:
         model = named_model(side["config.json"], checkpoint)
+        if not has_weight_map(parse_config(side["config.json"])):
+            fix = "give the config.json that belongs to the checkpoint (--config), and a checkpoint of the whole model"
+            check_library_model(side["config.json"], model.tensors.values(), fix)
         tensors, left_out = model.tensors, {**model.left_out, **_other_files(source, read)}
         twins = tuple(Twin(*each) for each in model.tied)
         files = safetensors_files.lay_out_files(list(tensors.values()), most)
         plan = _planned(model.layout, files.layout, list(model.links))
     else:
+        check_trained(side["config.json"], trained_arguments(common_values(source, checkpoint)))
         there, left_out = model_part(checkpoint)
         tensors, relation = checkpoint_model(side["config.json"], there)
         files = safetensors_files.lay_out_files(list(tensors.values()), most)

@@ -1,7 +1,7 @@
 """Model in a checkpoint of torch whose parameters have Hugging Face's names: of FSDP, as DCP or by rank, and of whatever else saves so.
 
 A checkpoint may have more than the model. Which of its names are the model's is found by the names that the model has: those of its files, or of
-other forms in memory, such as experts in one tensor. Where the model has no weight map, whatever lies under ``model`` is taken, or else all.
+other forms in memory, such as experts in one tensor. Where the model has no weight map, whatever lies under ``model``, ``state_dict`` or ``module`` is taken, or else all.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from weighbridge._core.text.shortening import readable
 from weighbridge._formats.folder_weights import tied_copies
 from weighbridge._formats.memory_forms import Form, Part, TensorForms
 from weighbridge._formats.misfits import told
+from weighbridge._formats.naming.parameter_names import check_merged, unwrapped_names
 from weighbridge._formats.torch_dist.folder import TorchDistCheckpoint, read_torch_dist
 from weighbridge._formats.torch_dist.metadata import CONFIG_FILE
 from weighbridge._formats.torch_dist.rank_files import has_rank_files, read_rank_files
-from weighbridge._formats.torch_state import NAMED, check_merged, model_form, unknown_names
+from weighbridge._formats.torch_state import NAMED, model_form, unknown_names
 from weighbridge.errors import LayoutError, NotFound
 from weighbridge_service.converting.checkpoint_model import is_megatron
 from weighbridge_service.families import has_weight_map
@@ -34,6 +35,8 @@ from weighbridge_service.plan.relations import Link
 _STATES = re.compile(
     r"^(optim\w*|\w*scheduler|train_state|dataloader|loader|rng\w*|rank_state|scaler|ema)(?=\.|/|$)"
 )
+_TOPS = ("model", "state_dict", "module")
+"""Under which names trainers save a module beside other things: torch's own, Lightning, DeepSpeed."""
 _MOST_PREFIX = 3
 """Names that may stand before all of a model's, each followed by a dot."""
 _OTHER_NAMES = (
@@ -139,14 +142,18 @@ def named_model(config_json: bytes, checkpoint: TorchDistCheckpoint) -> NamedMod
         parts: Mapping[str, Sequence[str]] = {part: list(names) for part, names in bridge.parts.items()}
     else:
         prefix = _prefix_by_paths(checkpoint)
-        names = _names_under(prefix, checkpoint)
+        names = _unwrapped(_names_under(prefix, checkpoint))
         known = TensorForms(
             {own: TensorSpec(own, there[name].dtype, there[name].shape) for name, own in names.items()}
         )
         parts = {}
-    own = _names_under(prefix, checkpoint)
+    own = _unwrapped(_names_under(prefix, checkpoint))
     if not own:
-        raise NotFound("the checkpoint has no weights of a model", details=sorted(there)[:NAMED])
+        raise NotFound(
+            "the checkpoint has no weights of a model",
+            details=sorted(there)[:NAMED],
+            fix='save the module\'s state under "model": dcp.save({"model": module.state_dict()}, checkpoint_id=FOLDER)',
+        )
     check_merged(own.values(), "merge them into the model before it is saved: model.merge_and_unload()")
     tied = tied_copies(config_json, {name: _named(there[full], name) for full, name in own.items()})
     weights = {full: name for full, name in own.items() if name not in tied and not name.endswith("inv_freq")}
@@ -185,10 +192,11 @@ def _prefix_by_names(there: Mapping[str, TensorSpec], known: TensorForms) -> str
 
 
 def _prefix_by_paths(checkpoint: TorchDistCheckpoint) -> str:
-    """The same, where the model's names are not known: ``model`` of a nested state dict, if there is one."""
-    tops = Counter(path[:-1] for name, path in checkpoint.paths.items() if name in checkpoint.layout.tensors)
-    inner = [path for path in tops if path and path[-1] == "model"]
-    return "".join(f"{part}." for part in min(inner, key=len)) if inner else ""
+    """The same, where the model's names are not known: `_TOPS` of a nested state dict, if there is one of them."""
+    tops = {path[:-1] for name, path in checkpoint.paths.items() if name in checkpoint.layout.tensors}
+    inner = [path for path in tops if path and path[-1] in _TOPS]
+    found = min(inner, key=lambda path: (_TOPS.index(str(path[-1])), len(path), path), default=())
+    return "".join(f"{part}." for part in found)
 
 
 def _names_under(prefix: str, checkpoint: TorchDistCheckpoint) -> dict[str, str]:
@@ -198,6 +206,12 @@ def _names_under(prefix: str, checkpoint: TorchDistCheckpoint) -> dict[str, str]
         for name in checkpoint.layout.tensors
         if (name.startswith(prefix) if prefix else not _is_state(name, checkpoint))
     }
+
+
+def _unwrapped(names: Mapping[str, str]) -> dict[str, str]:
+    """Names of a checkpoint's tensors, each with the model's: without what wrappers have added."""
+    own = unwrapped_names(names.values())
+    return {full: own[name] for full, name in names.items()}
 
 
 def _is_state(name: str, checkpoint: TorchDistCheckpoint) -> bool:

@@ -22,14 +22,16 @@ from weighbridge._formats.folder_weights import mapped_tensor
 from weighbridge._formats.hf_folder import in_dtype_of
 from weighbridge._formats.push_sources import CastingSource, MappedSource, OpenSource, cast_dtypes
 from weighbridge._formats.side_files.reading import CONFIG
+from weighbridge._formats.torch_dist.noted_values import common_values, trained_arguments
 from weighbridge._formats.training.checkpoint_step import step_of_folder
-from weighbridge.errors import DataLoss
+from weighbridge.errors import DataLoss, InvalidArgument
 from weighbridge_service.converting.checkpoint_model import (
     checkpoint_model,
     model_part,
     side_files_of,
 )
 from weighbridge_service.converting.named_model import named_model, read_checkpoint
+from weighbridge_service.converting.trained_model import check_trained
 from weighbridge_service.families import has_weight_map
 from weighbridge_service.models.bridges import bridge_for, parse_config
 from weighbridge_service.plan.casting import cast_specs
@@ -79,6 +81,7 @@ class CheckpointToPush:
         Raises:
             NotFound: there is no checkpoint, or no ``config.json``.
             DataLoss: the checkpoint is damaged.
+            InvalidArgument: the trainer's arguments in the checkpoint are those of another model.
             LayoutError: a tensor is unknown, or has another shape than the model's.
         """
         checkpoint, named = read_checkpoint(folder)
@@ -94,6 +97,7 @@ class CheckpointToPush:
                 folder, side_files, specs, tuple(model.shards()), specs,
                 TensorSpace.HUGGING_FACE, model.tied, {**model.left_out, **sides.kinds()}, step, {name: name for name in model.tensors}, kept,
             )  # fmt: skip
+        check_trained(side_files["config.json"], trained_arguments(common_values(folder, checkpoint)))
         layout, left_out = model_part(checkpoint)
         tensors, relation = checkpoint_model(side_files["config.json"], layout)
         specs = tuple(tensors.values())
@@ -119,6 +123,7 @@ class CheckpointToPush:
         step: int,
         run: str,
         dtype: DType | None = None,
+        weight_map: bool = True,
         **options: Unpack[PushOptions],
     ) -> PushHandle:
         """Register the model and push the weights as a new version, from where they lie.
@@ -129,14 +134,21 @@ class CheckpointToPush:
             step: recorded with the version.
             run: likewise.
             dtype: what floating-point weights are cast to as they are read; None keeps them as they are.
+            weight_map: as for `TrainerClient.register_model`.
             options: as for `TrainerClient.push`.
 
         Raises:
-            InvalidArgument: weights cannot be cast to that dtype, or a tensor cannot be cast.
+            InvalidArgument: weights cannot be cast to that dtype, or a tensor cannot be cast; or the checkpoint has Megatron-core's names, and there is
+                to be no weight map.
             LayoutError: a tensor is missing, or there twice; names it.
             FailedPrecondition: the model is registered already, with other tensors.
             DataLoss: a tensor is not the same as the one that it is tied to.
         """
+        if not weight_map and self.space == TensorSpace.MEGATRON:
+            raise InvalidArgument(
+                "the checkpoint has Megatron-core's names, which only a weight map relates to a model's",
+                fix="leave --no-weight-map out",
+            )
         places = [place for _, place in self.shards]
         compared = (place for _, *both in self.tied for place in both)
         names = dict.fromkeys(place.buffer for place in (*places, *compared))
@@ -144,7 +156,10 @@ class CheckpointToPush:
         _check_tied(self.tied, files)
         tensors = {spec.name: spec for spec in self.tensors} if dtype is None else self.cast(dtype)
         client.register_files(
-            model, _in_dtype_of(tensors.values(), self.side_files), tensors=tensors.values()
+            model,
+            _in_dtype_of(tensors.values(), self.side_files),
+            tensors=tensors.values(),
+            weight_map=weight_map,
         )
         declared = [replace(spec, dtype=tensors[self.targets[spec.name]].dtype) for spec in self.declared]
         stream = Layout.stream(declared, [shard for shard, _ in self.shards])

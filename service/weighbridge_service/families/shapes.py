@@ -70,11 +70,17 @@ _HEADS = ("ForTokenClassification", "ForSequenceClassification")
 """What the names of architectures with a value or reward head end with."""
 
 
-def transformers_config(model_type: str, config: Mapping[str, Any]) -> Any:
+def transformers_config(model_type: str, config: Mapping[str, Any], *, any_parts: bool = False) -> Any:
     """A transformers config with nothing but the family's own fields.
 
     Others name code to run (``auto_map``, ``attn_implementation``), replace methods, or make transformers fill memory, and
     none of them has a say in the weights.
+
+    Args:
+        model_type: which config.
+        config: content of ``config.json``.
+        any_parts: whether configs within it are of the types that they name, where a family takes any; by default they are those that
+            the family has unless it is told otherwise.
 
     Raises:
         InvalidArgument: names the field that is out of bounds.
@@ -82,22 +88,29 @@ def transformers_config(model_type: str, config: Mapping[str, Any]) -> Any:
     import transformers
 
     made = transformers.CONFIG_MAPPING[model_type](
-        **_own_fields(transformers.CONFIG_MAPPING[model_type], config)
+        **_own_fields(transformers.CONFIG_MAPPING[model_type], config, any_parts)
     )
     _check_experts_of(getattr(made, "text_config", made), config.get("num_nextn_predict_layers") or 0)
     return made
 
 
-def _own_fields(cls: Any, config: Mapping[str, Any]) -> dict[str, Any]:
+def _own_fields(cls: Any, config: Mapping[str, Any], any_parts: bool) -> dict[str, Any]:
+    import transformers
+
     _check_sizes(config)
     fields = {name: config[name] for name in [*_field_names(cls), *_FURTHER_FIELDS] if name in config}
     default = None
     for name, nested in cls.sub_configs.items():
         if isinstance(fields.get(name), Mapping):
-            if not _field_names(nested):  # any config: the family's own, whatever a file asks for
-                default = default or cls()
-                nested = type(getattr(default, name))
-            fields[name] = _own_fields(nested, fields[name])
+            named: dict[str, Any] = {}
+            if not _field_names(nested):  # any config
+                model_type = fields[name].get("model_type")
+                if any_parts and model_type in transformers.CONFIG_MAPPING:
+                    nested, named = transformers.CONFIG_MAPPING[model_type], {"model_type": model_type}
+                else:  # the family's own, whatever a file asks for
+                    default = default or cls()
+                    nested = type(getattr(default, name))
+            fields[name] = {**_own_fields(nested, fields[name], any_parts), **named}
     return fields
 
 
@@ -179,7 +192,7 @@ def meta_model(transformers_config: Any, config: Mapping[str, Any]) -> Any:
 
 def shapes_of(model: Any) -> dict[str, tuple[int, ...]]:
     """Shapes of a model's tensors by the names they have in files, in the order of the state dict, tied ones once."""
-    in_files = [item for of_tensor in _in_files(model).values() for item in of_tensor.items()]
+    in_files = [item for of_tensor in file_names(model).values() for item in of_tensor.items()]
     shapes: dict[str, tuple[int, ...]] = {}
     for _, run in itertools.groupby(in_files, lambda item: _expert(item[0])[0]):
         shapes |= sorted(run, key=lambda item: _expert(item[0]))
@@ -206,7 +219,7 @@ def parallel_plan_of(model: Any) -> dict[str, str]:
         return next((style for pattern, style in patterns if pattern.fullmatch(name)), None)
 
     found: dict[str, str] = {}
-    for name, in_files in _in_files(model).items():
+    for name, in_files in file_names(model).items():
         # what is stacked is spoken of as a module would be
         stacked = None if name in in_files else style_of(name)
         style = stacked or style_of(name.rpartition(".")[0])
@@ -219,8 +232,8 @@ def _module_kind(name: str) -> str:
     return _NUMBER.sub("*", name).rpartition(".")[0]
 
 
-def _in_files(model: Any) -> dict[str, dict[str, tuple[int, ...]]]:
-    """What each tensor of a model is in files, names and shapes; of tied tensors the first."""
+def file_names(model: Any) -> dict[str, dict[str, tuple[int, ...]]]:
+    """The tensors of a model by their names in memory, each with what it is in files: names and shapes. Of tied tensors the first is there."""
     seen: set[int] = set()
     tensors = {}
     for name, tensor in model.state_dict(keep_vars=True).items():

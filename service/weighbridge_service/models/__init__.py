@@ -8,6 +8,7 @@ May import: `families`, `plan`, `weighbridge_storage`, `weighbridge`.
 - `listed_tensors`: its tensors as a list, where its model type has no weight map.
 - `bridges`: its tensors on both sides, as its family says.
 - `bridge_process`: a process of its own that makes them, so that the service imports no torch.
+- `library_models`: comparison of a model's tensors with transformers' own model of its config.
 - `tracing`: which element goes where, found by sending numbered elements through a conversion.
 - `weight_maps`: the weight map of the tensors that a trainer declares.
 - `megatron_layouts`: shards of a Megatron-core rank.

@@ -1,4 +1,4 @@
-"""Process that makes bridges for the service: torch, transformers and mbridge are imported there.
+"""Process that makes bridges for the service, and compares tensors with transformers' models: torch, transformers and mbridge are imported there.
 
 Importing torch keeps a Python process from everything else for long stretches, which each call and stream of the service would wait for, and
 takes 400 MB. So the service asks a process of its own, of the same Python. Only data comes back: names, shapes, and where elements go.
@@ -16,11 +16,14 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, Pipe
+from typing import Any
 
 from weighbridge.errors import InvalidArgument, Unavailable, WeighbridgeError
+from weighbridge_service.families.rules import Shape
 from weighbridge_service.models.bridges import Bridge, make_bridge
+from weighbridge_service.models.library_models import Comparison, compare_with_library
 from weighbridge_storage.memory.memory_limits import count_helper, forget_helper
 
 _FIRST_CONFIG = {
@@ -34,6 +37,10 @@ _FIRST_CONFIG = {
 }
 """What a new process makes a bridge of before it is asked for one: all is imported then."""
 
+_CALLS: Mapping[str, Callable[..., Any]] = {
+    function.__name__: function for function in (make_bridge, compare_with_library)
+}
+"""What the process is asked for, by name."""
 _ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1"}
 """megatron-core has small functions compiled where they are defined, for which torch imports its compiler. Nothing is computed here."""
 _MOST_SECONDS = 300.0
@@ -61,22 +68,36 @@ class BridgeProcess:
             Unavailable: the process has died, answers nothing for minutes, or cannot be started.
             WeighbridgeError: as `make_bridge`.
         """
+        bridge: Bridge = self._asked(make_bridge, config_json, tuple(absent))
+        return bridge
+
+    def compare(self, config_json: bytes, shapes: Mapping[str, Shape]) -> Comparison | None:
+        """As `weighbridge_service.models.library_models.compare_with_library`.
+
+        Raises:
+            Unavailable: as `bridge`.
+            WeighbridgeError: as `compare_with_library`.
+        """
+        found: Comparison | None = self._asked(compare_with_library, config_json, dict(shapes))
+        return found
+
+    def _asked(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """What a function of `_CALLS` gives in the process."""
         with self._lock:
             connection = self._connected()
             try:
-                connection.send((config_json, tuple(absent)))
+                connection.send((function.__name__, arguments))
                 if not connection.poll(_MOST_SECONDS):
                     raise TimeoutError
                 made = connection.recv()
             except (EOFError, OSError) as error:
                 raise Unavailable(
-                    f"the process that makes weight maps has ended{self._end()}",
+                    f"the process that makes weight maps and models of configs has ended{self._end()}",
                     fix="try again: another one is started; if that ends too, look at the service's log, and at how much memory there is",
                 ) from error
         if isinstance(made, WeighbridgeError):
             raise made
-        bridge: Bridge = made
-        return bridge
+        return made
 
     def close(self) -> None:
         """End the process, whatever it is doing: whoever waits for it gets `Unavailable`, and no further one is started."""
@@ -131,7 +152,7 @@ class BridgeProcess:
 
 
 def serve(connection: Connection) -> None:
-    """Make bridges for whoever is at the other end, until that is closed."""
+    """Answer calls of the process at the other end, until it is closed."""
     # whoever started this process ends it, after its last push
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -141,11 +162,11 @@ def serve(connection: Connection) -> None:
     gc.enable()
     while True:
         try:
-            config_json, absent = connection.recv()
+            name, arguments = connection.recv()
         except EOFError:
             return
         try:
-            answer = pickle.dumps(make_bridge(config_json, absent))
+            answer = pickle.dumps(_CALLS[name](*arguments))
         except WeighbridgeError as error:
             answer = pickle.dumps(error)
         except Exception as error:  # of a family's own code

@@ -123,7 +123,9 @@ class Bridge:
         for name, shape in self.hugging_face.items():
             if not all(1 <= n <= _LONGEST_AXIS for n in shape):
                 raise InvalidArgument(
-                    f"by config.json {name} would have the shape {list(shape)}: axes have 1 to {_LONGEST_AXIS} elements"
+                    f"by config.json {name} would have the shape {list(shape)}: axes have 1 to {_LONGEST_AXIS} elements",
+                    fix="check the sizes in config.json; a model that lacks such a part altogether is registered by its tensors alone: "
+                    "weight_map=False, or --no-weight-map",
                 )
         self._links: dict[tuple[str, Shape], list[Link]] = {}
         self.megatron: dict[str, MegatronTensor] = {}

@@ -17,6 +17,7 @@ from weighbridge._core.dtypes import DType
 from weighbridge._core.layouts import MAX_TENSORS, TensorSpec, check_spec
 from weighbridge._core.text.counts import counted
 from weighbridge.errors import DataLoss, InvalidArgument, LayoutError, NotFound
+from weighbridge_service.plan.quantised_scales import scales_of
 from weighbridge_storage.documents import strict_json
 from weighbridge_storage.documents.document_digests import digest_of
 from weighbridge_storage.documents.names import ModelName, tensor_list_key
@@ -84,10 +85,14 @@ class ListedTensors:
         """The tensors as JSON: name, dtype, shape."""
         return [[spec.name, spec.dtype.name, list(spec.shape)] for spec in self.specs]
 
-    def cast(self, dtype: DType) -> ListedTensors:
-        """The same tensors with those of floating-point numbers in another dtype; fp8 stays, it has scales."""
+    def cast(self, dtype: DType, *, quantised: bool = False) -> ListedTensors:
+        """The same tensors with those of floating-point numbers in another dtype; fp8 and scales stay, they are of quantised weights."""
+        scales = scales_of(self.specs, quantised=quantised)
         return ListedTensors(
-            tuple(replace(spec, dtype=dtype) if spec.dtype.is_float else spec for spec in self.specs)
+            tuple(
+                replace(spec, dtype=dtype) if spec.dtype.is_float and spec.name not in scales else spec
+                for spec in self.specs
+            )
         )
 
 

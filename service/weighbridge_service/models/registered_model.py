@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, TypeAlias
 
+from weighbridge._core.block_scales import says_quantized
 from weighbridge._core.layouts import Layout, TensorSpec
 from weighbridge._core.lru import Cache
 from weighbridge._core.slices import LayoutRequest
@@ -24,6 +25,7 @@ from weighbridge_service.models.weight_maps import derive_weight_map, shifts_bac
 from weighbridge_service.plan.declarations import KnownSet
 from weighbridge_service.plan.planning import make_plan
 from weighbridge_service.plan.push_plan import PreparedPush, prepare_push
+from weighbridge_service.plan.quantised_scales import scales_of
 from weighbridge_service.plan.relations import WeightMap, identity_links
 from weighbridge_service.plan.transfers import Transfer
 from weighbridge_storage.documents.names import (
@@ -159,6 +161,12 @@ class RegisteredModel:
     def keep_in_fp32(self) -> tuple[str, ...]:
         """What names of tensors end with that are float32 whatever the model is cast to."""
         return () if self.listed is not None else self.bridge.keep_in_fp32
+
+    @cached_property
+    def scales(self) -> frozenset[str]:
+        """Names of tensors that are scales of quantised weights: they are not cast."""
+        quantised = says_quantized(parse_config(self.config_json))
+        return scales_of(self.tensors.values(), quantised=quantised)
 
     @cached_property
     def tensors(self) -> Mapping[str, TensorSpec]:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from weighbridge._core import dtypes
+from weighbridge._core.block_scales import says_quantized
 from weighbridge._core.layouts import TensorSpec
 from weighbridge._core.resources import Model
 from weighbridge._core.text.shortening import shown
@@ -139,7 +140,7 @@ def _listed(
             f"a model cannot be registered in {target}",
             fix="name bf16, fp16 or fp32; without a dtype, each tensor keeps its own",
         )
-    return listed.cast(target)
+    return listed.cast(target, quantised=says_quantized(config))
 
 
 def part_registration(name: ModelName, there: Head) -> RegisteredModel:

@@ -16,7 +16,10 @@ from weighbridge.errors import InvalidArgument
 
 
 def cast_specs(
-    specs: Iterable[TensorSpec], dtype: DType, keep_in_fp32: tuple[str, ...] = ()
+    specs: Iterable[TensorSpec],
+    dtype: DType,
+    keep_in_fp32: tuple[str, ...] = (),
+    scales: frozenset[str] = frozenset(),
 ) -> list[TensorSpec]:
     """What tensors are after a cast: floating-point ones have the dtype, others and those that are kept stay as they are.
 
@@ -24,10 +27,11 @@ def cast_specs(
         specs: the tensors.
         dtype: what they are cast to.
         keep_in_fp32: what the names of tensors end with that are never narrowed, such as the biases of routers.
+        scales: names of tensors that are scales of quantised weights.
 
     Raises:
         InvalidArgument: weights cannot be cast to that dtype, or a tensor cannot be cast (one in fp8 means nothing
-            without its scales).
+            without its scales, and scales in another dtype make other weights).
     """
     if not dtype.is_float:
         raise InvalidArgument(f"weights cannot be cast to {dtype}", fix="cast to bf16, fp16, fp32 or fp64")
@@ -37,6 +41,12 @@ def cast_specs(
             raise InvalidArgument(
                 f"{spec} cannot be cast to {dtype}: its values are without their scales",
                 fix="take it as it is; `weighbridge import --dequantize` makes a version that can be cast",
+            )
+        if spec.name in scales and spec.dtype != dtype:
+            raise InvalidArgument(
+                f"{spec} cannot be cast to {dtype}: it scales quantised weights, which would become others",
+                fix="take the version without a dtype; to have its weights in one, dequantise them (from_pretrained, model.dequantize(), "
+                "save_pretrained) and import that",
             )
         kept = spec.name.endswith(keep_in_fp32) if keep_in_fp32 else False
         narrower = dtype.itemsize < spec.dtype.itemsize
@@ -67,6 +77,7 @@ class Casting:
         layout: the stream in the version's own dtypes.
         dtype: what its floating-point tensors are to be; others stay as they are. None leaves all as they are.
         keep_in_fp32: what the names of tensors end with that are never narrowed.
+        scales: names of tensors that are scales of quantised weights, which are not cast.
         shifts: what is added to each element of some tensors, by their names, in the dtype that they have before the cast.
 
     Attributes:
@@ -81,11 +92,12 @@ class Casting:
         layout: Layout,
         dtype: DType | None,
         keep_in_fp32: tuple[str, ...] = (),
+        scales: frozenset[str] = frozenset(),
         shifts: Shifts = NO_SHIFTS,
     ) -> None:
         specs = list(layout.tensors.values())
         if dtype is not None:
-            specs = cast_specs(specs, dtype, keep_in_fp32)
+            specs = cast_specs(specs, dtype, keep_in_fp32, scales)
         self.layout = Layout.stream(specs, [placement.shard for placement in layout.placements])
         self._runs: list[_Run] = []
         for before, after in zip(layout.placements, self.layout.placements, strict=True):

@@ -163,11 +163,13 @@ class Serving:
 
     def cast(self, name: str, specs: Iterable[TensorSpec], dtype: DType) -> list[TensorSpec]:
         """What tensors of a model are after a cast. Raises InvalidArgument if one cannot be cast."""
-        return cast_specs(specs, dtype, self._catalog.model(ModelName.parse(name)).keep_in_fp32)
+        model = self._catalog.model(ModelName.parse(name))
+        return cast_specs(specs, dtype, model.keep_in_fp32, model.scales)
 
     def _casting(self, model: RegisteredModel, layout: Layout, dtype: str) -> Casting:
         target, kept = dtypes.parse(dtype), model.keep_in_fp32
-        return self._casts.get_or_make((layout.digest, target, kept), lambda: Casting(layout, target, kept))
+        key = layout.digest, target, kept, model.scales
+        return self._casts.get_or_make(key, lambda: Casting(layout, target, kept, model.scales))
 
     def _shifting(self, model: RegisteredModel, layout: Layout) -> Casting | None:
         """What adds constants to elements of shards that are restored; None if nothing does."""

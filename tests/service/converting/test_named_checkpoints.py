@@ -30,9 +30,12 @@ from tests.support.services import running_service
 from tests.support.torch_ranks import full_tensors, run_ranks, shared
 from weighbridge import EngineClient
 from weighbridge._cli import commands
+from weighbridge._core.tensor_spaces import TensorSpace
 from weighbridge.errors import DataLoss, InvalidArgument, LayoutError, NotFound
 from weighbridge_service.converting.conversions import ConvertOptions
 from weighbridge_service.converting.convert import convert_folder
+from weighbridge_service.converting.pushing import CheckpointToPush
+from weighbridge_service.models.library_models import Comparison, compared_by
 
 RANKS = 4
 CONFIGS = {
@@ -499,3 +502,67 @@ def test_a_tied_copy_that_differs_is_refused(
         convert_folder(
             tmp_path / "differs", tmp_path / "hf", ConvertOptions(config=saved[0] / "configs/tied")
         )
+
+
+# -- without a weight map --------------------------------------------------------------------------------------------------
+
+WRAPPED = {
+    "compiled": lambda name: f"_orig_mod.{name}",
+    "compiled inside": lambda name: name.replace("layers.0.", "layers.0._orig_mod."),
+    "checkpointing": lambda name: name.replace("layers.0.", "layers.0._checkpoint_wrapped_module."),
+    "FSDP1": lambda name: f"_fsdp_wrapped_module.{name}",
+    "DDP": lambda name: f"module.{name}",
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPED)
+@pytest.mark.parametrize(
+    "top", ["model", "state_dict", ""], ids=["under model", "under state_dict", "at the top"]
+)
+def test_names_of_a_type_without_a_map_are_those_of_the_module(
+    tmp_path: Path, wrapper: str, top: str
+) -> None:
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config/config.json").write_text('{"model_type": "unheard-of"}')
+    weights = {"layers.0.w": torch.rand(3, 2), "layers.1.w": torch.rand(2), "head": torch.rand(4)}
+    state = {WRAPPED[wrapper](name): tensor for name, tensor in weights.items()}
+    dcp.save({top: state} if top else state, checkpoint_id=tmp_path / "saved", no_dist=True)
+    found = CheckpointToPush.read(tmp_path / "saved", tmp_path / "config")
+    for shard, place in found.shards:
+        data = (tmp_path / "saved" / place.buffer).read_bytes()[place.offset : place.offset + place.nbytes]
+        assert data == weights.pop(shard.tensor).numpy().tobytes()
+    assert not weights
+
+
+def test_a_checkpoint_that_transformers_own_model_does_not_fit_is_not_converted(tmp_path: Path) -> None:
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config/config.json").write_text('{"model_type": "mistral"}')
+    dcp.save({"model": {"w": torch.ones(2)}}, checkpoint_id=tmp_path / "saved", no_dist=True)
+    missing = Comparison("MistralForCausalLM", ("lm_head.weight",))
+    with (
+        compared_by(lambda config, shapes: missing),
+        pytest.raises(InvalidArgument, match="MistralForCausalLM") as told,
+    ):
+        convert_folder(tmp_path / "saved", tmp_path / "hf", ConvertOptions(config=tmp_path / "config"))
+    assert told.value.details == ("lm_head.weight is missing",)
+
+
+def test_a_checkpoint_is_imported_by_its_tensors_alone_if_that_is_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config/config.json").write_text('{"model_type": "mistral"}')
+    dcp.save({"model": {"w": torch.arange(2.0)}}, checkpoint_id=tmp_path / "saved", no_dist=True)
+    missing = Comparison("MistralForCausalLM", ("lm_head.weight",))
+    with running_service(tmp_path / "store") as running, compared_by(lambda config, shapes: missing):
+        line = ["import", str(tmp_path / "saved"), "tests/part", "--config", str(tmp_path / "config")]
+        line += ["--server", running.address]
+        refused = CliRunner().invoke(commands, line)
+        assert refused.exit_code == 1
+        assert "lm_head.weight is missing" in refused.stderr
+        assert "--no-weight-map" in refused.stderr
+        done = CliRunner().invoke(commands, [*line, "--no-weight-map"])
+        assert done.exit_code == 0, done.output
+        with EngineClient(running.address) as engine:
+            assert torch.equal(dict(engine.pull("tests/part", "latest"))["w"], torch.arange(2.0))
+    of_megatron = CheckpointToPush(tmp_path, {}, (), (), (), TensorSpace.MEGATRON, (), {})
+    with pytest.raises(InvalidArgument, match="only a weight map relates"):
+        of_megatron.push(None, "tests/part", step=0, run="", weight_map=False)  # type: ignore[arg-type]

@@ -48,6 +48,15 @@ def test_a_process_that_cannot_be_started_or_was_killed_is_told_of_and_another_o
     assert process.bridge(CONFIG, ()).megatron
     with pytest.raises(InvalidArgument, match="weight map"):
         process.bridge(b'{"model_type": "none"}', ())
+    # it also compares tensors with models of configs
+    mistral = json.dumps(
+        {**_FIRST_CONFIG, "model_type": "mistral", "architectures": ["MistralForCausalLM"]}
+    ).encode()
+    found = process.compare(mistral, {"lm_head.weight": (8, 8), "mtp.weight": (2,)})
+    assert found is not None
+    assert "model.embed_tokens.weight" in found.missing
+    assert found.unknown == ("mtp.weight",)
+    assert process.compare(b'{"model_type": "none"}', {}) is None
 
 
 @pytest.mark.process

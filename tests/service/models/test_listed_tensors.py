@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from safetensors.numpy import load_file, save_file
 
@@ -26,6 +27,7 @@ from tests.support.torch_ranks import fill
 from weighbridge import (
     Boxes,
     EngineClient,
+    FullTensors,
     MegatronRank,
     Model,
     TensorParallel,
@@ -479,6 +481,40 @@ print(*({{"torch", "transformers", "mbridge", "megatron"}} & sys.modules.keys())
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
     )
     assert found.stdout.split() == []
+
+
+def test_scales_of_quantised_weights_are_cast_on_no_way_and_norms_beside_them_are(
+    service: RunningService, tmp_path: Path
+) -> None:
+    w = "model.layers.0.mlp.down_proj"
+    weights = {
+        f"{w}.qweight": torch.ones(4, 4, dtype=torch.int32),
+        f"{w}.scales": torch.rand(4, 4).half(),
+        "model.norm.weight": torch.rand(4).half(),
+    }
+    (tmp_path / "gptq").mkdir()
+    (tmp_path / "gptq/config.json").write_text(
+        '{"model_type": "odd", "quantization_config": {"quant_method": "gptq"}}'
+    )
+    safetensors.torch.save_file(weights, tmp_path / "gptq/model.safetensors")
+    with TrainerClient(service.address) as trainer, EngineClient(service.address) as engine:
+        trainer.import_folder("odd/gptq", tmp_path / "gptq").wait(timeout=60)
+        for out in (
+            lambda: dict(engine.pull("odd/gptq", dtype="bf16")),
+            lambda: engine.export("odd/gptq", "latest", tmp_path / "cast", dtype="bf16"),
+        ):
+            with pytest.raises(InvalidArgument, match=r"scales F16.* cannot be cast to BF16"):
+                out()
+        whole = dict(engine.pull("odd/gptq", dtype="fp16"))
+        assert all(torch.equal(whole[name], tensor) for name, tensor in weights.items())
+        norm = dict(engine.pull("odd/gptq", "latest", FullTensors(("model.norm.weight",)), dtype="fp32"))
+        assert torch.equal(norm["model.norm.weight"], weights["model.norm.weight"].float())
+        # nor by the dtype of a registration
+        trainer.register_model("odd/registered", tmp_path / "gptq", dtype="fp32")
+        registered = trainer.describe_tensors("odd/registered")
+    assert {name: spec.dtype.short for name, spec in registered.items()} == {
+        f"{w}.qweight": "i32", f"{w}.scales": "fp16", "model.norm.weight": "fp32",
+    }  # fmt: skip
 
 
 # -- by what a trainer holds ---------------------------------------------------------------------------------------------

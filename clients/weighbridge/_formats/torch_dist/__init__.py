@@ -7,6 +7,7 @@ May import: `_core`, `_formats`, `weighbridge.errors`.
 - `writing`: new ones, from a stream of their tensors.
 - `whole_folders`: folders that appear when they are complete.
 - `metadata`: their ``.metadata``, ``metadata.json`` and ``common.pt``.
+- `noted_values`: values that trainers have noted beside tensors, such as their arguments.
 - `rank_files`: checkpoints of FSDP, a file for each rank; `optimizer_rank_files`: those of its optimizer.
 - `items`: items inside a file.
 - `archives`: the archives that `torch.save` writes.

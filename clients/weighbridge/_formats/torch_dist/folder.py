@@ -188,7 +188,7 @@ def _read_metadata(folder: Path) -> bytes:
     except NotFound as error:
         inner = iterations_in(folder)
         if inner:
-            fix = f"give the folder of one iteration, such as {', '.join(inner)}"
+            fix = f"give the folder of one checkpoint, such as {', '.join(inner)}"
         else:
             fix = "give the folder that holds .metadata and the .distcp files, as Megatron-core (torch_dist) and torch.distributed.checkpoint write them"
         found = f", only {CONFIG_FILE}" if (folder / CONFIG_FILE).exists() else ""

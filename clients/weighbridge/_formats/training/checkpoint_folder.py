@@ -16,6 +16,7 @@ from weighbridge._core.boxes import Box, first_overlap, gaps
 from weighbridge._core.layouts import Layout
 from weighbridge._core.tensor_spaces import TensorSpace
 from weighbridge._core.text.counts import counted
+from weighbridge._formats.naming.parameter_names import unwrapped_name
 from weighbridge._formats.push_sources import MappedSource, OpenSource
 from weighbridge._formats.safetensors_files import map_file
 from weighbridge._formats.torch_dist.folder import (
@@ -25,11 +26,16 @@ from weighbridge._formats.torch_dist.folder import (
     read_torch_dist,
 )
 from weighbridge._formats.torch_dist.metadata import CONFIG_FILE
+from weighbridge._formats.torch_dist.noted_values import read_value
 from weighbridge._formats.torch_dist.optimizer_rank_files import read_optimizer, read_scheduler
 from weighbridge._formats.torch_dist.rank_files import has_rank_files, read_rank_files, sharded_parameters
-from weighbridge._formats.torch_state import unwrapped_name
 from weighbridge._formats.training.checkpoint_step import step_named, step_of_folder
-from weighbridge._formats.training.checkpoint_values import CheckpointFormat, CheckpointValues
+from weighbridge._formats.training.checkpoint_values import (
+    CheckpointFormat,
+    CheckpointValues,
+    saved,
+)
+from weighbridge._formats.training.restorable import TorchEntries, check_megatron
 from weighbridge._formats.training.torch_entries import MODEL, OPTIMIZER
 from weighbridge._formats.training.training_state import (
     RankValues,
@@ -70,7 +76,8 @@ class CheckpointFolder:
         Raises:
             NotFound: there is none, or a file of it is missing.
             DataLoss: it is damaged or cut short.
-            InvalidArgument: a tensor has a dtype or name that is not supported, or what is no tensor is larger than `MAX_VALUES_BYTES`.
+            InvalidArgument: a tensor has a dtype or name that is not supported, what is no tensor is larger than `MAX_VALUES_BYTES`, or
+                nothing can be restored from it, as its optimizer is in a form that no rank takes, or alone.
             LayoutError: a part of a tensor is missing, or there twice; names each tensor.
         """
         if has_rank_files(folder):
@@ -79,6 +86,14 @@ class CheckpointFolder:
         _check_whole(found.layout)
         kind: CheckpointFormat = "torch_dist" if (folder / CONFIG_FILE).exists() else "dcp"
         objects = read_objects(folder, found.others, MAX_VALUES_BYTES)
+        if kind == "dcp":
+            entries = TorchEntries.of(found.layout.tensors, found.others, found.paths)
+            members = {name: read_value(folder, found.others[name]) for name in entries.members}
+            entries.check(members)
+            objects |= {name: saved(value) for name, value in entries.renamed_members(members).items()}
+            found, objects = _renamed(found, entries), entries.renamed(objects)
+        else:
+            check_megatron([*found.layout.tensors, *found.others])
         common = read_common(folder, MAX_VALUES_BYTES) if kind == "torch_dist" else None
         values = CheckpointValues(kind, objects, found.paths, common).kept()
         space = TensorSpace.MEGATRON if kind == "torch_dist" else TensorSpace.HUGGING_FACE
@@ -167,6 +182,22 @@ def _named(found: TorchDistCheckpoint) -> TorchDistCheckpoint:
         for place in found.layout.placements
     ]
     return replace(found, layout=Layout(tensors, tuple(placements)))
+
+
+def _renamed(found: TorchDistCheckpoint, entries: TorchEntries) -> TorchDistCheckpoint:
+    """A checkpoint whose parameters have no wrappers' names."""
+    names = entries.names
+    tensors = {names[name]: replace(spec, name=names[name]) for name, spec in found.layout.tensors.items()}
+    placements = [
+        place._replace(shard=place.shard._replace(tensor=names[place.shard.tensor]))
+        for place in found.layout.placements
+    ]
+    return replace(
+        found,
+        layout=Layout(tensors, tuple(placements)),
+        others=entries.renamed(found.others),
+        paths=entries.renamed_paths(found.paths),
+    )
 
 
 def _check_whole(layout: Layout) -> None:

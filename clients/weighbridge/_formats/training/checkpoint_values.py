@@ -68,7 +68,7 @@ class CheckpointValues:
         if _CHECKPOINT in first.trainer:
             found = _read(first.trainer[_CHECKPOINT], "the training state")
             if found.common is None and _COMMON_ENTRY in found.objects:  # also for what looks for the file
-                found = replace(found, common=_saved(_common_of(found, "the training state")))
+                found = replace(found, common=saved(_common_of(found, "the training state")))
             return found._of_step(step) if found.format == "dcp" else found
         if "objects" in first.trainer:
             return _of_megatron(ranks, names, step)
@@ -77,7 +77,7 @@ class CheckpointValues:
         raise DataLoss("the values of the training state are of a trainer that this client does not know")
 
     def _of_step(self, step: int) -> CheckpointValues:
-        return replace(self, objects={**self.objects, STEP_ENTRY: _saved(step)})
+        return replace(self, objects={**self.objects, STEP_ENTRY: saved(step)})
 
     def kept(self) -> RankValues:
         """What a training state keeps of it, as the values of one rank."""
@@ -93,12 +93,12 @@ def _of_megatron(ranks: Sequence[RankValues], tensors: Sequence[str], step: int)
         for key, data in values.trainer["objects"].items():
             # of replicas Megatron has the first one be the main one
             if key not in objects:
-                objects[key] = _saved([as_data(data)])
+                objects[key] = saved([as_data(data)])
         if values.rank_state:
-            objects[f"{_RANK_STATE}/shard_{rank}_{len(ranks)}"] = _saved([dict(values.rank_state)])
+            objects[f"{_RANK_STATE}/shard_{rank}_{len(ranks)}"] = saved([dict(values.rank_state)])
     first = ranks[0]
     common = megatron_common.common_state(first.trainer["optimizer"], first.state, tensors, step)
-    return CheckpointValues("torch_dist", objects, {}, _saved(common))
+    return CheckpointValues("torch_dist", objects, {}, saved(common))
 
 
 def _of_torch(ranks: Sequence[RankValues], tensors: Sequence[str]) -> CheckpointValues:
@@ -107,9 +107,7 @@ def _of_torch(ranks: Sequence[RankValues], tensors: Sequence[str]) -> Checkpoint
     model = torch_entries.MODEL
     tied = {f"{model}.{name}": f"{model}.{kept}" for name, kept in first.trainer.get("tied", {}).items()}
     paths |= torch_entries.paths_of_tensors(dict.fromkeys(tensors), tied)
-    return CheckpointValues(
-        "dcp", {name: _saved(value) for name, value in entries.items()}, paths, None, tied
-    )
+    return CheckpointValues("dcp", {name: saved(value) for name, value in entries.items()}, paths, None, tied)
 
 
 def _read(checkpoint: Any, name: str) -> CheckpointValues:
@@ -240,7 +238,8 @@ class _Opened(Mapping[str, Any]):
         return len(self._names)
 
 
-def _saved(value: Any) -> bytes:
+def saved(value: Any) -> bytes:
+    """A value as entries of checkpoints are: what ``torch.save`` writes."""
     import torch
 
     stream = io.BytesIO()

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from weighbridge._core.tensor_spaces import TensorSpace
 from weighbridge._core.text.counts import counted
 from weighbridge._formats import peft_models, zero3
-from weighbridge._formats.torch_state import NAMED, check_not_copied, unwrapped_name
+from weighbridge._formats.naming.parameter_names import unwrapped_name
+from weighbridge._formats.torch_state import NAMED, check_not_copied
 from weighbridge._formats.training.boxed_tensors import BoxedTensors, place, taken_twice
 from weighbridge._formats.training.torch_optimizers import NamedOptimizers, OptimizerFit, fit_optimizers
 from weighbridge._formats.training.training_state import Filling, Fit, StoredState, TrainingTensors

@@ -19,9 +19,9 @@ from weighbridge._core.text.suggestions import did_you_mean
 from weighbridge._formats.dtensors import local_shards, local_tensor
 from weighbridge._formats.memory_forms import Form, Part, TensorForms
 from weighbridge._formats.misfits import common_prefix
+from weighbridge._formats.naming.parameter_names import check_merged
 from weighbridge._formats.torch_state import (
     NAMED,
-    check_merged,
     memory_of,
     mismatch,
     model_form,

@@ -1,0 +1,68 @@
+"""Names of parameters as a model has them: without what wrappers add, and without adapters."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from weighbridge._core.text.counts import counted
+from weighbridge.errors import LayoutError
+
+_WRAPPERS = frozenset(("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"))
+"""What torch.compile, FSDP and activation checkpointing put between a module's name and its parameters'."""
+_ADAPTERS = frozenset(("lora_A", "lora_B", "base_layer"))
+_OWN_ADAPTERS = "_lora"
+"""What fields of a config end with whose model has adapters among its weights, as Phi-4-multimodal has them."""
+_NAMED = 20
+
+
+def unwrapped_name(name: str) -> str:
+    """A parameter's name without what torch.compile, FSDP and activation checkpointing put into it."""
+    return ".".join(unwrapped_parts(name))
+
+
+def unwrapped_parts(name: str) -> list[str]:
+    """The parts of `unwrapped_name`."""
+    return [part for part in name.split(".") if part not in _WRAPPERS]
+
+
+def unwrapped_names(names: Iterable[str]) -> dict[str, str]:
+    """Names of all parameters of a model, each with itself without what wrappers have added: ``module`` in front is DDP's where all have it.
+
+    Raises:
+        LayoutError: two parameters would have one name; names each.
+    """
+    given = list(names)
+    parts = [unwrapped_parts(name) for name in given]
+    while parts and all(len(each) > 1 and each[0] == "module" for each in parts):
+        parts = [each[1:] for each in parts]
+    own = [".".join(each) for each in parts]
+    twice = [name for name, count in Counter(own).items() if count > 1]
+    if twice:
+        raise LayoutError(
+            counted(len(twice), "tensor is", "tensors are") + " given more than once", details=twice[:_NAMED]
+        )
+    return dict(zip(given, own, strict=True))
+
+
+def check_merged(names: Iterable[str], fix: str) -> None:
+    """Refuse LoRA adapters, of which names do not say whether they are merged. Raises LayoutError, which names them."""
+    adapters = [name for name in names if not _ADAPTERS.isdisjoint(name.split("."))]
+    if adapters:
+        raise LayoutError(
+            counted(len(adapters), "tensor belongs", "tensors belong")
+            + " to LoRA adapters, or to layers that have one",
+            details=adapters[:_NAMED],
+            fix=fix,
+        )
+
+
+def has_own_adapters(config_json: bytes) -> bool:
+    """Whether a ``config.json`` describes a model whose weights have adapters among them."""
+    try:
+        config: Mapping[str, Any] = json.loads(config_json)
+        return any(name.endswith(_OWN_ADAPTERS) and isinstance(config[name], dict) for name in config)
+    except (ValueError, TypeError, RecursionError):
+        return False  # what reads the config for its own sake says what is wrong with it

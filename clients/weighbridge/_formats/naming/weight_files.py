@@ -1,0 +1,157 @@
+"""Files of a folder that hold the weights of its model: by the folder's index, or by their names. Pure.
+
+Where there is an index, its files are the model, as transformers and vLLM have it. Without one, files that are numbered ``-00002-of-00003`` are a
+series, of which all have to be there; ``model.safetensors`` is one of a single file. What belongs to no series has other names altogether.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+from weighbridge._core.text.counts import counted
+from weighbridge.errors import DataLoss, InvalidArgument, NotFound
+
+_SERIES = re.compile(r"(?P<stem>.*)-(?P<number>\d+)-of-(?P<count>\d+)\.safetensors")
+_WHOLE = "model.safetensors"
+_OTHER_FORM = re.compile(r"consolidated(?:[.-].*)?\.safetensors")
+"""Files in which Mistral publishes the same weights again, by names of its own."""
+_ADAPTER = re.compile(r"adapter_model(?:[.-].*)?\.safetensors")
+_OF_A_RANK = (
+    (re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors"), "torch's HuggingFaceStorageWriter"),
+    (re.compile(r"model-rank-\d+-part-\d+\.safetensors"), "vLLM's sharded_state"),
+    (re.compile(r"model\d+-mp\d+\.safetensors"), "DeepSeek's convert.py"),
+)
+CONSOLIDATE = (
+    "consolidate them first: consolidate_safetensors_files_on_every_rank or consolidate_safetensors_files of "
+    "torch.distributed.checkpoint._consolidate_hf_safetensors; or save with enable_consolidation=True"
+)
+MERGE_ADAPTER = "merge it first: AutoPeftModelForCausalLM.from_pretrained(ADAPTER_FOLDER).merge_and_unload().save_pretrained(NEW_FOLDER)"
+_FORMATS_OF_OTHERS = ("tf", "flax")
+_NAMED = 20
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFiles:
+    """The safetensors files of a folder.
+
+    Attributes:
+        taken: names of those that hold the model.
+        left_out: names of the others.
+    """
+
+    taken: tuple[str, ...]
+    left_out: tuple[str, ...] = ()
+
+
+def weight_files(there: Collection[str], listed: Iterable[str] | None) -> WeightFiles:
+    """Decide which files hold the model.
+
+    Args:
+        there: names of all safetensors files of a folder.
+        listed: names of the files that its index names; None if there is no index.
+
+    Raises:
+        NotFound: a file of a series is missing.
+        InvalidArgument: files belong to several models or series, are an adapter's, or each hold one rank's parts of tensors.
+    """
+    if listed is not None:
+        taken = tuple(sorted(set(listed)))
+        return WeightFiles(taken, tuple(sorted(set(there).difference(taken))))
+    other_form = {name for name in there if _OTHER_FORM.fullmatch(name)}
+    taken = tuple(sorted(set(there) - other_form)) or tuple(sorted(there))
+    _check_of_ranks(taken)
+    adapters = [name for name in taken if _ADAPTER.fullmatch(name)]
+    if adapters:
+        raise InvalidArgument(
+            f"{' and '.join(adapters)} in the folder is an adapter, and no weights of a model",
+            fix=f"{MERGE_ADAPTER}; where the folder has the merged weights as well, move it away",
+        )
+    _check_series(taken)
+    return WeightFiles(taken, tuple(sorted(set(there).difference(taken))))
+
+
+def _check_of_ranks(names: Iterable[str]) -> None:
+    for name in names:
+        for pattern, writer in _OF_A_RANK:
+            if pattern.fullmatch(name):
+                raise InvalidArgument(
+                    f"{name} is a rank's file of {writer}: it holds parts of tensors",
+                    fix=CONSOLIDATE
+                    if pattern is _OF_A_RANK[0][0]
+                    else "give the folder that they were made of",
+                )
+
+
+def _check_series(names: Collection[str]) -> None:
+    series: dict[tuple[str, int], set[int]] = {}
+    alone = []
+    for name in names:
+        found = _SERIES.fullmatch(name)
+        if found:
+            series.setdefault((found["stem"], int(found["count"])), set()).add(int(found["number"]))
+        elif name == _WHOLE:
+            series[name, 1] = {1}
+        else:
+            alone.append(name)
+    if len(series) > 1 or (series and alone):
+        raise InvalidArgument(
+            f"the folder has {counted(len(names), 'safetensors file')} of several sets and no index, so nothing says which are the model",
+            details=sorted(names)[:_NAMED],
+            fix="move the files of others away, or save the folder with model.save_pretrained(folder), which writes an index",
+        )
+    for (stem, count), numbers in series.items():
+        first = 0 if 0 in numbers else 1
+        missing = count - len(numbers & set(range(first, first + count)))
+        if missing:
+            have = ", ".join(map(str, sorted(numbers)[:_NAMED]))
+            raise NotFound(
+                f"of the {count} files {stem}-*-of-*.safetensors {missing} {'is' if missing == 1 else 'are'} missing; there are "
+                f"those of number {have}",
+                fix="download or save all files of the folder again",
+            )
+
+
+def check_listed(listed: Mapping[str, str], there: Collection[str]) -> None:
+    """Refuse files that lack tensors which their index lists.
+
+    Args:
+        listed: the index: names of tensors, each with its file's.
+        there: names of the tensors in the files.
+
+    Raises:
+        DataLoss: tensors are missing; names each.
+    """
+    missing = [f"{name} in {file}" for name, file in listed.items() if name not in there]
+    if missing:
+        raise DataLoss(
+            f"the index lists {counted(len(missing), 'tensor')} that the files do not have",
+            details=missing[:_NAMED],
+            fix="download or save all files of the folder again, the index with them",
+        )
+
+
+def check_parts(file: str, metadata: Mapping[str, str], offsets: Mapping[str, Collection[int]]) -> None:
+    """Refuse a file whose header says that it holds parts of tensors, or those of another framework.
+
+    Args:
+        file: its name.
+        metadata: ``__metadata__`` of its header.
+        offsets: where in its tensors the parts begin, as torch's HuggingFaceStorageWriter notes it.
+
+    Raises:
+        InvalidArgument: it does.
+    """
+    parts = [name for name, offset in offsets.items() if any(offset)]
+    if parts:
+        raise InvalidArgument(
+            f"{file} is a rank's file of torch's HuggingFaceStorageWriter: it holds parts of {counted(len(parts), 'tensor')}",
+            details=parts[:_NAMED],
+            fix=CONSOLIDATE,
+        )
+    if metadata.get("format") in _FORMATS_OF_OTHERS:
+        raise InvalidArgument(
+            f"{file} holds weights of {metadata['format']}, whose names and axes are others than torch's",
+            fix="load them with transformers' from_pretrained(folder, from_tf=True or from_flax=True), and save the model again",
+        )

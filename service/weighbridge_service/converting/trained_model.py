@@ -1,0 +1,95 @@
+"""Comparison of a config with what a checkpoint's trainer has noted of the model, where shapes alone do not tell models apart. Pure.
+
+Models of 4 heads and of 8 half as wide have tensors of the same shapes, and rows in another order; rotary bases and the like are in no tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from weighbridge._core.text.counts import counted
+from weighbridge.errors import InvalidArgument
+from weighbridge_service.models.bridges import parse_config
+
+_ALIKE: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("num_attention_heads", ("num_attention_heads",)),
+    ("norm_epsilon", ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps")),
+    ("rotary_percent", ("partial_rotary_factor",)),
+    ("linear_num_key_heads", ("linear_num_key_heads",)),
+    ("linear_num_value_heads", ("linear_num_value_heads",)),
+    ("linear_key_head_dim", ("linear_key_head_dim",)),
+    ("linear_value_head_dim", ("linear_value_head_dim",)),
+    ("mamba_num_heads", ("mamba_num_heads",)),
+    ("mamba_head_dim", ("mamba_head_dim",)),
+    ("mamba_num_groups", ("n_groups",)),
+    ("mamba_state_dim", ("ssm_state_size",)),
+)
+"""Arguments of Megatron-LM, and fields of configs that have to say the same where both do."""
+_LATENT = (
+    ("qk_head_dim", ("qk_nope_head_dim",)),
+    ("qk_pos_emb_head_dim", ("qk_rope_head_dim",)),
+    ("v_head_dim", ("v_head_dim",)),
+    ("kv_lora_rank", ("kv_lora_rank",)),
+)
+"""Further ones, of multi-latent attention."""
+_ROUTED = (("moe_router_topk", ("num_experts_per_tok", "moe_k")),)
+"""Further ones, of experts."""
+
+
+def check_trained(config_json: bytes, arguments: Mapping[str, Any]) -> None:
+    """Refuse a config of another model than the one that was trained.
+
+    Args:
+        config_json: the config.
+        arguments: of the trainer, by Megatron-LM's names; what is not there is not compared.
+
+    Raises:
+        InvalidArgument: it is; names each field.
+    """
+    config = parse_config(config_json)
+    problems = contradictions(config, arguments)
+    if problems:
+        raise InvalidArgument(
+            f"config.json is not of the model that was trained, by {counted(len(problems), 'argument')} that the checkpoint has noted",
+            details=problems,
+            fix="give the config.json that belongs to the checkpoint (--config)",
+        )
+
+
+def contradictions(config: Mapping[str, Any], arguments: Mapping[str, Any]) -> list[str]:
+    """What a config and a trainer's arguments say differently, in words."""
+    inner = config.get("text_config")
+    text = {**config, **inner} if isinstance(inner, Mapping) else dict(config)
+    rope = text.get("rope_parameters")
+    if isinstance(rope, Mapping):  # transformers 5
+        text |= {name: value for name, value in rope.items() if text.get(name) is None}
+    compared = list(_ALIKE)
+    said = dict(arguments)
+    if arguments.get("multi_latent_attention"):
+        compared += _LATENT
+    else:
+        compared += [("kv_channels", ("head_dim",)), ("num_query_groups", ("num_key_value_heads",))]
+        heads, hidden = _number(text.get("num_attention_heads")), _number(text.get("hidden_size"))
+        if text.get("head_dim") is None and heads and hidden:
+            text["head_dim"] = hidden // heads
+        if text.get("num_key_value_heads") is None:
+            text["num_key_value_heads"] = heads
+        if not arguments.get("group_query_attention"):
+            said["num_query_groups"] = arguments.get("num_attention_heads")
+    if arguments.get("num_experts"):
+        compared += _ROUTED
+    if arguments.get("position_embedding_type", "rope") == "rope":
+        compared.append(("rotary_base", ("rope_theta",)))
+    problems = []
+    for argument, fields in compared:
+        trained = _number(said.get(argument))
+        here = next(((name, n) for name in fields if (n := _number(text.get(name))) is not None), None)
+        if here and trained is not None and not math.isclose(here[1], trained, rel_tol=1e-6):
+            problems.append(f"{here[0]} is {here[1]:g} here, and the trainer had {argument}={trained:g}")
+    return problems
+
+
+def _number(value: Any) -> float | None:
+    return value if type(value) in (int, float) else None

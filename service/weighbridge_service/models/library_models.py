@@ -1,0 +1,257 @@
+"""Comparison of a model's tensors with transformers' own model of its config, for model types without a weight map.
+
+It is made without memory and without code of others, of the config's own fields alone. What the library's loader would make anew is missing; what it
+would not take, such as layers for multi-token prediction, is unknown and no mistake. What transformers does not know, or cannot make within bounds,
+is not compared.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from weighbridge._core.block_scales import says_quantized
+from weighbridge._core.dtypes import parse
+from weighbridge._core.layouts import TensorSpec
+from weighbridge._core.text.counts import counted
+from weighbridge._formats.memory_forms import TensorForms
+from weighbridge._formats.torch_state import model_form
+from weighbridge.errors import InvalidArgument, WeighbridgeError
+from weighbridge_service.families.rules import Shape
+from weighbridge_service.families.shapes import file_names, label_count, transformers_config
+from weighbridge_service.models.bridges import parse_config
+
+log = logging.getLogger(__name__)
+
+_MOST_MODULES = 50_000
+"""Of a model that is compared; one more takes about 0.1 ms. The largest of those without experts have 5,000."""
+_MOST_COUNT = 1 << 10
+"""Layers, blocks and the like of a model that is compared."""
+_COUNTS = re.compile(r"(^|_)(n_)?(layers?|blocks?|depths?|stages?)$")
+_BASE_FIELDS = ("is_decoder", "is_encoder_decoder", "add_cross_attention")
+"""Fields of all models that have a say in which tensors there are."""
+_RENAMED = (
+    (re.compile(r"LayerNorm\.gamma$"), "LayerNorm.weight"),
+    (re.compile(r"LayerNorm\.beta$"), "LayerNorm.bias"),
+    (re.compile(r"(?<=\.)weight_g$"), "parametrizations.weight.original0"),
+    (re.compile(r"(?<=\.)weight_v$"), "parametrizations.weight.original1"),
+)
+"""What transformers renames in files of all models when it loads them."""
+_FIX = (
+    "use the config.json that belongs to the weights, and all of their files; or register the model by its tensors alone: "
+    "weight_map=False, or --no-weight-map"
+)
+_NAMED = 20
+_ANY = parse("bf16")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What transformers' own loader would find in the tensors.
+
+    Attributes:
+        model_class: name of the class of transformers.
+        missing: tensors that it would make anew.
+        misshapen: tensors whose shape is not the model's, in words.
+        unknown: tensors that it would not take.
+    """
+
+    model_class: str
+    missing: tuple[str, ...] = ()
+    misshapen: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()
+
+
+Compare = Callable[[bytes, Mapping[str, Shape]], "Comparison | None"]
+_comparing: list[Compare] = []
+"""The last one is asked; nothing is compared if there is none."""
+
+
+@contextmanager
+def compared_by(compare: Compare) -> Iterator[None]:
+    """Let `check_library_model` ask a function that does what `compare_with_library` does, while the block runs; without one it passes all."""
+    _comparing.append(compare)
+    try:
+        yield
+    finally:
+        _comparing.remove(compare)
+
+
+def check_library_model(config_json: bytes, specs: Iterable[TensorSpec], fix: str = _FIX) -> None:
+    """Refuse tensors of which transformers' own model of the config would not be whole; a log names those that it would not take.
+
+    Args:
+        config_json: the model's ``config.json``.
+        specs: all of its tensors.
+        fix: what the error says to do.
+
+    Raises:
+        InvalidArgument: a tensor is missing, or has another shape; names each.
+    """
+    found = _comparing[-1](config_json, {spec.name: spec.shape for spec in specs}) if _comparing else None
+    if found is None:
+        return
+    problems = [*(f"{name} is missing" for name in found.missing), *found.misshapen]
+    if problems:
+        raise InvalidArgument(
+            f"the tensors are not those of a {found.model_class}, which config.json describes, in {counted(len(problems), 'tensor')}",
+            details=problems[:_NAMED],
+            fix=fix,
+        )
+    if found.unknown:
+        log.warning(
+            "kept, although a %s of transformers does not take %s: %s",
+            found.model_class,
+            counted(len(found.unknown), "tensor"),
+            ", ".join(found.unknown[:_NAMED]),
+        )
+
+
+def compare_with_library(config_json: bytes, shapes: Mapping[str, Shape]) -> Comparison | None:
+    """Compare tensors with transformers' model of a config; None if it has none that can be compared.
+
+    Takes seconds the first time in a process, which imports transformers.
+
+    Args:
+        config_json: the config.
+        shapes: of the tensors, by name.
+    """
+    config = parse_config(config_json)
+    try:
+        if says_quantized(config) or not _within_bounds(config):
+            return None
+        model = _library_model(config)
+        return None if model is None else _compared(model, shapes)
+    except WeighbridgeError as error:
+        log.info("not compared with transformers' model: %s", error)
+    except Exception as error:  # transformers raises whatever a value leads to
+        log.info("not compared with transformers' model: %s: %s", type(error).__name__, error)
+    return None
+
+
+def _within_bounds(config: Any) -> bool:
+    """Whether lists by layers, which configs make of their counts, are short."""
+    if isinstance(config, Mapping):
+        return all(
+            _within_bounds(value)
+            and not (type(value) is int and value > _MOST_COUNT and _COUNTS.search(str(name)))
+            for name, value in config.items()
+        )
+    return not isinstance(config, list) or all(_within_bounds(each) for each in config)
+
+
+def _library_model(config: Mapping[str, Any]) -> Any:
+    """transformers' model without memory for its weights; None if it has no class for the config, or one of too many modules."""
+    import torch
+    import transformers
+
+    from weighbridge_service.families.unfilled import Unfilled
+
+    model_type, architectures = config.get("model_type"), config.get("architectures")
+    found: Any = None
+    if not isinstance(model_type, str) or model_type not in transformers.CONFIG_MAPPING:
+        return None
+    made = transformers_config(model_type, config, any_parts=True)
+    if architectures:
+        found = getattr(transformers, str(architectures[0]), None)
+    else:  # what all classes of the type have
+        found = transformers.MODEL_MAPPING.get(type(made), None)
+    if not _is_model_class(found) or not isinstance(made, found.config_class or ()):
+        return None
+    for name in _BASE_FIELDS:
+        if isinstance(config.get(name), bool):
+            setattr(made, name, config[name])
+    labels = label_count(config) or len(config.get("id2label") or ())
+    if labels:
+        made.num_labels = labels
+    with torch.device("meta"), Unfilled(), _few_modules():
+        return found._from_config(made)
+
+
+def _is_model_class(found: Any) -> bool:
+    import transformers
+
+    return isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
+
+
+class _TooManyModules(Exception):
+    """The model has more modules than are compared."""
+
+
+@contextmanager
+def _few_modules() -> Iterator[None]:
+    from torch.nn.modules.module import register_module_module_registration_hook
+
+    left = iter(range(_MOST_MODULES))
+
+    def count(*_: Any) -> None:
+        if next(left, None) is None:
+            raise _TooManyModules(f"more than {_MOST_MODULES} modules")
+
+    handle = register_module_module_registration_hook(count)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _compared(model: Any, shapes: Mapping[str, Shape]) -> Comparison:
+    in_files, tensors = file_names(model), model.state_dict(keep_vars=True)
+    firsts: dict[int, str] = {}
+    also: dict[str, tuple[str, ...]] = {}
+    for name, tensor in tensors.items():  # by any of the names of a tied tensor, in memory or in files
+        first = firsts.setdefault(id(tensor), name)
+        also[name] = tuple(in_files[first])
+    known = TensorForms(
+        {name: TensorSpec(name, _ANY, shape) for of in in_files.values() for name, shape in of.items()}
+    )
+    own, covered = _own_names(model, tensors, shapes), set[str]()
+    unknown, misshapen = [], []
+    for name, candidates in own.items():
+        form = next((form for each in candidates if (form := model_form(each, known)) is not None), None)
+        if form is not None:
+            covered.update(form.tensors)
+            if shapes[name] != form.shape and not form.is_swapped(shapes[name]):
+                misshapen.append(
+                    f"{name} has the shape {list(shapes[name])}: the model has {list(form.shape)}"
+                )
+        elif (alias := next((each for each in candidates if each in also), None)) is not None:
+            covered.update(also[alias])
+        else:
+            unknown.append(name)
+    patterns = [re.compile(each) for each in model._keys_to_ignore_on_load_missing or ()]
+    missing = [
+        name
+        for first, names in in_files.items()
+        if tensors[first].dtype.is_floating_point and not any(pattern.search(first) for pattern in patterns)
+        for name in names
+        if name not in covered
+    ]
+    return Comparison(type(model).__name__, tuple(missing), tuple(misshapen), tuple(unknown))
+
+
+def _own_names(model: Any, tensors: Iterable[str], given: Iterable[str]) -> Mapping[str, Sequence[str]]:
+    """By which names the model may know each tensor: transformers renames some, and loads a model with a head from one without, and the other way."""
+    prefix = f"{model.base_model_prefix}."
+    given = list(given)
+    has = any(name.startswith(prefix) for name in given)
+    wants = any(name.startswith(prefix) for name in tensors)
+    mapping = [
+        (re.compile(there), here)
+        for there, here in (getattr(model, "_checkpoint_conversion_mapping", None) or {}).items()
+    ]
+    found: dict[str, list[str]] = {}
+    for name in given:
+        names = [name]
+        for pattern, here in (*_RENAMED, *mapping):
+            names += [pattern.sub(here, each) for each in names if pattern.search(each)]
+        if wants and not has:
+            names += [prefix + each for each in names]
+        elif has and not wants:
+            names += [each.removeprefix(prefix) for each in names if each.startswith(prefix)]
+        found[name] = names
+    return found
