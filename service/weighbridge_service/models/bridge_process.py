@@ -50,9 +50,15 @@ class BridgeProcess:
         self._closed = False
 
     def start(self) -> None:
-        """Let the process import what it needs, which takes seconds; returns at once. Raises Unavailable if it cannot be started."""
-        with self._lock:
-            self._connected()
+        """Let the process import what it needs, which takes seconds; returns at once. Raises Unavailable if it cannot be started.
+
+        A call that is being answered has started it already, and may hold the lock for as long as these imports take.
+        """
+        if self._lock.acquire(blocking=False):
+            try:
+                self._connected()
+            finally:
+                self._lock.release()
 
     def bridge(self, config_json: bytes, absent: Sequence[str]) -> Bridge:
         """As `weighbridge_service.models.bridges.make_bridge`.
@@ -113,6 +119,8 @@ class BridgeProcess:
                     ) from error
             self._connection = ours
             count_helper(self._process.pid)
+            if self._closed:  # meanwhile, when there was none to be killed
+                self._process.kill()
         return self._connection
 
     def _end(self) -> str:
