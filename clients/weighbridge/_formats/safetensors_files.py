@@ -9,7 +9,6 @@ padded with spaces; then the data, to which the offsets are relative. A folder o
 from __future__ import annotations
 
 import json
-import mmap
 import re
 import stat
 from collections.abc import Mapping, Sequence
@@ -18,12 +17,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from weighbridge._core import dtypes
 from weighbridge._core.boxes import Box
 from weighbridge._core.layouts import Layout, Placement, Shard, TensorSpec, check_spec
+from weighbridge._memory.file_reads import OpenFile
 from weighbridge.errors import DataLoss, InvalidArgument, NotFound
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -117,12 +114,12 @@ def lay_out_files(specs: Sequence[TensorSpec], max_shard_bytes: int = DEFAULT_SH
 
 
 def read_header(
-    data: memoryview, file: str, nbytes: int | None = None
+    data: memoryview | OpenFile, file: str, nbytes: int | None = None
 ) -> tuple[TensorFile, list[TensorSpec], list[Placement]]:
     """Read and check the header of a safetensors file, trusting nothing in it.
 
     Args:
-        data: all bytes of the file (a mapping of it: only the header is touched), or at least its length and header.
+        data: all bytes of the file (of an open one, only the header is read), or at least its length and header.
         file: its name, for placements and messages.
         nbytes: size of the file in bytes; None if ``data`` is all of it.
 
@@ -133,7 +130,7 @@ def read_header(
     whole = len(data) if nbytes is None else nbytes
     if len(data) < 8:
         raise DataLoss(f"{file} has {len(data)} bytes: too short for a safetensors file")
-    length = int.from_bytes(data[:8], "little")
+    length = int.from_bytes(bytes(data[:8]), "little")
     if length > min(MAX_HEADER_BYTES, len(data) - 8):
         raise DataLoss(f"{file} announces a header of {length} bytes and has only {len(data) - 8} more")
     try:
@@ -182,7 +179,9 @@ def _no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def layout_of_files(buffers: Mapping[str, memoryview], sizes: Mapping[str, int] | None = None) -> FilesLayout:
+def layout_of_files(
+    buffers: Mapping[str, memoryview | OpenFile], sizes: Mapping[str, int] | None = None
+) -> FilesLayout:
     """The layout of existing files, from their headers.
 
     Args:
@@ -206,8 +205,8 @@ def layout_of_files(buffers: Mapping[str, memoryview], sizes: Mapping[str, int] 
     return FilesLayout(tuple(files), Layout(MappingProxyType(tensors), tuple(placements)))
 
 
-def map_folder(folder: Path) -> dict[str, NDArray[np.uint8]]:
-    """Map all safetensors files that belong to the model in an HF folder, read-only.
+def map_folder(folder: Path) -> dict[str, OpenFile]:
+    """Open all safetensors files that belong to the model in an HF folder.
 
     Where there is an index, its files are taken, otherwise every ``*.safetensors`` file.
 
@@ -254,20 +253,15 @@ def has_weights(folder: Path) -> bool:
     return (folder / INDEX_FILE).exists() or any(folder.glob("*.safetensors"))
 
 
-def map_file(path: Path) -> NDArray[np.uint8]:
-    """Map one file read-only, as bytes.
+def map_file(path: Path) -> OpenFile:
+    """Open one file, to be read as bytes.
 
     Raises:
         NotFound: there is no such file.
         DataLoss: there is something else of this name.
     """
     try:
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise DataLoss(f"{path} is not a regular file", fix="put the file of weights in its place")
-        with path.open("rb") as file:
-            if path.stat().st_size == 0:
-                return np.empty(0, dtype=np.uint8)
-            return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), dtype=np.uint8)
+        return OpenFile(path)
     except FileNotFoundError as error:
         raise NotFound(
             f"there is no file {path}", fix="download or save all files of the folder again"

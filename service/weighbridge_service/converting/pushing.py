@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Unpack
 
 import numpy as np
-from numpy.typing import NDArray
 
 from weighbridge._clients.push_handle import PushHandle
 from weighbridge._clients.push_options import PushOptions
@@ -18,6 +17,7 @@ from weighbridge._core.layouts import Layout, Placement, Shard, TensorSpec
 from weighbridge._core.tensor_spaces import TensorSpace
 from weighbridge._formats import safetensors_files
 from weighbridge._formats.push_sources import MappedSource
+from weighbridge._memory.file_reads import OpenFile
 from weighbridge.errors import DataLoss
 from weighbridge_service.converting.checkpoint_model import (
     checkpoint_model,
@@ -109,9 +109,7 @@ class CheckpointToPush:
         )  # fmt: skip
 
 
-def _check_tied(
-    tied: Sequence[tuple[str, Placement, Placement]], files: Mapping[str, NDArray[np.uint8]]
-) -> None:
+def _check_tied(tied: Sequence[tuple[str, Placement, Placement]], files: Mapping[str, OpenFile]) -> None:
     for name, copy, original in tied:
         for first in range(0, copy.nbytes, _COMPARED):
             last = min(first + _COMPARED, copy.nbytes)
