@@ -7,6 +7,7 @@ of shared memory or of an unlinked file on local disk. `image_pool` makes them.
 from __future__ import annotations
 
 import functools
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -14,7 +15,7 @@ from types import MappingProxyType, TracebackType
 from typing import Self
 
 from weighbridge.errors import FailedPrecondition, InvalidArgument
-from weighbridge_storage.memory.file_bytes import FileBytes, MappedBytes, Place
+from weighbridge_storage.memory.file_bytes import FileBytes, FileOnDisk, MappedBytes, Place
 from weighbridge_storage.memory.image_books import HeldFor, Holding, ImageOwner
 from weighbridge_storage.memory.regions import PAGE, Region
 from weighbridge_storage.stores.objects import ByteArray
@@ -128,7 +129,12 @@ class Image:
                 region.key, region.capacity, self.offsets[name], reopen, region.in_memory, region.left_open
             )
 
-        return {name: MappedBytes(data, place(name)) for name, data in self._cut(region.readable).items()}
+        if region.in_memory:
+            return {name: MappedBytes(data, place(name)) for name, data in self._cut(region.readable).items()}
+        return {
+            name: FileOnDisk(os.dup(region.fd), name, str(self._owner), base=start, place=place(name))
+            for name, start in self.offsets.items()
+        }
 
     @property
     def holding(self) -> Holding:

@@ -58,10 +58,8 @@ def mapped(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
 
     class Noted(MappedMemory):
-        def __init__(
-            self, descriptor: int, key: str, nbytes: int, use: Use, *, pinnable: bool = True
-        ) -> None:
-            super().__init__(descriptor, key, nbytes, use, pinnable=pinnable)
+        def __init__(self, descriptor: int, key: str, nbytes: int, use: Use) -> None:
+            super().__init__(descriptor, key, nbytes, use)
             if use is Use.WRITE:
                 found.append(key)
 

@@ -279,7 +279,11 @@ class LaneSession:
                         attach(memory, place.open)
                     if place.lasting:
                         self._readable.add(place.key)
-            reply.files.add(name=name, memory=numbers[place.key], offset=place.offset)
+            file = reply.files.add(name=name, memory=numbers[place.key], offset=place.offset)
+            for part in place.digests:
+                file.tensors.add(
+                    offset=part.offset, bytes=part.nbytes, xxh3_128=bytes.fromhex(part.xxh3_128)
+                )
 
     def _end_read(self, asked: pb.EndRead) -> None:
         with self._lock:
