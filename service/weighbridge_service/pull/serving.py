@@ -45,7 +45,7 @@ _KEPT_OPEN = 16
 """Durable versions whose files stay open, or in the read cache, after a pull."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class LentVersion:
     """Slices of a version that another process of this machine reads where they lie.
 

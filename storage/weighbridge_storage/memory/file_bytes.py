@@ -51,6 +51,8 @@ class Place:
         lasting: whether it is memory that is used again for later versions, and not a file.
         leave_open: says that a process that was given a descriptor has gone without a word.
         digests: of parts of the file, for whoever reads them there.
+        kept_by_readers: whether no version needs it any more, and only those who read it keep it.
+        is_left_open: whether `leave_open` was said of it, and that process is not known to have closed it.
     """
 
     key: str
@@ -60,6 +62,8 @@ class Place:
     lasting: bool
     leave_open: Callable[[], None]
     digests: Sequence[DigestedRange] = ()
+    kept_by_readers: Callable[[], bool] = lambda: False
+    is_left_open: Callable[[], bool] = lambda: False
 
 
 class FileBytes(ABC):

@@ -125,9 +125,11 @@ class Image:
 
         def place(name: str) -> Place:
             reopen = functools.partial(region.reopen, writable=False)
+            kept = functools.partial(self._is_kept_by_readers, region)
             return Place(
-                region.key, region.capacity, self.offsets[name], reopen, region.in_memory, region.left_open
-            )
+                region.key, region.capacity, self.offsets[name], reopen, region.in_memory, region.left_open,
+                kept_by_readers=kept, is_left_open=lambda: region.was_left_open,
+            )  # fmt: skip
 
         if region.in_memory:
             return {name: MappedBytes(data, place(name)) for name, data in self._cut(region.readable).items()}
@@ -174,6 +176,10 @@ class Image:
     def release(self) -> None:
         """End the acquirer's own hold. Doing it again does nothing."""
         self._acquirers.release()
+
+    def _is_kept_by_readers(self, region: Region) -> bool:
+        with self._lock:
+            return 1 not in self._holds and (bool(self._holds) or region.was_left_open)
 
     def _drop(self, number: int) -> None:
         with self._lock:
