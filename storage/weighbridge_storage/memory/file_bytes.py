@@ -214,10 +214,10 @@ class FileOnDisk(FileBytes):
         if self._checks is not None:
             self._checks.took(offset - self._base, run.data)
 
-    def _again(self, offset: int, nbytes: int) -> ByteArray:
+    def _again(self, offset: int, nbytes: int) -> memoryview:
         target = np.empty(nbytes, np.uint8)
         self._read(target, offset, (1,), lambda _offset, _run: None)
-        return target
+        return target.data
 
 
 def unreadable(error: OSError | EOFError, name: str, title: str, where: str) -> WeighbridgeError:

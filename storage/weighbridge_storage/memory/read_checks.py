@@ -12,17 +12,20 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import xxhash
 
 from weighbridge._core.range_set import RangeSet
 from weighbridge.errors import DataLoss
-from weighbridge_storage.stores.objects import Buffer
 
-Again = Callable[[int, int], Buffer]
+Data: TypeAlias = bytes | memoryview
+Again = Callable[[int, int], Data]
 """Reads so many bytes of the file once more, from an offset on."""
 
 _STEP_BYTES = 1 << 20
+_STALE_SECONDS = 5.0
+"""After how long without a read it is begun anew with the next one that begins with the first byte."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +109,7 @@ class ReadChecks:
         """When a part did not agree the last time, in seconds of the monotonic clock."""
         return self._damaged_at
 
-    def took(self, start: int, data: Buffer) -> None:
+    def took(self, start: int, data: Data) -> None:
         """Bytes were read, from ``start`` on.
 
         Raises:
@@ -144,10 +147,14 @@ class _Passing:
     def __init__(self, part: DigestedRange) -> None:
         self._part = part
         self._lock = threading.Lock()
-        self._digest = xxhash.xxh3_128()
-        self._position = part.offset
-        self._noted = RangeSet()
         self._ended = False
+        self._begin()
+
+    def _begin(self) -> None:
+        self._digest = xxhash.xxh3_128()
+        self._position = self._part.offset
+        self._noted = RangeSet()
+        self._taken_at = time.monotonic()
 
     def take(self, start: int, data: memoryview, again: Again | None) -> bool | None:
         """Take bytes; whether all of them agree, once, when the last have come, and None before."""
@@ -155,6 +162,10 @@ class _Passing:
             if self._ended:
                 return None
             end = start + len(data)
+            now = time.monotonic()
+            if start == self._part.offset and now - self._taken_at > _STALE_SECONDS:
+                self._begin()  # who read before has broken off, and the bytes may have changed since
+            self._taken_at = now
             if start > self._position:
                 if again is not None:
                     self._noted.add(start, end)

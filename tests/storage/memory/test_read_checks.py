@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weighbridge.errors import DataLoss
+from weighbridge_storage.memory import read_checks
 from weighbridge_storage.memory.read_checks import DigestedRange, ReadChecks
 
 CONTENT = np.random.default_rng(4).integers(0, 256, 1000, dtype=np.uint8).tobytes()
@@ -62,6 +63,16 @@ def test_each_time_that_all_was_read_it_is_compared_again() -> None:
         reading.took(0, CONTENT)
     with pytest.raises(DataLoss, match="t401 in f"):
         reading.took(0, spoiled(700))
+
+
+def test_what_was_read_long_before_does_not_stand_for_what_is_read_now(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reading = checks(spoiled(500))
+    reading.took(401, CONTENT[401:600])  # a reader that broke off, before the bit flipped
+    monkeypatch.setattr(read_checks, "_STALE_SECONDS", -1.0)
+    with pytest.raises(DataLoss, match="t401"):
+        reading.took(401, spoiled(500)[401:])
 
 
 def test_a_part_that_did_not_agree_is_refused_to_all_and_the_others_are_not() -> None:
