@@ -146,7 +146,7 @@ class Weighbridge:
             spill_bytes=UNLIMITED if config.spill_budget is None else config.spill_budget,
             memory_room=lambda: room_for_images(read_memory(), self._needs()),
         )
-        self.reader_shares = ReaderShares(self.memory_budget.nbytes)
+        self.reader_shares = ReaderShares(self.memory_budget.nbytes, spill=config.spill_budget != 0)
         for check in (
             check_limits(read_memory(), self._needs()),
             check_budget(self.memory_budget, self.images.spaces()[0]),

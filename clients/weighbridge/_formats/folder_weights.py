@@ -249,15 +249,12 @@ _COMPARED = 32 << 20
 
 def _same(buffers: Mapping[str, OpenFile], one: Placement, other: Placement) -> bool:
     """Whether two tensors of as many bytes are the same."""
-    return all(
-        np.array_equal(
-            *(
-                buffers[p.buffer][p.offset + at : p.offset + min(at + _COMPARED, p.nbytes)]
-                for p in (one, other)
-            )
-        )
-        for at in range(0, one.nbytes, _COMPARED)
-    )
+    for start in range(0, one.nbytes, _COMPARED):
+        end = min(start + _COMPARED, one.nbytes)
+        first, second = (buffers[p.buffer][p.offset + start : p.offset + end] for p in (one, other))
+        if not np.array_equal(first, second):
+            return False
+    return True
 
 
 def tied_copies(config_json: bytes, tensors: Mapping[str, TensorSpec]) -> dict[str, str]:

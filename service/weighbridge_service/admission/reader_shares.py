@@ -40,10 +40,13 @@ class ReaderShares:
 
     Args:
         budget: bytes of memory for all images.
+        spill: whether images may lie on disk, too. Then no push is stopped by a reader that keeps one image and is lent the next, as one does
+            that updates an engine, however small the budget is.
     """
 
-    def __init__(self, budget: int) -> None:
+    def __init__(self, budget: int, *, spill: bool) -> None:
         self._total = budget // _FOR_READERS
+        self._always = 1 if spill else 0
         self._lock = threading.Lock()
         self._lent: set[LentImages] = set()
 
@@ -67,7 +70,11 @@ class ReaderShares:
             mine = _kept(lent for lent in self._lent if lent.reader == reader)
             more = sum(place.nbytes for key, place in wanted.items() if key not in mine)
             held = sum(_kept(self._lent).values())
-            if mine and more and not may_have(self._total, held, sum(mine.values()), more):
+            if (
+                len(mine) > self._always
+                and more
+                and not may_have(self._total, held, sum(mine.values()), more)
+            ):
                 raise ResourceExhausted(
                     f"{reader} keeps {counted(len(mine), 'image')} of {readable_size(sum(mine.values()))} that no version needs any more; with "
                     f"{readable_size(more)} more, too little of the {readable_size(self._total)} that readers may keep would be left to others",

@@ -47,7 +47,7 @@ class BridgeProcess:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
-        self._closed = False
+        self._closed = threading.Event()
 
     def start(self) -> None:
         """Let the process import what it needs, which takes seconds; returns at once. Raises Unavailable if it cannot be started.
@@ -86,7 +86,7 @@ class BridgeProcess:
 
     def close(self) -> None:
         """End the process, whatever it is doing: whoever waits for it gets `Unavailable`, and no further one is started."""
-        self._closed = True
+        self._closed.set()
         process = self._process
         if process is not None:
             process.kill()
@@ -94,7 +94,7 @@ class BridgeProcess:
             self._end()
 
     def _connected(self) -> Connection:
-        if self._closed:
+        if self._closed.is_set():
             raise Unavailable("the service is shutting down")
         if self._connection is None:
             ours, theirs = Pipe()
@@ -119,7 +119,7 @@ class BridgeProcess:
                     ) from error
             self._connection = ours
             count_helper(self._process.pid)
-            if self._closed:  # meanwhile, when there was none to be killed
+            if self._closed.is_set():  # meanwhile, when there was none to be killed
                 self._process.kill()
         return self._connection
 
