@@ -153,11 +153,21 @@ class ResourceExhausted(WeighbridgeError):
 
 
 class DataLoss(WeighbridgeError):
-    """A checksum or a length does not agree with the bytes."""
+    """A checksum or a length does not agree with the bytes.
+
+    Attributes:
+        worth_retrying: for how many seconds it may help to try again: not at all where what is stored is damaged.
+    """
 
     reason = "DATA_LOSS"
     grpc_code = "DATA_LOSS"
     http_status = 500
+
+    def __init__(
+        self, message: str, *, fix: str = "", details: Sequence[str] = (), worth_retrying: float = math.inf
+    ) -> None:
+        super().__init__(message, fix=fix, details=details)
+        self.worth_retrying = worth_retrying
 
 
 class DeadlineExceeded(WeighbridgeError):

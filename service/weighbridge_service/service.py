@@ -13,6 +13,7 @@ from weighbridge_service.access.access import Access
 from weighbridge_service.access.audit import Audit
 from weighbridge_service.admission.byte_budget import ByteBudget
 from weighbridge_service.admission.identity_quotas import IdentityQuotas
+from weighbridge_service.admission.reader_shares import ReaderShares
 from weighbridge_service.admission.tickets import ticket_key
 from weighbridge_service.catalog.catalog import Catalog
 from weighbridge_service.catalog.collection_loop import Collecting
@@ -100,6 +101,7 @@ class Weighbridge:
         images: where versions are put together.
         memory_budget: how much memory these may take.
         mappings: which processes of this machine have them mapped.
+        reader_shares: how much of them each reader may keep.
         byte_budget: what may be in flight over gRPC.
         read_cache: what was brought from a store that is no folder.
         store_readers: who is reading from the store.
@@ -144,6 +146,7 @@ class Weighbridge:
             spill_bytes=UNLIMITED if config.spill_budget is None else config.spill_budget,
             memory_room=lambda: room_for_images(read_memory(), self._needs()),
         )
+        self.reader_shares = ReaderShares(self.memory_budget.nbytes, spill=config.spill_budget != 0)
         for check in (
             check_limits(read_memory(), self._needs()),
             check_budget(self.memory_budget, self.images.spaces()[0]),

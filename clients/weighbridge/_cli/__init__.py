@@ -24,6 +24,7 @@ comes at once.
 - `rank_files`: files of one rank's slices.
 - `parsing`: arguments.
 - `output`: tables, progress and JSON.
+- `resuming`: what a long command has done before it was interrupted.
 - `running`: a command's life: clients, errors, exit codes.
 """
 

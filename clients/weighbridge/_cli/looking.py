@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from weighbridge._cli.output import print_json, print_table, readable_time, say
+from weighbridge._cli.output import print_json, print_table, progress_bar, readable_time, say
 from weighbridge._cli.parsing import WholeNumber, comparisons, model_perhaps_at_version
+from weighbridge._cli.resuming import Progress
 from weighbridge._cli.running import RETRY_SECONDS, Command, client_options
 from weighbridge._cli.showing import completing
 from weighbridge._cli.signing import FILE, trusted
@@ -26,7 +27,7 @@ from weighbridge.errors import FailedPrecondition, InvalidArgument, NotFound
 
 if TYPE_CHECKING:
     from weighbridge._clients.engine import EngineClient
-    from weighbridge._core.resources import Model, RefRequest, Version
+    from weighbridge._core.resources import Model, RefRequest, Verification, Version
     from weighbridge._signing.checking import Signed
 
 
@@ -323,6 +324,15 @@ def say_if_absent(model: Model, ref: str) -> None:
     multiple=True,
     help="File of authorities (PEM), of one of which the signer's certificate must be; likewise.",
 )
+@click.option(
+    "--all", "all_versions", is_flag=True, help="Check all stored versions of the model, the newest first."
+)
+@click.option(
+    "--resume",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="With --all: file that remembers which versions were well. Named again after an interruption, it lets them be left out; it is "
+    "deleted at the end.",
+)
 @client_options
 @click.pass_context
 def verify_command(
@@ -331,17 +341,26 @@ def verify_command(
     by_signature: bool,
     keys: tuple[Path, ...],
     chains: tuple[Path, ...],
+    all_versions: bool,
+    resume: Path | None,
     server: str,
     as_json: bool,
 ) -> None:
     """Check a version's files against digests and signatures.
 
-    Without @VERSION it is the latest one. The exit code is 1 if anything differs.
+    Without @VERSION it is the latest one, or with --all each that is stored. The exit code is 1 if anything differs.
     """
     if by_signature != bool(keys or chains):
         raise click.UsageError(
             "--signature and whom to trust, --key or --certificate-chain, are named together"
         )
+    if all_versions and (by_signature or reference.version):
+        raise click.UsageError("--all goes with a model, without @VERSION and --signature")
+    if resume is not None and not all_versions:
+        raise click.UsageError("--resume goes with --all")
+    if all_versions:
+        with _connect(server) as client:
+            ctx.exit(_verify_all(client, reference.model, Progress(resume), as_json=as_json))
     signed: tuple[Signed, ...] = ()
     with _connect(server) as client:
         if by_signature:
@@ -354,22 +373,12 @@ def verify_command(
     if as_json:
         print_json(
             {
-                "model": reference.model,
-                "number": found.number,
-                "ok": not found.problems,
-                "tensors_checked": found.tensors_checked,
-                "bytes_checked": found.bytes_checked,
-                "problems": list(found.problems),
-                "nonfinite_elements": found.nonfinite_elements,
+                **_verified_json(reference.model, found),
                 **({"signed": [each.to_json() for each in signed]} if by_signature else {}),
             }
         )
     else:
-        for problem in found.problems:
-            say(problem)
-        verdict = counted(len(found.problems), "problem") if found.problems else "all is well"
-        checked = f"{counted(found.tensors_checked, 'tensor')}, {readable_size(found.bytes_checked)} checked"
-        say(f"{reference.model}@{found.number}: {verdict} ({checked})")
+        _say_verified(reference.model, found)
         for each in signed:
             say(f"signed by {each.by}, as {each.trusted} wants it")
         if found.nonfinite_elements:
@@ -378,3 +387,54 @@ def verify_command(
                 + " NaN or infinite, as they were pushed"
             )
     ctx.exit(1 if found.problems else 0)
+
+
+def _verify_all(client: EngineClient, model: str, progress: Progress, *, as_json: bool) -> int:
+    """Compare all stored versions of a model, one after another; the exit code."""
+    versions = [version for version in client.versions(model) if version.state.stored]
+    found: list[Verification] = []
+    before = done = 0
+    with progress_bar(f"verifying {model}") as update:
+        total = sum(version.tensor_bytes for version in versions)
+        for version in versions:
+            key = (model, version.number, version.create_time_ms)
+            if progress.has(key):
+                before += 1
+            else:
+                found.append(client.verify(model, version.number))
+                if not found[-1].problems:
+                    progress.add(key)
+                if not as_json:
+                    _say_verified(model, found[-1])
+            done += version.tensor_bytes
+            update(done, total)
+    progress.end()
+    wrong = sum(bool(each.problems) for each in found)
+    if as_json:
+        checked = [_verified_json(model, each) for each in found]
+        print_json({"model": model, "ok": not wrong, "versions": checked, "verified_before": before})
+    else:
+        verdict = f"{counted(wrong, 'version')} of {len(versions)} damaged" if wrong else "all is well"
+        earlier = f", {before} of them before the interruption" if before else ""
+        say(f"{model}: {verdict} ({counted(len(versions), 'version')} compared{earlier})")
+    return 1 if wrong else 0
+
+
+def _verified_json(model: str, found: Verification) -> dict[str, Any]:
+    return {
+        "model": model,
+        "number": found.number,
+        "ok": not found.problems,
+        "tensors_checked": found.tensors_checked,
+        "bytes_checked": found.bytes_checked,
+        "problems": list(found.problems),
+        "nonfinite_elements": found.nonfinite_elements,
+    }
+
+
+def _say_verified(model: str, found: Verification) -> None:
+    for problem in found.problems:
+        say(problem)
+    verdict = counted(len(found.problems), "problem") if found.problems else "all is well"
+    checked = f"{counted(found.tensors_checked, 'tensor')}, {readable_size(found.bytes_checked)} checked"
+    say(f"{model}@{found.number}: {verdict} ({checked})")

@@ -16,6 +16,7 @@ from weighbridge._core.layouts import Placement, Shard, TensorSpec
 from weighbridge._core.references import Reference
 from weighbridge._core.slices import Boxes
 from weighbridge._formats import safetensors_files
+from weighbridge._memory.file_reads import OpenFile
 from weighbridge.errors import FailedPrecondition
 
 
@@ -85,11 +86,11 @@ class VersionSide:
 
 @dataclass(frozen=True)
 class FolderSide:
-    """A Hugging Face folder: its files are mapped."""
+    """A Hugging Face folder."""
 
     title: str
     specs: Mapping[str, TensorSpec] = field(repr=False)
-    files: Mapping[str, NDArray[np.uint8]] = field(repr=False)
+    files: Mapping[str, OpenFile] = field(repr=False)
     placements: Mapping[str, Placement] = field(repr=False)
     digests: Mapping[str, str] = field(repr=False, default_factory=dict)
 

@@ -19,6 +19,7 @@ from weighbridge._core.dtypes import DType
 from weighbridge._core.layouts import Layout, Placement, Shard, TensorSpec
 from weighbridge._core.text.counts import counted
 from weighbridge._formats.push_sources import MappedSource, StreamSource
+from weighbridge._memory.file_reads import OpenFile
 from weighbridge._transport.pieces import Buffer
 from weighbridge.errors import InvalidArgument
 
@@ -33,7 +34,7 @@ class Dequantized:
 
     Args:
         files: the folder's tensors, and where they lie.
-        buffers: its mapped files.
+        buffers: its files.
         config_json: its ``config.json``.
         dtype: of what is fp8 in the files.
 
@@ -46,7 +47,9 @@ class Dequantized:
             way of quantising.
     """
 
-    def __init__(self, files: Layout, buffers: Mapping[str, Bytes], config_json: bytes, dtype: DType) -> None:
+    def __init__(
+        self, files: Layout, buffers: Mapping[str, OpenFile], config_json: bytes, dtype: DType
+    ) -> None:
         self._buffers = buffers
         self._dtype = dtype
         self.config_json, self._block = _config(config_json, dtype)
@@ -109,8 +112,7 @@ class Dequantized:
         spec, place = self._specs[name], self._places[name]
         row = spec.nbytes // spec.shape[0]
         data = self._buffers[place.buffer][place.offset + first * row : place.offset + last * row]
-        # a copy: torch does not know memory that must not be written to
-        return torch.from_numpy(data.copy()).view(spec.dtype.torch).reshape(last - first, *spec.shape[1:])
+        return torch.from_numpy(data).view(spec.dtype.torch).reshape(last - first, *spec.shape[1:])
 
     @property
     def block_rows(self) -> int:
@@ -123,8 +125,8 @@ class Dequantized:
         return spec if spec.dtype.name == QUANTIZED else None
 
     @property
-    def buffers(self) -> Mapping[str, Bytes]:
-        """The mapped files."""
+    def buffers(self) -> Mapping[str, OpenFile]:
+        """The files."""
         return self._buffers
 
 

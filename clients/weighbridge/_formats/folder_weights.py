@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import bisect
 import json
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import mmap
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from weighbridge._core import dtypes
 from weighbridge._core.dtypes import DType
@@ -21,11 +21,24 @@ from weighbridge._formats import safetensors_files
 from weighbridge._formats.dequantizing import Dequantized
 from weighbridge._formats.naming.parameter_names import check_merged, has_own_adapters
 from weighbridge._formats.naming.weight_files import MERGE_ADAPTER
-from weighbridge._formats.push_sources import CastingSource, MappedSource, OpenSource, cast_dtypes
+from weighbridge._formats.push_sources import (
+    CastingSource,
+    MappedSource,
+    OpenSource,
+    StreamSource,
+    cast_dtypes,
+)
+from weighbridge._formats.tensor_stream import Ranges, written_as
+from weighbridge._memory.file_reads import OpenFile
+from weighbridge._transport.pieces import Buffer
 from weighbridge.errors import InvalidArgument
 
 if TYPE_CHECKING:
     import torch
+
+    from weighbridge._core.byte_copies import ByteCopy
+    from weighbridge._memory.mappings import MappedMemory
+    from weighbridge._memory.strided import WrittenCounts
 
 
 _NAMED = 20
@@ -39,7 +52,7 @@ class FolderWeights:
         layout: the weights as one stream, in the order of the files.
         open_source: gives the bytes of some of its shards.
         config_json: the config that belongs to them.
-        tensors: gives names and tensors, mapped as they lie in the files. They must not be written to.
+        stand_ins: gives what stands for the tensors where their names, shapes and dtypes are looked at.
         cast_from: safetensors' names of the dtypes in the files that are cast, or dequantised, as they are read.
         remarks: what in the folder is not as it is pushed, for a log.
     """
@@ -47,7 +60,7 @@ class FolderWeights:
     layout: Layout
     open_source: OpenSource = field(repr=False)
     config_json: bytes = field(repr=False)
-    tensors: Callable[[], Iterator[tuple[str, torch.Tensor]]] = field(repr=False)
+    stand_ins: Callable[[], StandIns] = field(repr=False)
     cast_from: tuple[str, ...] = ()
     remarks: tuple[str, ...] = ()
 
@@ -85,7 +98,7 @@ class FolderWeights:
                 weights.layout,
                 weights.open_source,
                 weights.config_json,
-                lambda: iter(()),
+                lambda: StandIns(Layout({}, ()), {}),
                 tuple(sorted(cast)),
                 remarks,
             )
@@ -94,7 +107,7 @@ class FolderWeights:
             layout,
             MappedSource.opener(files.placements, buffers),
             config_json,
-            lambda: _mapped_tensors(files, buffers),
+            lambda: StandIns(files, buffers),
             remarks=remarks,
         )
 
@@ -131,11 +144,12 @@ class FolderWeights:
         check_cast(cast)
         if dict(self.layout.tensors) == dict(model):
             return self
-        found = torch_shards(self.tensors(), model, cast=cast, whole=True)
+        stand_ins = self.stand_ins()
+        found = torch_shards(stand_ins.tensors, model, cast=cast, whole=True)
         return replace(
             self,
             layout=found.layout,
-            open_source=CastingSource.opener(found.tensors),
+            open_source=stand_ins.opener(found.tensors),
             cast_from=tuple(cast_dtypes(found.layout, found.tensors)),
         )
 
@@ -153,26 +167,139 @@ def _remarks(folder: Path, found: safetensors_files.FolderFiles) -> tuple[str, .
     return tuple(remarks)
 
 
-def _mapped_tensors(
-    files: Layout, buffers: Mapping[str, NDArray[np.uint8]]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    for place in files.placements:
-        spec = files.tensors[place.shard.tensor]
-        yield spec.name, mapped_tensor(spec.dtype, spec.shape, place, buffers)
+class StandIns:
+    """Tensors that have no data, in address space that is never touched: where one of them lies, or a view of it, says which bytes of the files it stands for.
+
+    Args:
+        files: the tensors, and where they lie.
+        buffers: the files.
+
+    Attributes:
+        tensors: by name.
+    """
+
+    def __init__(self, files: Layout, buffers: Mapping[str, OpenFile]) -> None:
+        import torch
+
+        self._buffers = buffers
+        self._placements: list[Placement] = []
+        self._starts: list[int] = []
+        end = 0
+        for placement in files.placements:
+            if placement.nbytes:
+                self._placements.append(placement)
+                self._starts.append(end)
+                end += -(-placement.nbytes // _ALIGNMENT) * _ALIGNMENT
+        self._space = torch.frombuffer(mmap.mmap(-1, max(end, 1), _NEVER_THERE), dtype=torch.uint8)
+        self.tensors: dict[str, torch.Tensor] = {}
+        starts = {p.shard.tensor: start for p, start in zip(self._placements, self._starts, strict=True)}
+        for placement in files.placements:
+            spec, start = files.tensors[placement.shard.tensor], starts.get(placement.shard.tensor, 0)
+            data = self._space[start : start + placement.nbytes]
+            self.tensors[spec.name] = data.view(spec.dtype.torch).reshape(spec.shape)
+
+    def opener(self, tensors: Sequence[torch.Tensor]) -> OpenSource:
+        """Makes the source for some of these tensors: the stand-ins, or views of them. They are read, and cast, as they are pushed."""
+        parts = [self._part(tensor) for tensor in tensors]
+        return lambda indexes, layout: _CastFiles(
+            layout, [tensors[i] for i in indexes], [parts[i] for i in indexes]
+        )
+
+    def _part(self, tensor: torch.Tensor) -> _FilePart:
+        if not tensor.numel():
+            return _FilePart(next(iter(self._buffers.values())), 0, ())
+        at = tensor.data_ptr() - self._space.data_ptr()
+        index = bisect.bisect_right(self._starts, at) - 1
+        place = self._placements[index]
+        offset = place.offset + at - self._starts[index]
+        strides = tuple(stride * tensor.element_size() for stride in tensor.stride())
+        return _FilePart(self._buffers[place.buffer], offset, strides)
 
 
-def mapped_tensor(
-    dtype: DType, shape: Sequence[int], place: Placement, files: Mapping[str, NDArray[np.uint8]]
-) -> torch.Tensor:
-    """The tensor whose elements lie in a place of mapped files, in row-major order. It must not be written to."""
-    import torch
+class _FilePart(NamedTuple):
+    """Where the elements of a tensor lie in a file: the byte of the first one, and distances on each axis in bytes."""
 
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # nor is it written to
-        data = torch.from_numpy(files[place.buffer][place.offset : place.offset + place.nbytes])
-    if place.offset % dtype.itemsize:
-        data = data.clone()  # torch wants elements at multiples of their size
-    return data.view(dtype.torch).reshape(tuple(shape))
+    file: OpenFile
+    offset: int
+    strides: tuple[int, ...]
+
+
+class _CastFiles(CastingSource):
+    """Shards that lie in files, and are cast as they are read.
+
+    Args:
+        layout: of the stream.
+        tensors: their stand-ins.
+        parts: where each lies.
+    """
+
+    def __init__(self, layout: Layout, tensors: Sequence[torch.Tensor], parts: Sequence[_FilePart]) -> None:
+        super().__init__(layout, tensors)
+        self._parts = parts
+
+    def stage(self, ranges: Ranges) -> StreamSource:
+        """See `ShardSource.stage`."""
+        made = _CastStream(self._layout, self._tensors, self._parts)
+        return made.shifted(self._shifts) if self._shifts else made
+
+    def write(
+        self, copies: Sequence[Sequence[ByteCopy[int]]], memories: Sequence[MappedMemory]
+    ) -> WrittenCounts:
+        """See `ShardSource.write`. A tensor at a time is in memory."""
+        return self.stage([]).write(copies, memories)
+
+
+class _CastStream(StreamSource):
+    """A stream that is read from files and cast, as much of it as is asked for."""
+
+    def __init__(self, layout: Layout, tensors: Sequence[torch.Tensor], parts: Sequence[_FilePart]) -> None:
+        super().__init__(layout)
+        self._tensors = tensors
+        self._parts = parts
+
+    def read(self, start: int, stop: int) -> Buffer:
+        """See `StreamSource.read`."""
+        found = []
+        placements = self._layout.placements
+        index = bisect.bisect_right(placements, start, key=lambda each: each.offset + each.nbytes)
+        while index < len(placements) and placements[index].offset < stop:
+            offset, nbytes = placements[index].offset, placements[index].nbytes
+            if nbytes:
+                found.append(self._cast(index, max(start - offset, 0), min(stop - offset, nbytes)))
+            index += 1
+        return found[0] if len(found) == 1 else b"".join(found)
+
+    def _cast(self, index: int, start: int, stop: int) -> memoryview:
+        """Bytes of a shard in the dtype of the stream; no more than whole rows around them is read."""
+        import torch
+
+        tensor, part = self._tensors[index], self._parts[index]
+        dtype = written_as(self._layout.tensors[self._layout.placements[index].shard.tensor], tensor)
+        size, shape, strides = tensor.element_size(), tuple(tensor.shape), part.strides
+        if tensor.is_contiguous():
+            shape, strides = (tensor.numel(),), (size,)
+        row_bytes = tensor.numel() // shape[0] * dtype.itemsize
+        first, last = start // row_bytes, -(-stop // row_bytes)
+        raw = np.empty((last - first, *shape[1:], size), np.uint8)
+        part.file.read_into(raw, part.offset + first * strides[0], (*strides, 1))
+        elements = torch.from_numpy(raw.reshape(-1)).view(tensor.dtype)
+        cast = elements.to(dtype).view(torch.uint8).numpy()
+        return cast[start - first * row_bytes : stop - first * row_bytes].data
+
+
+_ALIGNMENT = 64
+_NEVER_THERE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE
+_COMPARED = 32 << 20
+
+
+def _same(buffers: Mapping[str, OpenFile], one: Placement, other: Placement) -> bool:
+    """Whether two tensors of as many bytes are the same."""
+    for start in range(0, one.nbytes, _COMPARED):
+        end = min(start + _COMPARED, one.nbytes)
+        first, second = (buffers[p.buffer][p.offset + start : p.offset + end] for p in (one, other))
+        if not np.array_equal(first, second):
+            return False
+    return True
 
 
 def tied_copies(config_json: bytes, tensors: Mapping[str, TensorSpec]) -> dict[str, str]:
@@ -194,17 +321,13 @@ def tied_copies(config_json: bytes, tensors: Mapping[str, TensorSpec]) -> dict[s
     return {copy.name: original.name} if (copy.dtype, copy.shape) == (original.dtype, original.shape) else {}
 
 
-def _without_copies(files: Layout, buffers: Mapping[str, NDArray[np.uint8]], config_json: bytes) -> Layout:
+def _without_copies(files: Layout, buffers: Mapping[str, OpenFile], config_json: bytes) -> Layout:
     copies = tied_copies(config_json, files.tensors)
     if not copies:
         return files
     placed = {p.shard.tensor: p for p in files.placements}
-
-    def content(place: Placement) -> NDArray[np.uint8]:
-        return buffers[place.buffer][place.offset : place.offset + place.nbytes]
-
     for copy, original in copies.items():
-        if not np.array_equal(content(placed[copy]), content(placed[original])):
+        if not _same(buffers, placed[copy], placed[original]):
             raise InvalidArgument(
                 f"{copy} is not the same as {original}, and config.json ties them",
                 fix="set tie_word_embeddings to false in config.json, or leave one of them out",

@@ -28,8 +28,9 @@ from weighbridge._formats.tensor_stream import (
 )
 from weighbridge._memory.casting import write_cast
 from weighbridge._memory.copying import write_tensors
+from weighbridge._memory.file_reads import OpenFile
 from weighbridge._memory.mappings import MappedMemory
-from weighbridge._memory.strided import WrittenCounts, write_bytes
+from weighbridge._memory.strided import Uncounted, WrittenCounts, write_bytes
 from weighbridge._transport.pieces import Buffer
 
 if TYPE_CHECKING:
@@ -362,28 +363,31 @@ class _Staged(StreamSource):
 
 
 class MappedSource(StreamSource):
-    """A stream whose shards lie in mapped files, each dense in one of them; nothing is held in memory.
+    """A stream whose shards lie in files, each dense in one of them; nothing is held in memory.
 
     Args:
         stream: layout of the stream.
         places: for each of its placements, where its bytes lie.
-        files: the mapped files.
+        files: the files: open, or in memory.
     """
 
-    def __init__(self, stream: Layout, places: Sequence[Placement], files: Mapping[str, Bytes]) -> None:
+    def __init__(
+        self, stream: Layout, places: Sequence[Placement], files: Mapping[str, Bytes | OpenFile]
+    ) -> None:
         super().__init__(stream)
+        self._all_places = places
         filled = [(s, p) for s, p in zip(stream.placements, places, strict=True) if s.nbytes]
         self._starts = np.array([s.offset for s, _ in filled], np.int64)
         self._places = [p for _, p in filled]
         self._files = files
 
     @staticmethod
-    def opener(placements: Sequence[Placement], files: Mapping[str, Bytes]) -> OpenSource:
-        """Makes the source for some of the shards that lie in mapped files.
+    def opener(placements: Sequence[Placement], files: Mapping[str, Bytes | OpenFile]) -> OpenSource:
+        """Makes the source for some of the shards that lie in files.
 
         Args:
             placements: for each shard, where its bytes lie.
-            files: the mapped files.
+            files: the files: open, or in memory.
         """
         return lambda indexes, stream: MappedSource(stream, [placements[i] for i in indexes], files)
 
@@ -399,3 +403,27 @@ class MappedSource(StreamSource):
             start += count
             index += 1
         return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def write(
+        self, copies: Sequence[Sequence[ByteCopy[int]]], memories: Sequence[MappedMemory]
+    ) -> WrittenCounts:
+        """See `ShardSource.write`. What is one run in a file and in memory is read to where it belongs, and counted there."""
+        found = super().write(
+            [() if self._is_run(*each) else each[1] for each in zip(self._all_places, copies, strict=True)],
+            memories,
+        )
+        uncounted = list(found.uncounted)
+        shards = zip(self._all_places, copies, encodings_of(self._layout), strict=True)
+        for index, (place, of_shard, encoding) in enumerate(shards):
+            file = self._files[place.buffer]
+            if not self._is_run(place, of_shard) or not isinstance(file, OpenFile):
+                continue
+            for copy_ in of_shard:
+                target = memories[copy_.file].bytes[copy_.file_offset : copy_.file_end]
+                file.read_into(target, place.offset + copy_.stream_offset, (1,))
+                if encoding is not None:
+                    uncounted.append(Uncounted(index, copy_, encoding))
+        return WrittenCounts(found.counts, uncounted)
+
+    def _is_run(self, place: Placement, copies: Sequence[ByteCopy[int]]) -> bool:
+        return isinstance(self._files[place.buffer], OpenFile) and all(each.dense for each in copies)

@@ -9,8 +9,6 @@ padded with spaces; then the data, to which the offsets are relative. A folder o
 from __future__ import annotations
 
 import json
-import mmap
-import os
 import re
 import stat
 from collections.abc import Mapping, Sequence
@@ -19,15 +17,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from weighbridge._core import dtypes
 from weighbridge._core.boxes import Box
 from weighbridge._core.layouts import Layout, Placement, Shard, TensorSpec, check_spec
 from weighbridge._formats.naming.parameter_names import unwrapped_names
 from weighbridge._formats.naming.weight_files import check_listed, check_parts, weight_files
 from weighbridge._formats.side_files.regular import open_regular
+from weighbridge._memory.file_reads import OpenFile
 from weighbridge.errors import DataLoss, InvalidArgument, NotFound
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -131,12 +127,12 @@ def lay_out_files(specs: Sequence[TensorSpec], max_shard_bytes: int = DEFAULT_SH
 
 
 def read_header(
-    data: memoryview, file: str, nbytes: int | None = None
+    data: memoryview | OpenFile, file: str, nbytes: int | None = None
 ) -> tuple[TensorFile, list[TensorSpec], list[Placement]]:
     """Read and check the header of a safetensors file, trusting nothing in it.
 
     Args:
-        data: all bytes of the file (a mapping of it: only the header is touched), or at least its length and header.
+        data: all bytes of the file (of an open one, only the header is read), or at least its length and header.
         file: its name, for placements and messages.
         nbytes: size of the file in bytes; None if ``data`` is all of it.
 
@@ -147,7 +143,7 @@ def read_header(
     whole = len(data) if nbytes is None else nbytes
     if len(data) < 8:
         raise DataLoss(f"{file} has {len(data)} bytes: too short for a safetensors file")
-    length = int.from_bytes(data[:8], "little")
+    length = int.from_bytes(bytes(data[:8]), "little")
     if length > min(MAX_HEADER_BYTES, len(data) - 8):
         raise DataLoss(f"{file} announces a header of {length} bytes and has only {len(data) - 8} more")
     try:
@@ -202,7 +198,9 @@ def _no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def layout_of_files(buffers: Mapping[str, memoryview], sizes: Mapping[str, int] | None = None) -> FilesLayout:
+def layout_of_files(
+    buffers: Mapping[str, memoryview | OpenFile], sizes: Mapping[str, int] | None = None
+) -> FilesLayout:
     """The layout of existing files, from their headers.
 
     Args:
@@ -232,19 +230,19 @@ class FolderFiles:
 
     Attributes:
         layout: the tensors, by their names without those of wrappers, and where they lie. Buffers are named like the files.
-        buffers: the files, mapped read-only.
+        buffers: the files, open for reading.
         left_out: names of safetensors files in the folder that are not the model's.
         wrapped: how many names had those of wrappers in them.
     """
 
     layout: Layout
-    buffers: Mapping[str, NDArray[np.uint8]] = field(repr=False)
+    buffers: Mapping[str, OpenFile] = field(repr=False)
     left_out: tuple[str, ...] = ()
     wrapped: int = 0
 
 
 def read_folder(folder: Path, *, by_path: bool = False) -> FolderFiles:
-    """Map the weights in an HF folder, and compare what it says of itself: its index, the names of its files, their headers.
+    """Open the weights in an HF folder, and compare what it says of itself: its index, the names of its files, their headers.
 
     Args:
         folder: the folder.
@@ -287,8 +285,8 @@ def _offsets_of_parts(file: TensorFile) -> dict[str, list[int]]:
         raise DataLoss(f"{_SHARDING} in the header of {file.name} cannot be read: {error!r}"[:300]) from error
 
 
-def map_folder(folder: Path) -> dict[str, NDArray[np.uint8]]:
-    """Map all safetensors files that belong to the model in an HF folder, read-only; `weight_files` says which.
+def map_folder(folder: Path) -> dict[str, OpenFile]:
+    """Open all safetensors files that belong to the model in an HF folder; `weight_files` says which.
 
     Raises:
         NotFound: no such folder, no safetensors file in it, or one that the index or the names of others name is missing.
@@ -346,15 +344,12 @@ def has_weights(folder: Path) -> bool:
     return (folder / INDEX_FILE).exists() or any(folder.glob("*.safetensors"))
 
 
-def map_file(folder: Path, name: str) -> NDArray[np.uint8]:
-    """Map one file of a folder read-only, as bytes.
+def map_file(folder: Path, name: str) -> OpenFile:
+    """Open one file of a folder, to be read as bytes.
 
     Raises:
         NotFound: there is no such file.
         DataLoss: there is something else of this name.
         InvalidArgument: it is a link out of the folder.
     """
-    with os.fdopen(open_regular(folder / name, folder), "rb") as file:
-        if os.fstat(file.fileno()).st_size == 0:
-            return np.empty(0, dtype=np.uint8)
-        return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), dtype=np.uint8)
+    return OpenFile(folder / name, open_regular(folder / name, folder))

@@ -7,4 +7,5 @@ May import: `_core`, `_formats`, `_memory`, `_transport`, `weighbridge.errors`, 
 - `protocol`: messages on that socket, and descriptors with them.
 - `plans`: plans that the service has sent, and their copies.
 - `loans`: memory on loan, for writing and for reading.
+- `stored_files`: files on loan, which are read.
 """

@@ -7,20 +7,24 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from weighbridge._core.layouts import Layout
+import numpy as np
+
+from weighbridge._core.layouts import Layout, Placement
 from weighbridge._formats.gathered_shards import Passing
 from weighbridge._formats.push_counts import PushCounts, encodings_of
 from weighbridge._formats.push_sources import ShardSource, StagingPool, TensorSource
 from weighbridge._formats.tensor_stream import check_size, check_target, written_as
 from weighbridge._lane.connection import LaneConnection
 from weighbridge._lane.plans import PlacedPlan
-from weighbridge._memory.copying import read_tensors
+from weighbridge._lane.stored_files import StoredFile
+from weighbridge._memory.copying import has_bytes, read_tensors
 from weighbridge._memory.mappings import MappedMemory
+from weighbridge._memory.paging import prefer_huge_pages
 from weighbridge._memory.passing_writes import PassingShard, PassingWriter
 from weighbridge._memory.sampling import sample_of
-from weighbridge._memory.strided import ShardCopies, Uncounted, count_written, is_dense
+from weighbridge._memory.strided import ShardCopies, Uncounted, count_written, is_dense, view_bytes
 from weighbridge._transport import rpc
 from weighbridge.errors import FailedPrecondition
 from weighbridge.v1 import local_lane_pb2 as pb
@@ -205,48 +209,74 @@ def _pieces(source: ShardSource, sampled: Sequence[_Sampled]) -> list[pb.Sampled
             staged.release()
 
 
+class LentMemory(NamedTuple):
+    """Shared memory that was lent for reading.
+
+    Attributes:
+        private: mapped for this loan, to be handed out.
+        kept: mapped to be copied from, in this loan and in later ones.
+    """
+
+    private: MappedMemory
+    kept: MappedMemory
+
+
+Lent: TypeAlias = LentMemory | StoredFile
+
+
+_LARGE_BYTES = 4 << 20
+"""Of a tensor that is made, from which on its first touch is worth a system call."""
+
+
 class ReadLoan:
-    """A version that is read where it lies; made by `LocalLane.read`. It is held until all tensors made from it are gone, too."""
+    """A version that is read where it lies; made by `LocalLane.read`. It is held until all tensors over shared memory are gone, too.
+
+    Args:
+        layout: of the slices.
+        copies: where the bytes of each lie.
+        lent: the memories that these name by number.
+        end: says that it has ended.
+    """
 
     def __init__(
-        self,
-        layout: Layout,
-        copies: list[ShardCopies],
-        private: Sequence[MappedMemory],
-        kept: Sequence[MappedMemory],
-        end: Callable[[], None],
+        self, layout: Layout, copies: list[ShardCopies], lent: Sequence[Lent], end: Callable[[], None]
     ) -> None:
         self._layout = layout
         self._copies = copies
-        self._memories = kept
-        self._exported = [memory.exported() for memory in private]
-        holder = _Holder()
+        self._lent = lent
+        self._exported = [each.private.exported() if isinstance(each, LentMemory) else None for each in lent]
+        self._holder = _Holder()
         # not at the interpreter's exit: tensors may be in use until the process ends, and then the loan does, too
-        weakref.finalize(holder, end).atexit = False
-        for each in self._exported:
-            each.holder = holder  # whatever keeps one of them keeps the loan
+        weakref.finalize(self._holder, end).atexit = False
+        for exported in self._exported:
+            if exported is not None:
+                exported.holder = self._holder  # whatever keeps one of them keeps the loan
 
     def tensor(self, index: int) -> torch.Tensor:
-        """A slice, by its index in the layout: a view of the version if it lies there in one run, a copy otherwise."""
+        """A slice, by its index in the layout: a view of the version if it lies in shared memory in one run, a copy otherwise."""
         import torch
 
         shard = self._layout.placements[index].shard
         dtype = self._layout.tensors[shard.tensor].dtype.torch
         copies, nbytes = self._copies[index], self._layout.placements[index].nbytes
         if nbytes and is_dense(copies, nbytes) and copies[0].file_offset % dtype.itemsize == 0:
-            flat = torch.frombuffer(
-                self._exported[copies[0].file],
-                dtype=dtype,
-                count=nbytes // dtype.itemsize,
-                offset=copies[0].file_offset,
-            )
-            return flat.view(shard.box.extent)
+            exported = self._exported[copies[0].file]
+            if exported is not None:
+                count = nbytes // dtype.itemsize
+                flat = torch.frombuffer(exported, dtype=dtype, count=count, offset=copies[0].file_offset)
+                return flat.view(shard.box.extent)
         made = torch.empty(shard.box.extent, dtype=dtype, device="cpu")
+        if nbytes >= _LARGE_BYTES:
+            prefer_huge_pages(made.data_ptr(), nbytes)
         self.fill(index, made)
         return made
 
     def fill(self, index: int, tensor: torch.Tensor) -> None:
-        """Copy a slice, by its index in the layout, to a tensor on any device."""
+        """Copy a slice, by its index in the layout, to a tensor on any device.
+
+        Raises:
+            DataLoss: of a file, bytes cannot be read, or a whole tensor does not agree with its digest.
+        """
         deque(self._filled([(index, tensor)]), maxlen=0)
 
     def filled(self, tensor_for: Callable[[int], torch.Tensor]) -> Generator[torch.Tensor, None, None]:
@@ -254,16 +284,47 @@ class ReadLoan:
 
         Args:
             tensor_for: gives the tensor for a slice by its index in the layout.
+
+        Raises:
+            DataLoss: as `fill`.
         """
         return self._filled((index, tensor_for(index)) for index in range(len(self._copies)))
 
     def _filled(self, targets: Iterable[tuple[int, torch.Tensor]]) -> Generator[torch.Tensor, None, None]:
-        return read_tensors(map(self._checked, targets), self._memories)
+        memories = [each.kept for each in self._lent if isinstance(each, LentMemory)]
+        if len(memories) == len(self._lent):
+            yield from read_tensors(map(self._checked, targets), memories)
+            return
+        for target in targets:
+            tensor, copies = self._checked(target)
+            self._read(self._layout.placements[target[0]], tensor, copies)
+            yield tensor
 
     def _checked(self, target: tuple[int, torch.Tensor]) -> tuple[torch.Tensor, ShardCopies]:
         index, tensor = target
         check_target(self._layout, self._layout.placements[index], tensor)
         return tensor, self._copies[index]
+
+    def _read(self, placement: Placement, tensor: torch.Tensor, copies: ShardCopies) -> None:
+        """Copy a slice some of whose bytes lie in files."""
+        import torch
+
+        target = tensor.detach()
+        host = target if has_bytes(target) else torch.empty(target.shape, dtype=target.dtype, device="cpu")
+        data = host.reshape(-1).view(torch.uint8).numpy()
+        if sum(copy.nbytes for copy in copies) < placement.nbytes:
+            data[:] = 0
+        for copy in copies:
+            lent = self._lent[copy.file]
+            if isinstance(lent, StoredFile):
+                lent.read(copy, data, placement.shard.tensor)
+            else:
+                np.copyto(
+                    view_bytes(data, copy.stream_offset, copy.extent, copy.stream_strides),
+                    view_bytes(lent.kept.bytes, copy.file_offset, copy.extent, copy.file_strides),
+                )
+        if host is not target:
+            target.copy_(host)
 
 
 class _Holder:

@@ -18,8 +18,9 @@ from weighbridge._core.layouts import Layout
 from weighbridge._core.slices import LayoutRequest
 from weighbridge._lane import protocol
 from weighbridge._lane.connection import LaneConnection
-from weighbridge._lane.loans import ReadLoan, WriteLoan
+from weighbridge._lane.loans import Lent, LentMemory, ReadLoan, WriteLoan
 from weighbridge._lane.plans import LanePlans
+from weighbridge._lane.stored_files import StoredFile, StoredTensor
 from weighbridge._memory.mappings import MappedMemory, Use, merged
 from weighbridge._transport import wire
 from weighbridge.errors import (
@@ -170,22 +171,23 @@ class LocalLane:
             connection.tell(pb.LaneRequest(end_read=pb.EndRead(loan=loan.loan, left_open=left_open)))
 
         try:
-            private: list[MappedMemory] = []
-            copied_from: list[MappedMemory] = []
+            lent: list[Lent] = []
             sent = list(descriptors)
-            for memory in loan.memories:
-                kept = held.get(memory.key)
+            for number, memory in enumerate(loan.memories):
                 each = [sent.pop(0)] if sent and memory.descriptor_sent else []
+                if not memory.keep:
+                    lent.append(_stored(each, memory.bytes, loan, number))
+                    continue
+                kept = held.get(memory.key)
                 if not each and kept is not None:
                     each = [kept.descriptor]
-                private.append(_map(each, memory, Use.VIEW))
+                private = _map(each, memory, Use.VIEW)
                 if kept is None:
-                    kept = _Kept(_duplicate(each[0]), _map(each, memory, Use.READ, pinnable=memory.keep))
-                    if memory.keep:
-                        self._keep(connection, self._kept, memory.key, kept, recalls)
-                copied_from.append(kept.mapping)
-            placed = self._plans.placed(loan, plan, [memory.nbytes for memory in private], layout, what)
-            return ReadLoan(layout, placed.copies, private, copied_from, end)
+                    kept = _Kept(_duplicate(each[0]), _map(each, memory, Use.READ))
+                    self._keep(connection, self._kept, memory.key, kept, recalls)
+                lent.append(LentMemory(private, kept.mapping))
+            placed = self._plans.placed(loan, plan, [memory.bytes for memory in loan.memories], layout, what)
+            return ReadLoan(layout, placed.copies, lent, end)
         except BaseException:
             end()
             raise
@@ -278,9 +280,7 @@ class LocalLane:
         del gone
 
 
-def _map(
-    descriptors: Sequence[int], memory: pb.SharedMemory, use: Use, *, pinnable: bool = True
-) -> MappedMemory:
+def _map(descriptors: Sequence[int], memory: pb.SharedMemory, use: Use) -> MappedMemory:
     """Map memory by the first of the descriptors."""
     if not descriptors:
         raise DataLoss("the service lent memory without its descriptor")
@@ -290,7 +290,21 @@ def _map(
         raise DataLoss(f"the descriptor of lent memory is of no use: {error}") from error
     if size < memory.bytes:
         raise DataLoss("the service lent memory that is shorter than it says")
-    return MappedMemory(descriptors[0], memory.key, memory.bytes, use, pinnable=pinnable)
+    return MappedMemory(descriptors[0], memory.key, memory.bytes, use)
+
+
+def _stored(descriptors: Sequence[int], nbytes: int, loan: pb.ReadLoan, number: int) -> StoredFile:
+    """A file that was lent, to be read by the first of the descriptors."""
+    if not descriptors:
+        raise DataLoss("the service lent a file without its descriptor")
+    files = [file for file in loan.files if file.memory == number]
+    tensors = {
+        file.offset + part.offset: StoredTensor(part.bytes, part.xxh3_128)
+        for file in files
+        for part in file.tensors
+    }
+    title = f"{loan.version.model}@{loan.version.number}"
+    return StoredFile(descriptors[0], nbytes, title, ", ".join(file.name for file in files), tensors)
 
 
 def _duplicate(descriptor: int) -> int:

@@ -6,6 +6,7 @@ May import: `_core`, `weighbridge.errors`.
 - `passing_writes`: copies of tensors that are there for a moment only.
 - `paging`: huge pages of a mapping.
 - `strided`: strided copies as values, and on bytes.
+- `file_reads`: strided reads of a file.
 - `copying`: the same on tensors of any device.
 - `casting`: the same with a cast to another dtype.
 - `native_copies`: copies and counts by the C extension `_native`.

@@ -48,16 +48,15 @@ class MappedMemory:
         descriptor: of the memory; stays the caller's.
         key: the memory's name.
         nbytes: its size.
-        use: what for.
-        pinnable: whether GPUs may be given access. A view never is: CUDA would make a copy of every page of it.
+        use: what for. GPUs are given no access to a view: CUDA would make a copy of every page of it.
 
     Raises:
         ResourceExhausted: it cannot be mapped.
     """
 
-    def __init__(self, descriptor: int, key: str, nbytes: int, use: Use, *, pinnable: bool = True) -> None:
+    def __init__(self, descriptor: int, key: str, nbytes: int, use: Use) -> None:
         self.key = key
-        self._pinnable = pinnable and use is not Use.VIEW
+        self._pinnable = use is not Use.VIEW
         self.nbytes = nbytes
         self._use = use
         self._unpin: weakref.finalize[..., MappedMemory] | None = None

@@ -5,6 +5,7 @@ One by one, as they are touched, takes far longer.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -46,6 +47,15 @@ def advise(address: int, nbytes: int, advice: int) -> None:
     if _libc.madvise(address, nbytes, advice) != 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
+
+
+def prefer_huge_pages(address: int, nbytes: int) -> None:
+    """Let memory that was not touched yet be made in huge pages, as far as whole ones lie in it: its first touch takes half the time then."""
+    first = -(-address // HUGE_PAGE) * HUGE_PAGE
+    pages = (address + nbytes - first) // HUGE_PAGE
+    if pages > 0:
+        with contextlib.suppress(OSError):  # a kernel without them
+            advise(first, pages * HUGE_PAGE, mmap.MADV_HUGEPAGE)
 
 
 def map_aligned(descriptor: int, nbytes: int, flags: int, protection: int) -> tuple[mmap.mmap, int]:

@@ -62,7 +62,7 @@ class Backoff:
         if not isinstance(error, Unavailable | DataLoss):
             return None
         retry = self.after_failure(now, jitter)
-        worth = error.worth_retrying if isinstance(error, Unavailable) else math.inf
+        worth = error.worth_retrying
         since = math.inf if worth == math.inf else min(self.doubtful_since, now) if self.tries else now
         if retry is None or now + retry.pause > since + worth:
             return None

@@ -376,20 +376,50 @@ def send(
     Raises:
         grpc.RpcError: a part broke; the others were broken off.
         WeighbridgeError: the service does not say where weights go.
+        Exception: as ``messages`` raised it.
     """
     count, headers = calls_for(nbytes, most), spans.headers()
     calls: list[Any] = []
+    parts: list[_Messages] = []
     try:
         for index in range(count):
             way = connections.way(index)
             method = way.channel.stream_unary(path, request_serializer=None, response_deserializer=None)
-            calls.append(method.future(messages(Striping(count, index)), metadata=(*way.metadata, *headers)))
+            parts.append(_Messages(messages(Striping(count, index))))
+            calls.append(method.future(parts[-1], metadata=(*way.metadata, *headers)))
         for call in calls:
             call.result()
         connections.proved()
     except grpc.RpcError:
+        for part in parts:
+            if part.failure is not None:
+                raise part.failure from None
         connections.renew()
         raise
     finally:
         for call in calls:
             call.cancel()
+
+
+class _Messages:
+    """Messages of a part of a stream, and why there are no more: gRPC only says that there was an exception.
+
+    Attributes:
+        failure: what was raised instead of the next message.
+    """
+
+    def __init__(self, messages: Iterator[bytes]) -> None:
+        self._messages = messages
+        self.failure: Exception | None = None
+
+    def __iter__(self) -> Iterator[bytes]:
+        return self
+
+    def __next__(self) -> bytes:
+        try:
+            return next(self._messages)
+        except StopIteration:
+            raise
+        except Exception as error:
+            self.failure = error
+            raise

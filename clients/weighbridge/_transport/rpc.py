@@ -181,6 +181,10 @@ def translated_errors(server: str, credentials: Credentials = NONE) -> Iterator[
         raise _translate(error, server, proxy) from None  # it says all that this one does
 
 
+LASTING = "lasting"
+"""Key of an error's metadata: it will not help to try again."""
+
+
 def _translate(error: Any, server: str, proxy: str) -> WeighbridgeError:
     status = rpc_status.from_call(error)
     if status is not None:
@@ -194,6 +198,8 @@ def _translate(error: Any, server: str, proxy: str) -> WeighbridgeError:
                 known = kind(status.message, fix=info.metadata.get("fix", ""), details=details)
                 if isinstance(known, ResourceExhausted) and retry.HasField("retry_delay"):
                     known.retry_after = retry.retry_delay.ToTimedelta().total_seconds()
+                if isinstance(known, DataLoss) and info.metadata.get(LASTING):
+                    known.worth_retrying = 0.0
                 return known
     code, text = error.code(), error.details() or ""
     if code is grpc.StatusCode.UNAVAILABLE and any(sign in text for sign in _HTTP1):

@@ -416,7 +416,7 @@ Global___EndRead: _TypeAlias = EndRead  # noqa: Y015
 
 @_typing.final
 class SharedMemory(_message.Message):
-    """Shared memory, or a file, that can be mapped."""
+    """Shared memory, which is mapped, or a file, which is read: a page of a file that cannot be read would end the process that has it mapped."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -432,7 +432,7 @@ class SharedMemory(_message.Message):
     in which they are mentioned.
     """
     keep: _builtins.bool
-    """Whether a client may keep a mapping for reading after its loan, to use it again: until it is recalled."""
+    """Whether it is shared memory. Of a grant for reading, a client may then keep a mapping after its loan, to use it again: until it is recalled."""
     def __init__(
         self,
         *,
@@ -458,25 +458,60 @@ class FilePlace(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     MEMORY_FIELD_NUMBER: _builtins.int
     OFFSET_FIELD_NUMBER: _builtins.int
+    TENSORS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     memory: _builtins.int
     """Index into the memories that are lent."""
     offset: _builtins.int
     """Of the file's first byte."""
+    @_builtins.property
+    def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___StoredTensor]:
+        """Of a file in the store, its tensors: the client compares what it reads of them whole."""
+
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         memory: _builtins.int = ...,
         offset: _builtins.int = ...,
+        tensors: _abc.Iterable[Global___StoredTensor] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["memory", b"memory", "name", b"name", "offset", b"offset"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["memory", b"memory", "name", b"name", "offset", b"offset", "tensors", b"tensors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___FilePlace: _TypeAlias = FilePlace  # noqa: Y015
+
+@_typing.final
+class StoredTensor(_message.Message):
+    """A tensor in a file."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OFFSET_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    XXH3_128_FIELD_NUMBER: _builtins.int
+    offset: _builtins.int
+    """Of its first byte in the file."""
+    bytes: _builtins.int
+    xxh3_128: _builtins.bytes
+    """Digest of its bytes: 16 bytes, big-endian, as XXH3 prints it."""
+    def __init__(
+        self,
+        *,
+        offset: _builtins.int = ...,
+        bytes: _builtins.int = ...,
+        xxh3_128: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "offset", b"offset", "xxh3_128", b"xxh3_128"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StoredTensor: _TypeAlias = StoredTensor  # noqa: Y015
 
 @_typing.final
 class WriteLoan(_message.Message):

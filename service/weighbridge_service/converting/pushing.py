@@ -9,21 +9,22 @@ from pathlib import Path
 from typing import Unpack
 
 import numpy as np
-from numpy.typing import NDArray
 
 from weighbridge._clients.push_handle import PushHandle
 from weighbridge._clients.push_options import PushOptions
 from weighbridge._clients.trainer import TrainerClient
+from weighbridge._core.boxes import Box
 from weighbridge._core.dtypes import DType
 from weighbridge._core.layouts import Layout, Placement, Shard, TensorSpec
 from weighbridge._core.tensor_spaces import TensorSpace
 from weighbridge._formats import safetensors_files
-from weighbridge._formats.folder_weights import mapped_tensor
+from weighbridge._formats.folder_weights import StandIns
 from weighbridge._formats.hf_folder import in_dtype_of
-from weighbridge._formats.push_sources import CastingSource, MappedSource, OpenSource, cast_dtypes
+from weighbridge._formats.push_sources import MappedSource, OpenSource, cast_dtypes
 from weighbridge._formats.side_files.reading import CONFIG
 from weighbridge._formats.torch_dist.noted_values import common_values, trained_arguments
 from weighbridge._formats.training.checkpoint_step import step_of_folder
+from weighbridge._memory.file_reads import OpenFile
 from weighbridge.errors import DataLoss, InvalidArgument
 from weighbridge_service.converting.checkpoint_model import (
     checkpoint_model,
@@ -172,20 +173,20 @@ class CheckpointToPush:
             request_id=str(uuid.uuid4()), cast_from=cast_from, **options,
         )  # fmt: skip
 
-    def _casting(
-        self, stream: Layout, files: Mapping[str, NDArray[np.uint8]]
-    ) -> tuple[OpenSource, tuple[str, ...]]:
+    def _casting(self, stream: Layout, files: Mapping[str, OpenFile]) -> tuple[OpenSource, tuple[str, ...]]:
         """The shards as a stream of other dtypes, and safetensors' names of those that they have."""
         own = {spec.name: spec.dtype for spec in self.declared}
-        mapped = [
-            mapped_tensor(own[shard.tensor], shard.box.extent, place, files) for shard, place in self.shards
-        ]
-        return CastingSource.opener(mapped), tuple(cast_dtypes(stream, mapped))
+        specs, placements = {}, []
+        for index, (shard, place) in enumerate(self.shards):  # each as a tensor of its own
+            name = str(index)
+            specs[name] = TensorSpec(name, own[shard.tensor], shard.box.extent)
+            placements.append(place._replace(shard=Shard(name, Box.whole(shard.box.extent))))
+        stand_ins = StandIns(Layout(specs, tuple(placements)), files)
+        tensors = [stand_ins.tensors[name] for name in specs]
+        return stand_ins.opener(tensors), tuple(cast_dtypes(stream, tensors))
 
 
-def _check_tied(
-    tied: Sequence[tuple[str, Placement, Placement]], files: Mapping[str, NDArray[np.uint8]]
-) -> None:
+def _check_tied(tied: Sequence[tuple[str, Placement, Placement]], files: Mapping[str, OpenFile]) -> None:
     for name, copy, original in tied:
         for first in range(0, copy.nbytes, _COMPARED):
             last = min(first + _COMPARED, copy.nbytes)

@@ -23,14 +23,10 @@ import sys
 from collections import OrderedDict
 from dataclasses import dataclass
 from itertools import product
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 from weighbridge._core.byte_copies import ByteCopy
 from weighbridge._core.dtypes import DType
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
 
 DIFFERS = "differs"
 """The error of an original and a copy that are not the same."""
@@ -130,7 +126,6 @@ class _Files:
         self._job = job
         self._direct = True
         self._open: OrderedDict[tuple[int, str], int] = OrderedDict()
-        self._maps: OrderedDict[str, tuple[mmap.mmap, NDArray[np.uint8]]] = OrderedDict()
 
     def source(self, index: int) -> int:
         return self._get(os.O_RDONLY, self._job.source[index])
@@ -156,26 +151,6 @@ class _Files:
     def sync(self, name: str) -> None:
         """Wait until all that was written to a file is on the disk."""
         os.fdatasync(self._get(os.O_RDWR, os.path.join(self._job.target, name)))
-
-    def mapped(self, index: int) -> NDArray[np.uint8]:
-        import numpy as np
-
-        path = self._job.source[index]
-        found = self._maps.get(path)
-        if found is None:
-            if len(self._maps) >= _OPEN_FILES:
-                self._maps.popitem(last=False)
-            if not os.fstat(self.source(index)).st_size:
-                raise _Failed(TOO_SHORT, path)
-            area = mmap.mmap(self.source(index), 0, access=mmap.ACCESS_READ)
-            found = self._maps[path] = area, np.frombuffer(area, np.uint8)
-        self._maps.move_to_end(path)
-        return found[1]
-
-    def let_go(self) -> None:
-        """Give back the pages of mapped files: they would count as this process's memory."""
-        for area, _ in self._maps.values():
-            area.madvise(mmap.MADV_DONTNEED)
 
     def _get(self, flags: int, path: str) -> int:
         fd = self._open.get((flags, path))
@@ -231,28 +206,23 @@ class Worker:
     def _gather(self, gather: Gather, name: str) -> None:
         import numpy as np
 
+        from weighbridge._memory.file_reads import read_into
+
         room = self._room(gather.to, gather.length)
         buffer = np.frombuffer(room, np.uint8)
         if sum(_volume(part.extent) for part in gather.parts) < gather.length:
             buffer[:] = 0
         for part in gather.parts:
-            mapped = self._files.mapped(part.file)
-            last = part.file_offset + sum(
-                (n - 1) * step for n, step in zip(part.extent, part.file_strides, strict=True)
-            )
-            if last >= len(mapped) or last >= os.fstat(self._files.source(part.file)).st_size:
-                # reading behind the end of a mapped file would end this process
-                raise _Failed(TOO_SHORT, self._job.source[part.file])
-            np.copyto(
-                np.ndarray(part.extent, np.uint8, buffer, part.stream_offset, part.stream_strides),
-                np.ndarray(part.extent, np.uint8, mapped, part.file_offset, part.file_strides),
-            )
+            target = np.ndarray(part.extent, np.uint8, buffer, part.stream_offset, part.stream_strides)
+            try:
+                read_into(self._files.source(part.file), target, part.file_offset, part.file_strides)
+            except EOFError as error:
+                raise _Failed(TOO_SHORT, self._job.source[part.file]) from error
         if gather.dtype is not None:
             from weighbridge._formats.shifts import shifted
 
             buffer[:] = shifted(buffer, gather.dtype, gather.shift)
         self._files.write(name, room, gather.to)
-        self._files.let_go()
         self._say({"copied": gather.length})
 
     def _compare(self, same: Same) -> None:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from weighbridge._core.layouts import TensorSpec
@@ -74,12 +74,14 @@ class CheckedModel:
         versions: how many folders of versions were looked at.
         findings: what is wrong, or was.
         fix: what to do about what still is; empty if nothing is, or if each finding says it itself.
+        whole: the versions of its history that have all their files, and how many bytes of weights each has.
     """
 
     name: str
     versions: int
     findings: tuple[Checked, ...]
     fix: str
+    whole: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
@@ -134,7 +136,12 @@ def check_store(
         else:
             findings = tuple(Checked(finding) for finding in diagnosis.findings)
         left = {checked.finding.mend for checked in findings if not checked.repaired}
-        yield CheckedModel(str(model), len(survey.versions), findings, fix_for(left, repair))
+        whole = {
+            number: folder.described.nbytes
+            for number, folder in survey.versions.items()
+            if folder.whole and folder.described is not None and number in survey.entries
+        }
+        yield CheckedModel(str(model), len(survey.versions), findings, fix_for(left, repair), whole)
 
 
 class _Repair:

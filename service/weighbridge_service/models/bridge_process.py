@@ -54,12 +54,18 @@ class BridgeProcess:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
-        self._closed = False
+        self._closed = threading.Event()
 
     def start(self) -> None:
-        """Let the process import what it needs, which takes seconds; returns at once. Raises Unavailable if it cannot be started."""
-        with self._lock:
-            self._connected()
+        """Let the process import what it needs, which takes seconds; returns at once. Raises Unavailable if it cannot be started.
+
+        A call that is being answered has started it already, and may hold the lock for as long as these imports take.
+        """
+        if self._lock.acquire(blocking=False):
+            try:
+                self._connected()
+            finally:
+                self._lock.release()
 
     def bridge(self, config_json: bytes, absent: Sequence[str]) -> Bridge:
         """As `weighbridge_service.models.bridges.make_bridge`.
@@ -101,7 +107,7 @@ class BridgeProcess:
 
     def close(self) -> None:
         """End the process, whatever it is doing: whoever waits for it gets `Unavailable`, and no further one is started."""
-        self._closed = True
+        self._closed.set()
         process = self._process
         if process is not None:
             process.kill()
@@ -109,7 +115,7 @@ class BridgeProcess:
             self._end()
 
     def _connected(self) -> Connection:
-        if self._closed:
+        if self._closed.is_set():
             raise Unavailable("the service is shutting down")
         if self._connection is None:
             ours, theirs = Pipe()
@@ -134,6 +140,8 @@ class BridgeProcess:
                     ) from error
             self._connection = ours
             count_helper(self._process.pid)
+            if self._closed.is_set():  # meanwhile, when there was none to be killed
+                self._process.kill()
         return self._connection
 
     def _end(self) -> str:

@@ -98,7 +98,7 @@ class StreamReader:
         self._transfer = transfer
         self._files = files
         self._nbytes = nbytes
-        self._remote = any(file.whole is None for file in files.values())
+        self._remote = not all(file.is_near for file in files.values())
         self._ahead: ReadAhead | None = None
 
     def gather(self, offset: int, length: int) -> Buffer:

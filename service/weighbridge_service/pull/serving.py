@@ -43,10 +43,10 @@ _LATELY_SECONDS = 1.0
 """How long a head that was read, for the plan of a pull or for anybody else, holds for versions in memory. What another replica takes out of
 history can be read for far longer."""
 _KEPT_OPEN = 16
-"""Durable versions whose files stay mapped, or in the read cache, after a pull."""
+"""Durable versions whose files stay open, or in the read cache, after a pull."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class LentVersion:
     """Slices of a version that another process of this machine reads where they lie.
 
@@ -190,7 +190,7 @@ class Serving:
         return self._reading(opened, layout, (offset, striping), shifting, model.restore_transfer)
 
     def close_gone(self, name: ModelName, history: History) -> None:
-        """Close files of versions that history does not have any more: a folder keeps their room as long as they are mapped."""
+        """Close files of versions that history does not have any more: a folder keeps their room as long as they are open."""
         numbers = {number for model, number, _ in self._opened.keys if model == name}
         gone = {number for number in numbers if history.find(number) is None}
         self._opened.drop_if(lambda key: key[0] == name and key[1] in gone)
@@ -308,14 +308,20 @@ class Serving:
                 f"{found} is no longer in memory: it could not be made durable and a newer one is live"
             )
         entry = history.find(found.number)
+        open_it = partial(open_version, self._catalog.store, self._cache, name, found.number)
         hold = self._readers.begin(name, found.number, reading_since(entry, asked_ms))
         try:
             # a model that was removed and registered again may give a number to another version
             with self._catalog.unless_deleted(name, found.number):
-                files, sources = self._opened.get_or_make(
-                    (name, found.number, entry.write_id if entry else ""),
-                    lambda: open_version(self._catalog.store, self._cache, name, found.number),
-                )
+                key = name, found.number, entry.write_id if entry else ""
+                files, sources = self._opened.get_or_make(key, open_it)
+                damaged = {name: file.identity for name, file in sources.items() if file.damaged}
+                if damaged:
+                    again = open_it()
+                    # a part of a damaged file, which nothing could be compared with, is not served either until it was restored
+                    if all(again[1][name].identity != identity for name, identity in damaged.items()):
+                        self._opened.put(key, again)
+                        files, sources = again
         except BaseException:
             hold.release()
             raise

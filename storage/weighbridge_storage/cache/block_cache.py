@@ -7,7 +7,6 @@ are only asked for ahead take at most half of the budget, so that there is alway
 
 from __future__ import annotations
 
-import bisect
 import itertools
 import logging
 import threading
@@ -21,14 +20,14 @@ from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
-import xxhash
 
 from weighbridge.errors import DataLoss, InvalidArgument, Unavailable, WeighbridgeError
 from weighbridge_storage.cache.block_books import Block, BlockBooks, Key
 from weighbridge_storage.cache.block_file import BlockFile
 from weighbridge_storage.cache.strides import blocks_touched, widest_axis
-from weighbridge_storage.memory.file_bytes import FileBytes
+from weighbridge_storage.memory.file_bytes import FileBytes, unreadable
 from weighbridge_storage.memory.images import place_files
+from weighbridge_storage.memory.read_checks import DigestedRange, parts_between
 from weighbridge_storage.stores.objects import ByteArray, error_for
 
 log = logging.getLogger(__name__)
@@ -45,23 +44,6 @@ _THREADS = 16
 
 Fetch = Callable[[str, int, int], bytes]
 """Brings so many bytes of the file of a name, from an offset on."""
-
-
-@dataclass(frozen=True, slots=True)
-class DigestedRange:
-    """Bytes of a file of which the digest is known.
-
-    Attributes:
-        name: what they are, for messages.
-        offset: of the first one in the file.
-        nbytes: how many; at least one.
-        xxh3_128: as 32 hex digits.
-    """
-
-    name: str
-    offset: int
-    nbytes: int
-    xxh3_128: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,8 +171,10 @@ class BlockCache:
         numbers = blocks_touched(offset, target.shape, strides, self._block)
         if len(numbers) <= self._copy_blocks:
             with self._present(files, file, numbers):
-                start = files.offsets[file] + offset
-                np.copyto(target, np.ndarray(target.shape, np.uint8, files.disk.bytes, start, strides))
+                try:
+                    files.disk.read_into(target, files.offsets[file] + offset, strides)
+                except (OSError, EOFError) as error:
+                    raise unreadable(error, file, files.title, "the read cache") from error
             return
         axis = widest_axis(target.shape, strides)
         middle = target.shape[axis] // 2
@@ -284,7 +268,9 @@ class BlockCache:
         """Let a block be read whose bytes are there, if nothing is known to be wrong with them."""
         file = block.key[0]
         try:
-            for part in _parts_in(block.owner.digests.get(file, ()), block):
+            for part in parts_between(
+                block.owner.digests.get(file, ()), block.offset, block.offset + block.nbytes
+            ):
                 self._check(block.owner, file, part)
         except Exception as error:
             self._fail([block], error)
@@ -332,9 +318,7 @@ class BlockCache:
             del blocks[0]
             self._books.pin_arrived(blocks)
         start = files.offsets[file] + part.offset
-        agrees = (
-            xxhash.xxh3_128_hexdigest(files.disk.bytes[start : start + part.nbytes].data) == part.xxh3_128
-        )
+        agrees = files.disk.xxh3_128(start, part.nbytes) == part.xxh3_128
         with self._changed:
             for block in blocks:
                 block.suspect |= not agrees
@@ -375,9 +359,9 @@ class CachedBytes(FileBytes):
         self._name = name
 
     @property
-    def whole(self) -> None:
-        """See `FileBytes.whole`."""
-        return
+    def is_near(self) -> bool:
+        """See `FileBytes.is_near`."""
+        return False
 
     @property
     def disk_bytes(self) -> int:
@@ -405,13 +389,3 @@ def _runs(blocks: Iterable[_Block]) -> list[list[_Block]]:
         else:
             runs.append([block])
     return runs
-
-
-def _parts_in(parts: Sequence[DigestedRange], block: _Block) -> Iterator[DigestedRange]:
-    """Those of some parts of a file, sorted by offset, that have bytes in a block."""
-    first = max(bisect.bisect_right(parts, block.offset, key=lambda part: part.offset) - 1, 0)
-    for part in parts[first:]:
-        if part.offset >= block.offset + block.nbytes:
-            break
-        if part.offset + part.nbytes > block.offset:
-            yield part

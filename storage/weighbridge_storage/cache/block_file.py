@@ -1,7 +1,8 @@
 """File on disk that holds some blocks of a much larger range of bytes, and gives back the room of others.
 
 It is sparse: blocks that were not written take no room, and a block that is no longer wanted becomes a hole again. So every
-byte lies at its own place, and what is there can be read through one mapping, however many blocks there are.
+byte lies at its own place, however many blocks there are. Nothing is read or written through a mapping: where the disk fails, or is full,
+that would be a SIGBUS.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ import weakref
 from pathlib import Path
 
 import numpy as np
+import xxhash
 
+from weighbridge._memory.file_reads import STEP_BYTES, read_into
 from weighbridge.errors import FailedPrecondition
 from weighbridge_storage.stores.objects import ByteArray, error_for
 
@@ -29,9 +32,6 @@ class BlockFile:
         folder: where to make it; must be there.
         nbytes: its size; a multiple of the page size, at least one page.
 
-    Attributes:
-        bytes: all of it, read-only. Where nothing was written there are zeros.
-
     Raises:
         ResourceExhausted, Unavailable: it cannot be made.
     """
@@ -40,12 +40,11 @@ class BlockFile:
         try:
             with tempfile.TemporaryFile(dir=folder, prefix=".blocks-", buffering=0) as file:
                 os.truncate(file.fileno(), nbytes)
-                self._map = mmap.mmap(file.fileno(), nbytes)
+                self._map = mmap.mmap(file.fileno(), nbytes)  # for making holes
                 self._fd = os.dup(file.fileno())
         except OSError as error:
             raise error_for(error, f"making a cache file in {folder}") from error
         weakref.finalize(self, os.close, self._fd)
-        self.bytes: ByteArray = np.frombuffer(memoryview(self._map).toreadonly(), dtype=np.uint8)
 
     @property
     def disk_bytes(self) -> int:
@@ -58,11 +57,31 @@ class BlockFile:
         Raises:
             OSError: they could not all be written.
         """
-        # Through the file, not the mapping: there, a disk that is full would be a SIGBUS.
         view = memoryview(data)
         while view:
             count = os.pwrite(self._fd, view, offset)
             view, offset = view[count:], offset + count
+
+    def read_into(self, target: ByteArray, offset: int, strides: tuple[int, ...]) -> None:
+        """Fill an array with bytes; where nothing was written there are zeros.
+
+        Raises:
+            OSError: they cannot be read.
+        """
+        read_into(self._fd, target, offset, strides)
+
+    def xxh3_128(self, offset: int, nbytes: int) -> str:
+        """The digest of bytes, as 32 hex digits.
+
+        Raises:
+            OSError: they cannot be read.
+        """
+        digest, buffer = xxhash.xxh3_128(), np.empty(min(nbytes, STEP_BYTES), np.uint8)
+        for start in range(0, nbytes, STEP_BYTES):
+            part = buffer[: min(STEP_BYTES, nbytes - start)]
+            read_into(self._fd, part, offset + start, (1,))
+            digest.update(part.data)
+        return digest.hexdigest()
 
     def discard(self, offset: int, nbytes: int) -> None:
         """Make a hole, from the beginning of a page up to the end of one. Nobody may be reading there.

@@ -8,5 +8,6 @@ May import: `stores.objects`, `weighbridge`.
 - `image_books`: which regions there are, and what is reserved.
 - `image_decisions`: decision where an image goes: memory, disk, later, never.
 - `memory_limits`: limits of this process.
-- `file_bytes`: random-access reader of one file of a version.
+- `file_bytes`: random-access reader of one file of a version: in memory, or by pread.
+- `read_checks`: comparison of what is read with digests.
 """

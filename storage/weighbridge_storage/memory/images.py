@@ -7,6 +7,7 @@ of shared memory or of an unlinked file on local disk. `image_pool` makes them.
 from __future__ import annotations
 
 import functools
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -14,7 +15,7 @@ from types import MappingProxyType, TracebackType
 from typing import Self
 
 from weighbridge.errors import FailedPrecondition, InvalidArgument
-from weighbridge_storage.memory.file_bytes import FileBytes, MappedBytes, Place
+from weighbridge_storage.memory.file_bytes import FileBytes, FileOnDisk, MappedBytes, Place
 from weighbridge_storage.memory.image_books import HeldFor, Holding, ImageOwner
 from weighbridge_storage.memory.regions import PAGE, Region
 from weighbridge_storage.stores.objects import ByteArray
@@ -124,11 +125,18 @@ class Image:
 
         def place(name: str) -> Place:
             reopen = functools.partial(region.reopen, writable=False)
+            kept = functools.partial(self._is_kept_by_readers, region)
             return Place(
-                region.key, region.capacity, self.offsets[name], reopen, region.in_memory, region.left_open
-            )
+                region.key, region.capacity, self.offsets[name], reopen, region.in_memory, region.left_open,
+                kept_by_readers=kept, is_left_open=lambda: region.was_left_open,
+            )  # fmt: skip
 
-        return {name: MappedBytes(data, place(name)) for name, data in self._cut(region.readable).items()}
+        if region.in_memory:
+            return {name: MappedBytes(data, place(name)) for name, data in self._cut(region.readable).items()}
+        return {
+            name: FileOnDisk(os.dup(region.fd), name, str(self._owner), base=start, place=place(name))
+            for name, start in self.offsets.items()
+        }
 
     @property
     def holding(self) -> Holding:
@@ -168,6 +176,10 @@ class Image:
     def release(self) -> None:
         """End the acquirer's own hold. Doing it again does nothing."""
         self._acquirers.release()
+
+    def _is_kept_by_readers(self, region: Region) -> bool:
+        with self._lock:
+            return 1 not in self._holds and (bool(self._holds) or region.was_left_open)
 
     def _drop(self, number: int) -> None:
         with self._lock:

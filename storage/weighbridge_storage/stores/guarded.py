@@ -25,7 +25,6 @@ from weighbridge_storage.stores.breaker import Breaker
 from weighbridge_storage.stores.call_threads import CallThreads
 from weighbridge_storage.stores.objects import (
     Buffer,
-    ByteArray,
     ObjectStore,
     PutMode,
     check_folder_prefix,
@@ -54,7 +53,7 @@ Count = Callable[[str, float, bool], None]
 class GuardedStore(ObjectStore):
     """A store with a deadline on small calls, and a breaker. Of a large object, say a file of weights, nothing is asked here.
 
-    `get`, `size`, `modified_ms`, `read_range`, `delete`, each page of a listing, and `put` of `bytes` are guarded. What is streamed, mapped or
+    `get`, `size`, `modified_ms`, `read_range`, `delete`, each page of a listing, and `put` of `bytes` are guarded. What is streamed, opened or
     copied, and `put` of anything else, is passed to the store in the caller's thread.
 
     Errors that every guarded call may raise besides those of the store: Unavailable (nothing was asked, or nothing came back that was only
@@ -125,15 +124,16 @@ class GuardedStore(ObjectStore):
         """See `ObjectStore.folders`. Each page has a deadline of its own."""
         return self._pages(f"listing {check_folder_prefix(prefix)!r}", lambda: self._store.folders(prefix))
 
+    @property
+    def is_near(self) -> bool:
+        """See `ObjectStore.is_near`."""
+        return self._store.is_near
+
     def stream(self, key: str) -> Iterator[bytes | memoryview]:
         """See `ObjectStore.stream`; unguarded."""
         return self._store.stream(key)
 
-    def map(self, key: str) -> ByteArray | None:
-        """See `ObjectStore.map`; unguarded."""
-        return self._store.map(key)
-
-    def open(self, key: str) -> int:
+    def open(self, key: str) -> int | None:
         """See `ObjectStore.open`; unguarded."""
         return self._store.open(key)
 

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import mmap
 import os
 import stat
 import threading
@@ -29,7 +28,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-import numpy as np
 import xxhash
 
 from weighbridge._core.text.shortening import shown
@@ -43,7 +41,6 @@ from weighbridge_storage.stores.hidden_folders import (
 )
 from weighbridge_storage.stores.objects import (
     Buffer,
-    ByteArray,
     ObjectStore,
     PutMode,
     check_folder_prefix,
@@ -63,7 +60,7 @@ cheap for weights; but inodes are used again and clocks tick slowly, so it is no
 """
 _LOCK_COUNT = 256
 _COPY_PIECE = 8 << 20
-_STREAM_PIECE = 8 << 20
+_STREAM_PIECE = 4 << 20
 _INSTALL_ATTEMPTS = 16
 _NOT_THERE = (FileNotFoundError, NotADirectoryError)
 # Nothing has the name, or something has it that is no object: a file among the folders, a symbolic link, a socket.
@@ -103,6 +100,11 @@ class LocalStore(ObjectStore):
             self._hidden.close(self._root)
         self._release_root()
 
+    @property
+    def is_near(self) -> bool:
+        """See `ObjectStore.is_near`."""
+        return True
+
     def get(self, key: str) -> tuple[bytes, str]:
         """See `ObjectStore.get`."""
         with self._reading(key) as file:
@@ -138,23 +140,30 @@ class LocalStore(ObjectStore):
                 done += count
             return bytes(content)
 
-    def map(self, key: str) -> ByteArray:
-        """See `ObjectStore.map`. Pages are read from disk when they are touched."""
-        with self._reading(key) as file:
-            size = os.fstat(file).st_size
-            if size == 0:
-                return np.frombuffer(b"", dtype=np.uint8)
-            return np.frombuffer(mmap.mmap(file, size, access=mmap.ACCESS_READ), dtype=np.uint8)
-
     def open(self, key: str) -> int:
         """See `ObjectStore.open`."""
         with self._reading(key) as file:
             return os.dup(file)
 
     def stream(self, key: str) -> Iterator[memoryview]:
-        """See `ObjectStore.stream`. The pieces are parts of `map`'s array."""
-        whole = self.map(key)
-        return (whole[start : start + _STREAM_PIECE].data for start in range(0, len(whole), _STREAM_PIECE))
+        """See `ObjectStore.stream`. All pieces are parts of one buffer."""
+        with self._reading(key) as file:
+            return self._stream(key, os.dup(file))
+
+    def _stream(self, key: str, file: int) -> Iterator[memoryview]:
+        try:
+            size, buffer = os.fstat(file).st_size, memoryview(bytearray(_STREAM_PIECE))
+            start = 0
+            while start < size:
+                count = os.preadv(file, [buffer[: size - start]], start)
+                if not count:
+                    raise Unavailable(f"{key} was cut short while it was read", fix="try again")
+                yield buffer[:count]
+                start += count
+        except OSError as error:
+            raise error_for(error, f"reading {key}") from error
+        finally:
+            os.close(file)
 
     def put(self, key: str, data: Buffer | Iterable[Buffer], *, mode: PutMode) -> str:
         """See `ObjectStore.put`.

@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from weighbridge._core.text.shortening import shown
 from weighbridge.errors import (
     DataLoss,
-    FailedPrecondition,
     InvalidArgument,
     ResourceExhausted,
     Unavailable,
@@ -55,6 +54,11 @@ class ObjectStore(ABC):
     ResourceExhausted (no room, quota or file handles left), Unavailable (the store cannot be reached or refuses
     access), DataLoss (the device reports that it lost bytes).
     """
+
+    @property
+    def is_near(self) -> bool:
+        """Whether its objects are files of this machine, which cost little to read once more."""
+        return False
 
     @abstractmethod
     def get(self, key: str) -> tuple[bytes, str]:
@@ -119,24 +123,15 @@ class ObjectStore(ABC):
             Unavailable: it was replaced while it was read.
         """
 
-    def map(self, key: str) -> ByteArray | None:
-        """The whole object as a read-only array that costs nothing until it is looked at; None if this store has none.
+    def open(self, key: str) -> int | None:
+        """A descriptor for reading the object, which the caller closes; None if the objects of this store are no files of this machine.
 
-        The array keeps its content even when the object is replaced. A store either maps all its objects or none.
+        What it reads stays the same even when the object is replaced. A store either opens all its objects or none.
 
         Raises:
-            NotFound: there is no such object, and the store maps objects.
+            NotFound: there is no such object, and the store opens objects.
         """
         return None
-
-    def open(self, key: str) -> int:
-        """A descriptor for reading the object, which the caller closes; of a store that maps its objects.
-
-        Raises:
-            NotFound: there is no such object.
-            FailedPrecondition: the store does not map its objects.
-        """
-        raise FailedPrecondition("the objects of this store are no files of this machine")
 
     def presigned_url(self, key: str, seconds: int) -> str | None:
         """A URL by which anybody can GET the object, or a range of it, for a while; None if this store has no such thing.

@@ -9,10 +9,11 @@ from functools import partial
 import numpy as np
 
 from weighbridge._formats.safetensors_files import INDEX_FILE, FilesLayout, layout_of_files
-from weighbridge.errors import DataLoss, InvalidArgument, NotFound
-from weighbridge_storage.cache.block_cache import BlockCache, DigestedRange
+from weighbridge.errors import DataLoss, FailedPrecondition, InvalidArgument, NotFound
+from weighbridge_storage.cache.block_cache import BlockCache
 from weighbridge_storage.documents.names import MANIFEST_FILE, ModelName, version_key
-from weighbridge_storage.memory.file_bytes import FileBytes, MappedBytes, Place
+from weighbridge_storage.memory.file_bytes import FileBytes, FileOnDisk, Place
+from weighbridge_storage.memory.read_checks import DigestedRange
 from weighbridge_storage.stores.objects import ByteArray, ObjectStore
 from weighbridge_storage.versions.manifest import Manifest, TensorEntry
 
@@ -47,7 +48,7 @@ def open_version(
 ) -> tuple[FilesLayout, dict[str, FileBytes]]:
     """The weights of a durable version: how they lie in files, and the files' bytes.
 
-    Of a store that does not map its objects, nothing but the headers is read now.
+    Nothing but the headers is read now. Tensors are compared with their digests as they are read.
 
     Args:
         store: where the version lies.
@@ -63,15 +64,10 @@ def open_version(
     tensors = tensors_of_files(manifest)
     sizes = {name: manifest.files[name].size for name in tensors}
     reader = _Reader(store, model, number, sizes)
-    mapped = {name: reader.map(name) for name in tensors}
-    heads = {name: data for name, data in mapped.items() if data is not None}
-    if len(heads) < len(tensors):
-        with ThreadPoolExecutor(_HEADERS_AT_A_TIME, thread_name_prefix="headers") as pool:
-            heads = dict(zip(tensors, pool.map(reader.head, tensors, tensors.values()), strict=True))
+    with ThreadPoolExecutor(_HEADERS_AT_A_TIME, thread_name_prefix="headers") as pool:
+        heads = dict(zip(tensors, pool.map(reader.head, tensors, tensors.values()), strict=True))
     files = layout_of_files({name: data.data for name, data in heads.items()}, sizes)
     _check_places(files, manifest)
-    if all(data is not None for data in mapped.values()):
-        return files, {name: MappedBytes(data, reader.place(name)) for name, data in heads.items()}
     digests = {
         name: [
             DigestedRange(tensor, entry.offset, entry.nbytes, entry.xxh3_128)
@@ -80,7 +76,14 @@ def open_version(
         ]
         for name, parts in tensors.items()
     }
+    near = {name: reader.open(name, parts) for name, parts in digests.items()}
+    if all(near.values()):
+        return files, {name: file for name, file in near.items() if file is not None}
     return files, dict(cache.open(reader.title, sizes, reader.fetch, digests))
+
+
+def _nothing() -> None:
+    """Nobody has to be told that a file is still open elsewhere."""
 
 
 class _Reader:
@@ -92,20 +95,28 @@ class _Reader:
         self._key = partial(version_key, model, number)
         self.title = f"{model}@{number}"
 
-    def map(self, name: str) -> ByteArray | None:
-        """A whole file, if the store maps its objects."""
+    def open(self, name: str, digests: Sequence[DigestedRange]) -> FileOnDisk | None:
+        """A file, if the store's are of this machine."""
+        descriptor = self._opened(name)
+        if descriptor is None:
+            return None
+        # others open it anew: it may have been restored since
+        place = Place(
+            self._key(name), self._sizes[name], 0, partial(self._opened_near, name), False, _nothing, digests
+        )
+        return FileOnDisk(descriptor, name, self.title, place=place, digests=digests)
+
+    def _opened(self, name: str) -> int | None:
         try:
-            data = self._store.map(self._key(name))
+            return self._store.open(self._key(name))
         except NotFound as error:
             raise self._missing(name) from error
-        if data is not None:
-            self._check_size(name, len(data))
-        return data
 
-    def place(self, name: str) -> Place:
-        """Where other processes find a file that the store maps."""
-        key = self._key(name)
-        return Place(key, self._sizes[name], 0, lambda: self._store.open(key), False, lambda: None)
+    def _opened_near(self, name: str) -> int:
+        descriptor = self._opened(name)
+        if descriptor is None:
+            raise FailedPrecondition(f"{name} of {self.title} is no file of this machine")
+        return descriptor
 
     def head(self, name: str, tensors: Sequence[tuple[str, TensorEntry]]) -> ByteArray:
         """A file's first bytes up to where its first tensor begins."""
@@ -146,12 +157,16 @@ def _check_places(files: FilesLayout, manifest: Manifest) -> None:
     title = f"{manifest.model}@{manifest.version}"
     for placement in files.layout.placements:
         entry = manifest.tensors.get(placement.shard.tensor)
-        if entry is None or (entry.file, entry.offset, entry.nbytes) != (
+        spec = files.layout.tensors[placement.shard.tensor]
+        if entry is None or (entry.file, entry.offset, entry.dtype, entry.shape) != (
             placement.buffer,
             placement.offset,
-            placement.nbytes,
+            spec.dtype,
+            spec.shape,
         ):
-            raise DataLoss(f"{placement.shard.tensor} of {title} does not lie where the manifest says")
+            raise DataLoss(
+                f"{placement.shard.tensor} of {title} is not what the manifest says, or lies elsewhere"
+            )
     if len(files.layout.tensors) != len(manifest.tensors):
         raise DataLoss(f"{title} lacks tensors that its manifest lists")
 

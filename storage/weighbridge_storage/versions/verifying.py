@@ -18,7 +18,12 @@ from weighbridge_storage.versions.reading import read_manifest, tensors_of_files
 
 
 def verify_version(
-    store: ObjectStore, model: ModelName, number: int, *, sha256: bool = False
+    store: ObjectStore,
+    model: ModelName,
+    number: int,
+    *,
+    sha256: bool = False,
+    on_progress: Callable[[int], None] = lambda _done: None,
 ) -> Verification:
     """Read all files of a durable version once, and compare them with its manifest.
 
@@ -27,6 +32,7 @@ def verify_version(
         model: whose version.
         number: which version.
         sha256: whether to make SHA-256 of all files as well; what the manifest has of them is compared.
+        on_progress: is told how many bytes were read so far.
 
     Raises:
         DataLoss: the manifest itself is missing or malformed.
@@ -35,7 +41,13 @@ def verify_version(
     in_file = tensors_of_files(manifest)
     problems: list[str] = []
     found_sha256: dict[str, str] = {}
-    done = checked = 0
+    done = checked = read = 0
+
+    def took(nbytes: int) -> None:
+        nonlocal read
+        read += nbytes
+        on_progress(read)
+
     for name, file in manifest.files.items():
         key = version_key(model, number, name)
         tensors = in_file.get(name, ())
@@ -44,7 +56,7 @@ def verify_version(
             if size != file.size:
                 problems.append(f"{name} has {size} bytes instead of {file.size}")
                 continue
-            found = digest_object(store, key, name, tensors, sha256=sha256)
+            found = digest_object(store, key, name, tensors, took, sha256=sha256)
         except WeighbridgeError as error:
             problems.append(f"{name}: {error.message}")
             continue

@@ -753,3 +753,30 @@ def test_verify_finds_one_flipped_byte(service: RunningService, store: Path, hf_
     plain = weighbridge(service, "verify", "acme/verified@1", json=False)
     assert plain.exit_code == 1
     assert "3 problems" in plain.stdout
+
+
+def test_verify_all_compares_each_stored_version_and_goes_on_where_it_was_interrupted(
+    service: RunningService, store: Path, hf_dir: Path, tmp_path: Path
+) -> None:
+    for step in range(3):
+        as_json(
+            weighbridge(service, "import" if not step else "push", hf_dir, "acme/all", "--step", str(step))
+        )
+    path = store / "models/acme/all/versions/000000000002/model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 0x10
+    path.unlink()
+    path.write_bytes(content)
+    resume = tmp_path / "resume"
+    with EngineClient(service.address) as client:
+        newest = client.version("acme/all", 3)
+    resume.write_text(json.dumps(["acme/all", 3, newest.create_time_ms]) + "\n")
+    result = weighbridge(service, "verify", "acme/all", "--all", "--resume", str(resume))
+    assert result.exit_code == 1
+    report = json.loads(result.stdout)
+    assert [(each["number"], each["ok"]) for each in report["versions"]] == [(2, False), (1, True)]
+    assert report["verified_before"] == 1
+    assert not resume.exists()
+    plain = weighbridge(service, "verify", "acme/all", "--all", json=False)
+    assert plain.stdout.splitlines()[-1] == "acme/all: 1 version of 3 damaged (3 versions compared)"
+    assert weighbridge(service, "verify", "acme/all@1", "--all").exit_code == 2

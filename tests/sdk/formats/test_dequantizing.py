@@ -165,7 +165,7 @@ def test_a_block_may_be_larger_than_the_matrix(folder: Path) -> None:
     weight = load_file(folder / "model.safetensors")[name]
     scale = torch.full((1, 1), 0.25)
     config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [1 << 40, 1 << 40]}}
-    data = {"w": np.frombuffer(save({name: weight, name + "_scale_inv": scale}), np.uint8)}
+    data = {"w": np.frombuffer(bytearray(save({name: weight, name + "_scale_inv": scale})), np.uint8)}
     weights = Dequantized(
         layout_of_files(data).layout, data, json.dumps(config).encode(), dtypes.parse("fp32")
     )

@@ -22,7 +22,7 @@ from tests.support.waiting import eventually
 from weighbridge import EngineClient, TrainerClient
 from weighbridge._core.byte_copies import ByteCopy
 from weighbridge._core.resources import VersionState
-from weighbridge._formats.push_sources import StreamSource
+from weighbridge._formats.push_sources import MappedSource
 from weighbridge._lane import local_lane, protocol
 from weighbridge._lane.connection import LaneConnection
 from weighbridge._memory.mappings import MappedMemory, Use
@@ -58,10 +58,8 @@ def mapped(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
 
     class Noted(MappedMemory):
-        def __init__(
-            self, descriptor: int, key: str, nbytes: int, use: Use, *, pinnable: bool = True
-        ) -> None:
-            super().__init__(descriptor, key, nbytes, use, pinnable=pinnable)
+        def __init__(self, descriptor: int, key: str, nbytes: int, use: Use) -> None:
+            super().__init__(descriptor, key, nbytes, use)
             if use is Use.WRITE:
                 found.append(key)
 
@@ -276,17 +274,17 @@ def test_a_version_is_compared_with_what_its_writer_had_before_it_wrote(
 def test_what_goes_wrong_between_a_trainers_tensors_and_the_image_is_found(
     service: RunningService, trainer: TrainerClient, sources: list[TinyModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = StreamSource.write
+    write = MappedSource.write
 
     def damaged(
-        self: StreamSource, copies: Sequence[Sequence[ByteCopy[int]]], memories: Sequence[MappedMemory]
+        self: MappedSource, copies: Sequence[Sequence[ByteCopy[int]]], memories: Sequence[MappedMemory]
     ) -> WrittenCounts:
         counts = write(self, copies, memories)
         at = random.choice([copy for of_shard in copies for copy in of_shard])
         memories[at.file].bytes[at.file_offset + random.randrange(at.extent[-1])] ^= 1
         return counts
 
-    monkeypatch.setattr(StreamSource, "write", damaged)
+    monkeypatch.setattr(MappedSource, "write", damaged)
     handle = trainer.push_folder(MODEL, sources[0].folder)
     with pytest.raises(VersionFailed, match="was damaged in memory"):
         handle.wait(timeout=20)

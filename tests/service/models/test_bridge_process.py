@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.waiting import eventually
 from weighbridge.errors import InvalidArgument, Unavailable
 from weighbridge_service.families.dense import Llama
 from weighbridge_service.models import bridges
@@ -82,6 +84,45 @@ def test_a_process_that_hangs_does_not_keep_the_service_from_ending(process: Bri
     assert not asking.is_alive()
     assert told
     with pytest.raises(Unavailable, match="shutting down"):
+        process.bridge(CONFIG, ())
+
+
+@pytest.mark.process
+def test_whoever_starts_the_process_does_not_wait_for_a_call_that_waits_for_its_imports(
+    process: BridgeProcess,
+) -> None:
+    asking = threading.Thread(target=suppressed, args=(process,))
+    asking.start()
+    eventually(lambda: process._lock.locked() and process._process is not None)
+    assert process._process is not None
+    os.kill(process._process.pid, signal.SIGSTOP)  # as a loaded machine, or a cold disk, would do it
+    starting = threading.Thread(target=process.start, daemon=True)
+    starting.start()
+    starting.join(5.0)
+    assert not starting.is_alive()
+    assert asking.is_alive()
+    process.close()
+    asking.join(60.0)
+    assert not asking.is_alive()
+
+
+def suppressed(process: BridgeProcess) -> None:
+    with contextlib.suppress(Unavailable):
+        process.bridge(CONFIG, ())
+
+
+@pytest.mark.process
+def test_a_process_that_is_started_while_the_service_ends_is_ended(
+    process: BridgeProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    popen = subprocess.Popen
+
+    def slow(*args: Any, **more: Any) -> Any:
+        process._closed.set()  # the first half of `close`, when there is none to be killed
+        return popen(*args, **more)
+
+    monkeypatch.setattr(subprocess, "Popen", slow)
+    with pytest.raises(Unavailable, match="has ended"):
         process.bridge(CONFIG, ())
 
 

@@ -403,7 +403,7 @@ def test_a_peers_file_is_read_like_any_other_and_each_block_crosses_once(
     owner, reader = make(), make()
     owner.files[FILE] = data
     source = Source(tmp_path, owner.home, reader, len(data))
-    assert source.file.whole is None
+    assert not source.file.is_near
     assert source.file.place is None
     target = np.zeros((1000, 64), np.uint8)
     source.file.copy_to(target, 11, (4096, 1))

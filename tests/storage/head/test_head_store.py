@@ -253,8 +253,8 @@ class LyingStore(ObjectStore):
     def read_range(self, key: str, start: int, length: int) -> bytes:
         return self.inner.read_range(key, start, length)
 
-    def map(self, key: str) -> Any:
-        return self.inner.map(key)
+    def open(self, key: str) -> Any:
+        return self.inner.open(key)
 
     def stream(self, key: str) -> Iterator[bytes | memoryview]:
         return self.inner.stream(key)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from weighbridge._core.file_names import MOST_LEVELS
 from weighbridge._core.text.shortening import readable
+from weighbridge._formats.naming.weight_files import MERGE_ADAPTER
 from weighbridge._formats.side_files.choice import Found, choose, is_passed_over
 from weighbridge._formats.side_files.regular import fault_of, read_regular
 from weighbridge.errors import DataLoss, InvalidArgument, NotFound, WeighbridgeError
@@ -52,6 +53,8 @@ class SideFiles:
                 f"there is no folder {folder}", fix="name one that model.save_pretrained() has written"
             )
         if not os.path.lexists(folder / CONFIG):
+            if (folder / "adapter_config.json").is_file():
+                raise NotFound(f"{folder} is an adapter of peft, and no model", fix=MERGE_ADAPTER)
             raise NotFound(
                 f"there is no {CONFIG} in {folder}",
                 fix="name a folder that model.save_pretrained() has written",

@@ -106,7 +106,7 @@ def _by_length(names: Iterable[str]) -> list[str]:
 
 
 def _content(folder: Path, place: Placement) -> bytes:
-    return map_file(folder / place.buffer)[place.offset : place.offset + place.nbytes].tobytes()
+    return map_file(folder, place.buffer)[place.offset : place.offset + place.nbytes].tobytes()
 
 
 def _as_step(value: Any) -> int | None:

@@ -8,7 +8,8 @@ from google.protobuf import any_pb2
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
-from weighbridge.errors import ResourceExhausted, WeighbridgeError
+from weighbridge._transport import rpc
+from weighbridge.errors import DataLoss, ResourceExhausted, WeighbridgeError
 
 _DOMAIN = "weighbridge.v1"
 _MOST_DETAILS = 20
@@ -29,6 +30,8 @@ def to_status(error: WeighbridgeError) -> Any:
         if room < 0:
             break
         details[f"detail{i:03}"] = text
+    if isinstance(error, DataLoss) and not error.worth_retrying:
+        details[rpc.LASTING] = "true"
     info = error_details_pb2.ErrorInfo(
         reason=error.reason, domain=_DOMAIN, metadata={"fix": _cut(error.fix, _LONGEST_DETAIL), **details}
     )

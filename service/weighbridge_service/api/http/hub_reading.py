@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from weighbridge._core.lru import Cache
 from weighbridge.errors import DataLoss, InvalidArgument, NotFound
@@ -21,6 +23,7 @@ from weighbridge_service.catalog.store_readers import StoreReaders, reading_sinc
 from weighbridge_storage.documents.names import MANIFEST_FILE, ModelName, version_key
 from weighbridge_storage.head.history import History
 from weighbridge_storage.memory.images import Hold
+from weighbridge_storage.memory.read_checks import DigestedRange, ReadChecks
 from weighbridge_storage.versions.manifest import Manifest
 from weighbridge_storage.versions.reading import read_manifest_text
 
@@ -28,6 +31,10 @@ URL_SECONDS = 3600
 """How long a URL of a file in the store is valid: a download may begin as late, and goes on after that."""
 _KEPT_FILES = 100_000
 """Files of versions that are remembered, over all models: some 300 bytes each."""
+
+_KEPT_CHECKS = 10_000
+_REFUSED_SECONDS = 60.0
+"""How long a file is refused whose bytes did not agree with its digest; it is read and compared again afterwards."""
 
 
 class Hub:
@@ -42,6 +49,7 @@ class Hub:
         self._catalog = catalog
         self._readers = readers
         self._versions: Cache[HubVersion] = Cache(_KEPT_FILES, lambda version: 1 + len(version.files))
+        self._checks: Cache[ReadChecks] = Cache(_KEPT_CHECKS)
 
     def version(self, name: str, revision: str) -> HubVersion:
         """The version of a revision.
@@ -71,17 +79,37 @@ class Hub:
 
         Raises:
             RevisionNotFound: the version was deleted meanwhile.
-            DataLoss: the file is missing from the store, or shorter than the manifest says.
+            DataLoss: the file is missing from the store, or not what the manifest says: shorter, or, once all of it was read, of other bytes.
         """
         with self._unless_deleted(version.model, version.number):
-            try:
-                return self._catalog.store.read_range(
-                    version_key(version.model, version.number, path), start, length
-                )
-            except (NotFound, InvalidArgument) as error:
-                raise DataLoss(
-                    f"{path} of {version.model}@{version.number} in the store is not what its manifest says"
-                ) from error
+            data = self._read(version, path, start, length)
+            self._checks_of(version, path).took(start, data)
+            return data
+
+    def _read(self, version: HubVersion, path: str, start: int, length: int) -> bytes:
+        try:
+            return self._catalog.store.read_range(
+                version_key(version.model, version.number, path), start, length
+            )
+        except (NotFound, InvalidArgument) as error:
+            raise DataLoss(
+                f"{path} of {version.model}@{version.number} in the store is not what its manifest says"
+            ) from error
+
+    def _checks_of(self, version: HubVersion, path: str) -> ReadChecks:
+        """The comparison of a file with its digest. One that did not agree is refused for a while, however much of it is asked for: clients go
+        on where a download broke off.
+        """
+        key = version.commit, path
+        found = self._checks.get(key)
+        if found is None or (found.damaged and time.monotonic() - found.damaged_at > _REFUSED_SECONDS):
+            file, title = version.file(path), f"{version.model}@{version.number}"
+            parts = [DigestedRange(path, 0, file.size, file.xxh3_128)] if file.size else []
+            # what lies elsewhere is not brought twice: there, a file is compared that is read from its beginning to its end
+            near = self._catalog.store.is_near
+            found = ReadChecks(path, title, parts, partial(self._read, version, path) if near else None)
+            self._checks.put(key, found)
+        return found
 
     def begin(self, version: HubVersion) -> Hold:
         """The reading of a file begins; it ends when the hold is released."""

@@ -21,6 +21,7 @@ from weighbridge.v1 import local_lane_pb2 as pb
 from weighbridge_service.access.identities import Evidence
 from weighbridge_service.access.peer import LOCAL, Peer, authorize
 from weighbridge_service.access.scopes import Verb
+from weighbridge_service.admission.reader_shares import LentImages
 from weighbridge_service.api.lane.peer_process import PeerProcess
 from weighbridge_service.api.lane.plans import fill_plan
 from weighbridge_service.pull.serving import LentVersion
@@ -87,6 +88,7 @@ class LaneSession:
         self._closed = threading.Event()
         self._recalls: deque[str] = deque()  # keys of memory that the client is still to be asked for
         self._loans: dict[int, MemoryGrant | LentVersion] = {}
+        self._images: dict[LentVersion, LentImages] = {}
         self._next_loan = 1
         self._writable: set[str] = set()  # keys of regions that the client may keep mapped for writing
         self._readable: set[str] = set()  # of memory that it may keep mapped for reading
@@ -252,6 +254,13 @@ class LaneSession:
 
     def _begin_read(self, asked: pb.BeginRead, reply: pb.ReadLoan, attach: _Attach) -> None:
         lent = self._service.serving.lend(asked.model, asked.version, wire.request_from_proto(asked.layout))
+        try:
+            images = self._service.reader_shares.lend(self._reader, lent.places.values())
+        except BaseException:
+            lent.opened.close()
+            raise
+        with self._lock:
+            self._images[lent] = images
         with self._undone_on_error(lent) as number:
             reply.loan = number
             reply.version.CopyFrom(wire.version_to_proto(lent.opened.version))
@@ -279,7 +288,9 @@ class LaneSession:
                         attach(memory, place.open)
                     if place.lasting:
                         self._readable.add(place.key)
-            reply.files.add(name=name, memory=numbers[place.key], offset=place.offset)
+            file = reply.files.add(name=name, memory=numbers[place.key], offset=place.offset)
+            for part in place.digests:
+                file.tensors.add(offset=part.offset, bytes=part.nbytes, xxh3_128=bytes.fromhex(part.xxh3_128))
 
     def _end_read(self, asked: pb.EndRead) -> None:
         with self._lock:
@@ -287,9 +298,7 @@ class LaneSession:
             if not isinstance(loan, LentVersion):
                 raise InvalidArgument(f"there is no loan {asked.loan} to end")
             del self._loans[asked.loan]
-        if asked.left_open:
-            loan.leave_open()
-        loan.opened.close()
+        self._end_reading(loan, left_open=asked.left_open)
 
     @contextmanager
     def _undone_on_error(self, loan: MemoryGrant | LentVersion) -> Iterator[int]:
@@ -316,7 +325,21 @@ class LaneSession:
         if isinstance(loan, MemoryGrant):
             self._service.intake.end_grant(loan, complete=False)
         else:
-            loan.opened.close()
+            self._end_reading(loan, left_open=False)
+
+    def _end_reading(self, loan: LentVersion, *, left_open: bool) -> None:
+        if left_open:
+            loan.leave_open()
+        loan.opened.close()
+        with self._lock:
+            images = self._images.pop(loan)
+        self._service.reader_shares.end(images, left_open=left_open)
+
+    @property
+    def _reader(self) -> str:
+        """Who the client is, as people read it: its identity, if it has shown one, and its user."""
+        name = self._service.access.identify(self._evidence).name
+        return f"{name} (uid {self._user})" if name else f"uid {self._user}"
 
     def _take_all_back(self) -> None:
         with self._lock:
@@ -327,10 +350,10 @@ class LaneSession:
             try:
                 # the client may be there all the same, and still look at it, or write to it
                 if isinstance(loan, LentVersion):
-                    loan.leave_open()
+                    self._end_reading(loan, left_open=True)
                 else:
                     loan.image.region.doubt(self._process.ended)
-                self._end(loan)
+                    self._end(loan)
             except Exception:  # the others have to come back, too
                 log.exception("a loan could not be taken back")
         self._connection.close()

@@ -1,0 +1,148 @@
+"""Reads of a file by pread: of strided bytes into memory, and of files that must stay as they are meanwhile.
+
+A page of a mapping that cannot be read ends the process with SIGBUS: the disk reports an error, or the file is cut short. A read that
+fails is an error of the call that has asked for the bytes.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weighbridge.errors import DataLoss, FailedPrecondition
+
+Bytes = NDArray[np.uint8]
+Took = Callable[[int, Bytes], None]
+"""Is told of each run of the file that was read: its first byte in the file, and its bytes."""
+
+STEP_BYTES = 4 << 20
+"""Bytes of one call: few enough to be in the processor's cache when they are looked at next."""
+_MOST_READ = 4
+"""A strided part of a file is read as one run, and picked out in memory, if that run has at most so many times its bytes."""
+
+
+def _nothing(_offset: int, _run: Bytes) -> None:
+    """Nobody looks at the runs."""
+
+
+def read_into(
+    descriptor: int, target: Bytes, offset: int, strides: tuple[int, ...], took: Took = _nothing
+) -> None:
+    """Fill an array with bytes of a file.
+
+    Args:
+        descriptor: of the file.
+        target: where to, of any shape and strides of its own; one stride for each of its axes is given.
+        offset: of the first byte in the file.
+        strides: distances in the file; not negative.
+        took: is told of each run that was read.
+
+    Raises:
+        EOFError: the file ends before these bytes do.
+        OSError: they cannot be read.
+    """
+    if not target.size:
+        return
+    axes = [axis for axis, extent in enumerate(target.shape) if extent > 1]
+    shape = tuple(target.shape[axis] for axis in axes)
+    in_file = tuple(strides[axis] for axis in axes)
+    in_target = tuple(target.strides[axis] for axis in axes)
+    dense = _row_major(shape)
+    if in_file == in_target == dense:
+        _read_run(descriptor, target.reshape(-1), offset, took)
+        return
+    spans = [(extent - 1) * stride for extent, stride in zip(shape, in_file, strict=True)]
+    span = sum(spans) + 1
+    if span <= min(STEP_BYTES, _MOST_READ * target.size):
+        run = np.empty(span, np.uint8)
+        _read_run(descriptor, run, offset, took)
+        np.copyto(target, np.ndarray(target.shape, np.uint8, run, 0, strides))
+        return
+    axis = axes[spans.index(max(spans))]
+    middle = target.shape[axis] // 2
+    first, second = np.split(target, [middle], axis)
+    read_into(descriptor, first, offset, strides, took)
+    read_into(descriptor, second, offset + middle * strides[axis], strides, took)
+
+
+class OpenFile:
+    """A file that is open for reading, as an array of bytes: what is cut out of it is read.
+
+    Args:
+        path: of the file.
+
+    Raises:
+        OSError: it cannot be opened.
+        DataLoss: it is no regular file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self._descriptor)
+        found = os.fstat(self._descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise DataLoss(f"{path} is not a regular file", fix="put the file of weights in its place")
+        self._size, self._written_ns = found.st_size, found.st_mtime_ns
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, part: slice) -> Bytes:
+        start, stop, _ = part.indices(self._size)
+        found = np.empty(max(stop - start, 0), np.uint8)
+        self.read_into(found, start, (1,))
+        return found
+
+    @property
+    def data(self) -> OpenFile:
+        """Itself, where that of an array is meant."""
+        return self
+
+    def read_into(self, target: Bytes, offset: int, strides: tuple[int, ...]) -> None:
+        """Fill an array with bytes of the file; see the function of this name.
+
+        Raises:
+            FailedPrecondition: the file was written or cut short since it was opened.
+            DataLoss: the bytes cannot be read.
+        """
+        try:
+            read_into(self._descriptor, target, offset, strides)
+            now = os.fstat(self._descriptor)
+        except EOFError as error:
+            raise self._changed() from error
+        except OSError as error:
+            raise DataLoss(f"{self._path} cannot be read: {error.strerror}", fix="check the disk") from error
+        if (now.st_size, now.st_mtime_ns) != (self._size, self._written_ns):
+            raise self._changed()
+
+    def _changed(self) -> FailedPrecondition:
+        return FailedPrecondition(
+            f"{self._path} changed while it was read", fix="read it again once whoever writes it has finished"
+        )
+
+
+def _read_run(descriptor: int, target: Bytes, offset: int, took: Took) -> None:
+    for start in range(0, len(target), STEP_BYTES):
+        part = target[start : start + STEP_BYTES]
+        done = 0
+        while done < len(part):
+            count = os.preadv(descriptor, [part[done:].data], offset + start + done)
+            if not count:
+                raise EOFError(f"the file ends at byte {offset + start + done}")
+            done += count
+        took(offset + start, part)
+
+
+def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides, size = [], 1
+    for extent in reversed(shape):
+        strides.append(size)
+        size *= extent
+    return tuple(reversed(strides))

@@ -1,0 +1,72 @@
+"""Comparison of the contents of stored versions with their digests, model by model, without a service."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from weighbridge._core.resources import Verification
+from weighbridge.errors import WeighbridgeError
+from weighbridge_service.fsck.repair import CheckedModel
+from weighbridge_storage.documents.names import ModelName
+from weighbridge_storage.stores.objects import ObjectStore
+from weighbridge_storage.versions.verifying import verify_version
+
+
+@dataclass(frozen=True)
+class ComparedVersion:
+    """What the comparison of one version has found.
+
+    Attributes:
+        number: which version.
+        nbytes: bytes that were read; 0 of one that was compared before.
+        problems: one line for each file or tensor that differs.
+    """
+
+    number: int
+    nbytes: int
+    problems: tuple[str, ...]
+
+
+def compare_contents(
+    store: ObjectStore,
+    model: CheckedModel,
+    was_compared: Callable[[int], bool],
+    on_progress: Callable[[int, int], None] = lambda _done, _total: None,
+) -> Iterator[ComparedVersion]:
+    """Read all files of a model's versions, and compare them with their manifests.
+
+    Args:
+        store: where they lie.
+        model: what was found of the model: versions that are not whole are left out.
+        was_compared: whether a version was compared before, and is not read again.
+        on_progress: is told how many bytes of how many were compared.
+
+    Raises:
+        WeighbridgeError: the store cannot be reached.
+    """
+    name = ModelName.parse(model.name)
+    total, done = sum(model.whole.values()), 0
+    for number, nbytes in sorted(model.whole.items()):
+        if was_compared(number):
+            done += nbytes
+            yield ComparedVersion(number, 0, ())
+            continue
+        before = done
+
+        def took(read: int, before: int = before) -> None:
+            on_progress(before + read, total)
+
+        found = _verified(store, name, number, took)
+        done += nbytes
+        on_progress(done, total)
+        yield ComparedVersion(number, found.bytes_checked, found.problems)
+
+
+def _verified(
+    store: ObjectStore, model: ModelName, number: int, on_progress: Callable[[int], None]
+) -> Verification:
+    try:
+        return verify_version(store, model, number, on_progress=on_progress)
+    except WeighbridgeError as error:  # of its manifest
+        return Verification(number, 0, 0, (error.message,), 0, {})

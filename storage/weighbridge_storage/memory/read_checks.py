@@ -1,0 +1,188 @@
+"""Comparison of stored bytes with their digests while they are read.
+
+XXH3-128 takes bytes in order, and readers take them as they like: several connections share one stream, ranks of an engine take parts of
+tensors. So what comes next is hashed as it passes by; what comes before its turn is noted, and read once more when its turn is there. A
+digest is compared each time all of its bytes have been read.
+"""
+
+from __future__ import annotations
+
+import bisect
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import xxhash
+
+from weighbridge._core.range_set import RangeSet
+from weighbridge.errors import DataLoss
+
+Data: TypeAlias = bytes | memoryview
+Again = Callable[[int, int], Data]
+"""Reads so many bytes of the file once more, from an offset on."""
+
+_STEP_BYTES = 1 << 20
+_STALE_SECONDS = 5.0
+"""After how long without a read it is begun anew with the next one that begins with the first byte."""
+
+
+@dataclass(frozen=True, slots=True)
+class DigestedRange:
+    """Bytes of a file of which the digest is known.
+
+    Attributes:
+        name: what they are, for messages.
+        offset: of the first one in the file.
+        nbytes: how many; at least one.
+        xxh3_128: as 32 hex digits.
+    """
+
+    name: str
+    offset: int
+    nbytes: int
+    xxh3_128: str
+
+    @property
+    def end(self) -> int:
+        """One past the last byte."""
+        return self.offset + self.nbytes
+
+
+def differs(what: str, file: str, title: str) -> DataLoss:
+    """The error of bytes that do not agree with their digest.
+
+    Args:
+        what: they are, such as a tensor's name; the file's name for all of it.
+        file: of the version.
+        title: of the version.
+    """
+    named = f"{file} of {title}" if what == file else f"{what} in {file} of {title}"
+    return DataLoss(
+        f"{named} does not agree with its digest",
+        fix=f"`weighbridge verify {title}` reads all of it again; if it stays so, the store has lost bytes: restore the file from a backup",
+        worth_retrying=0.0,
+    )
+
+
+def parts_between(parts: Sequence[DigestedRange], start: int, end: int) -> Iterator[DigestedRange]:
+    """Those of some parts of a file, disjoint and sorted by offset, that have bytes in a range of it."""
+    first = max(bisect.bisect_right(parts, start, key=lambda part: part.offset) - 1, 0)
+    for index in range(first, len(parts)):
+        part = parts[index]
+        if part.offset >= end:
+            break
+        if part.end > start:
+            yield part
+
+
+class ReadChecks:
+    """Comparison of one file's bytes, as they are read by any number of readers. Thread-safe.
+
+    A part that did not agree once is refused from then on: other readers may have the rest of it still to come.
+
+    Args:
+        file: name of the file.
+        title: of its version.
+        parts: of the file, disjoint and sorted by offset.
+        again: reads bytes once more; None where that costs too much: then only parts that are read in order are compared.
+    """
+
+    def __init__(self, file: str, title: str, parts: Sequence[DigestedRange], again: Again | None) -> None:
+        self._file = file
+        self._title = title
+        self._parts = parts
+        self._again = again
+        self._lock = threading.Lock()
+        self._under_way: dict[str, _Passing] = {}
+        self._damaged: set[str] = set()
+        self._damaged_at = 0.0
+
+    @property
+    def damaged(self) -> bool:
+        """Whether a part did not agree."""
+        return bool(self._damaged)
+
+    @property
+    def damaged_at(self) -> float:
+        """When a part did not agree the last time, in seconds of the monotonic clock."""
+        return self._damaged_at
+
+    def took(self, start: int, data: Data) -> None:
+        """Bytes were read, from ``start`` on.
+
+        Raises:
+            DataLoss: they are the last of a part, and it does not agree with its digest; or it did not once.
+        """
+        view = memoryview(data)
+        self._check(start, start + len(view))
+        for part in parts_between(self._parts, start, start + len(view)):
+            with self._lock:
+                passing = self._under_way.get(part.name)
+                if passing is None:
+                    passing = self._under_way[part.name] = _Passing(part)
+            first, last = max(start, part.offset), min(start + len(view), part.end)
+            agrees = passing.take(first, view[first - start : last - start], self._again)
+            if agrees is None:
+                continue
+            with self._lock:
+                if not agrees:
+                    self._damaged.add(part.name)
+                    self._damaged_at = time.monotonic()
+                self._under_way.pop(part.name, None)
+            if not agrees:
+                raise differs(part.name, self._file, self._title)
+
+    def _check(self, start: int, end: int) -> None:
+        if self._damaged:
+            for part in parts_between(self._parts, start, end):
+                if part.name in self._damaged:
+                    raise differs(part.name, self._file, self._title)
+
+
+class _Passing:
+    """A part of which some bytes have been read since it was compared the last time."""
+
+    def __init__(self, part: DigestedRange) -> None:
+        self._part = part
+        self._lock = threading.Lock()
+        self._ended = False
+        self._begin()
+
+    def _begin(self) -> None:
+        self._digest = xxhash.xxh3_128()
+        self._position = self._part.offset
+        self._noted = RangeSet()
+        self._taken_at = time.monotonic()
+
+    def take(self, start: int, data: memoryview, again: Again | None) -> bool | None:
+        """Take bytes; whether all of them agree, once, when the last have come, and None before."""
+        with self._lock:
+            if self._ended:
+                return None
+            end = start + len(data)
+            now = time.monotonic()
+            if start == self._part.offset and now - self._taken_at > _STALE_SECONDS:
+                self._begin()  # who read before has broken off, and the bytes may have changed since
+            self._taken_at = now
+            if start > self._position:
+                if again is not None:
+                    self._noted.add(start, end)
+                return None
+            if end > self._position:
+                self._digest.update(data[self._position - start :])
+                self._position = end
+            if again is not None:
+                self._catch_up(again)
+            self._ended = self._position == self._part.end
+            return self._digest.hexdigest() == self._part.xxh3_128 if self._ended else None
+
+    def _catch_up(self, again: Again) -> None:
+        while there := self._noted.within(self._position, self._part.end):
+            start, end = there[0]
+            if start > self._position:
+                return
+            end = min(end, start + _STEP_BYTES)
+            self._digest.update(again(start, end - start))
+            self._position = end
