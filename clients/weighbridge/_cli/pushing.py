@@ -175,7 +175,7 @@ def import_command(
                 f"--config is for checkpoints, and {folder} is none",
                 fix="leave it out: a Hugging Face folder has its own config.json",
             )
-        from weighbridge._formats.training.checkpoint_step import step_of_folder
+        from weighbridge._formats.training.checkpoints.checkpoint_step import step_of_folder
 
         with _trainer(server) as client:
             importing = partial(
@@ -205,7 +205,7 @@ def _import_checkpoint(
     weight_map: bool,
 ) -> Version:
     from weighbridge._core import dtypes
-    from weighbridge._formats.training.checkpoint_step import known_step
+    from weighbridge._formats.training.checkpoints.checkpoint_step import known_step
 
     with needs_extra("service"):
         from weighbridge_service.converting.pushing import CheckpointToPush

@@ -155,8 +155,8 @@ class ImportingClient(PushingClient):
             LayoutError: a part of a tensor is missing, or there twice; names each tensor.
         """
         check_options(options)
-        from weighbridge._formats.training.checkpoint_folder import CheckpointFolder
-        from weighbridge._formats.training.checkpoint_step import known_step
+        from weighbridge._formats.training.checkpoints.checkpoint_folder import CheckpointFolder
+        from weighbridge._formats.training.checkpoints.checkpoint_step import known_step
 
         options["allow_nonfinite"] = True
         found = CheckpointFolder.read(Path(folder))

@@ -175,7 +175,7 @@ def restore_training(
     """
     import torch
 
-    from weighbridge._formats.training.checkpoint_values import checkpoint_ranks, opened
+    from weighbridge._formats.training.checkpoints.checkpoint_values import checkpoint_ranks, opened
     from weighbridge._formats.training.training_state import StoredState, without_blobs
 
     meant = Reference.of(model, version, REF_LATEST)

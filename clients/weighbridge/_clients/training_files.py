@@ -24,7 +24,7 @@ from weighbridge.errors import InvalidArgument, LayoutError
 
 if TYPE_CHECKING:
     from weighbridge._formats.torch_dist.folder import TorchDistFiles
-    from weighbridge._formats.training.checkpoint_values import CheckpointValues
+    from weighbridge._formats.training.checkpoints.checkpoint_values import CheckpointValues
 
 log = logging.getLogger(__name__)
 
@@ -61,8 +61,8 @@ def write_checkpoint(
     """Write a training state as a checkpoint; see `RestoringClient.export_training`."""
     from weighbridge._formats.torch_dist.metadata import METADATA_FILE
     from weighbridge._formats.torch_dist.writing import write_torch_dist
-    from weighbridge._formats.training.checkpoint_folder import MAX_VALUES_BYTES
-    from weighbridge._formats.training.checkpoint_values import CheckpointValues
+    from weighbridge._formats.training.checkpoints.checkpoint_folder import MAX_VALUES_BYTES
+    from weighbridge._formats.training.checkpoints.checkpoint_values import CheckpointValues
     from weighbridge._formats.training.training_state import without_blobs
 
     if not replaces:

@@ -7,7 +7,6 @@ fails is an error of the call that has asked for the bytes.
 from __future__ import annotations
 
 import os
-import stat
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -75,20 +74,15 @@ class OpenFile:
     """A file that is open for reading, as an array of bytes: what is cut out of it is read.
 
     Args:
-        path: of the file.
-
-    Raises:
-        OSError: it cannot be opened.
-        DataLoss: it is no regular file.
+        path: of the file, for errors.
+        descriptor: of the regular file, open for reading; it is closed with this.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, descriptor: int) -> None:
         self._path = path
-        self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        self._descriptor = descriptor
         weakref.finalize(self, os.close, self._descriptor)
         found = os.fstat(self._descriptor)
-        if not stat.S_ISREG(found.st_mode):
-            raise DataLoss(f"{path} is not a regular file", fix="put the file of weights in its place")
         self._size, self._written_ns = found.st_size, found.st_mtime_ns
 
     def __len__(self) -> int:

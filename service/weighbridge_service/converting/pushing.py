@@ -23,7 +23,7 @@ from weighbridge._formats.hf_folder import in_dtype_of
 from weighbridge._formats.push_sources import MappedSource, OpenSource, cast_dtypes
 from weighbridge._formats.side_files.reading import CONFIG
 from weighbridge._formats.torch_dist.noted_values import common_values, trained_arguments
-from weighbridge._formats.training.checkpoint_step import step_of_folder
+from weighbridge._formats.training.checkpoints.checkpoint_step import step_of_folder
 from weighbridge._memory.file_reads import OpenFile
 from weighbridge.errors import DataLoss, InvalidArgument
 from weighbridge_service.converting.checkpoint_model import (

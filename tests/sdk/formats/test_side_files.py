@@ -87,7 +87,7 @@ def test_a_snapshot_in_a_cache_of_the_hub_is_read_through_its_links(tmp_path: Pa
     assert (folder / "config.json").is_symlink()
     read = SideFiles.read(folder)
     assert read.files == {"config.json": b"blobs/0", "1_Pooling/config.json": b"blobs/1"}
-    assert map_file(folder, "model.safetensors").tobytes() == b"blobs/2"
+    assert map_file(folder, "model.safetensors")[0:7].tobytes() == b"blobs/2"
     assert SideFiles.read(folder / "1_Pooling").files == {"config.json": b"blobs/1"}
     # a folder that only says that it is such a cache
     (repo / "blobs/0").unlink()

@@ -6,10 +6,7 @@ May import: what `_formats` may, and `_formats` itself.
 - `boxed_tensors`: tensors with the boxes of them that a rank holds.
 - `blobs`: the values of a rank that are no tensors with boxes, as bytes.
 - `plain_values`: values of a trainer as blobs take them.
-- `checkpoint_values`: what is no tensor of a training state, as checkpoints on disk have it, and back.
-- `checkpoint_folder`: such a checkpoint as a training state.
-- `checkpoint_step`: the step that a folder of weights is of.
-- `restorable`: which checkpoints a training state can be restored from.
+- `checkpoints`: training states in checkpoints on disk.
 - `megatron_common`: the common state of Megatron-core's checkpoints.
 - `torch_entries`: the entries of torch's checkpoints that are no tensors.
 - `stateful`: the mappings of values that a trainer gives and gets back.

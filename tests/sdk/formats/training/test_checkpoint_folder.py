@@ -13,9 +13,9 @@ import torch.distributed.checkpoint as dcp
 
 from weighbridge._formats.torch_dist.folder import lay_out_torch_dist
 from weighbridge._formats.torch_dist.writing import write_torch_dist
-from weighbridge._formats.training import checkpoint_folder
-from weighbridge._formats.training.checkpoint_folder import CheckpointFolder
-from weighbridge._formats.training.checkpoint_values import opened
+from weighbridge._formats.training.checkpoints import checkpoint_folder
+from weighbridge._formats.training.checkpoints.checkpoint_folder import CheckpointFolder
+from weighbridge._formats.training.checkpoints.checkpoint_values import opened
 from weighbridge._formats.training.training_state import read_blob
 from weighbridge.errors import DataLoss, InvalidArgument, LayoutError, NotFound, WeighbridgeError
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from weighbridge._formats.torch_dist.folder import read_torch_dist
-from weighbridge._formats.training.checkpoint_step import known_step, step_named, step_of_folder
+from weighbridge._formats.training.checkpoints.checkpoint_step import known_step, step_named, step_of_folder
 from weighbridge.errors import InvalidArgument
 
 

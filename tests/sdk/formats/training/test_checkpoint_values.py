@@ -10,7 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from weighbridge._formats.training.checkpoint_values import CheckpointValues, checkpoint_ranks, opened
+from weighbridge._formats.training.checkpoints.checkpoint_values import (
+    CheckpointValues,
+    checkpoint_ranks,
+    opened,
+)
 from weighbridge._formats.training.training_state import RankValues
 from weighbridge.errors import DataLoss, InvalidArgument
 

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from tests.support.torch_ranks import run_ranks
 from tests.support.training_states import Whole, same_bits
-from weighbridge._formats.training.checkpoint_folder import CheckpointFolder
+from weighbridge._formats.training.checkpoints.checkpoint_folder import CheckpointFolder
 from weighbridge._formats.training.torch_training import torch_fit
 from weighbridge._formats.training.training_state import read_blob
 from weighbridge.errors import DataLoss, InvalidArgument, LayoutError, NotFound

@@ -18,7 +18,7 @@ from weighbridge._core.layouts import Placement
 from weighbridge._formats.safetensors_files import map_file
 from weighbridge._formats.torch_dist.folder import TorchDistCheckpoint, read_common, read_objects
 from weighbridge._formats.training import blobs
-from weighbridge._formats.training.checkpoint_values import STEP_ENTRY, common_state
+from weighbridge._formats.training.checkpoints.checkpoint_values import STEP_ENTRY, common_state
 from weighbridge.errors import DataLoss, InvalidArgument, WeighbridgeError
 
 _STEP = r"(?:global_?step|train_?step|steps?|iter|iteration|checkpoint|ckpt)[-_=]?(\d{1,15})"

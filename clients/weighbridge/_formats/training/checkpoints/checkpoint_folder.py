@@ -29,13 +29,13 @@ from weighbridge._formats.torch_dist.metadata import CONFIG_FILE
 from weighbridge._formats.torch_dist.noted_values import read_value
 from weighbridge._formats.torch_dist.optimizer_rank_files import read_optimizer, read_scheduler
 from weighbridge._formats.torch_dist.rank_files import has_rank_files, read_rank_files, sharded_parameters
-from weighbridge._formats.training.checkpoint_step import step_named, step_of_folder
-from weighbridge._formats.training.checkpoint_values import (
+from weighbridge._formats.training.checkpoints.checkpoint_step import step_named, step_of_folder
+from weighbridge._formats.training.checkpoints.checkpoint_values import (
     CheckpointFormat,
     CheckpointValues,
     saved,
 )
-from weighbridge._formats.training.restorable import TorchEntries, check_megatron
+from weighbridge._formats.training.checkpoints.restorable import TorchEntries, check_megatron
 from weighbridge._formats.training.torch_entries import MODEL, OPTIMIZER
 from weighbridge._formats.training.training_state import (
     RankValues,
