@@ -48,8 +48,8 @@ IMAGE_BYTES = 630_784
 """Of a version of `tiny_folder` with `HIDDEN_SIZE`: its one file, in whole pages."""
 HELD = 6
 """Versions that are looked at where they lie, after newer ones have come: who can still write to their memory is seen when he does."""
-MEMORY = (HELD + 6) * IMAGE_BYTES
-"""What a run needs: memory that comes back is used again soon, and such that does not is missed by the runs that follow."""
+MEMORY = 4 * (HELD + 1) * IMAGE_BYTES
+"""What a run needs, where one reader may keep as many images as are held: memory that comes back is used again soon, and such that does not is missed by the runs that follow."""
 READY_SECONDS = 10.0
 
 

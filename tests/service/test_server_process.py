@@ -252,7 +252,10 @@ def test_a_process_for_weight_maps_that_dies_is_started_again(tmp_path: Path, hf
         os.kill(int(first.name), signal.SIGKILL)
         with (
             TrainerClient(service.grpc, retry_seconds=0) as client,
-            pytest.raises(Unavailable, match="the process that makes weight maps has ended with -9"),
+            pytest.raises(
+                Unavailable,
+                match="the process that makes weight maps and models of configs has ended with -9",
+            ),
         ):
             client.register_model(MODEL, hf_folder)
         with TrainerClient(service.grpc) as client:

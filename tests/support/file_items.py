@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import itertools
 import os
+import sys
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +19,9 @@ import pytest
 from _pytest.runner import collect_one_node
 
 from tests.support.fast import is_fast_file
+
+_MANY_MODULES = 100
+"""Imported modules that are worth a full garbage collection."""
 
 
 class _File(pytest.File):
@@ -73,6 +77,7 @@ def importing() -> Iterator[None]:
     What has been imported is left out of later garbage collections, which go through what tests make and not through all of torch.
     """
     gc.disable()
+    modules = len(sys.modules)
     before = os.environ.get("TORCHDYNAMO_DISABLE")
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     try:
@@ -83,7 +88,9 @@ def importing() -> Iterator[None]:
         else:
             os.environ["TORCHDYNAMO_DISABLE"] = before
         gc.enable()
-        gc.freeze()
+        if len(sys.modules) > modules + _MANY_MODULES:
+            gc.collect()  # garbage of earlier tests would stay for ever
+            gc.freeze()
 
 
 def _by_file(config: pytest.Config) -> bool:

@@ -45,7 +45,8 @@ def engine(server: str, model: str, lane: str) -> None:
     def answer(path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         if path == "/collective_rpc":
             rpc(body["method"], body["args"])
-            return 200, {"results": [{**held["status"].to_json(), "failed": ""}]}
+            worker = {"failed": "", "engine": 0, "engines": 1, "rank": 0, "ranks": 1}
+            return 200, {"results": [{**held["status"].to_json(), **worker}]}
         return 200, {}
 
     with json_server(answer) as url:

@@ -160,7 +160,8 @@ class VllmServer:
     def _count_workers(self) -> int | None:
         """Number of workers that vLLM has started, of all engines; None if it does not say."""
         with contextlib.suppress(_NoRoute):
-            return int(self._call("/get_world_size")["world_size"])
+            size = self._call("/get_world_size").get("world_size")
+            return size if isinstance(size, int) else None
         return None
 
     def _post(self, path: str, body: Mapping[str, Any] | None = None) -> Any:

@@ -554,7 +554,7 @@ def test_a_checkpoint_is_imported_by_its_tensors_alone_if_that_is_asked_for(tmp_
     missing = Comparison("MistralForCausalLM", ("lm_head.weight",))
     with running_service(tmp_path / "store") as running, compared_by(lambda config, shapes: missing):
         line = ["import", str(tmp_path / "saved"), "tests/part", "--config", str(tmp_path / "config")]
-        line += ["--server", running.address]
+        line += ["--server", running.address, "--step", "0"]
         refused = CliRunner().invoke(commands, line)
         assert refused.exit_code == 1
         assert "lm_head.weight is missing" in refused.stderr
@@ -563,6 +563,6 @@ def test_a_checkpoint_is_imported_by_its_tensors_alone_if_that_is_asked_for(tmp_
         assert done.exit_code == 0, done.output
         with EngineClient(running.address) as engine:
             assert torch.equal(dict(engine.pull("tests/part", "latest"))["w"], torch.arange(2.0))
-    of_megatron = CheckpointToPush(tmp_path, {}, (), (), (), TensorSpace.MEGATRON, (), {})
+    of_megatron = CheckpointToPush(tmp_path, {}, (), (), (), TensorSpace.MEGATRON, (), {}, None, {})
     with pytest.raises(InvalidArgument, match="only a weight map relates"):
         of_megatron.push(None, "tests/part", step=0, run="", weight_map=False)  # type: ignore[arg-type]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import resource
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 from tests.service.api.http.web import MODEL, Web, held_at, is_problem
+from tests.support.waiting import eventually
 from weighbridge.errors import ResourceExhausted
 from weighbridge_service.access.peer import Peer
 from weighbridge_service.exports.jobs import Exports
@@ -245,17 +245,13 @@ def test_what_a_killed_service_left_is_removed_and_a_running_ones_is_not(
 def test_only_so_many_ended_exports_are_remembered(web: Web) -> None:
     exports = Exports(web.running.service)
     try:
-        monitor = [exports.start(MODEL, "1", folder=f"many/{n}", max_shard_bytes=1 << 30) for n in range(90)]
-        deadline = time.monotonic() + 120
-        while not exports.get(monitor[-1].id).state.ended and time.monotonic() < deadline:
-            time.sleep(0.01)
-        for n in range(90, 120):
-            job = exports.start(MODEL, "1", folder=f"many/{n}")
-            while not exports.get(job.id).state.ended and time.monotonic() < deadline:
-                time.sleep(0.005)
+        jobs = []
+        for n in range(120):
+            jobs.append(exports.start(MODEL, "1", folder=f"many/{n}"))
+            eventually(lambda: exports.get(jobs[-1].id).state.ended)
         assert 100 <= len(exports.list()) <= 101
-        is_gone = [job for job in monitor if job.id not in {kept.id for kept in exports.list()}]
-        assert monitor[0] in is_gone
+        is_gone = [job for job in jobs if job.id not in {kept.id for kept in exports.list()}]
+        assert jobs[0] in is_gone
     finally:
         exports.close()
 
