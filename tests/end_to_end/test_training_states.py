@@ -205,7 +205,8 @@ def test_ranks_that_were_all_killed_go_on_to_the_bit_and_other_numbers_of_ranks_
         expected = torch.load(tmp_path / f"losses-{rank}", weights_only=True)[begun : begun + STEPS]
         assert len(expected) == STEPS
         assert all(map(same_bits, losses, expected))
-    for ranks, way in ((2, "fsdp"), (8, "fsdp8"), (4, "hsdp")):
+    others = ((2, "fsdp"), (8, "fsdp8"), (4, "hsdp"))
+    for ranks, way in others if rounds("CELLS") else others[:1]:
         for begun, _ in run_ranks(ranks, _resumed, service.address, 1, way, tmp_path):
             assert begun == results[0][0] + STEPS
 

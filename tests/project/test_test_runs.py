@@ -108,17 +108,23 @@ def test_what_has_rounds_is_read_by_the_tests_that_its_part_selects() -> None:
 def test_cells_that_are_left_out_are_of_tests_that_exist() -> None:
     for cells in CELLS:
         file, _, name = cells.test.partition("::")
-        assert f"\ndef {name}(" in (ROOT / "tests" / file).read_text("utf-8"), cells.test
+        assert f"def {name}" in (ROOT / "tests" / file).read_text("utf-8"), cells.test
 
 
 def test_cases_that_are_not_named_are_left_to_the_long_run() -> None:
     cells = [
         Cells("sdk/test_a.py::test_a", ("local", "s3-rows]"), "b"),
         Cells("sdk/test_a.py::test_never", (), "c"),
+        Cells("sdk/test_b.py", (), "d"),
     ]
     names = ["a[local-rows]", "a[s3-rows]", "a[s3-rows2]", "a[s3]", "never", "never[1]", "b[s3]"]
     out = [name for name in names if left_out(f"tests/sdk/test_a.py::test_{name}", cells)]
     assert out == ["a[s3-rows2]", "a[s3]", "never", "never[1]"]
+    cases = ["a", "a[s3]", "b[s3-1]", "b[local-s3]"]
+    assert [name for name in cases if left_out(f"tests/sdk/test_b.py::test_{name}", cells)] == [
+        "a[s3]",
+        "b[s3-1]",
+    ]
 
 
 def tree(*edges: str) -> Tree:

@@ -295,7 +295,8 @@ def test_megatron_loads_what_is_written_at_any_parallelism(tmp_path: Path) -> No
             convert_folder(source, folder, ConvertOptions(keys=keys, spec=spec))
             folders[str(folder)] = (spec, keys == "per-layer")
         cases.append(Saved(config, weights, folders))
-    for parallel in (Parallel(), Parallel(tp=2), Parallel(pp=2), Parallel(tp=2, ep=2, etp=1)):
+    parallels = (Parallel(pp=2), Parallel(tp=2, ep=2, etp=1), Parallel(), Parallel(tp=2))
+    for parallel in parallels if rounds("CELLS") else parallels[:2]:
         for different in run_ranks(parallel, _fill_and_load, parallel, cases):
             assert different == []
 
