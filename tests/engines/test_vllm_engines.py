@@ -7,7 +7,6 @@ the agent and by vLLM's own calls, while the way of one engine is cut at random;
 from __future__ import annotations
 
 import json
-import os
 import random
 import threading
 import urllib.error
@@ -21,6 +20,7 @@ from typing import Any
 import pytest
 
 from tests.support.process_gate import ProcessGate, processes_below
+from tests.support.rounds import first_seed
 from tests.support.services import running_service
 from tests.support.vllm_environment import PYTHON, environment, needs_vllm
 from tests.support.word_models import PROMPT, TOKENS, make_folder, said_by_transformers
@@ -29,7 +29,7 @@ from weighbridge.follow import vllm as vllm_driver
 from weighbridge.follow.agent import Follower
 from weighbridge_demo.vllm_server import EAGER, VllmServer
 
-pytestmark = [needs_vllm, pytest.mark.slow, pytest.mark.xdist_group("vllm"), pytest.mark.timeout(3600)]
+pytestmark = [needs_vllm, pytest.mark.slow, pytest.mark.timeout(3600)]
 
 MODEL = "tests/parallel"
 UPDATES = 50
@@ -194,7 +194,7 @@ def called(title: str, below: int) -> list[int]:
 def test_no_engine_answers_by_another_version_than_is_said_of_it(
     tmp_path: Path, count: int, arguments: tuple[str, ...]
 ) -> None:
-    seed = int(os.environ.get("WEIGHBRIDGE_CHAOS_SEED", "1"))
+    seed = first_seed()
     chance = random.Random(seed)
     with place(tmp_path, count, *arguments) as there:
         version, taken, cut = 1, 0, 0

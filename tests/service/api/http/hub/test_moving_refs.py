@@ -16,8 +16,6 @@ from weighbridge import TrainerClient
 from weighbridge_service.api.http.hub_documents import HubVersion
 from weighbridge_service.api.http.hub_reading import Hub
 
-pytestmark = pytest.mark.xdist_group("hub")
-
 
 @pytest.fixture
 def moving(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> Iterator[Endpoint]:
