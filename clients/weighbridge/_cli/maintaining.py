@@ -148,7 +148,7 @@ def fsck_command(
 
 @dataclass(frozen=True, slots=True)
 class _Contents:
-    """What the comparison of a model's contents has found.
+    """Findings of a comparison of a model's contents.
 
     Attributes:
         nbytes: bytes that were read.

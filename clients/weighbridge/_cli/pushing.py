@@ -295,7 +295,7 @@ def _pushed(client: TrainerClient, model: str, push: Callable[[], PushHandle]) -
 
 
 def phase_of(version: Version) -> tuple[str, int, int]:
-    """What a version that is pushed is at, and the bytes done and in all of it; 0 and 0 where none are counted."""
+    """Phase of a pushed version, and the bytes done and in all of it; 0 and 0 where none are counted."""
     match version.state:
         case VersionState.OPEN:
             return f"waiting for {'; '.join(version.waits_for) or 'memory'}", 0, 0

@@ -19,7 +19,7 @@ QUANTIZED_WITH_SCALES = "fp8"
 SCALE_SUFFIX = "_scale_inv"
 """What the name of a tensor of scales has more than that of the weight."""
 _QUANTIZATION = ("quantization_config", "compression_config", "quantization")
-"""Where configs say that weights are quantised: transformers, older ones of compressed-tensors, and MLX."""
+"""Keys of configs for quantised weights: transformers, older ones of compressed-tensors, and MLX."""
 DEFAULT_BLOCK = (128, 128)
 """Rows and columns of a block where the config does not say."""
 

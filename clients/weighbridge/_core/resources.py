@@ -214,7 +214,7 @@ class Retention(JsonValue):
         keep_every: of each so many consecutive numbers the first version that is there, so of 100 usually those whose numbers
             are multiples of 100; 0 speaks for none.
         keep_younger_s: those opened less than so many seconds ago; 0 speaks for none.
-        keep_every_steps: of each so many consecutive steps of a run the first version that is there; 0 speaks for none.
+        keep_every_steps: of each so many consecutive steps of a run the first version that is there; 0 disables the rule.
 
     Raises:
         InvalidArgument: one of them is not an integer from 0 to 2**53.

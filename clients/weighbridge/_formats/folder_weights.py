@@ -155,7 +155,7 @@ class FolderWeights:
 
 
 def _remarks(folder: Path, found: safetensors_files.FolderFiles) -> tuple[str, ...]:
-    """What a folder's weights do not have of it."""
+    """Remarks on what of a folder is not pushed."""
     remarks = []
     if found.left_out:
         names = ", ".join(map(readable, found.left_out[:_NAMED]))
@@ -217,7 +217,7 @@ class StandIns:
 
 
 class _FilePart(NamedTuple):
-    """Where the elements of a tensor lie in a file: the byte of the first one, and distances on each axis in bytes."""
+    """Place of a tensor's elements in a file: the byte of the first one, and distances on each axis in bytes."""
 
     file: OpenFile
     offset: int

@@ -17,7 +17,7 @@ _FIX = f"name a folder that this user may write to in {CACHE_VARIABLE}, or give 
 
 
 def cache_folder() -> Path:
-    """Where clients keep what they can make again: ``WEIGHBRIDGE_CACHE``, or ``weighbridge`` among the user's caches.
+    """Folder of what clients can make again: ``WEIGHBRIDGE_CACHE``, or ``weighbridge`` among the user's caches.
 
     Raises:
         FailedPrecondition: nothing names a folder, and the user has no home.

@@ -60,7 +60,7 @@ def proxy_of(server: str, *, tls: bool, environment: Mapping[str, str] | None = 
 
 
 def opener(url: str, *handlers: urllib.request.BaseHandler) -> urllib.request.OpenerDirector:
-    """What opens an HTTP URL; by a proxy of the environment only where that can read nothing.
+    """An opener of HTTP URLs; by a proxy of the environment only where that can read nothing.
 
     Args:
         url: which one.

@@ -86,7 +86,7 @@ _TLS = (("handshake failed",), ("failed to connect", "Socket closed"))
 _TLS_SECONDS = 3.0
 """For how long it is tried again then: a proxy whose service is being started looks the same."""
 _REFUSED_BY_PROXY = "HTTP proxy"
-"""What gRPC says where a proxy does not connect."""
+"""gRPC's message where a proxy does not connect."""
 _PROXY_FORBIDS = re.compile(r"HTTP proxy returned response code 4\d\d")
 _PROXY_SECONDS = 3.0
 """For how long it is tried again where a proxy forbids it. Other answers, 502 or 503, pass once the service is back."""

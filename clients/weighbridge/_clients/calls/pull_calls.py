@@ -47,7 +47,7 @@ class PullPlan:
 
 
 def described(plan: PullPlan) -> str:
-    """How much a pull brings, in words."""
+    """Size of a pull, in words."""
     cast = f" in {plan.dtype}" if plan.dtype else ""
     return f"{counted(len(plan.layout.placements), 'slice')}{cast}, {readable_size(plan.nbytes)}"
 

@@ -24,7 +24,7 @@ _GO, _NO = b"go", b"no:"
 _SLICE_SECONDS = 0.2
 """Length of one wait: other users of the store in this process wait for its end."""
 _MOST_REASON = 400
-"""Characters of a reason that other ranks are told."""
+"""Characters of a reason that other ranks receive."""
 
 _GONE = RuntimeError
 """Error of a store that has gone, as when the job ends: it decides nothing, and waits end by their bounds."""

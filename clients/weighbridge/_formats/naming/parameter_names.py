@@ -11,10 +11,10 @@ from weighbridge._core.text.counts import counted
 from weighbridge.errors import LayoutError
 
 _WRAPPERS = frozenset(("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"))
-"""What torch.compile, FSDP and activation checkpointing put between a module's name and its parameters'."""
+"""Parts of names that torch.compile, FSDP and activation checkpointing put between a module's name and its parameters'."""
 _ADAPTERS = frozenset(("lora_A", "lora_B", "base_layer"))
 _OWN_ADAPTERS = "_lora"
-"""What fields of a config end with whose model has adapters among its weights, as Phi-4-multimodal has them."""
+"""Endings of config fields of models that have adapters among their weights, such as Phi-4-multimodal."""
 _NAMED = 20
 
 
