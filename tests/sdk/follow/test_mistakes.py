@@ -179,9 +179,10 @@ def test_a_watch_says_since_when_the_service_is_away(
             with Client(running.address) as other:
                 other.set_ref(MODEL, "prod", 1)
             proxy.close()
-            eventually(lambda: len(said("has been away since")) > 1)
+            # other tests' agents may be waiting for theirs
+            about = f"{proxy.address} has been away since"
+            eventually(lambda: len(said(about)) > 1)
         waiting.join(60.0)
-    assert proxy.address in said("has been away since")[0]
 
 
 def test_an_outage_that_was_told_is_told_to_be_over(

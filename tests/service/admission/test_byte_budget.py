@@ -338,8 +338,8 @@ def test_a_stream_that_was_fast_has_no_more_than_its_window_on_its_way_to_a_rece
         stop.set()
         call.cancel()
     server.stop(0).wait(10)
-    # one more is with gRPC, and one in its encoder
-    assert (sent - fast) * MIB <= rpc.WINDOW_BYTES + 3 * MIB
+    # one more is with gRPC, one in its encoder, and one was read ahead for the receiver
+    assert (sent - fast) * MIB <= rpc.WINDOW_BYTES + 4 * MIB
 
 
 READER = """
