@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from weighbridge._core.reports.collection import Collection
-from weighbridge._core.resources import REQUEST_DONE, DeletedModel, Retention, Version
+from weighbridge._core.resources import REQUEST_DONE, DeletedModel, Retention, Version, VersionState
 from weighbridge._core.text.counts import counted
 from weighbridge.errors import FailedPrecondition, NotFound, WeighbridgeError
 from weighbridge_service.access.audit import note as note_change
@@ -20,6 +20,7 @@ from weighbridge_storage.head.collecting import collect
 from weighbridge_storage.head.head import Head
 from weighbridge_storage.head.head_changes import delete_model, delete_versions, set_retention
 from weighbridge_storage.head.history import History
+from weighbridge_storage.head.open_versions import give_up_version
 
 log = logging.getLogger(__name__)
 
@@ -106,7 +107,8 @@ class Collecting:
         model, clock = ModelName.parse(name), self._catalog.readers.clock
         part = None if model.part else self._catalog.heads.history(model.training)
         if part is not None:
-            delete_model(part.head, clock())  # refuses what would be refused when the model is gone
+            # refuses what would be refused when the model is gone
+            delete_model(self._without_given_up(model.training, part.head), clock())
         deleted = self._delete_model(model, request_id)
         if part is not None:
             try:
@@ -125,7 +127,8 @@ class Collecting:
         count = len(known.versions())
 
         def change(history: History) -> tuple[Head, tuple[History, Head]]:
-            after = delete_model(history.head, clock(), request_id=request_id, versions=count)
+            head = self._without_given_up(model, history.head)
+            after = delete_model(head, clock(), request_id=request_id, versions=count)
             return after, (history, after)
 
         before, after = self._catalog.heads.edit(model, change)
@@ -133,6 +136,17 @@ class Collecting:
         self._on_collected(model, before.under(after))
         log.warning("deleted %s with %s", model, counted(count, "version"))
         return DeletedModel(str(model), count)
+
+    def _without_given_up(self, model: ModelName, head: Head) -> Head:
+        """The head without open versions that this process has given up: a caller hears of that before the head is written."""
+        for number, known in self._catalog.snapshots.of_model(model).items():
+            version, there = known.version, head.open.get(number)
+            aborted = version.state is VersionState.ABORTED
+            if version.state.given_up and there is not None and (aborted or not there.claim):
+                head = give_up_version(
+                    head, number, version.error, self._catalog.readers.clock(), aborted=aborted
+                )
+        return head
 
     def collect(self, name: str, *, dry_run: bool = False) -> Collection:
         """Delete what need not be kept of one model; in a dry run, only say what that would be.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from threading import Event
 
 import pytest
 from starlette.testclient import TestClient
@@ -14,10 +15,12 @@ from tests.support.services import RunningService, running_service
 from tests.support.waiting import eventually
 from weighbridge import EngineClient, TrainerClient
 from weighbridge._core.resources import VersionState
-from weighbridge.errors import FailedPrecondition, NotFound
+from weighbridge.errors import FailedPrecondition, NotFound, VersionFailed
 from weighbridge_service.api.http.app import create_app
 from weighbridge_service.exports.jobs import Exports
 from weighbridge_service.fsck.repair import check_store
+from weighbridge_service.push import publisher
+from weighbridge_service.push.machine.events import Broken
 from weighbridge_storage.documents.names import ModelName
 
 MODEL = "acme/wrong"
@@ -126,6 +129,32 @@ def test_what_is_being_pushed_keeps_a_model_until_it_is_given_up(
     running.service.collecting.collect(MODEL)
     assert not running.service.registry.of_model(ModelName.parse(MODEL))
     assert push(running, narrow, step=2) == number + 1, "the same run and step as before"
+
+
+@pytest.mark.parametrize("failed", [False, True], ids=["aborted", "failed"])
+def test_a_model_is_deleted_while_a_thread_still_closes_a_version_that_was_given_up(
+    replicas: list[RunningService], narrow: TinyModel, failed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running, closing = replicas[0], Event()
+    push(running, narrow)
+    close = publisher.give_up
+    monkeypatch.setattr(
+        publisher, "give_up", lambda *call, **named: (closing.wait(30), close(*call, **named))[1]
+    )
+    number = running.service.intake.opener.open_version(
+        MODEL, step=2, run="r", ranks=2, request_id="q", client_id="c"
+    ).number
+    with TrainerClient(running.address) as trainer:
+        if failed:
+            session = running.service.registry.find(ModelName.parse(MODEL), number)
+            assert session is not None
+            session.post(Broken(VersionFailed("a fault")))
+        else:
+            trainer.abort(MODEL, number)
+        assert trainer.delete_model(MODEL).versions == 1
+        closing.set()
+        assert push(running, narrow, step=2) == number + 1
+    check_pulled(replicas[1], narrow)
 
 
 def test_watches_end_and_images_are_given_back(replicas: list[RunningService], narrow: TinyModel) -> None:
