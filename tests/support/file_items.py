@@ -94,7 +94,7 @@ def importing() -> Iterator[None]:
 
 
 def _by_file(config: pytest.Config) -> bool:
-    picks_tests = any(config.getoption(name) for name in ("keyword", "markexpr", "lf", "failedfirst"))
+    picks_tests = any(config.getoption(name, None) for name in ("keyword", "markexpr", "lf", "failedfirst"))
     return (
         hasattr(config, "workerinput")
         and not picks_tests

@@ -288,10 +288,9 @@ class Pusher:
             absent = ranks_text(agreement.absent())
             if time.monotonic() >= give_up:
                 late = hold.exceeded(f"{header.model}@{header.number} was still waiting for {absent}")
-                agreement.refuse(late)  # unless the last one has come meanwhile
-                if not agreement.decided(0.0):
+                if agreement.refuse(late):
                     raise late
-                break
+                break  # the last one has come meanwhile, or another one has refused
             if (seconds := reminder.due()) is not None:
                 rough = readable_duration(seconds, rough=True)
                 log.warning("%s@%d: for %s, waits for %s to push", header.model, header.number, rough, absent)

@@ -26,7 +26,6 @@ from weighbridge_service.push.machine.answers import (
     Declared,
     ask_again,
     check_absent,
-    not_all_declared,
     to_push,
 )
 from weighbridge_service.push.machine.phases import INCOMPLETE, VISIBLE
@@ -105,7 +104,6 @@ class Intake:
         Raises:
             LayoutError: the layouts contradict the model or each other; the version has failed.
             FailedPrecondition: the caller does not add constants, and there are some to add.
-            DeadlineExceeded: not all ranks came within ``seconds``, and that is sooner than the caller would be told to ask again.
         """
         session = self.opener.find_or_join(name, number, client_id)
         if layout is not None:
@@ -119,8 +117,6 @@ class Intake:
         def answer(agreed: bool) -> Declared:
             if agreed:
                 return to_push(found.result(), self.home, rank, adds_shifts=adds_shifts)
-            if seconds < _LONG_POLL:
-                raise not_all_declared(session.state)
             return ask_again(session.state)
 
         return Pending(found, min(seconds, _LONG_POLL), answer, lambda: session.leave(found), in_memory=True)

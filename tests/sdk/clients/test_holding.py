@@ -55,15 +55,16 @@ def test_all_ranks_push_once_the_last_one_has_come(ranks: int, store: Any) -> No
         last.come()
         assert all(each.result() for each in waits)
     assert [each.problem() for each in found] == [""] * ranks
-    last.refuse(ValueError("too late"))
+    assert not last.refuse(ValueError("too late"))
     assert found[0].problem() == "", "the first verdict stands"
 
 
 def test_no_rank_pushes_where_one_cannot_and_all_hear_why() -> None:
     first, second, third = agreements(3)
     first.come()
-    second.refuse(Unavailable("no answer", details=["port 9"]))
+    assert second.refuse(Unavailable("no answer", details=["port 9"]))
     assert first.decided(LONG)
+    assert not first.refuse(ValueError("it waited too long")), "the first verdict stands"
     third.come()
     assert {each.problem() for each in (first, second, third)} == {"rank 1: no answer; port 9"}
 

@@ -27,7 +27,12 @@ log = logging.getLogger(__name__)
 _DECLARE_SECONDS = 600.0
 """How long a rank waits for the other ranks to declare what they hold."""
 _DECLARE_CALL_SECONDS = 10.0
-"""How long one call waits for that before it is made again."""
+"""How long one call waits for that at most, before it is made again."""
+_DECLARE_CALL_FIRST = 1.0
+"""How long the first call waits, and each at least; the next ones wait twice as long as the one before.
+
+A rank that cannot push says so soon, and a rank hears that between calls. Near the end of the wait calls are short again, so that the service
+has said which ranks are absent before it is over."""
 
 _call = partial(call_method, pb.DESCRIPTOR.services_by_name["CheckpointService"])
 
@@ -71,17 +76,23 @@ def declare(
     )  # fmt: skip
     give_up, reminder = time.monotonic() + min(within, _DECLARE_SECONDS), Reminder()
     absent: Sequence[int] = ()
+    longest = _DECLARE_CALL_FIRST
     while True:
+        left = give_up - time.monotonic()
+        seconds = min(longest, max(left / 2, _DECLARE_CALL_FIRST))
+        longest = min(2 * longest, _DECLARE_CALL_SECONDS)
         try:
-            response: pb.DeclareLayoutResponse = yield from _call(
-                "DeclareLayout", request, _DECLARE_CALL_SECONDS
-            )
-        except DeadlineExceeded:  # the service is too busy to answer
+            response: pb.DeclareLayoutResponse = yield from _call("DeclareLayout", request, seconds)
+        except DeadlineExceeded as error:  # the service is too busy to answer
             if time.monotonic() < give_up:
                 continue
             if absent:
                 raise _not_declared(header, absent) from None
-            raise
+            raise DeadlineExceeded(
+                f"{header.model}@{header.number}: the service did not say in time whether all ranks have declared their layout",
+                details=[error.message],
+                fix="see whether the service is overloaded; or give it longer with max_hold_s",
+            ) from error
         if response.layout_needed:
             request.layout.CopyFrom(wire.layout_to_proto(layout, space))
         elif response.retry_after_ms:
@@ -89,12 +100,12 @@ def declare(
             absent, left = list(response.absent_ranks), give_up - time.monotonic()
             if left <= 0:
                 raise _not_declared(header, absent)
-            if absent and (seconds := reminder.due()) is not None:
+            if absent and (waited := reminder.due()) is not None:
                 log.warning(
                     "%s@%d: for %s, waits for %s to declare",
                     header.model,
                     header.number,
-                    readable_duration(seconds, rough=True),
+                    readable_duration(waited, rough=True),
                     ranks_text(absent),
                 )
             request.ClearField("layout")  # it has arrived

@@ -14,15 +14,17 @@ import threading
 import time
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from typing import Any
 
 from weighbridge._core.text.shortening import shortened
 from weighbridge.errors import WeighbridgeError
 
 _GO, _NO = b"go", b"no:"
-_SLICE_SECONDS = 0.2
-"""Length of one wait: other users of the store in this process wait for its end."""
+_POLL_PART = 0.05
+"""Pause between two looks at the store, as a part of the time that was waited: a rank that comes late is noticed soon, and a store of many ranks
+is asked seldom."""
+_POLL_SECONDS = 0.001, 0.2
+"""Shortest and longest of these pauses."""
 _MOST_REASON = 400
 """Characters of a reason that other ranks receive."""
 
@@ -92,12 +94,16 @@ class RankAgreement:
         """The agreement to begin with what ranks do together before this push."""
         return replace(self, prefix=f"{self.prefix}/ahead")
 
-    def refuse(self, error: BaseException) -> None:
-        """Say to all ranks that this one cannot push, unless a verdict stands. Does not wait."""
+    def refuse(self, error: BaseException) -> bool:
+        """Say to all ranks that this one cannot push, unless a verdict stands. Does not wait.
+
+        Returns:
+            Whether no other verdict stands.
+        """
         said = error.message if isinstance(error, WeighbridgeError) else repr(error)
         if isinstance(error, WeighbridgeError) and error.details:
             said += f"; {'; '.join(error.details)}"
-        self._decide(_NO + shortened(f"rank {self.rank}: {said}", _MOST_REASON).encode())
+        return self._decide(_NO + shortened(f"rank {self.rank}: {said}", _MOST_REASON).encode())
 
     def come(self) -> None:
         """Say that this rank can push."""
@@ -115,20 +121,17 @@ class RankAgreement:
 
     def decided(self, seconds: float) -> bool:
         """Wait for the verdict, for so many seconds at most. Whether there is one."""
-        end = time.monotonic() + seconds
+        began = time.monotonic()
         while True:
-            began = time.monotonic()
-            # TCPStore takes no wait of less than some milliseconds
-            slice_seconds = max(min(end - began, _SLICE_SECONDS), 0.01)
-            try:
-                self.store.wait([self._key("verdict")], timedelta(seconds=slice_seconds))
-            except RuntimeError:  # it is not there yet; or the store has gone, and says so at once
-                if began >= end:
-                    return False
-                # lets others of this process have the store
-                time.sleep(max(began + slice_seconds - time.monotonic(), 0.001))
-            else:
-                return True
+            with contextlib.suppress(_GONE):
+                if self.store.check([self._key("verdict")]):
+                    return True
+            waited = time.monotonic() - began
+            if waited >= seconds:
+                return False
+            # the store's own wait would hold up its other users, and torch logs each of its timeouts
+            pause = min(max(waited * _POLL_PART, _POLL_SECONDS[0]), _POLL_SECONDS[1])
+            time.sleep(min(pause, seconds - waited))
 
     def absent(self) -> list[int]:
         """The ranks that have not come."""
@@ -142,9 +145,12 @@ class RankAgreement:
         with contextlib.suppress(_GONE):
             self.store.delete_key(self._key(f"here/{self.rank}"))
 
-    def _decide(self, verdict: bytes) -> None:
+    def _decide(self, verdict: bytes) -> bool:
+        """Write the verdict, unless one stands; whether no other one does."""
+        text = verdict.decode(errors="replace")
         with contextlib.suppress(_GONE):
-            self.store.compare_set(self._key("verdict"), "", verdict.decode(errors="replace"))
+            return bool(self.store.compare_set(self._key("verdict"), "", text) == text.encode())
+        return True
 
     def _key(self, name: str) -> str:
         return f"{self.prefix}/{name}"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from weighbridge._core.metadata import by_trainer
 from weighbridge._core.resources import HELD_CANDIDATE
 from weighbridge._core.text.counts import counted
-from weighbridge.errors import AlreadyExists, DeadlineExceeded, FailedPrecondition
+from weighbridge.errors import AlreadyExists, FailedPrecondition
 from weighbridge_service.plan.declarations import Agreement, Home
 from weighbridge_service.plan.placed_ranges import PlacedRange
 from weighbridge_service.push.machine.phases import INCOMPLETE, VISIBLE, Phase
@@ -68,17 +68,6 @@ def answer_declare(state: PushState, rank: int, client_id: str, digest: str) -> 
     state.declarations.check_rank(rank)
     state.declarations.check_same(rank, client_id, digest)
     return state.agreed if state.image and rank in state.declarations.declared else None
-
-
-def not_all_declared(state: PushState) -> DeadlineExceeded:
-    """What a rank is told that has waited for the others in vain."""
-    absent = state.declarations.absent
-    return DeadlineExceeded(
-        f"{state.name}: {len(absent)} of {state.declarations.ranks} ranks have not declared their layout",
-        details=[f"rank {rank}" for rank in absent[:_NAMED]],
-        fix="every rank calls push with the same step, run and world_size; if they push to several replicas "
-        "of the service, serve each of these with --advertise",
-    )
 
 
 def answer_whole(state: PushState, rank: int, client_id: str) -> bool | None:
