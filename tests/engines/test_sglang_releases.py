@@ -1,12 +1,19 @@
-"""Does a scheduler of an older SGLang empty its caches in a pause though requests wait, and only then, and are methods found by the names they have?"""
+"""Does a scheduler of an older SGLang empty its caches in a pause though requests wait, and only then, and are methods found by the names they have?
+
+And does nothing that old weights have computed answer for new ones: neither embeddings of images, nor what is kept outside the engine?
+"""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 
-from weighbridge.integrations.sglang import releases
+from weighbridge.errors import FailedPrecondition
+from weighbridge.follow.wanted import Wanted
+from weighbridge.integrations.sglang import configuration, load, releases
 
 
 class Scheduler:
@@ -68,3 +75,70 @@ def test_a_hook_is_put_around_a_method_for_all_objects(monkeypatch: pytest.Monke
     releases.wrap({f"{__name__}.Scheduler.flush_cache": releases.flush})
     assert Scheduler(paused=True).flush_cache()
     assert not Scheduler(paused=False).flush_cache()
+
+
+WANTED = [(Wanted("127.0.0.1:50051", "acme/smol", "2").to_json(), None)]
+
+
+class Rank:
+    """As far as a rank of SGLang's takes a version."""
+
+    def __init__(self, problem: str = "") -> None:
+        self.problem = problem
+
+    def apply(self, number: int, source: str) -> None:
+        assert (number, source) == (2, "a service")
+        if self.problem:
+            raise FailedPrecondition(self.problem)
+
+
+def embeddings(monkeypatch: pytest.MonkeyPatch, module: str, rank: Rank) -> dict[int, str]:
+    """A cache of multimodal embeddings where a release has it, by hashes of images, in a process whose model is this rank's."""
+    place, model = ModuleType(module), ModuleType("weighbridge.integrations.sglang.model")
+    cache = {11: "by version 1"}
+    model.__dict__.update(
+        sglang_rank=lambda _model: rank,
+        number_to_update_to=lambda _rank, wanted: int(wanted.version),
+        source_of=lambda _wanted: "a service",
+    )
+    place.__dict__["embedding_cache"] = cache
+    monkeypatch.setitem(sys.modules, module, place)
+    monkeypatch.setitem(sys.modules, model.__name__, model)
+    return cache
+
+
+@pytest.mark.parametrize("module", ["mm_schedule", "mm_utils"])  # of 0.5.23, and up to 0.5.15
+def test_images_that_come_again_are_encoded_by_the_new_weights(
+    monkeypatch: pytest.MonkeyPatch, module: str
+) -> None:
+    cache = embeddings(monkeypatch, f"sglang.srt.managers.{module}", Rank())
+    load(None, WANTED)  # type: ignore[arg-type]  # the rank is there already
+    assert cache == {}
+
+
+def test_an_update_that_fails_leaves_what_the_old_weights_have_encoded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cache = embeddings(monkeypatch, "sglang.srt.managers.mm_schedule", Rank("out of memory"))
+    with pytest.raises(FailedPrecondition, match="out of memory"):
+        load(None, WANTED)  # type: ignore[arg-type]
+    assert cache == {11: "by version 1"}
+
+
+def test_a_model_without_images_has_no_such_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = ModuleType("sglang.srt.managers.mm_schedule")
+    place.__dict__["embedding_cache"] = None
+    monkeypatch.setitem(sys.modules, place.__name__, place)
+    releases.forget_embeddings()
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [("hicache_storage_backend", "file"), ("enable_lmcache", True), ("language_only", True)],
+)
+def test_an_engine_that_would_go_on_with_results_of_old_weights_is_refused(setting: str, value: Any) -> None:
+    unset = {"hicache_storage_backend": None, "enable_lmcache": False, "language_only": False}
+    configuration.check_updatable({**unset, "enable_hierarchical_cache": True})
+    with pytest.raises(FailedPrecondition, match=f"--{setting.replace('_', '-')}") as refused:
+        configuration.check_updatable({**unset, setting: value})
+    assert "start" in refused.value.fix

@@ -37,6 +37,7 @@ def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, Any]]) -> No
         InvalidArgument: what came does not say which version is wanted.
     """
     from weighbridge.follow.wanted import Wanted
+    from weighbridge.integrations.sglang import releases
     from weighbridge.integrations.sglang.model import number_to_update_to, sglang_rank, source_of
 
     if len(named_tensors) != 1:
@@ -44,3 +45,4 @@ def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, Any]]) -> No
     wanted = Wanted.from_json(named_tensors[0][0])
     rank = sglang_rank(model)
     rank.apply(number_to_update_to(rank, wanted), source_of(wanted))
+    releases.forget_embeddings()

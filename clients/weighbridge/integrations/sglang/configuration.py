@@ -1,16 +1,20 @@
-"""Settings on which it depends, besides a model's parameters, where SGLang's loaders put weights.
+"""Settings of SGLang on which it depends where its loaders put weights, and whether new weights alone make new answers.
 
-On anything in its configuration, so all of that counts but what names this start of the engine; to record once too often costs seconds.
+Where weights go may depend on anything in its configuration, so all of that counts but what names this start of the engine; to record once too
+often costs seconds.
 """
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from importlib.metadata import version
+from typing import Any
 
 import torch
 
+from weighbridge.errors import FailedPrecondition
 from weighbridge.integrations.sglang.releases import server_arguments
 
 _OF_THIS_START = frozenset(
@@ -29,6 +33,32 @@ _OF_THIS_START = frozenset(
         *("download_dir", "log_level", "log_level_http"),
     }
 )
+
+_KEPT_KV = "it keeps the KV cache of prompts outside the engine, where a flush leaves it and no entry names the weights that computed it"
+_KEEP_OLD_RESULTS = {
+    "hicache_storage_backend": _KEPT_KV,
+    "enable_lmcache": _KEPT_KV,
+    "language_only": "other servers encode its images, videos and audio, and those keep their weights",
+}
+"""Settings by which an engine would go on with what other weights have computed, and why."""
+
+
+def check_updatable(arguments: Mapping[str, Any]) -> None:
+    """Refuse updates of an engine whose answers would still come from old weights in part.
+
+    Args:
+        arguments: all that the engine was configured with, by the names of SGLang's ``ServerArgs``.
+
+    Raises:
+        FailedPrecondition: names the setting.
+    """
+    for setting, why in _KEEP_OLD_RESULTS.items():
+        if arguments.get(setting):
+            option = f"--{setting.replace('_', '-')}"
+            raise FailedPrecondition(
+                f"this engine has {option}, and cannot take new weights while it serves: {why}",
+                fix=f"start the engine without {option}, or start it again from the new version",
+            )
 
 
 def configuration_of(model: torch.nn.Module) -> str:

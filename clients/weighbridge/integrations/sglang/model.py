@@ -14,7 +14,8 @@ from weighbridge.integrations.engine_rank.agreement import ProcessGroup, Ranks, 
 from weighbridge.integrations.engine_rank.model import EngineModel
 from weighbridge.integrations.engine_rank.rank import EngineRank, rank_of
 from weighbridge.integrations.engine_rank.source import ModelSource
-from weighbridge.integrations.sglang.configuration import configuration_of
+from weighbridge.integrations.sglang.configuration import check_updatable, configuration_of
+from weighbridge.integrations.sglang.releases import server_arguments
 
 log = logging.getLogger(__name__)
 
@@ -68,8 +69,9 @@ def number_to_update_to(rank: EngineRank, wanted: Wanted) -> int:
     """`number_on` all ranks that update together.
 
     Raises:
-        FailedPrecondition: they cannot, as there are pipeline stages.
+        FailedPrecondition: they cannot, as there are pipeline stages, or as answers would still come from old weights in part.
     """
+    check_updatable(server_arguments())
     if get_pp_group().world_size > 1:
         raise FailedPrecondition(
             "pipeline stages of SGLang cannot take over a version together",

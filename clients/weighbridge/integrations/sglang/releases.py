@@ -9,6 +9,7 @@ import dataclasses
 import importlib.util
 import inspect
 import pkgutil
+import sys
 from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any
@@ -28,6 +29,9 @@ CONTROL = (
     f"{_SRT}.managers.scheduler_update_weights_mixin.SchedulerUpdateWeightsMixin.check_weights",  # 0.5.12
 )
 """Methods by the names that releases have had for them, the newest first; behind the others, the last release that was seen with it."""
+
+_EMBEDDINGS = (f"{_SRT}.managers.mm_schedule", f"{_SRT}.managers.mm_utils")
+"""Modules that have had the cache of multimodal embeddings, the newest first; behind the last, 0.5.15."""
 
 Hook = Callable[..., Any]
 """What is called in place of a function, with that function as its first argument."""
@@ -102,6 +106,17 @@ def flush(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: An
         return original(scheduler, *args, **kwargs)
     finally:
         scheduler.waiting_queue = waiting
+
+
+def forget_embeddings() -> None:
+    """Empty the cache of what encoders of images, videos and audio have computed.
+
+    SGLang finds an embedding by the content of its image alone, and leaves this cache as it is when it flushes the others.
+    """
+    for name in _EMBEDDINGS:
+        cache = getattr(sys.modules.get(name), "embedding_cache", None)
+        if cache is not None:
+            cache.clear()
 
 
 def _around(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
