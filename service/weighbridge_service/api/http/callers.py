@@ -114,6 +114,17 @@ def peer_of(request: Request) -> Peer:
     return Peer(client.host, str(client.port), identity) if client else Peer(LOCAL, "", identity)
 
 
+def came_by_tls(request: Request) -> bool:
+    """Whether the caller's own connection is under TLS: here, or at a proxy that says so in ``X-Forwarded-Proto``.
+
+    It decides how links and cookies are made for this caller. The header can only make them stricter, so it counts from everybody.
+    """
+    said = request.headers.get("x-forwarded-proto", "").partition(",")[
+        0
+    ]  # of several proxies, the one before the caller
+    return request.url.scheme == "https" or said.strip().lower() == "https"
+
+
 def _identity(request: Request) -> Identity:
     access = request.app.state.access
     if access.open:

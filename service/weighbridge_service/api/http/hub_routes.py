@@ -26,7 +26,7 @@ from weighbridge._core.text.shortening import shown
 from weighbridge.errors import InvalidArgument
 from weighbridge_service.admission.identity_quotas import IdentityQuotas
 from weighbridge_service.api.http import hub_documents as documents
-from weighbridge_service.api.http.callers import Standing, peer_of
+from weighbridge_service.api.http.callers import Standing, came_by_tls, peer_of
 from weighbridge_service.api.http.hub_documents import (
     Asked,
     HubNotFound,
@@ -241,7 +241,8 @@ def _raw_path(request: Request) -> str:
 def _with_cursor(request: Request, cursor: str) -> str:
     others = [(name, value) for name, value in request.query_params.multi_items() if name != "cursor"]
     path = quote(_raw_path(request), safe="/%")
-    return f"{request.url.scheme}://{request.url.netloc}{path}?{urlencode([*others, ('cursor', cursor)])}"
+    scheme = "https" if came_by_tls(request) else "http"  # a client sends its token there
+    return f"{scheme}://{request.url.netloc}{path}?{urlencode([*others, ('cursor', cursor)])}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 
 from fastapi import Request, Response
 
+from weighbridge_service.api.http.callers import came_by_tls
+
 _COOKIE = "weighbridge"
 _MOST = 4096
 _MOST_OF_ONE = 32
@@ -80,22 +82,23 @@ def session_in(request: Request) -> str:
 def keep(request: Request, response: Response, session: str) -> None:
     """Let the browser keep a session's id: no script sees it, and no other site's page sends it."""
     response.set_cookie(
-        _cookie_name(request), session, path="/", httponly=True, samesite="strict", secure=_is_secure(request)
+        _cookie_name(request),
+        session,
+        path="/",
+        httponly=True,
+        samesite="strict",
+        secure=came_by_tls(request),
     )
 
 
 def forget(request: Request, response: Response) -> None:
     """Let the browser forget it."""
     response.delete_cookie(
-        _cookie_name(request), path="/", httponly=True, samesite="strict", secure=_is_secure(request)
+        _cookie_name(request), path="/", httponly=True, samesite="strict", secure=came_by_tls(request)
     )
 
 
 def _cookie_name(request: Request) -> str:
     """A name for each port, which browsers do not tell apart; under TLS one that no other host can set."""
-    prefix = "__Host-" if _is_secure(request) else ""
+    prefix = "__Host-" if came_by_tls(request) else ""
     return f"{prefix}{_COOKIE}-{request.url.port or 0}"
-
-
-def _is_secure(request: Request) -> bool:
-    return request.url.scheme == "https"

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from httpx2 import URL
 from safetensors.torch import load_file
 
 from tests.service.api.http.hub.endpoint import MODEL, WEIGHTS, Endpoint, endpoint_of
@@ -100,3 +101,16 @@ def test_versions_on_s3_are_offered_too(seaweed: S3Server, tmp_path: Path) -> No
     found = load_file(tmp_path / WEIGHTS)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize(
+    ("forwarded", "scheme"),
+    [(None, "http"), ("http", "http"), ("https", "https"), ("HTTPS", "https"), ("https, http", "https")],
+)
+def test_who_asks_by_tls_is_sent_on_by_tls(
+    small_pieces: Endpoint, forwarded: str | None, scheme: str
+) -> None:
+    asked = {"host": "hub.internal", **({} if forwarded is None else {"x-forwarded-proto": forwarded})}
+    answer = small_pieces.http.get(f"/api/models/{MODEL}/tree/1", headers=asked)
+    where = URL(answer.links["next"]["url"])
+    assert (where.scheme, where.host, where.params["cursor"]) == (scheme, "hub.internal", "config.json")

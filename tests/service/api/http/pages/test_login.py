@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from http.cookies import SimpleCookie
 from pathlib import Path
 
 import httpx2 as httpx
@@ -86,6 +87,19 @@ def test_a_token_begins_a_session_whose_cookie_no_script_and_no_other_site_has(g
         assert browser.get(PAGE).status_code == 200
         assert browser.post("/logout").status_code == 303
         assert browser.get(PAGE).status_code == 401
+
+
+def test_the_cookie_of_a_browser_behind_a_proxy_with_tls_never_goes_without_it(guarded: Guarded) -> None:
+    forwarded = {"x-forwarded-proto": "https"}
+    with guarded.browser() as browser:
+        signing_in = {"data": {"token": guarded.tokens["reader"]}, "headers": forwarded}
+        cookie = SimpleCookie(browser.post("/login", **signing_in).headers["set-cookie"])  # type: ignore[arg-type]
+        [(name, kept)] = cookie.items()
+        assert (name.startswith("__Host-"), kept["secure"]) == (True, True)
+        browser.cookies.clear()
+        shown = {**forwarded, "cookie": f"{name}={kept.value}"}
+        assert browser.get(PAGE, headers=shown).status_code == 200
+        assert browser.get(PAGE, headers={"cookie": shown["cookie"]}).status_code == 401
 
 
 @pytest.mark.parametrize("shown", ["nonsense", "wb_" + "x" * 40])
