@@ -15,6 +15,7 @@ imported when vLLM asks for it by name: a vLLM that does not use weighbridge pay
 # - `model`: a rank's model, to the contract.
 # - `layers`: its layers, in the format of checkpoints and of kernels.
 # - `applying`: an update applied to layers with repacked weights.
+# - `kept_results`: places outside an engine where results of old weights stay.
 # - `settings`: where weights come from.
 # - `releases`: what vLLM's releases call it.
 

@@ -18,6 +18,7 @@ from weighbridge.integrations.engine_rank.model import EngineModel, Rest
 from weighbridge.integrations.engine_rank.rank import EngineRank, rank_of
 from weighbridge.integrations.vllm import layers
 from weighbridge.integrations.vllm.applying import Applier
+from weighbridge.integrations.vllm.kept_results import check_updatable
 
 
 class VllmModel(EngineModel):
@@ -93,7 +94,11 @@ class VllmModel(EngineModel):
         return self.record_on(self.targets(), source, None)
 
     def check(self, recording: lazy.Recording) -> None:
-        """Refuse a model of which vLLM has wrapped or renamed layers; how parameters lie is seen when layers are made anew."""
+        """Refuse a model of which vLLM has wrapped or renamed layers, and an engine that would go on with results of old weights.
+
+        How parameters lie is seen when layers are made anew.
+        """
+        check_updatable(self._vllm_config)
         self._applier.check(recording)
 
     def fill(self, update: lazy.Update, recording: lazy.Recording, rest: Rest) -> None:

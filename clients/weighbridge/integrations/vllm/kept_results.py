@@ -1,0 +1,60 @@
+"""Places outside a vLLM engine where results of its weights stay, though its own caches are emptied at each update. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from weighbridge.errors import FailedPrecondition
+
+_KEEPING = frozenset(
+    {
+        "LMCacheConnectorV1",
+        "LMCacheConnectorV1Dynamic",
+        "LMCacheMPConnector",
+        "FlexKVConnectorV1",
+        "HF3FSKVConnector",
+        "ExampleConnector",
+    }
+)
+"""KV connectors that find a block by its tokens alone and have no `reset_cache`, so that vLLM's pause leaves what they keep (vLLM 0.24 to 0.32)."""
+
+
+def check_updatable(configuration: Any) -> None:
+    """Refuse updates of an engine whose answers would still come from old weights in part.
+
+    Args:
+        configuration: the engine's ``VllmConfig``.
+
+    Raises:
+        FailedPrecondition: names the setting.
+    """
+    keeping = _KEEPING.intersection(_connectors(getattr(configuration, "kv_transfer_config", None)))
+    if keeping:
+        _refuse(
+            f"the {' and '.join(sorted(keeping))} of --kv-transfer-config",
+            "it keeps KV blocks by their tokens alone, and vLLM cannot empty it",
+            "take a connector that vLLM empties in a pause, such as OffloadingConnector or MooncakeStoreConnector",
+        )
+    if getattr(getattr(configuration, "ec_transfer_config", None), "ec_connector", None):
+        _refuse(
+            "an --ec-transfer-config",
+            "it brings what encoders of other engines have computed of an image, by the image alone",
+            "let the engine encode images itself",
+        )
+
+
+def _connectors(kv_transfer_config: Any) -> Iterator[str]:
+    """Names of all KV connectors of an engine: of MultiConnector, those that it is made of."""
+    if kv_transfer_config is None:
+        return
+    yield str(kv_transfer_config.kv_connector)
+    inner = (kv_transfer_config.kv_connector_extra_config or {}).get("connectors", [])
+    yield from (str(each.get("kv_connector")) for each in inner if isinstance(each, Mapping))
+
+
+def _refuse(setting: str, why: str, instead: str) -> None:
+    raise FailedPrecondition(
+        f"this engine has {setting}, and cannot take new weights while it serves: {why}",
+        fix=f"{instead}; or start the engine again from the new version",
+    )
