@@ -11,5 +11,6 @@ May import: `access`, `runtime`, `weighbridge_storage`, `weighbridge`; nothing h
 - `tickets`: tickets for streams of weights.
 - `message_waits`: how long a message may take to come.
 - `byte_budget`: bytes in flight.
+- `piece_room`: pieces of files on their way to readers over HTTP.
 - `reader_shares`: memory that readers keep on the local lane.
 """

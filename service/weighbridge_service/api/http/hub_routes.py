@@ -25,6 +25,7 @@ from starlette.types import Receive, Scope, Send
 from weighbridge._core.text.shortening import shown
 from weighbridge.errors import InvalidArgument
 from weighbridge_service.admission.identity_quotas import IdentityQuotas
+from weighbridge_service.admission.piece_room import PieceReader, PieceRoom
 from weighbridge_service.api.http import hub_documents as documents
 from weighbridge_service.api.http.callers import Standing, came_by_tls, peer_of
 from weighbridge_service.api.http.hub_documents import (
@@ -53,13 +54,16 @@ class HubSizes:
 
     Attributes:
         tree_page: files of a page, unless its client names a number.
-        read: bytes that are read from the store. A file on its way holds two such pieces: one being sent, and the next one being read.
+        read: bytes that are read from the store at a time, at most. A file on its way holds two such pieces: one being sent, and the next one
+            being read.
+        room: bytes of all such pieces. Where many files are on their way, pieces are smaller.
         send: bytes that are sent between two questions whether the caller may go on.
         redirect: bytes of a file from which on a way round the service is worth one more request.
     """
 
     tree_page: int = _LARGEST_PAGE
     read: int = 4 << 20
+    room: int = 256 << 20
     send: int = 1 << 20
     redirect: int = 8 << 20
 
@@ -80,6 +84,7 @@ def hub_router(
     """
     router = APIRouter(include_in_schema=False)
     threaded = in_threads(CapacityLimiter(_THREADS))
+    room = PieceRoom(sizes.room, sizes.read)
 
     @router.get(_API + "{namespace}/{name}")
     @router.get(_API + "{namespace}/{name}/revision/{rest:path}")
@@ -166,16 +171,16 @@ def hub_router(
         if wanted.partial:
             headers["Content-Range"] = f"bytes {wanted.start}-{wanted.end - 1}/{size}"
 
-        def read(start: int) -> bytes:
-            return hub.read(version, asked.path, start, min(sizes.read, wanted.end - start))
-
+        read = partial(hub.read, version, asked.path)
         with ExitStack() as stack:
             streaming = stack.enter_context(quotas.streaming(peer_of(request).identity))
             stack.enter_context(hub.begin(version))
+            reader = stack.enter_context(room.reader())
             # a file that cannot be read is a problem document, not a stream that breaks
-            first = read(wanted.start)
+            first = read(wanted.start, reader.take(wanted.end - wanted.start))
             pieces = _stream(
                 threaded(read),
+                reader,
                 first,
                 wanted.start,
                 wanted.end,
@@ -355,7 +360,8 @@ class _Download(StreamingResponse):
 
 
 async def _stream(
-    read: Callable[[int], Awaitable[bytes]],
+    read: Callable[[int, int], Awaitable[bytes]],
+    reader: PieceReader,
     piece: bytes,
     start: int,
     end: int,
@@ -370,7 +376,7 @@ async def _stream(
     """
     while piece:
         start += len(piece)
-        ahead = asyncio.ensure_future(read(start)) if start < end else None
+        ahead = asyncio.ensure_future(read(start, reader.take(end - start))) if start < end else None
         try:
             view = memoryview(piece)
             for offset in range(0, len(view), part_bytes):
@@ -380,6 +386,7 @@ async def _stream(
                 for seconds in iter(partial(delay, len(part)), 0.0):
                     await asyncio.sleep(seconds)
                 yield part
+            reader.give_back(len(piece))
             piece = await ahead if ahead is not None else b""
         finally:
             if ahead is not None:

@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 
-from tests.service.api.http.hub.endpoint import MODEL, WEIGHTS, Endpoint, files_of
+from tests.service.api.http.hub.endpoint import MODEL, WEIGHTS, Endpoint, endpoint_of, files_of
+from tests.support.waiting import eventually
+from weighbridge_service.admission.piece_room import SMALLEST_BYTES
 from weighbridge_service.api.http.bodies import MAX_BODY_BYTES
 from weighbridge_service.api.http.hub_reading import Hub
+from weighbridge_service.api.http.hub_routes import HubSizes
 
 
 def test_downloads_that_wait_for_the_store_keep_no_thread_from_other_requests(
@@ -127,6 +130,38 @@ def test_files_are_read_in_pieces(small_pieces: Endpoint, monkeypatch: pytest.Mo
     part = small_pieces.http.get(f"/{MODEL}/resolve/1/{WEIGHTS}", headers={"range": "bytes=7-9"})
     assert part.content == weights[7:10]
     assert lengths == [3]
+
+
+def test_downloads_that_ended_or_broke_leave_the_next_one_its_room(
+    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = (endpoint.folder(1) / WEIGHTS).read_bytes()
+    url = f"/{MODEL}/resolve/1/{WEIGHTS}"
+    with endpoint_of(endpoint.running, HubSizes(read=len(weights), room=16 * len(weights))) as found:
+        store = found.running.service.catalog.store
+        read_range, lengths = store.read_range, []
+
+        def counted(key: str, start: int, length: int) -> bytes:
+            lengths.append(length)
+            return read_range(key, start, length)
+
+        assert found.http.get(url).content == weights
+        for _ in range(20):
+            with found.http.stream("GET", url) as answer:
+                assert next(answer.iter_raw(1000))
+        monkeypatch.setattr(store, "read_range", counted)
+        eventually(lambda: _read_at_once(found, url, lengths) == [len(weights)])
+        with endpoint_of(endpoint.running, HubSizes(read=len(weights), room=0)) as crowded:
+            lengths.clear()
+            assert crowded.http.get(url).content == weights
+            assert max(lengths) == SMALLEST_BYTES < len(weights)
+
+
+def _read_at_once(found: Endpoint, url: str, lengths: list[int]) -> list[int]:
+    """Lengths that a whole download has read."""
+    lengths.clear()
+    found.http.get(url).raise_for_status()
+    return list(lengths)
 
 
 @pytest.mark.parametrize(

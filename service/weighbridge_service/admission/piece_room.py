@@ -1,0 +1,81 @@
+"""Room for pieces of files on their way to readers over HTTP: the less of it is left, the smaller pieces are.
+
+A reader that stops taking keeps the pieces that it has, for as long as its connection lasts. So none waits for the room of another: one that
+comes when there is none left gets pieces of the smallest size all the same.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+SMALLEST_BYTES = 128 << 10
+_SHARES = 16
+"""A piece is no larger than this part of the room that is left: 24 readers get on at full size, and hundreds leave some to the next one."""
+
+
+class PieceRoom:
+    """Room of one process. Thread-safe.
+
+    Args:
+        nbytes: how much there is.
+        largest: bytes of the largest piece.
+    """
+
+    def __init__(self, nbytes: int, largest: int) -> None:
+        self._nbytes = nbytes
+        self._largest = largest
+        self._lock = threading.Lock()
+        self._held = 0
+
+    @property
+    def held(self) -> int:
+        """Bytes of all pieces on their way."""
+        with self._lock:
+            return self._held
+
+    @contextmanager
+    def reader(self) -> Iterator[PieceReader]:
+        """The pieces of one reader, which are given back in the end."""
+        reader = PieceReader(self)
+        try:
+            yield reader
+        finally:
+            reader.give_back(reader.held)
+
+    def take(self, wanted: int) -> int:
+        """Bytes of a piece of what is left of a file; give them back when it has gone."""
+        with self._lock:
+            left = max(self._nbytes - self._held, 0) // _SHARES
+            taken = min(wanted, self._largest, max(left, SMALLEST_BYTES))
+            self._held += taken
+            return taken
+
+    def give_back(self, nbytes: int) -> None:
+        """Say that these bytes have gone."""
+        with self._lock:
+            self._held -= nbytes
+
+
+class PieceReader:
+    """The pieces of one reader.
+
+    Args:
+        room: where they come from.
+    """
+
+    def __init__(self, room: PieceRoom) -> None:
+        self._room = room
+        self.held = 0
+
+    def take(self, wanted: int) -> int:
+        """See `PieceRoom.take`."""
+        taken = self._room.take(wanted)
+        self.held += taken
+        return taken
+
+    def give_back(self, nbytes: int) -> None:
+        """See `PieceRoom.give_back`."""
+        self.held -= nbytes
+        self._room.give_back(nbytes)
