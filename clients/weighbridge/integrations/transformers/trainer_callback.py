@@ -171,17 +171,36 @@ class PushCallback(TrainerCallback):  # type: ignore[misc]  # transformers is se
 
 @contextlib.contextmanager
 def _saved(model: Any, processing_class: Any) -> Iterator[Path]:
-    """A folder with a model's config, and the tokenizer if there is one."""
+    """A folder as `save_pretrained` writes it, without weights: config, generation config, code of a class from a repository, and the tokenizer if
+    there is one.
+    """
     config = copy.copy(model.config)
     # FSDP2 and torch.compile make classes of their own; peft's are around the model
     inner = model.get_base_model() if has_adapters(model) and hasattr(model, "get_base_model") else model
     made_by = [each.__name__ for each in type(inner).__mro__ if each.__module__.startswith("transformers.")]
     config.architectures = config.architectures or made_by[:1]
     with tempfile.TemporaryDirectory(prefix="weighbridge-") as folder:
+        _save_code(inner, config, folder)
         config.save_pretrained(folder)
+        generation = getattr(inner, "generation_config", None)
+        # one that transformers has made of the config says nothing that the config does not, and would replace what the model is registered with
+        if generation is not None and not generation._from_model_config:
+            generation.to_json_file(Path(folder) / "generation_config.json")
         if hasattr(processing_class, "save_pretrained"):
             processing_class.save_pretrained(folder)
         yield Path(folder)
+
+
+def _save_code(model: Any, config: Any, folder: str) -> None:
+    """Save the code of a model whose class comes from a repository, and name it in the config. That of the config's class is saved with the config."""
+    from transformers.dynamic_module_utils import custom_object_save
+
+    for made_by in type(model).__mro__:
+        if made_by.__module__.startswith("transformers_modules.") and getattr(made_by, "_auto_class", None):
+            config.auto_map = dict(getattr(config, "auto_map", None) or {})
+            # FSDP2 makes a class of its own around it, whose code is torch's
+            custom_object_save(object.__new__(made_by), folder, config=config)
+            return
 
 
 def _check_no_collective(model: Any) -> None:
