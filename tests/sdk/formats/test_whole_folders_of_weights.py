@@ -55,6 +55,31 @@ def test_tensors_that_the_index_does_not_list_are_kept_as_loaders_keep_them(shar
     assert names(sharded) == {*WEIGHTS, "mtp.w"}
 
 
+def test_a_save_in_one_file_beside_the_index_of_an_earlier_one_is_refused_as_loaders_differ(
+    tmp_path: Path,
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=8
+    )
+    earlier, later = (transformers.LlamaForCausalLM(config) for _ in range(2))
+    later.save_pretrained(tmp_path)
+    whole = (tmp_path / "model.safetensors").read_bytes()
+    earlier.save_pretrained(tmp_path, max_shard_size=700)
+    (tmp_path / "model.safetensors").write_bytes(whole)
+    loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
+    indexed = json.loads((tmp_path / INDEX).read_text())["weight_map"]["lm_head.weight"]
+    assert torch.equal(loaded.lm_head.weight, later.lm_head.weight)
+    assert not torch.equal(load_file(tmp_path / indexed)["lm_head.weight"], later.lm_head.weight)
+    with pytest.raises(InvalidArgument, match=r"model\.safetensors and an index of other files") as refused:
+        names(tmp_path)
+    assert refused.value.details[:2] == ("model.safetensors", min(p.name for p in tmp_path.glob("model-*")))
+    assert "move away model.safetensors, or the index" in refused.value.fix
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"lm_head.weight": "model.safetensors"}}))
+    found = FolderWeights.read(tmp_path, b"{}")
+    assert len(found.layout.tensors) == 12
+
+
 def test_a_file_of_a_series_that_is_missing_is_told_without_an_index(sharded: Path) -> None:
     (sharded / INDEX).unlink()
     assert names(sharded) == WEIGHTS.keys()

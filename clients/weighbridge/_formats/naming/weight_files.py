@@ -1,7 +1,8 @@
 """Files of a folder that hold the weights of its model: by the folder's index, or by their names. Pure.
 
-Where there is an index, its files are the model, as transformers and vLLM have it. Without one, files that are numbered ``-00002-of-00003`` are a
-series, of which all have to be there; ``model.safetensors`` is one of a single file. What belongs to no series has other names altogether.
+Where there is an index, its files are the model, unless it leaves out a ``model.safetensors`` that is there: transformers would take that one, vLLM and
+SGLang the index's. Without an index, files that are numbered ``-00002-of-00003`` are a series, of which all have to be there; ``model.safetensors`` is one of a
+single file. What belongs to no series has other names altogether.
 """
 
 from __future__ import annotations
@@ -58,6 +59,12 @@ def weight_files(there: Collection[str], listed: Iterable[str] | None) -> Weight
     """
     if listed is not None:
         taken = tuple(sorted(set(listed)))
+        if _WHOLE in there and _WHOLE not in taken:
+            raise InvalidArgument(
+                f"the folder has {_WHOLE} and an index of other files, so it is two models: transformers loads the first one, vLLM and SGLang the other",
+                details=[_WHOLE, *taken][:_NAMED],
+                fix=f"move away {_WHOLE}, or the index and its files, whichever an earlier save has left; a new folder for each save has no such rest",
+            )
         return WeightFiles(taken, tuple(sorted(set(there).difference(taken))))
     other_form = {name for name in there if _OTHER_FORM.fullmatch(name)}
     taken = tuple(sorted(set(there) - other_form)) or tuple(sorted(there))
