@@ -140,6 +140,31 @@ def test_slices_are_cast_by_the_same_rule(ways: Ways, experts: dict[str, dict[st
     assert torch.equal(pulled[down], exact[down].chunk(2, dim=1)[1].bfloat16())
 
 
+@pytest.mark.parametrize("name", [BIAS, "expert_bias"])
+def test_biases_of_routers_are_not_narrowed_in_models_without_a_weight_map(
+    ways: Ways, tmp_path: Path, name: str
+) -> None:
+    bias = f"model.layers.1.mlp.gate.{name}"
+    weights = {"model.norm.weight": torch.randn(8) + 1 + 2**-10, bias: torch.linspace(6.817, 7.063, 32)}
+    assert len(set(weights[bias].bfloat16().tolist())) < 10  # of 32 experts
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "of_our_own", "dtype": "float32"}))
+    save_file(weights, tmp_path / "model.safetensors")
+    narrow = {**weights, "model.norm.weight": weights["model.norm.weight"].bfloat16()}
+    model = f"tests/unmapped-{name.replace('_', '-')}"
+    ways.trainer.import_folder(model, tmp_path).wait(timeout=60)
+    found = {way: getattr(ways, way)(model, "bf16", tmp_path / way) for way in WAYS}
+    ways.trainer.import_folder(f"{model}-cast", tmp_path, dtype="bf16").wait(timeout=60)
+    ways.trainer.register_model(f"{model}-registered", tmp_path, dtype="bf16")
+    ways.trainer.push_state_dict(f"{model}-registered", weights, step=1).wait(timeout=60)
+    for way in ("cast", "registered"):
+        found[way] = dict(ways.engine.pull(f"{model}-{way}", "latest"))
+    for way, tensors in found.items():
+        assert tensors.keys() == narrow.keys()
+        for each, tensor in narrow.items():
+            assert tensors[each].dtype is tensor.dtype, (way, each)
+            assert torch.equal(bits(tensors[each]), bits(tensor)), (way, each)
+
+
 @pytest.mark.parametrize("way", ["export", "post"])
 def test_the_config_of_a_cast_folder_names_the_dtype_of_its_weights(
     ways: Ways, experts: dict[str, dict[str, Tensor]], tmp_path: Path, way: str

@@ -35,7 +35,7 @@ from weighbridge_service.converting.named_model import named_model, read_checkpo
 from weighbridge_service.converting.trained_model import check_trained
 from weighbridge_service.families import has_weight_map
 from weighbridge_service.models.bridges import bridge_for, parse_config
-from weighbridge_service.plan.casting import cast_specs
+from weighbridge_service.plan.casting import ROUTER_BIASES, cast_specs
 
 _COMPARED = 1 << 20
 """Bytes that are compared at once."""
@@ -90,7 +90,7 @@ class CheckpointToPush:
         side_files = sides.files
         step = step_of_folder(folder, checkpoint)
         parsed = parse_config(side_files["config.json"])
-        kept = bridge_for(side_files["config.json"]).keep_in_fp32 if has_weight_map(parsed) else ()
+        kept = bridge_for(side_files["config.json"]).keep_in_fp32 if has_weight_map(parsed) else ROUTER_BIASES
         if named:
             model = named_model(side_files["config.json"], checkpoint)
             specs = tuple(model.tensors.values())

@@ -17,6 +17,7 @@ from weighbridge._core.dtypes import DType
 from weighbridge._core.layouts import MAX_TENSORS, TensorSpec, check_spec
 from weighbridge._core.text.counts import counted
 from weighbridge.errors import DataLoss, InvalidArgument, LayoutError, NotFound
+from weighbridge_service.plan.casting import ROUTER_BIASES
 from weighbridge_service.plan.quantised_scales import scales_of
 from weighbridge_storage.documents import strict_json
 from weighbridge_storage.documents.document_digests import digest_of
@@ -86,13 +87,18 @@ class ListedTensors:
         return [[spec.name, spec.dtype.name, list(spec.shape)] for spec in self.specs]
 
     def cast(self, dtype: DType, *, quantised: bool = False) -> ListedTensors:
-        """The same tensors with those of floating-point numbers in another dtype; fp8 and scales stay, they are of quantised weights."""
+        """The same tensors with those of floating-point numbers in another dtype.
+
+        fp8 and scales stay, they are of quantised weights; biases of routers are not narrowed.
+        """
         scales = scales_of(self.specs, quantised=quantised)
+
+        def stays(spec: TensorSpec) -> bool:
+            kept = spec.name.endswith(ROUTER_BIASES) and dtype.itemsize < spec.dtype.itemsize
+            return kept or not spec.dtype.is_float or spec.name in scales
+
         return ListedTensors(
-            tuple(
-                replace(spec, dtype=dtype) if spec.dtype.is_float and spec.name not in scales else spec
-                for spec in self.specs
-            )
+            tuple(spec if stays(spec) else replace(spec, dtype=dtype) for spec in self.specs)
         )
 
 

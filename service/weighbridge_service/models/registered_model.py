@@ -22,6 +22,7 @@ from weighbridge_service.models.engine_layouts import EngineLayouts, padding_of
 from weighbridge_service.models.listed_tensors import ListedTensors
 from weighbridge_service.models.model_tensors import ModelTensors, usual_dtype
 from weighbridge_service.models.weight_maps import derive_weight_map, shifts_back
+from weighbridge_service.plan.casting import ROUTER_BIASES
 from weighbridge_service.plan.declarations import KnownSet
 from weighbridge_service.plan.planning import make_plan
 from weighbridge_service.plan.push_plan import PreparedPush, prepare_push
@@ -159,8 +160,8 @@ class RegisteredModel:
 
     @property
     def keep_in_fp32(self) -> tuple[str, ...]:
-        """What names of tensors end with that are float32 whatever the model is cast to."""
-        return () if self.listed is not None else self.bridge.keep_in_fp32
+        """What names of tensors end with that no cast narrows."""
+        return ROUTER_BIASES if self.listed is not None else self.bridge.keep_in_fp32
 
     @cached_property
     def scales(self) -> frozenset[str]:

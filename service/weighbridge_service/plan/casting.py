@@ -14,6 +14,10 @@ from weighbridge._formats.shifts import NO_SHIFTS, Shifts, shifted
 from weighbridge._transport.pieces import Buffer
 from weighbridge.errors import InvalidArgument
 
+ROUTER_BIASES = ("e_score_correction_bias", "expert_bias")
+"""What the names of routers' biases end with, in models that no weight map knows. They choose among experts whose scores are close, and
+trainers move them by steps that narrower dtypes round away."""
+
 
 def cast_specs(
     specs: Iterable[TensorSpec],
