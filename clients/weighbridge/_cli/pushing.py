@@ -170,6 +170,9 @@ def import_command(
             raise InvalidArgument("--dequantize is for Hugging Face folders: leave it out")
         version = _import_checkpoint(folder, model, config, dtype, step, server, options, not no_weight_map)
     else:
+        from weighbridge._formats.naming.weight_files import check_finished
+
+        check_finished(folder, (path.name for path in folder.glob("*")))
         if config is not None:
             raise InvalidArgument(
                 f"--config is for checkpoints, and {folder} is none",

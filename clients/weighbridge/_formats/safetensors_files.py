@@ -21,7 +21,7 @@ from weighbridge._core import dtypes
 from weighbridge._core.boxes import Box
 from weighbridge._core.layouts import Layout, Placement, Shard, TensorSpec, check_spec
 from weighbridge._formats.naming.parameter_names import unwrapped_names
-from weighbridge._formats.naming.weight_files import check_listed, check_parts, weight_files
+from weighbridge._formats.naming.weight_files import check_finished, check_listed, check_parts, weight_files
 from weighbridge._formats.side_files.regular import open_regular
 from weighbridge._memory.file_reads import OpenFile
 from weighbridge.errors import DataLoss, InvalidArgument, NotFound
@@ -317,6 +317,7 @@ def _weights_in(folder: Path) -> tuple[tuple[str, ...], tuple[str, ...], Mapping
             )
     found = weight_files(there, listed.values() if has_index else None)
     if not found.taken:
+        check_finished(folder, (path.name for path in folder.glob("*")))
         raise NotFound(
             f"there are no safetensors files in {folder}",
             fix=f"{' and '.join(pickled)} cannot be read without running what is in them: load the folder with transformers' from_pretrained, "

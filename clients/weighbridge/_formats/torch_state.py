@@ -333,6 +333,10 @@ def _entries(state: Any, merge: bool) -> Iterator[tuple[str, Any]]:
                 )
 
 
+_HEADS = ("lm_head.weight", "embed_out.weight")
+_EMBEDDINGS = ("embed_tokens.weight", "embed_in.weight", ".wte.weight")
+
+
 def check_cast(cast: str) -> None:
     """Refuse what is none of `CASTS`. Raises InvalidArgument."""
     if cast not in CASTS:
@@ -353,9 +357,20 @@ def unknown_names(names: Sequence[str], model: Collection[str]) -> Iterator[Misf
     """What is said of names that a model does not have; of the first ones, which of its own is probably meant, each of those once."""
     meant: set[str] = set()
     for index, name in enumerate(names):
-        nearest = did_you_mean(name, model) if index < NAMED else ""
+        nearest = _shares(name, model) or did_you_mean(name, model) if index < NAMED else ""
         yield Misfit(f"{name}: the model has no such tensor{'' if nearest in meant else nearest}")
         meant.add(nearest)
+
+
+def _shares(name: str, model: Collection[str]) -> str:
+    """What is said of a head with a memory of its own where the model has none besides its embedding; empty of other tensors."""
+    embeddings = [each for each in model if each.endswith(_EMBEDDINGS)]
+    if not name.endswith(_HEADS) or len(embeddings) != 1 or any(each.endswith(_HEADS) for each in model):
+        return ""
+    return (
+        f"; its head, if it has one, is {embeddings[0]}: tie them in the trainer (peft: ensure_weight_tying=True), or register a "
+        "model with both tensors, and tie_word_embeddings=false in its config.json"
+    )
 
 
 def mismatch(

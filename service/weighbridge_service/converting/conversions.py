@@ -22,6 +22,7 @@ from weighbridge._core.text.shortening import readable
 from weighbridge._formats import safetensors_files
 from weighbridge._formats.folder_weights import tied_copies
 from weighbridge._formats.hf_folder import in_dtype_of
+from weighbridge._formats.naming.weight_files import check_finished
 from weighbridge._formats.side_files.reading import CONFIG, SideFiles
 from weighbridge._formats.torch_dist.folder import (
     FramedFile,
@@ -181,6 +182,7 @@ def kind_of_folder(folder: Path) -> Kind:
         return "hugging_face"
     if not folder.is_dir():
         raise NotFound(f"there is no folder {folder}")
+    check_finished(folder, (path.name for path in folder.glob("*")))
     inner = iterations_in(folder) or sorted(path.name for path in folder.iterdir() if has_rank_files(path))
     raise NotFound(
         f"{folder} holds neither safetensors files nor a checkpoint of Megatron-core, torch or FSDP",

@@ -70,6 +70,24 @@ def test_merged_weights_are_those_that_peft_unloads(options: dict[str, Any], in_
     assert equal(pushed(model, base), expected)
 
 
+def test_a_tied_head_that_peft_trains_apart_is_refused_with_what_ties_it_again() -> None:
+    tied = tiny_config("llama", tied=True)
+    names = dict(tiny_model(tied, seed=1).named_parameters())
+    assert "lm_head.weight" not in names  # transformers writes one tensor for both
+    modules = {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]}
+    with pytest.warns(UserWarning, match="ensure_weight_tying"):
+        apart = peft.get_peft_model(tiny_model(tied, seed=1), peft.LoraConfig(**modules))
+    with pytest.raises(LayoutError) as refused:
+        pushed(apart, names)
+    assert "its head, if it has one, is model.embed_tokens.weight" in refused.value.details[0]
+    assert "ensure_weight_tying=True" in refused.value.details[0]
+    config = peft.LoraConfig(**modules, ensure_weight_tying=True)
+    together = peft.get_peft_model(tiny_model(tied, seed=1), config)
+    torch.nn.init.normal_(together.base_model.model.lm_head.modules_to_save["default"].weight)
+    found = pushed(together, names)
+    assert torch.equal(found["model.embed_tokens.weight"], merged_by_peft(together)["lm_head.weight"])
+
+
 T = ["q_proj", "up_proj"]
 OTHERS = {
     "rslora": lambda: peft.LoraConfig(r=4, target_modules=T, use_rslora=True),

@@ -120,6 +120,25 @@ def _check_series(names: Collection[str]) -> None:
             )
 
 
+def check_finished(folder: object, there: Iterable[str]) -> None:
+    """Refuse what a save leaves that was interrupted, or still goes on: torch and Megatron-core write ``.metadata`` last.
+
+    Args:
+        folder: what the error calls it.
+        there: names of all that is in it.
+
+    Raises:
+        NotFound: there are ``.distcp`` files, and neither ``.metadata`` nor safetensors files.
+    """
+    names = frozenset(there)
+    endings = {name.rpartition(".")[2] for name in names}
+    if "distcp" in endings and "safetensors" not in endings and ".metadata" not in names:
+        raise NotFound(
+            f"{folder} is a checkpoint whose save has not finished: it has .distcp files, and no .metadata, which is written last",
+            fix="wait until the save is over, or give the checkpoint of an earlier step; where the folder was copied, copy hidden files as well",
+        )
+
+
 def check_listed(listed: Mapping[str, str], there: Collection[str]) -> None:
     """Refuse files that lack tensors which their index lists.
 

@@ -25,6 +25,7 @@ from typing import Any
 
 from weighbridge._core.layouts import Layout, Placement, Shard, TensorSpec
 from weighbridge._core.text.shortening import shown
+from weighbridge._formats.naming.weight_files import check_finished
 from weighbridge._formats.side_files.regular import fault_of
 from weighbridge._formats.torch_dist.items import ALIGNMENT, Framing, find_tensor, frame
 from weighbridge._formats.torch_dist.metadata import (
@@ -186,6 +187,7 @@ def _read_metadata(folder: Path) -> bytes:
             with open(fd, "rb", closefd=False) as file:
                 return file.read(size)
     except NotFound as error:
+        check_finished(folder, (path.name for path in folder.glob("*")))
         inner = iterations_in(folder)
         if inner:
             fix = f"give the folder of one checkpoint, such as {', '.join(inner)}"

@@ -8,7 +8,7 @@ import pickle
 import random
 import tracemalloc
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from click.testing import CliRunner
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -29,14 +31,17 @@ from torch.distributed.checkpoint.metadata import (
 
 from tests.support.alone import alone
 from tests.support.megatron_ranks import run_ranks
+from weighbridge._cli import commands
 from weighbridge._core import dtypes
 from weighbridge._core.boxes import Box
 from weighbridge._core.layouts import Layout, Placement, Shard, TensorSpec
+from weighbridge._formats.safetensors_files import read_folder
 from weighbridge._formats.torch_dist.folder import TorchDistFiles, lay_out_torch_dist, read_torch_dist
 from weighbridge._formats.torch_dist.metadata import read_entries
 from weighbridge._formats.torch_dist.pickles import allow, read_pickle
 from weighbridge.errors import DataLoss, InvalidArgument, LayoutError, NotFound, WeighbridgeError
 from weighbridge_demo.megatron_cpu import Parallel
+from weighbridge_service.converting.conversions import kind_of_folder
 
 CONFIG = {
     "vocab_size": 64,
@@ -644,3 +649,27 @@ def test_shards_that_make_no_checkpoint_are_refused() -> None:
         lay_out_torch_dist([half], [spec], 0)
     with pytest.raises(InvalidArgument):
         lay_out_torch_dist([], [])
+
+
+def test_a_save_that_was_interrupted_is_told_from_a_folder_of_another_kind_at_every_door(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "step_5"
+    dcp.save({"model": {"w": torch.ones(4)}}, checkpoint_id=str(folder), no_dist=True)
+    assert read_torch_dist(folder).layout.tensors.keys() == {"model.w"}
+    (folder / ".metadata").unlink()  # torch writes it last
+    doors: list[Callable[[Path], object]] = [read_torch_dist, read_folder, kind_of_folder]
+    for door in doors:
+        with pytest.raises(
+            NotFound, match=r"save has not finished: it has \.distcp files, and no \.metadata"
+        ) as refused:
+            door(folder)
+        assert "an earlier step" in refused.value.fix
+    for options in ([], ["--config", str(tmp_path)], ["--training"]):
+        said = CliRunner().invoke(commands, ["import", str(folder), "acme/smol", *options])
+        assert said.exit_code == 1
+        assert "save has not finished" in said.output
+    save_file(
+        {"w": torch.ones(4)}, folder / "model.safetensors"
+    )  # what else lies in a model's folder does no harm
+    assert read_folder(folder).layout.tensors.keys() == {"w"}
