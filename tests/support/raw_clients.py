@@ -23,7 +23,7 @@ from weighbridge._core.tensor_spaces import TensorSpace
 from weighbridge._transport import rpc, wire
 from weighbridge._transport.credentials import NONE, Credentials
 from weighbridge._transport.request_parts import parts
-from weighbridge.errors import Unavailable
+from weighbridge.errors import DeadlineExceeded, Unavailable
 from weighbridge.v1 import (
     checkpoint_service_pb2,
     checkpoint_service_pb2_grpc,
@@ -192,7 +192,7 @@ class RawClient:
     def declare_message(
         self, model: str, number: int, message: Any, digest: str, *, rank: int = 0, seconds: float = 20.0
     ) -> list[int]:
-        """Declare whatever message; again as often as the service says, for so many seconds."""
+        """Declare whatever message; again as often as the service says, for so many seconds. Raises DeadlineExceeded, with the absent ranks."""
         request = pb.DeclareLayoutRequest(
             model=model, number=number, rank=rank, client_id=self.client_id, digest=digest, layout=message
         )
@@ -203,6 +203,8 @@ class RawClient:
             if not response.retry_after_ms:
                 self.answers[number, rank] = response
                 return list(response.assigned)
+            if time.monotonic() >= deadline:
+                raise DeadlineExceeded("absent", details=[f"rank {rank}" for rank in response.absent_ranks])
             time.sleep(response.retry_after_ms / 1000)
 
     def push(
