@@ -32,7 +32,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     """Add what a test has cost to its last report, which workers send to the process that prints."""
     report = yield
     if report.when == "teardown":
-        clock = item.config.stash.setdefault(_CLOCK, _Clock())
+        clock = item.config.stash[_CLOCK]
         report.user_properties.append((_PROPERTY, round(clock.seconds(), 4)))
     return report
 
@@ -75,10 +75,16 @@ def processor_seconds() -> float:
     for entry in os.listdir("/proc"):
         if entry.isdecimal():
             try:
-                fields = Path(f"/proc/{entry}/stat").read_text("utf-8").rpartition(")")[2].split()
+                there = os.open(f"/proc/{entry}/stat", os.O_RDONLY)
             except OSError:
                 continue  # it has ended since
-            ticks[int(entry)] = sum(int(field) for field in fields[11:15])
+            try:
+                fields = os.read(there, 4096).rpartition(b")")[2].split(maxsplit=16)
+            except OSError:
+                continue
+            finally:
+                os.close(there)
+            ticks[int(entry)] = sum(map(int, fields[11:15]))
             children[int(fields[1])].append(int(entry))
     total, waiting = 0, [os.getpid()]
     while waiting:

@@ -142,7 +142,11 @@ BREAKS: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize("number", range(len(BREAKS)))
+@pytest.mark.parametrize(
+    ("location", "number"),
+    [("s3", 0), *(("local", number) for number in range(len(BREAKS)))],
+    indirect=["location"],
+)
 def test_a_head_that_contradicts_itself_is_data_loss(store: ObjectStore, number: int) -> None:
     document = good()
     BREAKS[number](document)
