@@ -24,6 +24,7 @@ from tests.support.raw_clients import (
     tiny_folder,
     whole_layout,
 )
+from tests.support.rounds import rounds
 from tests.support.services import RunningService, running_service
 from tests.support.waiting import eventually
 from weighbridge._clients.engine import EngineClient
@@ -457,10 +458,10 @@ def test_engines_that_pull_while_versions_come_get_each_exactly_one_of_them(
     threads = [threading.Thread(target=guarded, args=(index,)) for index in range(8)]
     for thread in threads:
         thread.start()
-    started = time.monotonic()
+    started, seconds = time.monotonic(), rounds("PULL_SECONDS")
     try:
         step = 1
-        while (time.monotonic() - started < 6 or len({v.number for v in pulls}) < 5) and not problems:
+        while (time.monotonic() - started < seconds or len({v.number for v in pulls}) < 5) and not problems:
             step = step % 12 + 1
             handle = trainer.push_folder(model, folders[step].folder, step=step)
             if step % 4 == 0:

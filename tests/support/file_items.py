@@ -23,6 +23,9 @@ from tests.support.fast import is_fast_file
 _MANY_MODULES = 100
 """Imported modules that are worth a full garbage collection."""
 
+_GARBAGE_THRESHOLDS = 5_000, 20, 50
+"""Of `gc.set_threshold`: services of tests come and go, and full collections go through all of them."""
+
 
 class _File(pytest.File):
     """A file of tests that is not imported yet."""
@@ -91,6 +94,11 @@ def importing() -> Iterator[None]:
         if len(sys.modules) > modules + _MANY_MODULES:
             gc.collect()  # garbage of earlier tests would stay for ever
             gc.freeze()
+
+
+def pytest_configure() -> None:
+    """Collect garbage less often than Python does by itself."""
+    gc.set_threshold(*_GARBAGE_THRESHOLDS)
 
 
 def _by_file(config: pytest.Config) -> bool:

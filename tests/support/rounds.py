@@ -47,6 +47,8 @@ ROUNDS = (
     Rounds("HISTORY_VERSIONS", 600, 20_000, "tests/storage/head/test_history.py", "a version in a model's history"),
     Rounds("BLOB_MB", 2, 1024, "tests/end_to_end/test_training_states.py -k values_of_any", "a MiB of a value in each of two ranks' training states; takes 12 times as much memory"),
     Rounds("PLANS", 400, 40_000, "tests/sdk/memory/test_native_copies.py", "a random plan of copies under sanitizers"),
+    Rounds("BOXES", 10_000, 100_000, "tests/service/models/test_engine_pulls.py", "a box of one pull"),
+    Rounds("PULL_SECONDS", 2, 60, "tests/end_to_end/test_idempotence.py", "a second in which eight engines pull while versions come"),
     Rounds("CELLS", 0, 1, "tests/end_to_end tests/sdk/formats tests/service tests/project", "1: all cases of the large tables in tests/support/cells.py"),
     Rounds("EXAMPLES", 50, 1000, "tests -m hypothesis", "an example of each property"),
     Rounds("SIEGES", 1, 9, "tests/project/test_siege.py", "an attack of `make bench-siege`"),

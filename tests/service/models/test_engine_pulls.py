@@ -17,6 +17,7 @@ from torch import Tensor
 from tests.service.models.engine_models import by_hand, same
 from tests.support.raw_clients import RawClient
 from tests.support.reference import tiny_config, tiny_model
+from tests.support.rounds import rounds
 from tests.support.services import RunningService, running_service
 from weighbridge import Boxes, EngineClient, ExpertParallel, FullTensors, TensorParallel, TrainerClient
 from weighbridge._cli import commands
@@ -76,11 +77,13 @@ def test_a_rank_of_an_engine_pulls_its_stage_with_the_vocabulary_padded(
 
 
 @pytest.mark.slow
-def test_a_hundred_thousand_boxes_come_in_one_pull(engine: EngineClient, state: dict[str, Tensor]) -> None:
+def test_as_many_boxes_as_an_engine_asks_for_come_in_one_pull(
+    engine: EngineClient, state: dict[str, Tensor]
+) -> None:
     chance = random.Random(5)
     names = list(state)
     boxes: list[tuple[str, Sequence[int], Sequence[int]]] = []
-    for _ in range(100_000):
+    for _ in range(rounds("BOXES")):
         name = chance.choice(names)
         offset = [chance.randrange(n) for n in state[name].shape]
         extent = [chance.randint(1, min(9, n - o)) for n, o in zip(state[name].shape, offset, strict=True)]
