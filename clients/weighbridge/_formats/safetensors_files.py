@@ -9,8 +9,8 @@ padded with spaces; then the data, to which the offsets are relative. A folder o
 from __future__ import annotations
 
 import json
+import os
 import re
-import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -304,10 +304,10 @@ def _weights_in(folder: Path) -> tuple[tuple[str, ...], tuple[str, ...], Mapping
     there = [path.name for path in folder.glob("*.safetensors")]
     index = folder / INDEX_FILE
     listed: dict[str, str] = {}
-    has_index = index.exists()
+    has_index = os.path.lexists(index)  # a link to what is not there is an index that is missing
     if has_index:
         try:
-            listed = dict(json.loads(_read_index(index))["weight_map"].items())
+            listed = dict(json.loads(_read_index(index, folder))["weight_map"].items())
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise DataLoss(f"{index} is not a safetensors index: {error!r}"[:300]) from error
         files: list[Any] = list(listed.values())
@@ -328,21 +328,27 @@ def _weights_in(folder: Path) -> tuple[tuple[str, ...], tuple[str, ...], Mapping
     return found.taken, found.left_out, listed
 
 
-def _read_index(index: Path) -> bytes:
-    """The content of an index. Raises DataLoss if it is none: what never ends, or has no end in memory, is not read."""
-    found = index.stat()
-    if not stat.S_ISREG(found.st_mode) or found.st_size > MAX_HEADER_BYTES:
-        what = f"of {found.st_size} bytes" if stat.S_ISREG(found.st_mode) else "that is not a regular file"
-        raise DataLoss(
-            f"{index} is an index {what}",
-            fix="save the model again, or remove it if there is one file of weights",
-        )
-    return index.read_bytes()
+def _read_index(index: Path, folder: Path) -> bytes:
+    """The content of an index. What never ends, or has no end in memory, is not read.
+
+    Raises:
+        NotFound: it is a link to what is not there.
+        DataLoss: it is no index.
+        InvalidArgument: it is a link out of the folder.
+    """
+    with os.fdopen(open_regular(index, folder), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > MAX_HEADER_BYTES:
+            raise DataLoss(
+                f"{index} is an index of {size} bytes",
+                fix="save the model again, or remove it if there is one file of weights",
+            )
+        return file.read(MAX_HEADER_BYTES)
 
 
 def has_weights(folder: Path) -> bool:
     """Whether there are safetensors files in a folder, or should be."""
-    return (folder / INDEX_FILE).exists() or any(folder.glob("*.safetensors"))
+    return os.path.lexists(folder / INDEX_FILE) or any(folder.glob("*.safetensors"))
 
 
 def map_file(folder: Path, name: str) -> OpenFile:

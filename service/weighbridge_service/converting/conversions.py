@@ -178,7 +178,7 @@ def kind_of_folder(folder: Path) -> Kind:
         return "torch_dist"
     if has_rank_files(folder):
         return "rank_files"
-    if (folder / safetensors_files.INDEX_FILE).exists() or any(folder.glob("*.safetensors")):
+    if safetensors_files.has_weights(folder):
         return "hugging_face"
     if not folder.is_dir():
         raise NotFound(f"there is no folder {folder}")

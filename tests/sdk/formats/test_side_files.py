@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -75,6 +77,37 @@ def test_a_folder_is_read_with_its_folders_and_without_hidden_files(tmp_path: Pa
     assert read.files == {name: name.encode() for name in OF_A_MODEL}
     assert read.left_out.keys() == OF_NONE.keys()
     assert list(read.kinds().values()) == [len(OF_NONE)]
+
+
+def test_files_that_fit_in_no_memory_are_refused_by_name_and_not_read(tmp_path: Path) -> None:
+    _write(tmp_path, "config.json", "big.json")
+    os.truncate(tmp_path / "big.json", 1 << 40)
+    with pytest.raises(InvalidArgument, match=r"big\.json has 1.1 TB"):
+        SideFiles.read(tmp_path)
+
+
+def test_a_folder_that_may_not_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _write(tmp_path, "config.json", "sub/a.json")
+    listed = os.scandir
+
+    def scandir(folder: Path) -> object:
+        if folder == tmp_path / "sub":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return listed(folder)
+
+    monkeypatch.setattr(os, "scandir", scandir)  # who runs the tests may be allowed to read everything
+    with pytest.raises(InvalidArgument, match="sub cannot be read: Permission denied"):
+        SideFiles.read(tmp_path)
+
+
+def test_a_choice_among_many_folders_takes_time_by_their_number_alone() -> None:
+    def seconds(count: int) -> float:
+        found = [Found(f"{number}/{name}", 1) for number in range(count) for name in ("a.bin", "a.json")]
+        began = time.process_time()
+        assert len(choose(found).left_out) == count
+        return time.process_time() - began
+
+    assert seconds(4000) < 8 * max(min(seconds(1000) for _ in range(3)), 0.01)
 
 
 def test_a_snapshot_in_a_cache_of_the_hub_is_read_through_its_links(tmp_path: Path) -> None:

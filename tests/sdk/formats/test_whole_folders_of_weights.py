@@ -88,6 +88,23 @@ def test_a_file_of_a_series_that_is_missing_is_told_without_an_index(sharded: Pa
         names(sharded)
 
 
+def test_a_count_in_a_name_takes_no_memory_for_what_is_not_there() -> None:
+    name = f"model-00001-of-{10**18}.safetensors"
+    with pytest.raises(NotFound, match=f"{10**18 - 1} are missing"):
+        weight_files([name], None)
+
+
+def test_an_index_that_is_a_link_to_nothing_or_out_of_the_folder_is_not_passed_over(sharded: Path) -> None:
+    index = sharded / "model.safetensors.index.json"
+    elsewhere = index.rename(sharded.with_name("elsewhere.json"))
+    index.symlink_to(elsewhere)
+    with pytest.raises(InvalidArgument, match="out of its folder"):
+        read_folder(sharded)
+    elsewhere.unlink()
+    with pytest.raises(NotFound, match=r"index\.json is a link to what is not there"):
+        read_folder(sharded)
+
+
 def test_a_series_is_whole_by_either_count_and_any_width() -> None:
     for names in (
         ["model-00000-of-00002.safetensors", "model-00001-of-00002.safetensors"],

@@ -7,7 +7,7 @@ large to be registered. Each file or folder that is left out is named, with the 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from weighbridge._core.file_names import SIGNATURES_FOLDER, is_component, is_file_name
@@ -83,11 +83,11 @@ def choose(found: Iterable[Found], most_bytes: int = MAX_BYTES) -> Choice:
     for each in files:
         folder, slash, name = each.name.rpartition("/")
         of_folder.setdefault(folder + slash, []).append(name)
-    apart = sorted(folder for folder, names in of_folder.items() if folder and holds_weights(names))
+    apart = {folder for folder, names in of_folder.items() if folder and holds_weights(names)}.union(_LOGS)
     left_out: dict[str, str] = {}
     kept: list[Found] = []
     for each in files:
-        inside = next((folder for folder in (*apart, *_LOGS) if each.name.startswith(folder)), None)
+        inside = next((folder for folder in _folders(each.name) if folder in apart), None)
         if inside is not None:
             left_out[inside] = "it is of the trainer" if inside in _LOGS else "it holds weights of its own"
         elif not _is_own(each.name):
@@ -109,6 +109,11 @@ def choose(found: Iterable[Found], most_bytes: int = MAX_BYTES) -> Choice:
         taken.add(each.name)
         room -= each.nbytes
     return Choice(tuple(sorted(taken)), dict(sorted(left_out.items())))
+
+
+def _folders(name: str) -> Iterator[str]:
+    """The folders that a file lies in, the outermost first, each with its slash."""
+    return (name[: slash.end()] for slash in re.finditer("/", name))
 
 
 def _is_own(name: str) -> bool:

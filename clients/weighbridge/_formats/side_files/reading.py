@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from weighbridge._core.file_names import MOST_LEVELS
 from weighbridge._core.text.shortening import readable
+from weighbridge._core.text.sizes import readable_size
 from weighbridge._formats.naming.weight_files import MERGE_ADAPTER
 from weighbridge._formats.side_files.choice import Found, choose, is_passed_over
 from weighbridge._formats.side_files.regular import fault_of, read_regular
@@ -19,6 +20,8 @@ log = logging.getLogger(__name__)
 
 CONFIG = "config.json"
 _MOST_FILES = 10_000
+_MOST_BYTES = 256 << 20
+"""Of all files that are read: several times what can be registered, and what fits in memory."""
 _NAMED = 20
 _REASONS: dict[type[WeighbridgeError], str] = {
     NotFound: "it is a link to what is not there",
@@ -46,7 +49,8 @@ class SideFiles:
         Raises:
             NotFound: no such folder, or no ``config.json`` in it.
             DataLoss: ``config.json`` is no regular file.
-            InvalidArgument: it is a link out of the folder, a file may not be read, or the folder has more files than any checkpoint.
+            InvalidArgument: it is a link out of the folder, a file may not be read, or there are more files, or more bytes in them, than in any
+                checkpoint.
         """
         if not folder.is_dir():
             raise NotFound(
@@ -64,6 +68,8 @@ class SideFiles:
             raise fault
         found, elsewhere = _files_of(folder)
         chosen = choose(found)
+        taken = frozenset(chosen.taken)
+        _check_size(folder, [each for each in found if each.name in taken])
         files = {name: read_regular(folder / name, folder) for name in chosen.taken}
         return SideFiles(files, dict(sorted({**chosen.left_out, **elsewhere}.items())))
 
@@ -80,6 +86,27 @@ class SideFiles:
             log.warning("%s: %d more of %s are left out", model, len(self.left_out) - _NAMED, folder)
 
 
+def _check_size(folder: Path, files: Sequence[Found]) -> None:
+    total = sum(each.nbytes for each in files)
+    if total > _MOST_BYTES:
+        largest = max(files, key=lambda each: each.nbytes)
+        raise InvalidArgument(
+            f"the files besides the weights in {folder} have {readable_size(total)}, of which {readable(largest.name)} has "
+            f"{readable_size(largest.nbytes)}; a model has {readable_size(_MOST_BYTES)} at most",
+            fix="move what does not belong to the model out of the folder",
+        )
+
+
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as entries:
+            return list(entries)
+    except OSError as error:
+        raise InvalidArgument(
+            f"{folder} cannot be read: {error.strerror}", fix="let this user read it, or remove it"
+        ) from error
+
+
 def _files_of(folder: Path) -> tuple[list[Found], dict[str, str]]:
     """All regular files in a folder that are not hidden, and the reasons why others are none."""
     found: list[Found] = []
@@ -90,9 +117,7 @@ def _files_of(folder: Path) -> tuple[list[Found], dict[str, str]]:
         if prefix.count("/") >= MOST_LEVELS:
             elsewhere[prefix] = "it lies too deep"
             continue
-        with os.scandir(folder / prefix) as entries:
-            listed = list(entries)
-        for entry in listed:
+        for entry in _entries(folder / prefix):
             name = prefix + entry.name
             if is_passed_over(entry.name):
                 continue
