@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import base64
-import http.client
 import json
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http import HTTPStatus
 from typing import Any
 
-from weighbridge._transport.proxies import opener
 from weighbridge.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, Unavailable
+from weighbridge.follow.answers import ask, understood
 from weighbridge.follow.engines import Prepared, Ranks, Serving, serving_of, wait_prepared
 from weighbridge.follow.status import Status
 from weighbridge.follow.wanted import DISCARD, LOAD_FORMAT, PREPARE, REPORTED, STATUS, Wanted
 
+_INFO, _CONTROL = "/server_info", "/weights_checker"
 PAUSE_MODES = ("retract", "in_place", "abort")
 _SEVERAL = {
     "dp_size": "SGLang takes no new weights with data parallelism",
@@ -100,7 +100,7 @@ class SglangServer:
             Unavailable: the server cannot be reached.
         """
         self._request(version)
-        told = _named(self._control(f"{PREPARE} {self._order(version)}"))
+        told = self._named(self._control(f"{PREPARE} {self._order(version)}"))
         return wait_prepared(told, self._ranks, self.model, version, self.timeout)
 
     def discard(self) -> None:
@@ -147,10 +147,12 @@ class SglangServer:
     def _request(self, version: int) -> dict[str, Any]:
         """The request that brings a version. To make it can take seconds (torch is imported), so it is made before the engine is paused."""
         if version not in self._requests:
-            payload = _payload(self._order(version))
+            payload, info = _payload(self._order(version)), self._call(_INFO)
+            with understood(self.url + _INFO):
+                ranks = int(info["tp_size"])
             self._requests = {
                 version: {
-                    "serialized_named_tensors": [payload] * int(self._call("/server_info")["tp_size"]),
+                    "serialized_named_tensors": [payload] * ranks,
                     "load_format": LOAD_FORMAT,
                     "selector": "target",
                     "disable_draft_model": True,  # how releases without a selector say it
@@ -164,13 +166,19 @@ class SglangServer:
         return Wanted(wanted.server, wanted.model, str(version), wanted.lane, wanted.retry_seconds).to_json()
 
     def _ranks(self) -> Ranks:
-        return _named(self._control(self._status))
+        return self._named(self._control(self._status))
+
+    def _named(self, said: Any) -> Ranks:
+        with understood(self.url + _CONTROL):
+            return {f"rank {at}": Status.from_json(found) for at, found in enumerate(said["ranks"])}
 
     def _check_single(self) -> None:
         """Refuse a server of which a request reaches one part, while others may go on with other weights or another label."""
-        info = self._call("/server_info")
+        info = self._call(_INFO)
+        with understood(self.url + _INFO):
+            counts = {setting: int(info.get(setting) or 1) for setting in _SEVERAL}
         for setting, why in _SEVERAL.items():
-            if (count := int(info.get(setting) or 1)) > 1:
+            if (count := counts[setting]) > 1:
                 option = f"--{setting.replace('_', '-')}"
                 raise FailedPrecondition(
                     f"{self.url} was started with {option} {count}, and {why}",
@@ -178,7 +186,9 @@ class SglangServer:
                 )
 
     def _control(self, action: str) -> Any:
-        message = self._call("/weights_checker", {"action": action})["message"]
+        answer = self._call(_CONTROL, {"action": action})
+        with understood(self.url + _CONTROL):
+            message = str(answer["message"])
         try:
             return json.loads(message)
         except ValueError as error:
@@ -191,25 +201,21 @@ class SglangServer:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, self._headers)  # noqa: S310  # checked above
         try:
-            with opener(self.url).open(request, timeout=self.timeout) as response:
-                text = response.read()
-        except urllib.error.HTTPError as error:
-            said = error.read()
-            if error.code == 404:
-                raise _NoRoute(
-                    f"the engine at {self.url} has no {path}",
-                    fix="if it is a vLLM, say so: --engine vllm; else install a release of SGLang that weighbridge supports",
-                ) from error
-            raise FailedPrecondition(f"{self.url}{path}: {_message(said) or error}") from error
+            answer = ask(request, self.timeout)
         except TimeoutError as error:
             raise DeadlineExceeded(f"{self.url}{path} did not answer within {self.timeout} s") from error
-        except (OSError, http.client.HTTPException) as error:
+        except OSError as error:
             raise Unavailable(f"{self.url}{path} cannot be reached: {error}") from error
-        return json.loads(text)
-
-
-def _named(said: Any) -> Ranks:
-    return {f"rank {at}": Status.from_json(found) for at, found in enumerate(said["ranks"])}
+        if answer.status == HTTPStatus.NOT_FOUND:
+            raise _NoRoute(
+                f"the engine at {self.url} has no {path}",
+                fix="if it is a vLLM, say so: --engine vllm; else install a release of SGLang that weighbridge supports",
+            )
+        if answer.is_error:
+            said = _message(answer.body) or f"HTTP status {answer.status}"
+            raise FailedPrecondition(f"{self.url}{path}: {said}")
+        with understood(self.url + path):
+            return json.loads(answer.body)
 
 
 def _message(body: bytes) -> str:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from weighbridge._transport.proxies import opener
 from weighbridge.errors import FailedPrecondition
 from weighbridge.follow import heard
+from weighbridge.follow.answers import ask, understood
 from weighbridge.follow.engines import (
     EngineFailed,
     Prepared,
@@ -27,6 +26,8 @@ from weighbridge.follow.status import label as label_of
 PauseMode = Literal["wait", "keep", "abort"]
 _PREPARE_SECONDS = 3600.0
 _LOOK_SECONDS = 0.5
+_WORKERS = "/collective_rpc"
+"""Route of calls that all workers answer."""
 
 
 class _NoRoute(EngineFailed):
@@ -123,7 +124,7 @@ class VllmServer:
         answers = self._answers("weighbridge_apply", str(version))
         if heard.has_several(answers):  # which updates of two agents may have reached in different orders
             answers = self._answers("weighbridge_status")
-        ranks = heard.by_name(answers, self._count_workers)
+        ranks = self._by_name(answers)
         if self._told:
             check_same_ranks(self._told, ranks)
         wanted = label_of(self._model, version)
@@ -149,18 +150,24 @@ class VllmServer:
         Raises:
             FailedPrecondition: a worker could not do it, says why; or not all have answered.
         """
-        return heard.by_name(self._answers(method, *arguments), self._count_workers)
+        return self._by_name(self._answers(method, *arguments))
+
+    def _by_name(self, answers: heard.Answers) -> Ranks:
+        with understood(self.url + _WORKERS):
+            return heard.by_name(answers, self._count_workers)
 
     def _answers(self, method: str, *arguments: str) -> heard.Answers:
-        said = self._post("/collective_rpc", {"method": method, "args": arguments})
-        answers: heard.Answers = said.get("results", [])
-        heard.check_done(answers)
+        said = self._post(_WORKERS, {"method": method, "args": arguments})
+        with understood(self.url + _WORKERS):
+            answers: heard.Answers = said.get("results", [])
+            heard.check_done(answers)
         return answers
 
     def _count_workers(self) -> int | None:
         """Number of workers that vLLM has started, of all engines; None if it does not say."""
         with contextlib.suppress(_NoRoute):
-            size = self._call("/get_world_size").get("world_size")
+            said = self._call("/get_world_size")
+            size = said.get("world_size") if isinstance(said, dict) else None
             return size if isinstance(size, int) else None
         return None
 
@@ -174,16 +181,16 @@ class VllmServer:
             self.url + path, data, {"Content-Type": "application/json"}
         )
         try:
-            with opener(self.url).open(request, timeout=self._timeout) as answer:
-                text = answer.read()
-        except urllib.error.HTTPError as error:
-            raise refused(path, error.code, error.read()) from error
-        except (OSError, TimeoutError) as error:
+            answer = ask(request, self._timeout)
+        except OSError as error:
             raise EngineFailed(
                 f"the engine at {self.url} cannot be reached: {error}",
                 fix="start it, or name its address with --url",
             ) from error
-        return json.loads(text) if text else {}
+        if answer.is_error:
+            raise refused(path, answer.status, answer.body)
+        with understood(self.url + path):
+            return json.loads(answer.body) if answer.body else {}
 
 
 def refused(path: str, status: int, body: bytes) -> EngineFailed:
