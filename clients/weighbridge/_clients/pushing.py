@@ -313,7 +313,12 @@ class Pusher:
             if problem := terms.agreement.problem():
                 raise VersionFailed(f"{model}: not all ranks can push", details=[problem])
             if time.monotonic() >= give_up:
-                raise terms.hold.exceeded(f"{model} was still waiting for {ranks_text(ahead.absent())}")
+                late = terms.hold.exceeded(f"{model} was still waiting for {ranks_text(ahead.absent())}")
+                if ahead.refuse(late):
+                    raise late
+                break  # the last one has come meanwhile: the others begin, and would wait for this one
+        if problem := ahead.problem():
+            raise VersionFailed(f"{model}: not all ranks can push", details=[problem])
         ahead.done()
 
     def _expect(self, model: str, layout: Layout, declared: pb.DeclareLayoutResponse) -> None:

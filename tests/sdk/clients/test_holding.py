@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import socket
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed import HashStore, TCPStore
 
 from tests.support.ports import reserved_port
@@ -22,13 +27,17 @@ from weighbridge import (
     InvalidArgument,
     TrainerClient,
     Unavailable,
+    VersionFailed,
 )
-from weighbridge._clients.holding.agreement import RankAgreement
+from weighbridge._clients.holding.agreement import RankAgreement, _store
 from weighbridge._clients.holding.policy import HoldPolicy, current_hold, held
+from weighbridge._clients.pushing import Pusher, PushTerms
 from weighbridge.integrations.torch.writer import WeighbridgeWriter
 
 CONFIG = tiny_config("llama", tied=False, num_hidden_layers=2, vocab_size=64)
 LONG = 30.0
+NO_SERVICE = Pusher(cast("Any", None))
+"""Waits for other ranks without a service."""
 
 
 def agreements(ranks: int, store: Any = None) -> list[RankAgreement]:
@@ -67,6 +76,50 @@ def test_no_rank_pushes_where_one_cannot_and_all_hear_why() -> None:
     assert not first.refuse(ValueError("it waited too long")), "the first verdict stands"
     third.come()
     assert {each.problem() for each in (first, second, third)} == {"rank 1: no answer; port 9"}
+
+
+class _Meanwhile:
+    """Store of a rank that asks which ranks are absent, while another one comes."""
+
+    def __init__(self, store: Any, come: Callable[[], None]) -> None:
+        self._store = store
+        self._come = come
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def check(self, keys: list[str]) -> bool:
+        if keys[0].endswith("/here/1"):
+            self._come()
+        return bool(self._store.check(keys))
+
+
+def test_a_rank_that_gives_up_meeting_others_while_the_last_one_comes_goes_with_them() -> None:
+    first, last = agreements(2)
+    waiting = replace(first, store=_Meanwhile(first.store, last.ahead().come))
+    NO_SERVICE.meet("a/b", PushTerms(HoldPolicy(max_hold_s=0.01).begin(), waiting))
+    assert last.ahead().decided(0.0)
+    assert last.ahead().problem() == "", "the last rank begins with what they do together"
+
+
+def test_ranks_hear_from_one_that_meets_them_no_longer() -> None:
+    first, last = agreements(2)
+    with pytest.raises(DeadlineExceeded, match="waiting for rank 1"):
+        NO_SERVICE.meet("a/b", PushTerms(HoldPolicy(max_hold_s=0.01).begin(), first))
+    with pytest.raises(VersionFailed, match="not all ranks can push"):
+        NO_SERVICE.meet("a/b", PushTerms(HoldPolicy().begin(), last))
+
+
+def test_a_process_group_that_has_ended_frees_its_port() -> None:
+    port = reserved_port()
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
+    try:
+        assert _store() is _store(), "one connection for all pushes"
+    finally:
+        dist.destroy_process_group()
+    gc.collect()
+    with socket.create_server(("127.0.0.1", port), reuse_port=False):
+        pass
 
 
 def test_what_is_pushed_behind_is_agreed_on_by_itself() -> None:

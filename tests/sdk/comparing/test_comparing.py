@@ -232,7 +232,7 @@ def test_what_is_no_file_of_weights_is_not_waited_for(tmp_path: Path) -> None:
     with pytest.raises(DataLoss, match="is not a regular file"):
         FolderSide.map(tmp_path)
     os.mkfifo(index)
-    with pytest.raises(DataLoss, match="index.json is not a regular file"):
+    with pytest.raises(DataLoss, match=r"index\.json is not a regular file"):
         FolderSide.map(tmp_path)
     index.unlink()
     with index.open("wb") as file:

@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from weighbridge._core.text.shortening import shortened
 from weighbridge.errors import WeighbridgeError
@@ -34,7 +35,8 @@ _GONE = RuntimeError
 _lock = threading.Lock()
 _begun: Counter[str] = Counter()
 _refused: Counter[str] = Counter()
-_clones: dict[int, tuple[Any, Any]] = {}
+_clones: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+"""Connections by the stores that they were made from. Their server ends, and frees its port, once nothing keeps a store of it."""
 
 
 @dataclass(frozen=True)
@@ -169,11 +171,10 @@ def _store() -> Any:
     except (ValueError, RuntimeError, AttributeError):
         return None
     with _lock:
-        known = _clones.get(id(store))
-        if known is None or known[0] is not store:
+        own = _clones.get(store)
+        if own is None:
             try:
-                known = store, store.clone()
+                own = _clones[store] = store.clone()
             except (AttributeError, RuntimeError, NotImplementedError, TypeError):  # before torch 2.8
-                known = store, store
-            _clones[id(store)] = known
-    return known[1]
+                return store
+    return own
