@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from pathlib import PurePosixPath
+from collections.abc import Iterable, Iterator
 
 MOST_LEVELS = 8
 """Components of a name: the folders that a file lies in, and the file's own name."""
@@ -33,6 +32,12 @@ def is_file_name(name: object) -> bool:
     return len(components) <= MOST_LEVELS and all(map(is_component, components))
 
 
+def folders_above(name: str) -> Iterator[str]:
+    """The folders that a file of this name lies in, the innermost first."""
+    while name := name.rpartition("/")[0]:
+        yield name
+
+
 def folders_of(names: Iterable[str]) -> frozenset[str]:
     """The folders that files with these names lie in, at every level."""
-    return frozenset(str(parent) for name in names for parent in PurePosixPath(name).parents if parent.name)
+    return frozenset(folder for name in names for folder in folders_above(name))

@@ -24,7 +24,7 @@ from functools import cached_property
 from typing import Any, ClassVar
 from urllib.parse import unquote
 
-from weighbridge._core.file_names import folders_of
+from weighbridge._core.file_names import folders_above, folders_of
 from weighbridge._core.resources import REF_LATEST
 from weighbridge._core.text.shortening import shown
 from weighbridge.errors import NotFound
@@ -139,6 +139,16 @@ class HubVersion:
     def folders(self) -> frozenset[str]:
         """The folders that files lie in, at every level."""
         return folders_of(self.files)
+
+    @cached_property
+    def folder_oids(self) -> Mapping[str, str]:
+        """Identity of each folder's content, files in folders of it too: 40 hexadecimal digits."""
+        digests = {folder: hashlib.sha256() for folder in self.folders}
+        for name, file in self.files.items():
+            inside = f"{name}\0{etag_of(file)}\n".encode()
+            for folder in folders_above(name):
+                digests[folder].update(inside)
+        return {folder: digest.hexdigest()[:40] for folder, digest in digests.items()}
 
     def file(self, path: str) -> FileEntry:
         """One file. Raises EntryNotFound."""
@@ -280,7 +290,7 @@ def _tree_entry(version: HubVersion, name: str, expand: bool) -> dict[str, Any]:
     file = version.files.get(name)
     entry: dict[str, Any]
     if file is None:
-        entry = {"type": "directory", "path": name, "size": 0, "oid": _folder_oid(version, name)}
+        entry = {"type": "directory", "path": name, "size": 0, "oid": version.folder_oids[name]}
     else:
         entry = {"type": "file", "path": name, "size": file.size, "oid": etag_of(file)}
         if file.sha256:
@@ -292,14 +302,6 @@ def _tree_entry(version: HubVersion, name: str, expand: bool) -> dict[str, Any]:
             "date": _date(version.created_ms),
         }
     return entry
-
-
-def _folder_oid(version: HubVersion, folder: str) -> str:
-    """What stands for a folder's content: 40 hexadecimal digits."""
-    inside = (
-        f"{name}\0{etag_of(file)}\n" for name, file in version.files.items() if name.startswith(f"{folder}/")
-    )
-    return hashlib.sha256("".join(inside).encode()).hexdigest()[:40]
 
 
 def refs_document(head: Head, commits: Mapping[int, str]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -66,6 +67,33 @@ def test_pages_one_after_the_other_are_all_files(names: set[str], limit: int) ->
         found += [entry["path"] for entry in page]
     assert found == sorted(names)
     assert [entry["path"] for entry in paths_info(version, [*found, "none", *found], expand=True)] == found
+
+
+def test_a_folder_has_another_identity_once_a_file_below_it_has_another_content() -> None:
+    def oids(content: str) -> dict[str, str]:
+        files = {
+            "a/b/x.json": FileEntry(3, content * 32, "b" * 64),
+            "c/y.json": FileEntry(3, "a" * 32, "b" * 64),
+        }
+        page, _ = tree_page(HubVersion(SMOL, 7, "0" * 40, 1, files), "", "", 9, expand=False, recursive=True)
+        return {entry["path"]: entry["oid"] for entry in page if entry["type"] == "directory"}
+
+    one, other = oids("a"), oids("d")
+    assert one.keys() == {"a", "a/b", "c"}
+    assert all(re.fullmatch(r"[0-9a-f]{40}", oid) for oid in one.values())
+    assert {folder for folder in one if one[folder] != other[folder]} == {"a", "a/b"}
+
+
+def test_a_page_of_folders_takes_time_by_the_number_of_files_alone() -> None:
+    def seconds(count: int) -> float:
+        files = {f"{number:05}/a/b/x.json": FileEntry(3, "a" * 32, "b" * 64) for number in range(count)}
+        version = HubVersion(SMOL, 7, "0" * 40, 1, files)
+        began = time.process_time()
+        found = paths_info(version, [f"{number:05}" for number in range(count)], expand=False)
+        assert len(found) == count
+        return time.process_time() - began
+
+    assert seconds(2000) < 8 * max(min(seconds(500) for _ in range(3)), 0.01)
 
 
 def test_a_quoted_slash_is_part_of_a_revision() -> None:
