@@ -11,13 +11,16 @@ import gc
 import json
 import os
 import pickle
+import re
+import resource
 import signal
 import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
 from typing import Any
 
 from weighbridge.errors import InvalidArgument, Unavailable, WeighbridgeError
@@ -45,6 +48,10 @@ _ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1"}
 """megatron-core has small functions compiled where they are defined, for which torch imports its compiler. Nothing is computed here."""
 _MOST_SECONDS = 300.0
 """For one bridge, the imports of a new process included: the largest models take some seconds."""
+
+_MOST_SECONDS_OF_CALL = 60.0
+_MOST_BYTES = 4 << 30
+"""For one call, without the imports of a new process: the largest models take some hundred MB."""
 
 
 class BridgeProcess:
@@ -159,6 +166,38 @@ class BridgeProcess:
         return "" if code is None else f" with {code}"
 
 
+@contextlib.contextmanager
+def bounded(nbytes: int, seconds: float) -> Iterator[None]:
+    """Bounds of what the block takes, in the main thread of a process without the service: code of libraries makes lists of numbers in a config.
+
+    Args:
+        nbytes: of memory more than now; what asks for more gets a MemoryError, or the RuntimeError of torch.
+        seconds: after which a TimeoutError is raised.
+    """
+
+    def end(*_: object) -> None:
+        raise TimeoutError(f"it takes more than {seconds:g} s")
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    wanted = _data_bytes() + nbytes
+    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    before = signal.signal(signal.SIGALRM, end)
+    resource.setrlimit(resource.RLIMIT_DATA, (most, hard))
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+        signal.signal(signal.SIGALRM, before)
+
+
+def _data_bytes() -> int:
+    """Memory of this process that `RLIMIT_DATA` counts: what it may write and shares with no other one."""
+    found = re.search(r"^VmData:\s*(\d+) kB$", Path("/proc/self/status").read_text("ascii"), re.MULTILINE)
+    return int(found[1]) << 10 if found else 0
+
+
 def serve(connection: Connection) -> None:
     """Answer calls of the process at the other end, until it is closed."""
     # whoever started this process ends it, after its last push
@@ -174,7 +213,8 @@ def serve(connection: Connection) -> None:
         except EOFError:
             return
         try:
-            answer = pickle.dumps(_CALLS[name](*arguments))
+            with bounded(_MOST_BYTES, _MOST_SECONDS_OF_CALL):
+                answer = pickle.dumps(_CALLS[name](*arguments))
         except WeighbridgeError as error:
             answer = pickle.dumps(error)
         except Exception as error:  # of a family's own code

@@ -8,6 +8,7 @@ is not compared.
 from __future__ import annotations
 
 import logging
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -32,6 +33,8 @@ _MOST_MODULES = 50_000
 _MOST_COUNT = 1 << 10
 """Layers, blocks and the like of a model that is compared."""
 _COUNTS = re.compile(r"(^|_)(n_)?(layers?|blocks?|depths?|stages?)$")
+_LABELS, _MOST_LABELS = ("num_labels", "num_classes"), 1 << 16
+"""Fields of which configs make lists of labels."""
 _BASE_FIELDS = ("is_decoder", "is_encoder_decoder", "add_cross_attention")
 """Fields of all models that have a say in which tensors there are."""
 _RENAMED = (
@@ -134,14 +137,26 @@ def compare_with_library(config_json: bytes, shapes: Mapping[str, Shape]) -> Com
 
 
 def _within_bounds(config: Any) -> bool:
-    """Whether lists by layers, which configs make of their counts, are short."""
+    """Whether lists by layers and labels, which configs make of their counts, are short."""
     if isinstance(config, Mapping):
         return all(
-            _within_bounds(value)
-            and not (type(value) is int and value > _MOST_COUNT and _COUNTS.search(str(name)))
-            for name, value in config.items()
+            _within_bounds(value) and _sum(value) <= _most_of(str(name)) for name, value in config.items()
         )
     return not isinstance(config, list) or all(_within_bounds(each) for each in config)
+
+
+def _most_of(field: str) -> float:
+    """The largest count that a field of a config may have in all; infinite if it is none."""
+    if field in _LABELS:
+        return _MOST_LABELS
+    return _MOST_COUNT if _COUNTS.search(field) else math.inf
+
+
+def _sum(value: Any) -> int:
+    """A count, or those of a list of them together, as by stages of a model."""
+    if isinstance(value, list):
+        return sum(map(_sum, value))
+    return value if type(value) is int and value > 0 else 0
 
 
 def _library_model(config: Mapping[str, Any]) -> Any:

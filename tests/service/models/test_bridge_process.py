@@ -18,7 +18,7 @@ from tests.support.waiting import eventually
 from weighbridge.errors import InvalidArgument, Unavailable
 from weighbridge_service.families.dense import Llama
 from weighbridge_service.models import bridges
-from weighbridge_service.models.bridge_process import _FIRST_CONFIG, BridgeProcess
+from weighbridge_service.models.bridge_process import _FIRST_CONFIG, BridgeProcess, bounded
 
 CONFIG = json.dumps(_FIRST_CONFIG).encode()
 
@@ -136,3 +136,12 @@ def test_a_family_without_a_parallel_plan_can_be_used_for_all_else(monkeypatch: 
     assert all(bridge.links(entry) for entry in bridge.megatron.values())
     with pytest.raises(InvalidArgument, match="no tensor parallelism yet"):
         bridge.parallel_plan()
+
+
+def test_a_call_takes_no_more_memory_and_time_than_it_may_and_what_comes_after_it_does() -> None:
+    with pytest.raises(MemoryError), bounded(64 << 20, 60.0):
+        bytearray(1 << 30)
+    with pytest.raises(TimeoutError, match=r"more than 0\.01 s"), bounded(1 << 30, 0.01):
+        signal.pause()
+    assert len(bytearray(128 << 20)) == 128 << 20
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)

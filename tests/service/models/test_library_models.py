@@ -110,6 +110,8 @@ def test_configs_within_a_config_are_of_the_types_that_they_name() -> None:
         {"architectures": ["AutoModel"]},
         {"quantization_config": {"quant_method": "gptq"}},
         {"num_hidden_layers": 1 << 40},
+        {"num_labels": 1 << 40},
+        {"vision_config": {"model_type": "swin", "depths": [2, 1 << 40]}},
         {"hidden_size": "wide"},
         {"num_attention_heads": 0},
     ],
