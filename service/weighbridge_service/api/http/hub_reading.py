@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -50,6 +51,7 @@ class Hub:
         self._readers = readers
         self._versions: Cache[HubVersion] = Cache(_KEPT_FILES, lambda version: 1 + len(version.files))
         self._checks: Cache[ReadChecks] = Cache(_KEPT_CHECKS)
+        self._checking = threading.Lock()
 
     def version(self, name: str, revision: str) -> HubVersion:
         """The version of a revision.
@@ -101,15 +103,18 @@ class Hub:
         on where a download broke off.
         """
         key = version.commit, path
-        found = self._checks.get(key)
-        if found is None or (found.damaged and time.monotonic() - found.damaged_at > _REFUSED_SECONDS):
-            file, title = version.file(path), f"{version.model}@{version.number}"
-            parts = [DigestedRange(path, 0, file.size, file.xxh3_128)] if file.size else []
-            # what lies elsewhere is not brought twice: there, a file is compared that is read from its beginning to its end
-            near = self._catalog.store.is_near
-            found = ReadChecks(path, title, parts, partial(self._read, version, path) if near else None)
-            self._checks.put(key, found)
-        return found
+        with (
+            self._checking
+        ):  # readers of parts of a file that come at once share one comparison: neither sees all bytes alone
+            found = self._checks.get(key)
+            if found is None or (found.damaged and time.monotonic() - found.damaged_at > _REFUSED_SECONDS):
+                file, title = version.file(path), f"{version.model}@{version.number}"
+                parts = [DigestedRange(path, 0, file.size, file.xxh3_128)] if file.size else []
+                # what lies elsewhere is not brought twice: there, a file is compared that is read from its beginning to its end
+                near = self._catalog.store.is_near
+                found = ReadChecks(path, title, parts, partial(self._read, version, path) if near else None)
+                self._checks.put(key, found)
+            return found
 
     def begin(self, version: HubVersion) -> Hold:
         """The reading of a file begins; it ends when the hold is released."""

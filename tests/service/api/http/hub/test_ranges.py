@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from threading import Event, Semaphore
+from threading import Event, Semaphore, Thread
 from typing import Any
 
 import pytest
@@ -12,8 +12,11 @@ from tests.service.api.http.hub.endpoint import MODEL, WEIGHTS, Endpoint, endpoi
 from tests.support.waiting import eventually
 from weighbridge_service.admission.piece_room import SMALLEST_BYTES
 from weighbridge_service.api.http.bodies import MAX_BODY_BYTES
+from weighbridge_service.api.http.hub_documents import HubVersion
 from weighbridge_service.api.http.hub_reading import Hub
 from weighbridge_service.api.http.hub_routes import HubSizes
+from weighbridge_storage.memory.read_checks import ReadChecks
+from weighbridge_storage.versions.manifest import FileEntry
 
 
 def test_downloads_that_wait_for_the_store_keep_no_thread_from_other_requests(
@@ -245,3 +248,28 @@ def test_a_file_that_is_gone_from_the_store_is_a_problem_and_no_stream(
         assert answer.json()["type"] == "urn:weighbridge:error:data_loss"
     finally:
         hidden.rename(endpoint.folder(1) / "README.md")
+
+
+def test_parts_of_a_file_that_are_read_at_once_are_compared_together(
+    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = endpoint.running.service
+    hub = Hub(service.catalog, service.store_readers)
+    version = hub.version(MODEL, "prod")
+    described, comparisons, others = HubVersion.file, list[ReadChecks](), list[Thread]()
+
+    def ask() -> None:
+        comparisons.append(hub._checks_of(version, WEIGHTS))
+
+    def file(of: HubVersion, path: str) -> FileEntry:
+        if not others:  # another reader comes while the first one finds out what is to be compared
+            others.append(Thread(target=ask))
+            others[0].start()
+            others[0].join(0.05)
+        return described(of, path)
+
+    monkeypatch.setattr(HubVersion, "file", file)
+    ask()
+    others[0].join()
+    one, other = comparisons
+    assert one is other
