@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import time
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from weighbridge._formats.side_files.carried import carried_files
 from weighbridge._formats.side_files.choice import Found, choose
 from weighbridge._formats.side_files.reading import SideFiles
 from weighbridge._formats.torch_dist.folder import open_file
-from weighbridge.errors import DataLoss, InvalidArgument, NotFound
+from weighbridge.errors import DataLoss, InvalidArgument, NotFound, ResourceExhausted
 
 OF_A_MODEL = [
     "config.json", "generation_config.json", "model.py", "LICENSE", "NOTICE", "README.md", "merges.txt", "vocab.bpe", "bpe.codes",
@@ -84,6 +85,31 @@ def test_files_that_fit_in_no_memory_are_refused_by_name_and_not_read(tmp_path: 
     os.truncate(tmp_path / "big.json", 1 << 40)
     with pytest.raises(InvalidArgument, match=r"big\.json has 1.1 TB"):
         SideFiles.read(tmp_path)
+
+
+def test_more_files_are_open_at_once_than_a_process_usually_may(tmp_path: Path) -> None:
+    _write(tmp_path, *(name := [f"{number}.distcp" for number in range(64)]))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    usual = len(os.listdir("/proc/self/fd")) + 32
+    resource.setrlimit(resource.RLIMIT_NOFILE, (usual, hard))
+    try:
+        files = [map_file(tmp_path, each) for each in name]
+        assert [bytes(file[:2]) for file in files] == [each[:2].encode() for each in name]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_file_that_cannot_be_opened_beside_so_many_is_said_to_be_one_too_many(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    _write(tmp_path, "0.distcp")
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (8, 8))
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(ResourceExhausted, match="Too many open files"):
+        map_file(tmp_path, "0.distcp")
 
 
 def test_a_folder_that_may_not_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import stat
+from contextlib import suppress
 from pathlib import Path
 
-from weighbridge.errors import DataLoss, InvalidArgument, NotFound, WeighbridgeError
+from weighbridge.errors import DataLoss, InvalidArgument, NotFound, ResourceExhausted, WeighbridgeError
 
 _SNAPSHOTS, _BLOBS = "snapshots", "blobs"
+_MOST_OPEN = 1 << 20
 
 
 def reach_of(folder: Path) -> tuple[Path, ...]:
@@ -68,16 +71,20 @@ def open_regular(path: Path, folder: Path) -> int:
         NotFound: there is no such file.
         DataLoss: it is no regular file.
         InvalidArgument: it is a link out of the folder, or may not be read.
+        ResourceExhausted: this process has too many files open.
     """
     fault = fault_of(path, folder)
     if fault is not None:
         raise fault
     try:
-        # what has become a link or a pipe since is neither followed nor waited for
-        fd = os.open(path.resolve(), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        fd = _open(path.resolve())
     except FileNotFoundError as error:
         raise NotFound(f"{path} was removed meanwhile") from error
     except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise ResourceExhausted(
+                f"{path} cannot be opened: {error.strerror}", fix="allow this process more of them: ulimit -n"
+            ) from error
         raise InvalidArgument(
             f"{path} cannot be read: {error.strerror}", fix="let this user read it, or remove it"
         ) from error
@@ -85,6 +92,29 @@ def open_regular(path: Path, folder: Path) -> int:
         os.close(fd)
         raise DataLoss(f"{path} is not a regular file", fix="put the file in its place, or remove it")
     return fd
+
+
+def _open(path: Path) -> int:
+    # what has become a link or a pipe since is neither followed nor waited for
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        return os.open(path, flags)
+    except OSError as error:
+        if error.errno != errno.EMFILE or not _may_open_more():
+            raise
+    return os.open(path, flags)
+
+
+def _may_open_more() -> bool:
+    """Let this process open as many files as it may at all: a checkpoint of a thousand ranks has more than the usual 1024. Whether that is more than before."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = hard if hard != resource.RLIM_INFINITY else _MOST_OPEN
+    if soft == resource.RLIM_INFINITY or soft >= most:
+        return False
+    with suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        return True
+    return False
 
 
 def read_regular(path: Path, folder: Path) -> bytes:
