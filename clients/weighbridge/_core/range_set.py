@@ -62,6 +62,11 @@ class RangeSet:
         last = bisect.bisect_left(self._starts, end)
         return [(max(start, self._starts[i]), min(end, self._ends[i])) for i in range(first, last)]
 
+    def end_from(self, position: int) -> int:
+        """The first position from this one on that it does not hold."""
+        i = bisect.bisect_right(self._starts, position) - 1
+        return max(self._ends[i], position) if i >= 0 else position
+
     def covers(self, start: int, end: int) -> bool:
         """Whether it holds every position from ``start`` up to ``end``."""
         if start >= end:

@@ -6,6 +6,7 @@ fails is an error of the call that has asked for the bytes.
 
 from __future__ import annotations
 
+import math
 import os
 import weakref
 from collections.abc import Callable
@@ -23,7 +24,9 @@ Took = Callable[[int, Bytes], None]
 STEP_BYTES = 4 << 20
 """Bytes of one call: few enough to be in the processor's cache when they are looked at next."""
 _MOST_READ = 4
-"""A strided part of a file is read as one run, and picked out in memory, if that run has at most so many times its bytes."""
+"""A strided part of a file is read as one run, and picked out in memory, if that run has at most so many times its bytes;"""
+_SHORT_GAP = 32 << 10
+"""or if its gaps are no longer than this: one more call takes as long as to read so much, as slices of columns need one for each row."""
 
 
 def _nothing(_offset: int, _run: Bytes) -> None:
@@ -58,7 +61,7 @@ def read_into(
         return
     spans = [(extent - 1) * stride for extent, stride in zip(shape, in_file, strict=True)]
     span = sum(spans) + 1
-    if span <= min(STEP_BYTES, _MOST_READ * target.size):
+    if span <= STEP_BYTES and _is_read_as_one(shape, in_file, span):
         run = np.empty(span, np.uint8)
         _read_run(descriptor, run, offset, took)
         np.copyto(target, np.ndarray(target.shape, np.uint8, run, 0, strides))
@@ -132,6 +135,17 @@ def _read_run(descriptor: int, target: Bytes, offset: int, took: Took) -> None:
                 raise EOFError(f"the file ends at byte {offset + start + done}")
             done += count
         took(offset + start, part)
+
+
+def _is_read_as_one(shape: tuple[int, ...], strides: tuple[int, ...], span: int) -> bool:
+    """Whether bytes with gaps between them are to be read together with these."""
+    size = math.prod(shape)
+    run = 1
+    for extent, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if stride != run:
+            break
+        run *= extent
+    return span <= _MOST_READ * size or span - size <= _SHORT_GAP * (size // run)
 
 
 def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:

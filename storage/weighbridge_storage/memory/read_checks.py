@@ -179,10 +179,7 @@ class _Passing:
             return self._digest.hexdigest() == self._part.xxh3_128 if self._ended else None
 
     def _catch_up(self, again: Again) -> None:
-        while there := self._noted.within(self._position, self._part.end):
-            start, end = there[0]
-            if start > self._position:
-                return
-            end = min(end, start + _STEP_BYTES)
-            self._digest.update(again(start, end - start))
+        while (end := self._noted.end_from(self._position)) > self._position:
+            end = min(end, self._position + _STEP_BYTES)
+            self._digest.update(again(self._position, end - self._position))
             self._position = end

@@ -43,3 +43,13 @@ def test_each_position_is_claimed_once(claimed: list[tuple[int, int]]) -> None:
     held = RangeSet()
     given_out = [at for each in claimed for at in positions(held.claim(*each))]
     assert sorted(given_out) == sorted(set(positions(claimed)))
+
+
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), max_size=8), st.integers(0, 41))
+def test_a_run_of_what_it_holds_ends_where_the_first_position_is_missing(
+    added: list[tuple[int, int]], position: int
+) -> None:
+    held = {at for start, end in added for at in range(start, end)}
+    end = RangeSet(added).end_from(position)
+    assert end not in held
+    assert held.issuperset(range(position, end))

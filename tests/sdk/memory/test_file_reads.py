@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -35,9 +36,17 @@ def descriptor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     dense=st.booleans(),
     order=st.sampled_from("CF"),
     step_bytes=st.sampled_from([64, 1 << 20]),
+    short_gap=st.sampled_from([0, 100, 1 << 15]),
 )
 def test_strided_bytes_are_those_of_an_array_over_the_file(
-    descriptor: int, shape: list[int], steps: list[int], offset: int, dense: bool, order: str, step_bytes: int
+    descriptor: int,
+    shape: list[int],
+    steps: list[int],
+    offset: int,
+    dense: bool,
+    order: str,
+    step_bytes: int,
+    short_gap: int,
 ) -> None:
     strides = tuple(steps[: len(shape)])
     if dense and shape:
@@ -52,9 +61,30 @@ def test_strided_bytes_are_those_of_an_array_over_the_file(
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(file_reads, "STEP_BYTES", step_bytes)
+        patched.setattr(file_reads, "_SHORT_GAP", short_gap)
         read_into(descriptor, target, offset, strides, took)
     assert target.tobytes() == expected.tobytes()
     assert np.ndarray(tuple(shape), bool, taken, offset, strides).all()
+
+
+def test_a_slice_of_columns_takes_few_calls_and_one_of_long_rows_reads_no_more_than_it_needs(
+    descriptor: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[int] = []
+    preadv = os.preadv
+
+    def counted(*arguments: Any) -> int:
+        read.append(preadv(*arguments))
+        return read[-1]
+
+    monkeypatch.setattr(os, "preadv", counted)
+    columns = np.empty((190, 10), np.uint8)
+    read_into(descriptor, columns, 500, (1000, 1))
+    assert len(read) == 1
+    assert (columns == CONTENT[500:190_500].reshape(190, 1000)[:, :10]).all()
+    read.clear()
+    read_into(descriptor, np.empty((2, 10), np.uint8), 0, (100_000, 1))
+    assert read == [10, 10]
 
 
 def test_a_file_that_ends_too_early_is_an_error_and_not_a_signal(tmp_path: Path) -> None:
