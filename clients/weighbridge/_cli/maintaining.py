@@ -133,7 +133,7 @@ def fsck_command(
         with progress_bar("checking versions", counted=True) as update:
             found += check_store(store, repair=repair, drop_damaged=drop_damaged, on_progress=update)
         for model in found:
-            contents.append(_compared(store, model, compared) if digests else None)
+            contents.append(_compared(store, str(location), model, compared) if digests else None)
             if not as_json:
                 _show_checked(model, contents[-1])
     compared.end()
@@ -161,19 +161,23 @@ class _Contents:
     problems: tuple[tuple[int, str], ...]
 
 
-def _compared(store: ObjectStore, model: CheckedModel, compared: Progress) -> _Contents:
-    """Read the contents of a model's versions."""
+def _compared(store: ObjectStore, location: str, model: CheckedModel, compared: Progress) -> _Contents:
+    """Read the contents of a model's versions, but for those that were compared in the same place before."""
     from weighbridge_service.fsck.contents import compare_contents
 
     nbytes = versions = 0
     problems: list[tuple[int, str]] = []
+
+    def named(number: int) -> tuple[str, str, int]:
+        return location, model.name, number
+
     with progress_bar(f"reading {model.name}") as update:
-        for each in compare_contents(store, model, lambda n: compared.has((model.name, n)), update):
+        for each in compare_contents(store, model, lambda n: compared.has(named(n)), update):
             problems += [(each.number, problem) for problem in each.problems]
             nbytes += each.nbytes
             versions += 1
-            if not each.problems and not compared.has((model.name, each.number)):
-                compared.add((model.name, each.number))
+            if not each.problems and not compared.has(named(each.number)):
+                compared.add(named(each.number))
     return _Contents(nbytes, versions, tuple(problems))
 
 

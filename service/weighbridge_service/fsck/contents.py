@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from weighbridge._core.resources import Verification
-from weighbridge.errors import WeighbridgeError
+from weighbridge.errors import Unavailable, WeighbridgeError
 from weighbridge_service.fsck.repair import CheckedModel
 from weighbridge_storage.documents.names import ModelName
 from weighbridge_storage.stores.objects import ObjectStore
@@ -43,7 +43,7 @@ def compare_contents(
         on_progress: is told how many bytes of how many were compared.
 
     Raises:
-        WeighbridgeError: the store cannot be reached.
+        Unavailable: the store cannot be reached.
     """
     name = ModelName.parse(model.name)
     total, done = sum(model.whole.values()), 0
@@ -68,5 +68,7 @@ def _verified(
 ) -> Verification:
     try:
         return verify_version(store, model, number, on_progress=on_progress)
+    except Unavailable:
+        raise
     except WeighbridgeError as error:  # of its manifest
         return Verification(number, 0, 0, (error.message,), 0, {})

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from weighbridge._core.layouts import TensorSpec
 from weighbridge._core.resources import Verification
-from weighbridge.errors import NotFound, WeighbridgeError
+from weighbridge.errors import NotFound, Unavailable, WeighbridgeError
 from weighbridge_storage.documents.names import BLOCKS_SUFFIX, ModelName, blocks_key, version_key
 from weighbridge_storage.stores.objects import ObjectStore
 from weighbridge_storage.versions.digests import BLOCK_BYTES, DIGEST_BYTES, FileDigester, FileDigests, root_of
@@ -36,6 +36,7 @@ def verify_version(
 
     Raises:
         DataLoss: the manifest itself is missing or malformed.
+        Unavailable: the store cannot be reached.
     """
     manifest = read_manifest(store, model, number)
     in_file = tensors_of_files(manifest)
@@ -57,6 +58,8 @@ def verify_version(
                 problems.append(f"{name} has {size} bytes instead of {file.size}")
                 continue
             found = digest_object(store, key, name, tensors, took, sha256=sha256)
+        except Unavailable:
+            raise  # says nothing of the file
         except WeighbridgeError as error:
             problems.append(f"{name}: {error.message}")
             continue
@@ -66,6 +69,8 @@ def verify_version(
                 blocks = store.get(blocks_key(model, number, name))[0]
             except NotFound:
                 problems.append(f"{name}{BLOCKS_SUFFIX} is missing from the store")
+            except Unavailable:
+                raise
             except WeighbridgeError as error:
                 problems.append(f"{name}{BLOCKS_SUFFIX}: {error.message}")
             else:

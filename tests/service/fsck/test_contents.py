@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,10 @@ from click.testing import CliRunner
 from tests.service.fsck.damaged_stores import WEIGHTS, said
 from tests.support.old_stores import MODEL, spoil, version_folder
 from weighbridge._cli import commands
+from weighbridge._cli.resuming import Progress
+from weighbridge.errors import Unavailable
 from weighbridge_service.fsck import contents
+from weighbridge_storage.stores.local import LocalStore
 
 
 def compared(folder: Path, *options: str) -> tuple[int, dict[str, Any]]:
@@ -73,3 +77,34 @@ def test_a_file_that_is_no_list_of_what_was_compared_is_refused(folder: Path, tm
     code, lines = said("fsck", str(folder), "--digests", "--resume", str(tmp_path / "other"))
     assert code != 0
     assert "is not a file of --resume" in lines[0]
+
+
+def test_what_was_compared_in_one_store_is_read_in_another_one(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resume, other = tmp_path / "resume", tmp_path / "other"
+    shutil.copytree(folder, other)
+    spoil(version_folder(other, 3) / WEIGHTS)
+
+    def interrupted(_: Progress) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Progress, "end", interrupted)
+        CliRunner().invoke(commands, ["fsck", str(folder), "--digests", "--resume", str(resume)])
+    assert MODEL in resume.read_text()
+    code, model = compared(other, "--resume", str(resume))
+    assert (code, {each["number"] for each in model["differing"]}) == (1, {3})
+
+
+def test_a_store_that_is_away_is_an_error_and_no_damage(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(*_: Any, **__: Any) -> Any:
+        raise Unavailable("the store does not answer")
+
+    monkeypatch.setattr(LocalStore, "stream", away)
+    code, lines = said("fsck", str(folder), "--digests")
+    assert code != 0
+    assert "does not answer" in "\n".join(lines)
+    assert not any("delete the versions" in line for line in lines)
