@@ -92,4 +92,9 @@ def contradictions(config: Mapping[str, Any], arguments: Mapping[str, Any]) -> l
 
 
 def _number(value: Any) -> float | None:
-    return value if type(value) in (int, float) else None
+    if type(value) not in (int, float):
+        return None
+    try:
+        return float(value)
+    except OverflowError:  # JSON has integers of any length
+        return math.inf

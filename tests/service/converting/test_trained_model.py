@@ -53,6 +53,7 @@ ARGS: dict[str, Any] = {
         ({"rope_theta": None, "rope_parameters": {"rope_theta": 5e5}}, {}, ["rope_theta is 500000"]),
         ({}, {"rotary_base": 1000000, "position_embedding_type": "none"}, []),
         ({}, {"norm_epsilon": 1e-6}, ["rms_norm_eps is 1e-05"]),
+        ({"rope_theta": 10**400}, {}, ["rope_theta is inf"]),
         ({}, {"num_experts": 8}, ["num_experts_per_tok is 4"]),
         ({}, {"num_experts": 8, "moe_router_topk": 4}, []),
         (
