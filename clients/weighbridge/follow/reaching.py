@@ -7,6 +7,7 @@ import threading
 import urllib.parse
 
 from weighbridge._transport.outages import Outage
+from weighbridge._transport.proxies import passes_proxy
 from weighbridge.errors import Unavailable
 
 LOOK_SECONDS = 5.0
@@ -46,8 +47,10 @@ class ReachWatch:
 
 
 def unreachable(url: str) -> str:
-    """Why nothing takes connections at the host and port of an address; empty if something does."""
+    """Why nothing takes connections at the host and port of an address; empty if something does, or if only a proxy reaches it."""
     try:
+        if passes_proxy(url):
+            return ""
         found = urllib.parse.urlsplit(url)
         port = found.port or (443 if found.scheme == "https" else 80)
         with socket.create_connection((found.hostname or "", port), _CONNECT_SECONDS):

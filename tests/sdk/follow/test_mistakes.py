@@ -207,3 +207,14 @@ def test_an_outage_that_was_told_is_told_to_be_over(
     assert "has been away since" in away
     assert "nobody there" in away
     assert "is back" in back
+
+
+def test_an_engine_behind_a_proxy_is_not_said_to_be_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    url = "https://engine.invalid:8000"
+    for name in ("https_proxy", "HTTPS_PROXY", "no_proxy", "NO_PROXY", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    assert unreachable(url) != "", "there is no such host"
+    monkeypatch.setenv("https_proxy", "http://proxy.invalid:3128")
+    assert unreachable(url) == ""
+    monkeypatch.setenv("no_proxy", "engine.invalid")
+    assert unreachable(url) != ""
