@@ -35,13 +35,25 @@ class Cache(Generic[V]):
     def put(self, key: Hashable, value: V) -> None:
         """Keep a value; the one that was not used for longest goes if there are too many."""
         with self._lock:
-            there = self._values.pop(key, None)
-            if there is not None:
-                self._weight -= self._weigh(there)
-            self._values[key] = value
-            self._weight += self._weigh(value)
-            while self._weight > self._kept and len(self._values) > 1:
-                self._weight -= self._weigh(self._values.popitem(last=False)[1])
+            self._put(key, value)
+
+    def put_instead(self, key: Hashable, old: V | None, value: V) -> V:
+        """Keep a value instead of an old one, or of none; that which is there now, if others have put another one meanwhile."""
+        with self._lock:
+            there = self._values.get(key)
+            if there is not None and there is not old:
+                return there
+            self._put(key, value)
+            return value
+
+    def _put(self, key: Hashable, value: V) -> None:
+        there = self._values.pop(key, None)
+        if there is not None:
+            self._weight -= self._weigh(there)
+        self._values[key] = value
+        self._weight += self._weigh(value)
+        while self._weight > self._kept and len(self._values) > 1:
+            self._weight -= self._weigh(self._values.popitem(last=False)[1])
 
     @property
     def weight(self) -> int:
@@ -68,9 +80,6 @@ class Cache(Generic[V]):
                 self.drop(key)
 
     def get_or_make(self, key: Hashable, make: Callable[[], V]) -> V:
-        """The value, made now if it is not there."""
+        """The value, made now if it is not there. Callers that make it at once all get the one that was there first."""
         found = self.get(key)
-        if found is None:
-            found = make()
-            self.put(key, found)
-        return found
+        return self.put_instead(key, None, make()) if found is None else found

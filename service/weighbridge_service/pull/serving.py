@@ -314,14 +314,14 @@ class Serving:
             # a model that was removed and registered again may give a number to another version
             with self._catalog.unless_deleted(name, found.number):
                 key = name, found.number, entry.write_id if entry else ""
-                files, sources = self._opened.get_or_make(key, open_it)
+                opened = self._opened.get_or_make(key, open_it)
+                files, sources = opened
                 damaged = {name: file.identity for name, file in sources.items() if file.damaged}
                 if damaged:
                     again = open_it()
                     # a part of a damaged file, which nothing could be compared with, is not served either until it was restored
                     if all(again[1][name].identity != identity for name, identity in damaged.items()):
-                        self._opened.put(key, again)
-                        files, sources = again
+                        files, sources = self._opened.put_instead(key, opened, again)
         except BaseException:
             hold.release()
             raise

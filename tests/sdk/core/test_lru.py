@@ -45,6 +45,22 @@ def test_a_value_is_made_once_while_it_is_kept() -> None:
     assert made == [*"abcba"], "b goes when c comes, a when b comes back"
 
 
+def test_all_who_make_a_value_at_once_get_the_one_that_was_there_first() -> None:
+    cache: Cache[list[str]] = Cache(2)
+    others: list[list[str]] = []
+
+    def make() -> list[str]:
+        others.append(cache.get_or_make("a", lambda: ["of another caller"]))  # comes and goes meanwhile
+        return ["own"]
+
+    first = cache.get_or_make("a", make)
+    assert first is others[0]
+    newer = ["newer"]
+    assert cache.put_instead("a", first, newer) is newer
+    assert cache.put_instead("a", first, ["late"]) is newer
+    assert cache.get("a") is newer
+
+
 def test_what_is_not_wanted_any_more_is_forgotten() -> None:
     cache: Cache[str] = Cache(9)
     for number in range(9):

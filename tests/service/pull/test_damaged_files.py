@@ -6,10 +6,13 @@ import itertools
 import os
 import signal
 import struct
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +27,7 @@ from weighbridge.errors import DataLoss
 from weighbridge_service.api.http import hub_reading
 from weighbridge_service.api.http.hub_routes import HubSizes
 from weighbridge_service.exports.jobs import Exports, ExportState
+from weighbridge_service.pull import serving
 
 TENSOR = "model.layers.1.mlp.down_proj.weight"
 NAMED = f"{TENSOR} in {WEIGHTS} of {MODEL}@1 does not agree with its digest"
@@ -117,12 +121,33 @@ def test_readers_that_have_all_of_a_tensor_together_and_a_cast_are_compared_too(
             dict(engine.pull(MODEL, 1, dtype="bf16"))
 
 
+def test_readers_that_open_a_version_at_once_are_compared_together(
+    place: Damaged, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flip(place)
+    rows, columns = load_file(place.folder / WEIGHTS)[TENSOR].shape
+    opening, opened = threading.Barrier(2), serving.open_version
+
+    def at_once(*arguments: Any) -> Any:
+        opening.wait(60)
+        return opened(*arguments)
+
+    def pull(half: tuple[int, int]) -> None:
+        with EngineClient(place.running.address, lane="grpc") as engine:
+            dict(engine.pull(MODEL, 1, Boxes([(TENSOR, (half[0], 0), (half[1], columns))])))
+
+    monkeypatch.setattr(serving, "open_version", at_once)
+    with ThreadPoolExecutor(2) as pool:
+        errors = [each.exception() for each in [pool.submit(pull, half) for half in ((0, 3), (3, rows - 3))]]
+    assert NAMED in "".join(str(error) for error in errors if isinstance(error, DataLoss))
+
+
 def test_a_restore_of_a_rank_that_holds_all_is_compared(place: Damaged) -> None:
     flip(place)
-    serving = place.running.service.serving
-    layout = serving.describe_shards(MODEL, MegatronRank())
+    served = place.running.service.serving
+    layout = served.describe_shards(MODEL, MegatronRank())
     with pytest.raises(DataLoss, match=NAMED):
-        for _ in serving.restore(MODEL, "1", layout, 0).pieces():
+        for _ in served.restore(MODEL, "1", layout, 0).pieces():
             pass
 
 
