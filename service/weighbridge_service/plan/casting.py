@@ -58,6 +58,11 @@ def cast_specs(
     return cast
 
 
+def _may_overflow(source: DType, target: DType) -> bool:
+    """Whether finite elements become infinite by a cast. Between float32 and bfloat16 only the last 2^-9 of the range would: it is not looked for."""
+    return source != target and (target.short == "fp16" or source.short == "fp64")
+
+
 Gather = Callable[[int, int], Buffer]
 """Gives so many bytes of a stream, from a byte offset on."""
 
@@ -131,16 +136,34 @@ class Casting:
                 break
             begin, end = max(offset, run.start) - run.start, min(offset + length, run.end) - run.start
             if begin < end:
-                parts.append(_cast(gather, run, begin, end))
+                cast, overflowed = _cast(gather, run, begin, end)
+                if overflowed is not None:
+                    raise self._beyond(run, overflowed)
+                parts.append(cast)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
+    def _beyond(self, run: _Run, position: int) -> InvalidArgument:
+        """The error of a finite element, so many bytes from the start of a run, that would become infinite."""
+        placements = self.layout.placements
+        index = bisect.bisect_right(placements, run.start + position, key=lambda each: each.offset) - 1
+        # empty shards begin where the next one does
+        spec = self.layout.tensors[placements[index].shard.tensor]
+        return InvalidArgument(
+            f"{spec.name} has elements that are too large for {run.target}: they would become infinite",
+            fix="take it in bf16 or fp32, or leave the dtype out",
+        )
 
-def _cast(gather: Gather, run: _Run, begin: int, end: int) -> Buffer:
-    """The bytes ``begin`` to ``end`` of a run: of the elements that they touch, cast whole."""
+
+def _cast(gather: Gather, run: _Run, begin: int, end: int) -> tuple[Buffer, int | None]:
+    """The bytes ``begin`` to ``end`` of a run: of the elements that they touch, cast whole.
+
+    Returns:
+        They, and the position in the run of the first finite element that has become infinite, in bytes; None if there is none.
+    """
     import torch
 
     if run.source == run.target and not run.shift:
-        return gather(run.source_start + begin, end - begin)
+        return gather(run.source_start + begin, end - begin), None
     first, last = begin // run.target.itemsize, -(-end // run.target.itemsize)
     size = run.source.itemsize
     raw = gather(run.source_start + first * size, (last - first) * size)
@@ -148,5 +171,11 @@ def _cast(gather: Gather, run: _Run, begin: int, end: int) -> Buffer:
         raw = shifted(raw, run.source, run.shift).data
     elements = torch.empty(last - first, dtype=run.source.torch)  # aligned, as a view of a file need not be
     elements.view(torch.uint8).numpy()[:] = np.frombuffer(raw, np.uint8)
-    cast = elements.to(run.target.torch).view(torch.uint8).numpy()
-    return cast[begin - first * run.target.itemsize :][: end - begin].data
+    cast = elements.to(run.target.torch)
+    overflowed = None
+    if _may_overflow(run.source, run.target) and cast.isinf().any():
+        broken = cast.isinf() & elements.isfinite()
+        if broken.any():
+            overflowed = (first + int(broken.to(torch.uint8).argmax())) * run.target.itemsize
+    raw_cast = cast.view(torch.uint8).numpy()
+    return raw_cast[begin - first * run.target.itemsize :][: end - begin].data, overflowed
