@@ -242,6 +242,7 @@ def test_what_is_no_file_of_weights_is_not_waited_for(tmp_path: Path) -> None:
     index.write_text(json.dumps({"weight_map": {"a": "../model.safetensors"}}))
     with pytest.raises(DataLoss, match="outside"):
         FolderSide.map(tmp_path)
+    weights.unlink()
     index.write_text(json.dumps({"weight_map": {"a": "model-00001-of-00002.safetensors"}}))
     with pytest.raises(NotFound, match="model-00001-of-00002") as missing:
         FolderSide.map(tmp_path)
