@@ -368,6 +368,7 @@ def test_a_store_on_s3_whose_answers_are_held_is_left_and_found_again(seaweed: S
         guarded = GuardedStore(held.with_time_limit(PATIENCE), PATIENCE)
         stack.callback(guarded.close)
         etag = guarded.put("k", b"1", mode="create")
+        eventually(lambda: guarded._threads._pending == 0)  # its thread is free for the next call
         since = NewThreads()
         gate.hold_after(0)
         with pytest.raises(DeadlineExceeded):
