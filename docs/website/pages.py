@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 _ELSEWHERE = {
-    "README.md": "overview.md",
+    "README.md": "readme.md",
     "CHANGELOG.md": "changelog.md",
     "SECURITY.md": "security.md",
     "deploy/README.md": "deployment.md",
