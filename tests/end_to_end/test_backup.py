@@ -16,6 +16,7 @@ import pytest
 from click.testing import CliRunner
 
 from tests.support.old_stores import add_model, unpack, version_folder
+from tests.support.rounds import rounds
 from tests.support.services import running_service
 from weighbridge import TrainerClient
 from weighbridge._cli import commands
@@ -82,7 +83,7 @@ def test_a_copy_made_while_versions_are_pushed_and_retired_is_consistent(store: 
         thread.start()
         try:
             assert pushed.wait(60)
-            for attempt in range(2):  # into the same backup
+            for attempt in range(2 if rounds("CELLS") else 1):  # into the same backup
                 before = len(numbers)
                 back_up(store, backup, tmp_path / f"heads{attempt}")
                 while len(numbers) == before and thread.is_alive():
