@@ -18,6 +18,7 @@ import httpx2 as httpx
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from starlette.requests import Request
 from starlette.testclient import TestClient
 
 from tests.service.access.test_tls import https
@@ -40,7 +41,9 @@ from weighbridge._core import striping
 from weighbridge_service.access.identities import Evidence, Identity
 from weighbridge_service.access.peer import Peer
 from weighbridge_service.admission.byte_budget import Direction
+from weighbridge_service.api.http import hub_routes
 from weighbridge_service.api.http.app import create_app
+from weighbridge_service.api.http.callers import Standing
 from weighbridge_service.api.http.hub_routes import HubSizes
 from weighbridge_service.exports.jobs import Exports
 from weighbridge_service.fsck.repair import check_store
@@ -577,6 +580,28 @@ def test_a_download_that_is_slowed_waits_for_its_pace_and_holds_up_nothing(
         clock.now += 10
         assert len(slow.result(60)) == size_of(source)
         eventually(lambda: quotas.use_of(a).streams == 0)
+
+
+def test_a_download_ends_for_whom_the_policy_has_dropped_since_the_request_was_let_in(
+    tmp_path: Path, source: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = {"policy_look": 0.0, "standing_look": 0.0}
+    with service(tmp_path, "streams = 1", **looks) as running, https(running) as url:
+        register(running, source, MODEL)
+        push(running.address, source, 1, shown=B)
+        policy = running.service.config.policy
+        assert policy is not None
+        before = policy.read_text()
+
+        def standing(request: Request) -> Standing:
+            policy.write_text(before.replace('name = "a"', 'name = "another"'))
+            return Standing(request)
+
+        monkeypatch.setattr(hub_routes, "Standing", standing)
+        headers = {"authorization": "Bearer token-of-a"}
+        path = f"{url}/{MODEL}/resolve/latest/model.safetensors"
+        with pytest.raises(httpx.RemoteProtocolError):
+            httpx.get(path, headers=headers, timeout=60, follow_redirects=True)
 
 
 def test_a_download_that_is_slowed_ends_when_its_caller_may_not_go_on(

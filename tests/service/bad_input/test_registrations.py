@@ -96,7 +96,14 @@ def test_fields_that_name_code_or_fill_memory_are_not_looked_at(
     monkeypatch.setattr(
         "transformers.modeling_utils.load_and_register_kernel", lambda *a: reached.append("kernel")
     )
-    monkeypatch.setattr(socket, "create_connection", lambda *a, **k: reached.append("network"))
+    connect = socket.create_connection
+
+    def create_connection(address: tuple[str, int], *arguments: Any, **named: Any) -> socket.socket:
+        if address[0] != "127.0.0.1":  # on loopback, what other tests have left may look for each other
+            reached.append("network")
+        return connect(address, *arguments, **named)
+
+    monkeypatch.setattr(socket, "create_connection", create_connection)
     name = ""
 
     def register() -> None:

@@ -52,7 +52,9 @@ class Standing:
     def __init__(self, request: Request) -> None:
         self._request = request
         self._seconds = request.app.state.access.standing_seconds
-        self._identity = _identity(request)
+        asked = request.scope.get(_ASKED)
+        # the identity that was let in: the policy may have changed since
+        self._identity: Identity = _identity(request) if asked is None else asked.peer.identity
         self._stood = time.monotonic()
 
     @property
