@@ -17,7 +17,7 @@ from weighbridge._core.dtypes import DType
 from weighbridge._core.layouts import MAX_TENSORS, TensorSpec, check_spec
 from weighbridge._core.text.counts import counted
 from weighbridge.errors import DataLoss, InvalidArgument, LayoutError, NotFound
-from weighbridge_service.plan.casting import ROUTER_BIASES
+from weighbridge_service.plan.casting import ROUTER_BIASES, keeps_dtype
 from weighbridge_service.plan.quantised_scales import scales_of
 from weighbridge_storage.documents import strict_json
 from weighbridge_storage.documents.document_digests import digest_of
@@ -94,7 +94,7 @@ class ListedTensors:
         scales = scales_of(self.specs, quantised=quantised)
 
         def stays(spec: TensorSpec) -> bool:
-            kept = spec.name.endswith(ROUTER_BIASES) and dtype.itemsize < spec.dtype.itemsize
+            kept = keeps_dtype(spec, dtype, ROUTER_BIASES)
             return kept or not spec.dtype.is_float or spec.name in scales
 
         return ListedTensors(

@@ -15,8 +15,13 @@ from weighbridge._transport.pieces import Buffer
 from weighbridge.errors import InvalidArgument
 
 ROUTER_BIASES = ("e_score_correction_bias", "expert_bias")
-"""What the names of routers' biases end with, in models that no weight map knows. They choose among experts whose scores are close, and
-trainers move them by steps that narrower dtypes round away."""
+"""Endings of the names of routers' biases, in models without a weight map. These biases choose among experts whose scores are close, and
+trainers change them by steps that narrower dtypes round away."""
+
+
+def keeps_dtype(spec: TensorSpec, dtype: DType, keep_in_fp32: tuple[str, ...]) -> bool:
+    """Whether a cast leaves a tensor as it is since it would narrow it, and its name has one of the endings ``keep_in_fp32``."""
+    return dtype.itemsize < spec.dtype.itemsize and spec.name.endswith(keep_in_fp32)
 
 
 def cast_specs(
@@ -52,9 +57,8 @@ def cast_specs(
                 fix="take the version without a dtype; to have its weights in one, dequantise them (from_pretrained, model.dequantize(), "
                 "save_pretrained) and import that",
             )
-        kept = spec.name.endswith(keep_in_fp32) if keep_in_fp32 else False
-        narrower = dtype.itemsize < spec.dtype.itemsize
-        cast.append(replace(spec, dtype=dtype) if spec.dtype.is_float and not (kept and narrower) else spec)
+        kept = keeps_dtype(spec, dtype, keep_in_fp32)
+        cast.append(replace(spec, dtype=dtype) if spec.dtype.is_float and not kept else spec)
     return cast
 
 

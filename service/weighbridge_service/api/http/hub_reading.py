@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -51,7 +50,6 @@ class Hub:
         self._readers = readers
         self._versions: Cache[HubVersion] = Cache(_KEPT_FILES, lambda version: 1 + len(version.files))
         self._checks: Cache[ReadChecks] = Cache(_KEPT_CHECKS)
-        self._checking = threading.Lock()
 
     def version(self, name: str, revision: str) -> HubVersion:
         """The version of a revision.
@@ -102,19 +100,19 @@ class Hub:
         """The comparison of a file with its digest. One that did not agree is refused for a while, however much of it is asked for: clients go
         on where a download broke off.
         """
-        key = version.commit, path
-        with (
-            self._checking
-        ):  # readers of parts of a file that come at once share one comparison: neither sees all bytes alone
-            found = self._checks.get(key)
-            if found is None or (found.damaged and time.monotonic() - found.damaged_at > _REFUSED_SECONDS):
-                file, title = version.file(path), f"{version.model}@{version.number}"
-                parts = [DigestedRange(path, 0, file.size, file.xxh3_128)] if file.size else []
-                # what lies elsewhere is not brought twice: there, a file is compared that is read from its beginning to its end
-                near = self._catalog.store.is_near
-                found = ReadChecks(path, title, parts, partial(self._read, version, path) if near else None)
-                self._checks.put(key, found)
-            return found
+        key, begin = (version.commit, path), partial(self._begin_checks, version, path)
+        # readers of parts of a file that come at once share one comparison: neither sees all bytes alone
+        found = self._checks.get_or_make(key, begin)
+        if found.damaged and time.monotonic() - found.damaged_at > _REFUSED_SECONDS:
+            found = self._checks.put_instead(key, found, begin())
+        return found
+
+    def _begin_checks(self, version: HubVersion, path: str) -> ReadChecks:
+        file, title = version.file(path), f"{version.model}@{version.number}"
+        parts = [DigestedRange(path, 0, file.size, file.xxh3_128)] if file.size else []
+        # what lies elsewhere is not brought twice: there, a file is compared that is read from its beginning to its end
+        near = self._catalog.store.is_near
+        return ReadChecks(path, title, parts, partial(self._read, version, path) if near else None)
 
     def begin(self, version: HubVersion) -> Hold:
         """The reading of a file begins; it ends when the hold is released."""
