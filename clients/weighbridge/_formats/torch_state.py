@@ -363,7 +363,7 @@ def unknown_names(names: Sequence[str], model: Collection[str]) -> Iterator[Misf
 
 
 def _shares(name: str, model: Collection[str]) -> str:
-    """What is said of a head with a memory of its own where the model has none besides its embedding; empty of other tensors."""
+    """Note on a head with memory of its own where the model ties it to its embedding; empty for other tensors."""
     embeddings = [each for each in model if each.endswith(_EMBEDDINGS)]
     if not name.endswith(_HEADS) or len(embeddings) != 1 or any(each.endswith(_HEADS) for each in model):
         return ""

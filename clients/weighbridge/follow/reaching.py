@@ -47,7 +47,7 @@ class ReachWatch:
 
 
 def unreachable(url: str) -> str:
-    """Why nothing takes connections at the host and port of an address; empty if something does, or if only a proxy reaches it."""
+    """Reason why nothing takes connections at the host and port of an address; empty if something does, or if only a proxy reaches it."""
     try:
         if passes_proxy(url):
             return ""

@@ -1,7 +1,7 @@
 """Room for pieces of files on their way to readers over HTTP: the less of it is left, the smaller pieces are.
 
-A reader that stops taking keeps the pieces that it has, for as long as its connection lasts. So none waits for the room of another: one that
-comes when there is none left gets pieces of the smallest size all the same.
+A reader that stops taking keeps the pieces that it has, for as long as its connection lasts. So no reader waits for the room of another: a
+reader that comes when no room is left gets pieces of the smallest size.
 """
 
 from __future__ import annotations

@@ -160,7 +160,7 @@ class RegisteredModel:
 
     @property
     def keep_in_fp32(self) -> tuple[str, ...]:
-        """What names of tensors end with that no cast narrows."""
+        """Endings of the names of tensors that no cast narrows."""
         return ROUTER_BIASES if self.listed is not None else self.bridge.keep_in_fp32
 
     @cached_property

@@ -27,9 +27,9 @@ log = logging.getLogger(__name__)
 _DECLARE_SECONDS = 600.0
 """How long a rank waits for the other ranks to declare what they hold."""
 _DECLARE_CALL_SECONDS = 10.0
-"""How long one call waits for that at most, before it is made again."""
+"""Longest wait of one call, before it is made again."""
 _DECLARE_CALL_FIRST = 1.0
-"""How long the first call waits, and each at least; the next ones wait twice as long as the one before.
+"""Wait of the first call, and the shortest of all. Each further call waits twice as long as the one before.
 
 A rank that cannot push says so soon, and a rank hears that between calls. Near the end of the wait calls are short again, so that the service
 has said which ranks are absent before it is over."""

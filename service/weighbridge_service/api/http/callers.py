@@ -121,9 +121,8 @@ def came_by_tls(request: Request) -> bool:
 
     It decides how links and cookies are made for this caller. The header can only make them stricter, so it counts from everybody.
     """
-    said = request.headers.get("x-forwarded-proto", "").partition(",")[
-        0
-    ]  # of several proxies, the one before the caller
+    # of several proxies, the first is the caller's
+    said, _, _ = request.headers.get("x-forwarded-proto", "").partition(",")
     return request.url.scheme == "https" or said.strip().lower() == "https"
 
 
