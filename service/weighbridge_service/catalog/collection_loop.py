@@ -20,7 +20,7 @@ from weighbridge_storage.head.collecting import collect
 from weighbridge_storage.head.head import Head
 from weighbridge_storage.head.head_changes import delete_model, delete_versions, set_retention
 from weighbridge_storage.head.history import History
-from weighbridge_storage.head.open_versions import give_up_version
+from weighbridge_storage.head.open_versions import give_up_ended
 
 log = logging.getLogger(__name__)
 
@@ -141,11 +141,11 @@ class Collecting:
         """The head without open versions that this process has given up: a caller hears of that before the head is written."""
         for number, known in self._catalog.snapshots.of_model(model).items():
             version, there = known.version, head.open.get(number)
-            aborted = version.state is VersionState.ABORTED
-            if version.state.given_up and there is not None and (aborted or not there.claim):
-                head = give_up_version(
-                    head, number, version.error, self._catalog.readers.clock(), aborted=aborted
-                )
+            if not version.state.given_up or there is None:
+                continue
+            # other replicas may go on with one that failed here
+            if version.state is VersionState.ABORTED or not there.claim:
+                head = give_up_ended(head, version, self._catalog.readers.clock())
         return head
 
     def collect(self, name: str, *, dry_run: bool = False) -> Collection:

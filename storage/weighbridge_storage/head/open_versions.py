@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from weighbridge._core.metadata import OTHER_WRITER, Metadata, by_trainer, with_other_writer
-from weighbridge._core.resources import HELD_CANDIDATE
+from weighbridge._core.resources import HELD_CANDIDATE, Version, VersionState
 from weighbridge._core.text.counts import counted
 from weighbridge._core.text.shortening import shown
 from weighbridge.errors import AlreadyExists, InvalidArgument, ResourceExhausted, VersionFailed
@@ -178,6 +178,13 @@ def renew_version(head: Head, number: int, until_ms: int) -> Head:
     """
     there = still_open(head, number)
     return replace(head, open={**head.open, number: replace(there, until_ms=max(there.until_ms, until_ms))})
+
+
+def give_up_ended(head: Head, ended: Version, now_ms: int) -> Head:
+    """Close an open version as a process has ended it: failed or aborted, with its error. See `give_up_version`."""
+    return give_up_version(
+        head, ended.number, ended.error, now_ms, aborted=ended.state is VersionState.ABORTED
+    )
 
 
 def give_up_version(head: Head, number: int, reason: str, now_ms: int, *, aborted: bool = False) -> Head:

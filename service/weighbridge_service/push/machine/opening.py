@@ -5,12 +5,18 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from weighbridge._core.resources import Version, VersionState
+from weighbridge._core.resources import Version
 from weighbridge.errors import AlreadyExists
 from weighbridge_service.plan.declarations import Home, alone_at, is_alone_elsewhere
 from weighbridge_storage.documents.entries import OpenEntry
 from weighbridge_storage.head.head import Head
-from weighbridge_storage.head.open_versions import Said, give_up_abandoned, give_up_version, open_version
+from weighbridge_storage.head.open_versions import (
+    Said,
+    give_up_abandoned,
+    give_up_ended,
+    give_up_version,
+    open_version,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +66,7 @@ class OpeningRequest:
         head = give_up_abandoned(head, now_ms)
         for number in self.given_up.keys() & head.open.keys():
             if head.open[number].request_id == self.request_id:
-                ended = self.given_up[number]
-                aborted = ended.state is VersionState.ABORTED
-                head = give_up_version(head, number, ended.error, now_ms, aborted=aborted)
+                head = give_up_ended(head, self.given_up[number], now_ms)
         changed, entry = self._opened(head, now_ms)
         alone = alone_at(entry)
         if alone == self.home.address and entry.number not in self.receiving:
