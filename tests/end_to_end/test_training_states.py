@@ -64,6 +64,8 @@ TRAINING = training_of(MODEL)
 BLOB_MB = rounds("BLOB_MB")
 UNEVEN = 131
 """Tokens that neither two, four nor eight ranks share evenly."""
+RANKS, WAY = (4, "fsdp4") if rounds("CELLS") else (2, "fsdp")
+"""Ranks that are killed, and the mesh that they train on."""
 STEPS = 50
 """Steps after the ranks were killed of which the losses are compared."""
 EVERY = 3
@@ -138,7 +140,7 @@ class Loop:
 def _never_stopped(rank: int, address: str, folder: Path) -> None:
     """Trains without a stop; keeps losses, and all tensors after each step that others may restore."""
     with TrainerClient(address) as client:
-        loop = Loop(client, rank, "fsdp4", 5)
+        loop = Loop(client, rank, WAY, 5)
         losses = []
         for step in range(1, LAST + STEPS + 1):
             losses.append(loop.step())
@@ -152,7 +154,7 @@ def _never_stopped(rank: int, address: str, folder: Path) -> None:
 def _until_killed(rank: int, address: str, folder: Path) -> None:
     """Trains and saves, and says how far it has come, until it is killed."""
     with TrainerClient(address) as client:
-        loop = Loop(client, rank, "fsdp4", 5)
+        loop = Loop(client, rank, WAY, 5)
         (folder / f"pid-{rank}").write_text(str(os.getpid()))
         for step in range(1, LAST + 1):
             loop.step()
@@ -169,14 +171,14 @@ def _resumed(rank: int, address: str, steps: int, way: str, folder: Path) -> tup
     """Restores on a mesh, compares all tensors with those of the run that never stopped, and goes on; gives its step and losses."""
     with TrainerClient(address) as client:
         loop = Loop(client, rank, way, 6)
-        begun = loop.restore(rank_state=way == "fsdp4")
+        begun = loop.restore(rank_state=way == WAY)
         whole = torch.load(folder / f"whole-{begun}", weights_only=True)
         found = loop.gathered()
         assert found.keys() == whole.keys()
         for name, tensor in whole.items():
             assert same_bits(found[name], tensor), name
         losses = [loop.step() for _ in range(steps)]
-        if way == "fsdp4":
+        if way == WAY:
             whole_again = loop.gathered()
             if rank == 0:
                 torch.save(whole_again, folder / f"whole-{begun + steps}")
@@ -189,23 +191,23 @@ def test_ranks_that_were_all_killed_go_on_to_the_bit_and_other_numbers_of_ranks_
     service: RunningService, tmp_path: Path
 ) -> None:
     register(service, config(), tmp_path / "hf")
-    run_ranks(4, _never_stopped, service.address, tmp_path)
+    run_ranks(RANKS, _never_stopped, service.address, tmp_path)
 
     with ThreadPoolExecutor(1) as pool:
-        killed = pool.submit(run_ranks, 4, _until_killed, service.address, tmp_path)
-        eventually(lambda: all((tmp_path / f"far-{rank}").exists() for rank in range(4)))
-        for rank in range(4):
+        killed = pool.submit(run_ranks, RANKS, _until_killed, service.address, tmp_path)
+        eventually(lambda: all((tmp_path / f"far-{rank}").exists() for rank in range(RANKS)))
+        for rank in range(RANKS):
             os.kill(int((tmp_path / f"pid-{rank}").read_text()), signal.SIGKILL)
         with pytest.raises(RankError):
             killed.result()
 
-    results = run_ranks(4, _resumed, service.address, STEPS, "fsdp4", tmp_path)
+    results = run_ranks(RANKS, _resumed, service.address, STEPS, WAY, tmp_path)
     for rank, (begun, losses) in enumerate(results):
         assert begun >= EVERY
         expected = torch.load(tmp_path / f"losses-{rank}", weights_only=True)[begun : begun + STEPS]
         assert len(expected) == STEPS
         assert all(map(same_bits, losses, expected))
-    others = ((2, "fsdp"), (8, "fsdp8"), (4, "hsdp"))
+    others = ((4, "hsdp"), (8, "fsdp8"), (2, "fsdp"))
     for ranks, way in others if rounds("CELLS") else others[:1]:
         for begun, _ in run_ranks(ranks, _resumed, service.address, 1, way, tmp_path):
             assert begun == results[0][0] + STEPS
