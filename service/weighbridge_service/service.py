@@ -217,6 +217,11 @@ class Weighbridge:
             self.catalog, config.collect_every, self._on_collected, self.engines.served
         )
 
+    def replica_left(self, home: Home) -> None:
+        """Take note that another replica stops."""
+        self.directory.left(home)
+        self.shared.count_on(self.directory.staying())
+
     def _on_collected(self, name: ModelName, history: History) -> None:
         self.registry.forget_deleted_model(name, history.head.first_version)
         self.serving.close_gone(name, history)

@@ -39,6 +39,7 @@ from weighbridge._tracing import spans
 from weighbridge.errors import (
     AlreadyExists,
     InvalidArgument,
+    Unavailable,
     VersionFailed,
     WeighbridgeError,
 )
@@ -61,6 +62,10 @@ _AGREE_SECONDS = 300.0
 """Time for which a rank waits for the others to say that they push, unless `max_hold_s` is given."""
 _MEET_SECONDS = 0.1
 """Time after which a rank that waits for others looks whether one of them has refused."""
+_MOST_MOVES = 10
+"""How often a rank is sent from one replica to another before it gives up."""
+_MOVED_SECONDS = 5.0
+"""How long a rank tries to reach the replica that it is sent to."""
 _MOST_COMPARED = 0.25
 """Part of what a rank pushes that it may read besides, to compare it with other ranks, and still be said to expect what it pushes."""
 
@@ -204,10 +209,11 @@ class Pusher:
             check_heard(opening, opened)
             header = pb.PushHeader(model=model, number=number, rank=rank, client_id=opening.client_id)
             with span.child("weighbridge.declare"):
-                declaring = push_calls.declare(
-                    header, layout, space, within=terms.hold.left, meanwhile=partial(_heard, header, terms)
+                heard = partial(_heard, header, terms)
+                declaring = partial(
+                    push_calls.declare, header, layout, space, within=terms.hold.left, meanwhile=heard
                 )
-                declared = connection.run(declaring, at=at)
+                declared, at = self._declare(declaring, at)
                 self._agree(header, terms, partial(push_calls.declare, header, layout, space), at)
             needed = [*declared.assigned, *declared.shared]
             chosen = layout.select(list(declared.assigned))
@@ -259,6 +265,32 @@ class Pusher:
             self._running = [each for each in self._running if not each.done()] + [report]
         seal = partial(stream.seal, taken.replicas) if taken is not None and hold_seal else None
         return PushHandle(connection, model, number, chosen.nbytes, report, seal, copying)
+
+    def _declare(
+        self, declare: Callable[[], Steps[pb.DeclareLayoutResponse]], at: str
+    ) -> tuple[pb.DeclareLayoutResponse, str]:
+        """Declare a rank's layout, and return the answer with the address of the replica that the rank pushes to.
+
+        Ranks whose layouts are those of the version before begin without waiting for the others. A rank that has moved to another replica
+        since is sent back for this version.
+        """
+        opened_at = at
+        for _ in range(_MOST_MOVES):
+            seconds = None if at == opened_at else _MOVED_SECONDS
+            try:
+                declared = self._connection.run(declare(), at=at, retry_seconds=seconds)
+            except Unavailable:
+                if at == opened_at:
+                    raise
+                at = opened_at  # which learns what has become of the other replica
+                continue
+            if not declared.push_at:
+                return declared, at
+            at = declared.push_at
+        raise Unavailable(
+            f"{opened_at} and {at} do not agree on which of them this rank pushes to",
+            fix="see whether each can reach the other at its --advertise address; push again",
+        )
 
     def _slot(self, hold: Hold) -> bool:
         """A slot for one more push, once there is one. Raises DeadlineExceeded."""
@@ -364,7 +396,7 @@ class Pusher:
         replicas: Sequence[pb.ReplicaChecksum] = ()
         if isinstance(open_source, OpenPassing):
             passing = open_source.make(chosen)
-            lent = lend(self._connection.lane, header, chosen)
+            lent = lend(self._connection.lane_at(stream.at), header, chosen)
             delivery = take_passing(
                 lent, chosen, passing, stream.send, open_source.buffer_bytes, counts, self._staging
             )
@@ -378,7 +410,7 @@ class Pusher:
             if declared.shifts:
                 source = source.shifted(dict(declared.shifts))
             casts = source.casts
-            lent = lend(self._connection.lane, header, chosen)
+            lent = lend(self._connection.lane_at(stream.at), header, chosen)
             delivery = copy_out(lent, chosen, source, counts)
         return _Taken(delivery, casts, replicas, chosen.nbytes, time.monotonic() - begun)
 

@@ -7,6 +7,8 @@ import os
 import threading
 import uuid
 import weakref
+from collections.abc import Mapping
+from functools import partial
 from typing import TypedDict
 
 from weighbridge._core.striping import default_connections
@@ -52,7 +54,6 @@ class Transport:
         retry_seconds: as given.
         client_id: the name of this client in its requests; of clients in one process it begins alike, up to a slash.
         credentials: of all connections.
-        lane: the local lane.
         streams: connections for streams from whichever address is in use.
 
     Raises:
@@ -72,14 +73,29 @@ class Transport:
         self.credentials = proofs = Credentials.from_environment() if credentials is None else credentials
         self.retry_seconds = retry_seconds
         self.client_id = f"{_process_id(os.getpid())}/{uuid.uuid4()}"
-        self.lane = LocalLane(
-            lane_wanted(lane), self.client_id, lambda: find_faces(addresses.current, proofs)
-        )
+        self._wanted_lane = lane_wanted(lane)
+        self._lanes: dict[str, LocalLane] = {}
         most = default_connections() if connections is None else connections
         self.streams = bulk.Connections(addresses, most, proofs)
         self._lock = threading.Lock()
         self._streams_to: dict[str, bulk.Connections] = {}
-        weakref.finalize(self, self.lane.close).atexit = False
+        weakref.finalize(self, _close_lanes, self._lanes).atexit = False
+
+    @property
+    def lane(self) -> LocalLane:
+        """The local lane of the replica in use."""
+        return self.lane_at(self.addresses.current)
+
+    def lane_at(self, address: str) -> LocalLane:
+        """The local lane of one replica: it lends memory of versions that were opened there."""
+        with self._lock:
+            made = self._lanes.get(address)
+            if made is None:
+                if self.streams.closed:
+                    raise Unavailable("the client has been closed")
+                find = partial(find_faces, address, self.credentials)
+                made = self._lanes[address] = LocalLane(self._wanted_lane, self.client_id, find)
+            return made
 
     def streams_to(self, address: str) -> bulk.Connections:
         """Connections for streams to one address and no other: a push stays with the replica at which it was opened."""
@@ -96,7 +112,7 @@ class Transport:
 
     def close(self) -> None:
         """Close all connections. Tensors that are views of a version stay valid until they are gone."""
-        self.lane.close()
+        _close_lanes(self._lanes)
         self.streams.close()
         with self._lock:
             made = list(self._streams_to.values())
@@ -108,6 +124,11 @@ class Transport:
 def _process_id(pid: int) -> str:
     """The name of a process; another one in a process that was forked."""
     return f"{uuid.uuid4()}.{pid}"
+
+
+def _close_lanes(lanes: Mapping[str, LocalLane]) -> None:
+    for lane in list(lanes.values()):
+        lane.close()
 
 
 def find_faces(address: str, credentials: Credentials = NONE) -> local_lane_pb2.GetLocalLaneResponse:

@@ -205,6 +205,7 @@ class DeclareLayoutResponse(_message.Message):
     SHARED_FIELD_NUMBER: _builtins.int
     PLACED_FIELD_NUMBER: _builtins.int
     SHIFTS_FIELD_NUMBER: _builtins.int
+    PUSH_AT_FIELD_NUMBER: _builtins.int
     layout_needed: _builtins.bool
     """The service does not know this digest: call again with the layout."""
     stream_bytes: _builtins.int
@@ -213,6 +214,10 @@ class DeclareLayoutResponse(_message.Message):
     """Above 0, there is no answer yet: make the same call again, without the layout, after so many milliseconds."""
     claim: _builtins.str
     """What the replicas have agreed on; empty if there are no routes."""
+    push_at: _builtins.str
+    """host:port of the replica to which this rank pushed the version before: the other ranks have begun on the strength of that. Declare there; all
+    other fields are empty.
+    """
     @_builtins.property
     def assigned(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Indexes into the layout's shards, in the order in which they follow each other in the rank's stream."""
@@ -257,10 +262,11 @@ class DeclareLayoutResponse(_message.Message):
         shared: _abc.Iterable[_builtins.int] | None = ...,
         placed: _abc.Iterable[Global___PlacedRange] | None = ...,
         shifts: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        push_at: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["absent_ranks", b"absent_ranks", "assigned", b"assigned", "claim", b"claim", "layout_needed", b"layout_needed", "placed", b"placed", "retry_after_ms", b"retry_after_ms", "routes", b"routes", "shared", b"shared", "shifts", b"shifts", "stream_bytes", b"stream_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["absent_ranks", b"absent_ranks", "assigned", b"assigned", "claim", b"claim", "layout_needed", b"layout_needed", "placed", b"placed", "push_at", b"push_at", "retry_after_ms", b"retry_after_ms", "routes", b"routes", "shared", b"shared", "shifts", b"shifts", "stream_bytes", b"stream_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

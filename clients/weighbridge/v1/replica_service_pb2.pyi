@@ -93,6 +93,9 @@ class ExchangeRequest(_message.Message):
     SENDER_FIELD_NUMBER: _builtins.int
     VERSIONS_FIELD_NUMBER: _builtins.int
     ENGINES_FIELD_NUMBER: _builtins.int
+    LEAVING_FIELD_NUMBER: _builtins.int
+    leaving: _builtins.bool
+    """The sender stops: ranks that push to it are not counted on from now on. It still takes part in versions that are open."""
     @_builtins.property
     def sender(self) -> Global___Replica: ...
     @_builtins.property
@@ -109,10 +112,11 @@ class ExchangeRequest(_message.Message):
         sender: Global___Replica | None = ...,
         versions: _abc.Iterable[Global___VersionProgress] | None = ...,
         engines: _abc.Iterable[Global___ReportedEngine] | None = ...,
+        leaving: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sender", b"sender"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engines", b"engines", "sender", b"sender", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engines", b"engines", "leaving", b"leaving", "sender", b"sender", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -161,7 +165,9 @@ class ExchangeResponse(_message.Message):
     def sender(self) -> Global___Replica: ...
     @_builtins.property
     def versions(self) -> _containers.RepeatedCompositeFieldContainer[Global___VersionProgress]:
-        """Of the versions that were asked about, those that the answering replica receives under the same claim."""
+        """Of the versions that were asked about, those that the answering replica receives under the same claim. If the sender is leaving, all
+        versions that the answering replica receives together with it.
+        """
 
     def __init__(
         self,

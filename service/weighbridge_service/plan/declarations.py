@@ -64,6 +64,10 @@ class KnownSet:
     declarations: Mapping[int, Declaration]
     prepared: PreparedPush
 
+    def is_of(self, homes: frozenset[Home]) -> bool:
+        """Whether no rank pushed to another replica than these."""
+        return {each.home for each in self.declarations.values()} <= homes
+
 
 @dataclass(frozen=True, slots=True)
 class Share:
@@ -203,6 +207,13 @@ class Declarations:
             agreed=agreed,
         )
 
+    def counting_on(self, replicas: frozenset[Home]) -> Declarations:
+        """Those of a version whose ranks can push to these other replicas. An agreement stays as it is."""
+        known = self.known
+        if self.agreed is not None or known is None or known.is_of(replicas | {self.home}):
+            return self
+        return replace(self, known=None)
+
     def moved(self, number: int, to: Home, handovers: int) -> Declarations:
         """After a share was handed over; see `Agreement.moved`."""
         return self if self.agreed is None else replace(self, agreed=self.agreed.moved(number, to, handovers))
@@ -299,11 +310,21 @@ class Declarations:
             return (after._agreed_on(known.declarations, known.prepared) if repeats else after), None
         if self.agreed.prepared is not known.prepared or known.declarations[rank].same_shards(declaration):
             return after, None
+        if self.expected_at(rank, digest) is not None:
+            return self, None
         # others already push what they were assigned on the strength of this rank's former layout
         return after, VersionFailed(
             f"rank {rank} of {self.name} holds other shards than in the push before",
             fix="push again: the shards will be shared out anew",
         )
+
+    def expected_at(self, rank: int, digest: str) -> Home | None:
+        """The other replica to which a rank with this layout has to push, as the agreement is that of the push before; None if there is none."""
+        known, agreed = self.known, self.agreed
+        if known is None or agreed is None or agreed.prepared is not known.prepared or rank in self.declared:
+            return None
+        there = known.declarations[rank]
+        return there.home if there.digest == digest and there.home != self.home else None
 
     def hear(
         self, elsewhere: Iterable[tuple[int, Declaration]]

@@ -93,6 +93,12 @@ class Successors(Protocol):
     def others(self) -> Sequence[Home]:
         """Those that are known, in the order in which they are to be asked. Asks nothing of the store."""
 
+    def staying(self) -> frozenset[Home]:
+        """Those that have not said that they stop."""
+
+    def leave(self) -> frozenset[tuple[str, int]]:
+        """Tell the others that this replica stops, and learn which versions, by model and number, they receive together with it."""
+
     def hand_over(self, to: Home, version: HandedVersion, seconds: float, memory_wait: float) -> None:
         """Returns when another replica has all bytes of a version and owns it.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Iterable, Sequence
 
 from weighbridge._core.layouts import Layout
@@ -16,6 +17,7 @@ from weighbridge.errors import (
     LayoutError,
     Unavailable,
     VersionFailed,
+    WeighbridgeError,
 )
 from weighbridge_service.catalog.catalog import Catalog
 from weighbridge_service.push.effect_runner import Facilities
@@ -26,6 +28,7 @@ from weighbridge_service.push.machine.answers import (
     Declared,
     ask_again,
     check_absent,
+    elsewhere,
     to_push,
 )
 from weighbridge_service.push.machine.phases import INCOMPLETE, VISIBLE
@@ -43,6 +46,8 @@ log = logging.getLogger(__name__)
 
 _LONG_POLL = 5.0
 """Seconds that one call waits for other ranks to declare."""
+_LOOK_SECONDS = 0.1
+"""Between two looks of a replica that stops at versions that others count on it for."""
 
 
 class Intake:
@@ -112,12 +117,14 @@ class Intake:
             session.layouts.add(space, layout)
         elif not session.layouts.knows(digest):
             return settled(Declared(layout_needed=True))
+        if (moved := elsewhere(session.state, rank, digest)) is not None:
+            return settled(moved)
         found = session.declare(rank, client_id, digest)
 
         def answer(agreed: bool) -> Declared:
             if agreed:
                 return to_push(found.result(), self.home, rank, adds_shifts=adds_shifts)
-            return ask_again(session.state)
+            return elsewhere(session.state, rank, digest) or ask_again(session.state)
 
         return Pending(found, min(seconds, _LONG_POLL), answer, lambda: session.leave(found), in_memory=True)
 
@@ -314,18 +321,23 @@ class Intake:
     def drain(self, seconds: float) -> bool:
         """Refuse new versions and wait for those under way, or hand them over; whether none of them is lost.
 
-        A version that is not durable when half of the time has passed, or that the store does not take, is handed over.
+        A version that is not durable when half of the time has passed, or that the store does not take, is handed over. Other replicas are told
+        first. Ranks still push to this one what is open by then; other versions are opened without it.
 
         Args:
             seconds: how long to wait.
         """
-        self.opener.draining = True
+        counted_on = (
+            self._successors.leave()
+        )  # first: until then, others open versions that ranks are to push to this replica
         begun = now().seconds
-        draining = on.Draining(tuple(self._successors.others()), begun + seconds / 2, begun + seconds)
+        leaving = on.Draining(tuple(self._successors.others()), begun + seconds / 2, begun + seconds)
+        self.opener.leaving = leaving
         for session in self._registry.all():
-            session.post(draining)
-        for session in self._registry.all():
-            session.wait_finished(max(draining.until - now().seconds, 0.0))
+            session.post(leaving)
+        self._finish(counted_on, leaving.until)
+        self.opener.closed = True
+        self._finish((), leaving.until)
         lost = False
         for session in self._registry.all():
             state = session.state
@@ -337,6 +349,26 @@ class Intake:
             elif state.phase in VISIBLE:
                 log.info("%s is left to other replicas", session.snapshot.version)
         return not lost
+
+    def _finish(self, counted_on: Iterable[tuple[str, int]], until: float) -> None:
+        """Wait until all versions are done that are received here, or that others count on this replica for."""
+        expected = list(counted_on)
+        while now().seconds < until:
+            for session in self._registry.all():
+                session.wait_finished(max(until - now().seconds, 0.0))
+            expected = [each for each in expected if self._is_to_come(*each)]
+            if not expected and not any(session.state.unfinished for session in self._registry.all()):
+                return
+            time.sleep(_LOOK_SECONDS)
+
+    def _is_to_come(self, name: str, number: int) -> bool:
+        """Whether a version is open of which no rank has come to this replica yet."""
+        model = ModelName.parse(name)
+        try:
+            return self._registry.find(model, number) is None and number in self._catalog.head(model).open
+        except WeighbridgeError as error:
+            log.info("%s@%d cannot be looked up: %s", name, number, error.message)
+            return False
 
     def stop(self) -> None:
         """Leave what is not done as it is; waits for what is being done."""

@@ -72,7 +72,8 @@ class Opener:
         quotas: what identities and namespaces may have.
 
     Attributes:
-        draining: whether new versions are refused.
+        leaving: until when versions are still received, once this replica stops; no new ones are opened then.
+        closed: whether it does not take part in versions any more that were opened at others either.
         refusals: ranks that have said that they cannot take part.
     """
 
@@ -84,7 +85,8 @@ class Opener:
         max_receiving: int,
         quotas: Quotas,
     ) -> None:
-        self.draining = False
+        self.leaving: on.Draining | None = None
+        self.closed = False
         self._catalog = catalog
         self._registry = registry
         self._facilities = facilities
@@ -159,7 +161,10 @@ class Opener:
             given_up = {version.number: version for version in known if version.state.given_up}
             receiving = {each.number for each in known if not (each.state.visible or each.state.given_up)}
             joined = self._registry.of_request(model_name, request_id)
+            is_open = partial(self._is_open, model_name, request_id, given_up)
             if joined is None or joined.snapshot.version.number not in receiving:
+                if self.draining and not is_open():
+                    raise _shutting_down()
                 self._check_room(called)
             lease_ms = round(self._limits.lease * 1000)
             asked = OpeningRequest(
@@ -175,7 +180,6 @@ class Opener:
                 at_least,
                 told,
             )
-            is_open = partial(self._is_open, model_name, request_id, given_up)
             with self._quotas.opening(identity, model, nbytes, is_open) as room:
                 entry, head = self._open(model_name, asked, room)
             if (
@@ -190,6 +194,11 @@ class Opener:
             log.warning("%s: another job has pushed %s since this one did", session.snapshot.version, told)
         log.info("opened %s for run %s with %s", session.snapshot.version, run, counted(ranks, "rank"))
         return session.snapshot.version
+
+    @property
+    def draining(self) -> bool:
+        """Whether this replica stops."""
+        return self.leaving is not None
 
     def _newest_bytes(self, name: ModelName) -> int:
         """Bytes of the newest version of a model; 0 if there is none."""
@@ -268,8 +277,8 @@ class Opener:
 
         Who has a name leaves some of them to others; those who have none cannot be told apart.
         """
-        if self.draining:
-            raise Unavailable("the service is shutting down", fix="try again when it is back")
+        if self.closed:
+            raise _shutting_down()
         names = [each.by for each in self._registry.in_states(VersionState.OPEN, VersionState.RECEIVING)]
         count, own = len(names), names.count(by) if by else 0
         if not may_have(self._max_receiving, count, own):
@@ -293,6 +302,9 @@ class Opener:
             ) from error
         session = self._session(model, entry, client_id)
         self._registry.add(session)
+        session.post(on.Staying(self._facilities.successors.staying()))  # one may have left meanwhile
+        if self.leaving is not None:
+            session.post(self.leaving)
         return session
 
     def _session(self, model: RegisteredModel, entry: OpenEntry, client_id: str) -> PushSession:
@@ -300,6 +312,8 @@ class Opener:
         lease_left = (entry.until_ms - begun.unix_ms) / 1000
         opened = version_opened(model, entry)
         known, holding = model.known_set, HoldReasons.of(entry)
+        if known is not None and not known.is_of(self._facilities.successors.staying() | {self._home}):
+            known = None  # ranks of a replica that has left come to another one
         state = PushState.begin(
             opened, self._home, self._limits, known, lease_left, begun, holding
         ).described(entry)
@@ -387,6 +401,10 @@ class Opener:
         self._pools.stop(_STOP_SECONDS)
         for session in self._registry.all():
             session.stop()
+
+
+def _shutting_down() -> Unavailable:
+    return Unavailable("the service is shutting down", fix="try again when it is back")
 
 
 def check_text(what: str, text: str) -> None:

@@ -100,6 +100,7 @@ class Directory:
         self._clock = clock
         self._lock = threading.Lock()
         self._known: dict[Home, ReplicaEntry] = {}
+        self._left: set[Home] = set()  # until their entries are gone
         self._met: dict[
             Home, ReplicaEntry
         ] = {}  # since the last look began: it may have been too early to see their entries
@@ -118,9 +119,19 @@ class Directory:
             self._thread.join(_CLOSE_SECONDS)
 
     def others(self) -> tuple[Home, ...]:
-        """The other replicas, as of the last time that the store could be read. Asks nothing of the store."""
+        """The other replicas, as of the last time that the store could be read, those that stop last. Asks nothing of the store."""
         with self._lock:
-            return others_of(self._home, self._known.values(), self._read_at_ms)
+            known = others_of(self._home, self._known.values(), self._read_at_ms)
+            return tuple(sorted(known, key=self._left.__contains__))
+
+    def staying(self) -> frozenset[Home]:
+        """The other replicas but for those that have said that they stop."""
+        return frozenset(self.others()) - self._left
+
+    def left(self, home: Home) -> None:
+        """Another replica has said that it stops."""
+        with self._lock:
+            self._left.add(home)
 
     def met(self, home: Home) -> None:
         """Another replica has called this one."""
@@ -151,6 +162,7 @@ class Directory:
                 found[there.home] = there
         with self._lock:
             self._known, self._read_at_ms = {**self._met, **found}, self._clock()
+            self._left &= self._known.keys()
 
     def _run(self) -> None:
         greeted: set[Home] = set()

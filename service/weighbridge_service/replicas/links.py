@@ -47,7 +47,12 @@ class Links:
         self._connections: dict[str, bulk.Connections] = {}
 
     def exchange(
-        self, other: Home, progress: Sequence[tuple[Progress, bool]], engines: Sequence[ToldEngine] = ()
+        self,
+        other: Home,
+        progress: Sequence[tuple[Progress, bool]] = (),
+        engines: Sequence[ToldEngine] = (),
+        *,
+        leaving: bool = False,
     ) -> tuple[Home, list[Progress]]:
         """Tell another replica how far this one is.
 
@@ -55,9 +60,11 @@ class Links:
             other: which replica.
             progress: with each version, and whether to name the files that were written.
             engines: what agents have reported to this one.
+            leaving: whether this one stops.
 
         Returns:
-            Who has answered, which may be another process at the same address, and how far that one is.
+            The replica that has answered, which may be another process at the same address, and how far it is: with ``leaving``, with all
+            versions that it receives together with this one.
 
         Raises:
             WeighbridgeError: it cannot be reached, or refuses.
@@ -67,6 +74,7 @@ class Links:
             sender=home_to_proto(self.home),
             versions=[progress_to_proto(each, with_files=files) for each, files in progress],
             engines=map(told_to_proto, engines),
+            leaving=leaving,
         )
         with rpc.translated_errors(other.address, self._credentials):
             response = stub.Exchange(request, timeout=_EXCHANGE_SECONDS)

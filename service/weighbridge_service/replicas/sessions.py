@@ -18,6 +18,9 @@ from weighbridge_storage.documents.names import ModelName
 from weighbridge_storage.memory.images import Hold
 from weighbridge_storage.stores.objects import ByteArray
 
+_COUNT_SECONDS = 1.0
+"""How long a session may take to learn which replicas stay."""
+
 
 @dataclass(frozen=True, slots=True)
 class FilesElsewhere:
@@ -68,6 +71,15 @@ class SharedSessions:
             for number, home in enumerate(() if agreed is None else agreed.homes):
                 if home == replica:
                     session.post(on.ReplicaLost(number, error))
+
+    def count_on(self, replicas: frozenset[Home]) -> None:
+        """Begin no version any more by counting on another replica than these; return once that holds for all."""
+        for session in self._registry.all():
+            session.ask(
+                lambda state: state.declarations.counting_on(replicas) is state.declarations or None,
+                _COUNT_SECONDS,
+                on.Staying(replicas),
+            )
 
     def own_file(self, model: str, number: int, claim: str, file: str) -> tuple[ByteArray, Hold]:
         """See `api.grpc.replica_handlers.OwnFiles`."""

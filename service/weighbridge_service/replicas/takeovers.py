@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +29,8 @@ from weighbridge_storage.documents.entries import OpenEntry
 from weighbridge_storage.documents.names import ModelName
 from weighbridge_storage.stores.objects import ByteArray
 
+log = logging.getLogger(__name__)
+
 _PART_BYTES = 8 << 20
 _READS = 4
 """Parts of files that are read at one time."""
@@ -52,6 +55,26 @@ class KnownReplicas:
     def others(self) -> Sequence[Home]:
         """See `Successors`."""
         return self._directory.others()
+
+    def staying(self) -> frozenset[Home]:
+        """See `Successors`."""
+        return self._directory.staying()
+
+    def leave(self) -> frozenset[tuple[str, int]]:
+        """See `Successors`."""
+        others = self._directory.others()
+        if not others:
+            return frozenset()
+        with ThreadPoolExecutor(min(len(others), _TOLD_AT_ONCE)) as pool:
+            return frozenset[tuple[str, int]]().union(*pool.map(self._leave, others))
+
+    def _leave(self, other: Home) -> frozenset[tuple[str, int]]:
+        try:
+            _, shared = self._links.exchange(other, leaving=True)
+        except WeighbridgeError as error:
+            log.info("the replica %s is not told that this one leaves: %s", other, error.message)
+            return frozenset()
+        return frozenset(progress.version[:2] for progress in shared)
 
     def hand_over(self, to: Home, version: HandedVersion, seconds: float, memory_wait: float) -> None:
         """See `Successors`. Is asked again where an answer may be lost: who has taken it says so at once."""

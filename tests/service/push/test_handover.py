@@ -29,6 +29,7 @@ from weighbridge._formats.push_sources import ShardSource, StagingPool, TensorSo
 from weighbridge.errors import AlreadyExists, Unavailable
 from weighbridge_service.plan.declarations import Home, address_in, alone_at, is_alone_elsewhere
 from weighbridge_service.push.handover import HandedVersion
+from weighbridge_service.push.machine import events as on
 from weighbridge_service.replicas.directory import Directory, ReplicaEntry, others_of
 from weighbridge_storage.documents.names import REPLICAS, ModelName
 from weighbridge_storage.stores.local import LocalStore
@@ -324,7 +325,7 @@ def test_sigterm_ends_with_zero_after_a_handover_and_with_one_if_a_version_is_lo
         stack.enter_context(leaving.process)
         stack.callback(leaving.process.kill)
         if alone:
-            staying.service.intake.opener.draining = True
+            staying.service.intake.opener.leaving = on.Draining((), 0.0, 0.0)
         eventually(staying.service.directory.others)
         held = HeldStore(store, source, [1])
         number = push(leaving.grpc, source.arrays)

@@ -91,6 +91,7 @@ class Replica:
         self.gone: list[tuple[Home, VersionFailed]] = []
         self.ended: Progress | None = None
         self.met: list[Home] = []
+        self.left: list[Home] = []
         self.engines: list[ToldEngine] = []
         self.reads = 0
         self.leases = 0
@@ -113,7 +114,9 @@ class Replica:
             lambda _: 0.0,
             RequestLimits(),
         )
-        handlers = ReplicaHandlers(self.home, self, self, streams, self.met.append, self, self.engines.extend)
+        handlers = ReplicaHandlers(
+            self.home, self, self, streams, self.met.append, self.left.append, self, self.engines.extend
+        )
         contract = {
             pb.DESCRIPTOR.services_by_name["ReplicaService"]: handlers,
             bulk_service_pb2.DESCRIPTOR.services_by_name["BulkService"]: BulkHandlers(Tickets(b""), 0),

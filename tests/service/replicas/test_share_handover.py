@@ -27,6 +27,7 @@ from weighbridge._formats.safetensors_files import lay_out_files
 from weighbridge.errors import InvalidArgument, Unavailable, VersionFailed
 from weighbridge_service.models import registered_model
 from weighbridge_service.plan.declarations import Home
+from weighbridge_service.push.machine import events as on
 from weighbridge_service.push.machine.phases import Phase
 from weighbridge_service.replicas.links import Links
 from weighbridge_service.replicas.takeovers import handed_from_proto, handed_to_proto
@@ -173,7 +174,9 @@ def test_a_stream_that_reads_from_a_replica_that_leaves_goes_on_with_the_one_tha
     with replicas(tmp_path, source, 3) as (leaving, staying, third):
         held = HeldStore(tmp_path / "store", source, [1])
         number = push([leaving.address, staying.address], source)
-        third.service.intake.opener.draining = True  # so that the share goes to the other one that takes part
+        third.service.intake.opener.leaving = on.Draining(
+            (), 0.0, 0.0
+        )  # so that the share goes to the other one that takes part
         begun, go_on, read_file = threading.Event(), threading.Event(), Links.read_file
 
         def read(self: Links, owner: Home, key: Any, file: str, offset: int, length: int) -> bytes:
@@ -235,7 +238,7 @@ def test_a_share_that_nobody_takes_is_named_with_the_reasons_and_the_others_lear
     with replicas(tmp_path, source, 2) as (leaving, staying):
         HeldStore(tmp_path / "store", source, [1])
         number = push([leaving.address, staying.address], source)
-        staying.service.intake.opener.draining = True
+        staying.service.intake.opener.leaving = on.Draining((), 0.0, 0.0)
         with caplog.at_level(logging.WARNING):
             assert not leaving.service.intake.drain(6.0)
         assert f"{MODEL}@{number}" in caplog.text
@@ -409,7 +412,7 @@ def test_sigterm_ends_with_zero_if_the_share_was_handed_over_and_with_one_if_it_
         held = HeldStore(store, source, [1])
         number = push([leaving.grpc, staying.address], source)
         if refused:
-            staying.service.intake.opener.draining = True
+            staying.service.intake.opener.leaving = on.Draining((), 0.0, 0.0)
         [session] = staying.service.registry.sessions_of(NAME)
         assert session.state.agreed is not None
         [leaving_home] = {*session.state.agreed.homes} - {home_of(staying)}

@@ -98,6 +98,7 @@ class CheckpointHandlers:
                 for each in declared.placed
             ],
             shifts=declared.shifts,
+            push_at=declared.push_at,
         )
 
     async def _answered(self, call: Call, ask: Callable[[], Pending[T]]) -> T:

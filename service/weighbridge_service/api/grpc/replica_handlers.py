@@ -57,6 +57,7 @@ class ReplicaHandlers:
         files: what others may read.
         streams: who may stream weights.
         met: takes note of a replica that has called.
+        left: takes note of one that has said that it stops.
         takeovers: takes versions over.
         heard: takes note of engines that have reported to another replica.
     """
@@ -68,11 +69,13 @@ class ReplicaHandlers:
         files: OwnFiles,
         streams: BulkStreams,
         met: Callable[[Home], None],
+        left: Callable[[Home], None],
         takeovers: VersionTaker,
         heard: Callable[[Iterable[ToldEngine]], None],
     ) -> None:
         self._home = home
         self._met = met
+        self._left = left
         self._takeovers = takeovers
         self._heard = heard
         self._pushes = pushes
@@ -92,6 +95,11 @@ class ReplicaHandlers:
             if progress is not None:
                 self._pushes.heard(sender, progress)
         asked = dict.fromkeys(progress.version for progress in told if progress is not None)
+        if request.leaving:
+            self._left(sender)
+            asked |= dict.fromkeys(
+                push.progress.version for push in self._pushes.shared() if sender in push.peers
+            )
         return pb.ExchangeResponse(
             sender=home_to_proto(self._home),
             versions=[

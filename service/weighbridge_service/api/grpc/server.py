@@ -270,6 +270,7 @@ class GrpcServer:
                     service.shared,
                     bulk,
                     service.directory.met,
+                    service.replica_left,
                     service.takeovers,
                     service.engines.heard,
                 ),

@@ -138,6 +138,7 @@ class Declared:
         shared: indexes of the shards whose boxes other ranks hold, too, where nobody knows whether they are replicas.
         placed: the parts of the stream that do not lie in exactly one place of the files.
         shifts: what is added to each element of some tensors, by their names, before they are pushed.
+        push_at: address of the replica at which to declare instead; empty for this one.
     """
 
     layout_needed: bool = False
@@ -150,6 +151,7 @@ class Declared:
     shared: Sequence[int] = ()
     placed: Sequence[PlacedRange] = ()
     shifts: Mapping[str, float] = field(default_factory=dict)
+    push_at: str = ""
 
 
 def to_push(agreed: Agreement, home: Home, rank: int, *, adds_shifts: bool) -> Declared:
@@ -187,6 +189,12 @@ def to_push(agreed: Agreement, home: Home, rank: int, *, adds_shifts: bool) -> D
         placed=placed,
         shifts=shifts,
     )
+
+
+def elsewhere(state: PushState, rank: int, digest: str) -> Declared | None:
+    """The answer to a rank that has to declare at another replica; None to one that does not."""
+    home = state.declarations.expected_at(rank, digest)
+    return None if home is None else Declared(push_at=home.address)
 
 
 def ask_again(state: PushState) -> Declared:

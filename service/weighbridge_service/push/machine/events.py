@@ -352,6 +352,17 @@ class MemoryWanted(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class Staying(Event):
+    """Another replica stops, or has stopped: ranks come to other ones.
+
+    Attributes:
+        replicas: the others, without it.
+    """
+
+    replicas: frozenset[Home]
+
+
+@dataclass(frozen=True, slots=True)
 class Draining(Event):
     """The service shuts down: no pauses between attempts from now on, and the next failure is the last before it is handed over.
 

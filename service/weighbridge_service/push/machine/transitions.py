@@ -186,6 +186,8 @@ def _noted(state: PushState, event: on.Event, now: Moment) -> PushState:
                 return state
             state = replace(state, leave_until=now.seconds + _LEAVE_TO_OTHERS)
             return state.paused(do.CollectHandIns(), now.seconds + LISTEN)
+        case on.Staying(replicas):
+            return replace(state, declarations=state.declarations.counting_on(replicas))
         case on.Draining(successors, hand_over_at, until):
             failing = state.failures.keys()
             taking_part = () if state.agreed is None else state.agreed.homes

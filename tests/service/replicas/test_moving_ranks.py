@@ -1,0 +1,160 @@
+"""Does a rank that comes to another replica than before, because its own one stops or was away, cost no version?"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.raw_clients import TinyModel, assert_equal, rows_layout, tiny_folder
+from tests.support.services import RunningService, running_service
+from tests.support.waiting import eventually
+from weighbridge import EngineClient, TrainerClient
+from weighbridge._core.layouts import Layout
+from weighbridge._core.tensor_spaces import TensorSpace
+from weighbridge._formats.push_sources import StagingPool, StreamSource
+from weighbridge._transport.addresses import Addresses
+from weighbridge_storage.documents.names import ModelName
+
+MODEL = "acme/moving"
+RANKS = 2
+
+
+class Job:
+    """Two replicas, and two ranks, each with the replica of its own node first."""
+
+    def __init__(self, replicas: list[RunningService], source: TinyModel, stack: ExitStack) -> None:
+        self.replicas = replicas
+        self.source = source
+        addresses = [replica.address for replica in replicas]
+        self.ranks = [
+            stack.enter_context(TrainerClient(",".join(order), run="r"))
+            for order in (addresses, addresses[::-1])
+        ]
+        self._pool = stack.enter_context(ThreadPoolExecutor(RANKS))
+
+    def addresses(self, rank: int) -> Addresses:
+        return self.ranks[rank]._connection.addresses
+
+    def push(self, rank: int, step: int) -> Future[int]:
+        """Push a rank's part of a step; the number once the version is durable."""
+        return self._pool.submit(self._push, rank, step)
+
+    def push_all(self, step: int) -> int:
+        """All ranks push a step; the version's number."""
+        (number,) = {push.result(60) for push in [self.push(rank, step) for rank in range(RANKS)]}
+        self.check(number)
+        return number
+
+    def check(self, number: int) -> None:
+        """Compare a version, pulled from the last replica, with what was pushed."""
+        with EngineClient(self.replicas[-1].address) as engine:
+            assert_equal(engine, MODEL, number, self.source.arrays)
+
+    def _push(self, rank: int, step: int) -> int:
+        layout = rows_layout(self.source.arrays, rank, RANKS)
+        staging = StagingPool()
+
+        def stage(indexes: list[int], stream: Layout) -> StreamSource:
+            tensors = []
+            for index in indexes:
+                shard = layout.placements[index].shard
+                box = tuple(slice(o, o + e) for o, e in zip(shard.box.offset, shard.box.extent, strict=True))
+                tensors.append(torch.from_numpy(self.source.arrays[shard.tensor][box].copy()))
+            return staging.stage(stream, tensors)
+
+        handle = self.ranks[rank].push_shards(
+            MODEL, layout, TensorSpace.HUGGING_FACE, stage, step=step, rank=rank, world_size=RANKS
+        )
+        handle.wait("durable", timeout=60)
+        return handle.number
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    source = tiny_folder(tmp_path / "hf", seed=1)
+    with ExitStack() as stack:
+        replicas = [
+            stack.enter_context(
+                running_service(
+                    tmp_path / "store",
+                    advertise="127.0.0.1:0",
+                    scratch=tmp_path / f"scratch{number}",
+                    local_socket=str(tmp_path / f"lane{number}.sock"),
+                )
+            )
+            for number in range(2)
+        ]
+        homes = {each.service.intake.home for each in replicas}
+        for each in replicas:
+            here = each.service.intake.home
+            eventually(lambda here=here, each=each: {here, *each.service.directory.others()} == homes)
+        with TrainerClient(replicas[0].address) as trainer:
+            trainer.register_files(MODEL, source.files)
+        yield Job(replicas, source, stack)
+
+
+def is_agreed(replica: RunningService, number: int) -> bool:
+    """Whether ranks of a version have learnt from a replica what they push."""
+    session = replica.service.registry.get(ModelName.parse(MODEL), number)
+    return session is not None and session.state.agreed is not None
+
+
+def opened_after(replica: RunningService, number: int) -> int:
+    """The number of the version that ranks begin to push after one, once a replica has told its ranks what to push."""
+    eventually(lambda: is_agreed(replica, number + 1))
+    return number + 1
+
+
+def test_a_rank_that_has_moved_is_sent_back_to_the_replica_that_the_others_count_on(job: Job) -> None:
+    first = job.push_all(1)
+    first_home, second_home = (each.service.intake for each in job.replicas)
+    before = first_home.bytes_in
+    staying = job.push(1, 2)
+    second = opened_after(job.replicas[1], first)
+    job.addresses(0).failed(job.replicas[0].address)  # a call was lost: the rank goes to the other replica
+    moved = job.push(0, 2)
+    assert {staying.result(60), moved.result(60)} == {second}
+    job.check(second)
+    assert first_home.bytes_in > before
+    # the next version is opened where the rank is now, and made anew by both
+    job.push_all(3)
+    assert second_home.bytes_in_locally > 0
+
+
+def test_ranks_of_a_replica_that_has_stopped_are_not_waited_for_there(job: Job) -> None:
+    job.push_all(1)
+    assert job.replicas[0].service.intake.drain(20.0)
+    job.push_all(2)  # the client of rank 0 is refused, and goes on to the other replica
+
+
+def test_a_replica_stops_once_a_version_is_done_that_others_have_begun_by_counting_on_it(job: Job) -> None:
+    first = job.push_all(1)
+    begun = job.push(1, 2)
+    second = opened_after(job.replicas[1], first)
+    intake = job.replicas[0].service.intake
+    drained: list[bool] = []
+    draining = threading.Thread(target=lambda: drained.append(intake.drain(30.0)))
+    draining.start()
+    eventually(lambda: intake.opener.draining)
+    late = job.push(0, 2)  # not refused: the version is open
+    assert {begun.result(60), late.result(60)} == {second}
+    draining.join()
+    assert drained == [True]
+    job.check(second)
+
+
+def test_memory_is_lent_by_the_replica_where_a_version_was_opened(job: Job) -> None:
+    job.push_all(1)
+    left, goes_on = (each.service.intake for each in job.replicas)
+    assert left.bytes_in_locally > 0
+    before = left.bytes_in, goes_on.bytes_in_locally
+    assert left.drain(20.0)  # its socket still answers
+    job.push_all(2)
+    assert left.bytes_in == before[0]
+    assert goes_on.bytes_in_locally > before[1]
