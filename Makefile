@@ -65,7 +65,7 @@ TEST_SECONDS ?= 3600
 ARGS ?=
 STORE ?= .weighbridge
 
-.PHONY: help docs pictures release install install-vllm install-sglang demo demo-s3 demo-vllm serve test test-long test-fast test-hub test-transformers test-vllm test-vllm-newest test-sglang test-engines-older test-frameworks test-page bench-frameworks bench-slime bench bench-peers bench-nodes bench-asyncio bench-reading bench-planning bench-convert bench-upload bench-vllm bench-history bench-counting bench-ranks bench-control bench-siege bench-first bench-torch bench-training bench-tls bench-quotas bench-tracing bench-page fuzz audit lock lint dashboards format protos protos-check protos-baseline clean
+.PHONY: help docs pictures release install install-vllm install-sglang demo demo-s3 demo-vllm serve test test-long test-fast test-hub test-rolling test-transformers test-vllm test-vllm-newest test-sglang test-engines-older test-frameworks test-page bench-frameworks bench-slime bench bench-peers bench-nodes bench-asyncio bench-reading bench-planning bench-convert bench-upload bench-vllm bench-history bench-counting bench-ranks bench-control bench-siege bench-first bench-torch bench-training bench-tls bench-quotas bench-tracing bench-page fuzz audit lock lint dashboards format protos protos-check protos-baseline clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -204,6 +204,13 @@ test-transformers: $(STAMP) ## test models, families and the service itself with
 		WEIGHBRIDGE_SERVICE_PYTHON=$$PWD/$$environment/bin/python \
 			$(BIN)/python -m pytest -q tests/service/families/test_round_trip.py tests/service/families/test_conventions.py $(ARGS) && \
 		$$environment/bin/python -m pytest -q tests/service/families/test_maps.py tests/service/families/test_conventions.py $(ARGS)
+
+# The last release beside the checkout's commit: RELEASE=HEAD tries rolling restarts of what is committed.
+RELEASE ?= $(shell git describe --tags --match 'v*' --abbrev=0 2>/dev/null)
+test-rolling: $(STAMP) ## upgrade two replicas from the last release to what is committed, and back, under pushes and pulls; RELEASE=v0.1.0 takes another one
+	@test -n "$(RELEASE)" || { echo 'no release has a tag yet: RELEASE=HEAD tries rolling restarts of this one' >&2; exit 2; }
+	@WEIGHBRIDGE_RELEASE=$(RELEASE) OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 \
+		$(BIN)/python -m pytest -q tests/end_to_end/test_rolling_upgrade.py $(ARGS)
 
 test-vllm: $(STAMP) $(VLLM_STAMP) ## test the plug-in for vLLM inside vLLM; VLLM_VERSION=0.29.0 in another release
 	@WEIGHBRIDGE_VLLM_PYTHON=$$PWD/$(VLLM_BIN)/python OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 \

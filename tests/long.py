@@ -58,7 +58,14 @@ def parts(python: str) -> list[Part]:
         )
         for each in ROUNDS
     ]
-    return [Part("all", ("make", "--no-print-directory", "test")), *chance, fuzz]
+    rolling = Part("rolling", ("make", "--no-print-directory", "test-rolling", f"RELEASE={_last_release()}"))
+    return [Part("all", ("make", "--no-print-directory", "test")), *chance, fuzz, rolling]
+
+
+def _last_release() -> str:
+    """The last tag of a release; before the first one, what is committed."""
+    command = ["git", "describe", "--tags", "--match", "v*", "--abbrev=0"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip() or "HEAD"
 
 
 def summary(chosen: Sequence[Part], results: Mapping[str, Result]) -> str:
