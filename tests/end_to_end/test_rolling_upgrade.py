@@ -46,8 +46,9 @@ class Role:
 
     def _read(self) -> None:
         assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.versions.append(json.loads(line))
+        with self.process.stdout as lines:
+            for line in lines:
+                self.versions.append(json.loads(line))
 
     def check_alive(self) -> None:
         assert self.process.poll() is None, self._log.read_text()[-3000:]
