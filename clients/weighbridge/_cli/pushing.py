@@ -147,6 +147,8 @@ def import_command(
     already, its files are replaced and the weights become a further version. With --training, a checkpoint becomes a version of MODEL:training, tensor by tensor as it is.
     """
     options: PushOptions = {"allow_nonfinite": allow_nonfinite, "candidate": candidate, "metadata": metadata}
+    with needs_extra("torch"):
+        import torch  # noqa: F401 (before anything is registered)
     if training:
         given = {
             "--config": config,
@@ -158,8 +160,6 @@ def import_command(
             raise InvalidArgument(
                 f"{option} is for weights, and a training state is kept as it is: leave it out"
             )
-        with needs_extra("torch"):
-            import torch  # noqa: F401 (before anything is opened)
         with _trainer(server) as client:
             importing = partial(client.import_training, model, folder, step=step, run="import", **options)
             version, _ = _pushed(client, model, importing)
@@ -266,6 +266,8 @@ def push_command(
     Its config.json, tokenizer and other files become MODEL's; MODEL keeps those that the folder does not have. Waits until the version is in the object store.
     """
     options: PushOptions = {"allow_nonfinite": allow_nonfinite, "candidate": candidate, "metadata": metadata}
+    with needs_extra("torch"):
+        import torch  # noqa: F401 (before anything is sent)
     with _trainer(server) as client:
         push = partial(client.push_folder, model, hf_dir, step=step, run=run, cast=cast, **options)
         version, handle = _pushed(client, model, push)

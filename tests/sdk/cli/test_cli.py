@@ -238,9 +238,15 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     result = CliRunner().invoke(commands, ["serve"])
     assert result.exit_code == 1
     assert "pip install 'weighbridge[service]'" in result.stderr
-    result = CliRunner().invoke(commands, ["pull", "a/b@1", "--out", "x"])
-    assert "torch is not installed" in result.stderr
-    assert "pip install 'weighbridge[torch]'" in result.stderr
+    for line in (
+        ["pull", "a/b@1", "--out", "x"],
+        ["import", ".", "a/b"],
+        ["push", ".", "a/b", "--step", "1"],
+        ["diff", "a/b", "1", "2"],
+    ):
+        result = CliRunner().invoke(commands, line)
+        assert "torch is not installed" in result.stderr, line
+        assert "pip install 'weighbridge[torch]'" in result.stderr, line
 
 
 def test_a_service_that_is_not_there_is_an_error_within_seconds() -> None:

@@ -64,6 +64,8 @@ def diff_command(
     """
     before, after = sides_of(named)
     with needs_extra("torch"):
+        import torch  # noqa: F401 (before anything is read)
+
         from weighbridge._comparing.comparing import compare
     if plot is not None:
         from weighbridge._comparing.pictures import check_picture, draw_layers
