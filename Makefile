@@ -52,6 +52,7 @@ PAGE_STAMP := $(VENV)/.installed-page
 PAGE_TOOLS := .page-tools
 AXE_VERSION := 4.14.1
 DOCS_STAMP := $(VENV)/.installed-docs
+RELEASE_STAMP := $(VENV)/.installed-release
 
 PIP_VERSION := 26.3
 TORCH_VERSION := 2.13.0
@@ -65,7 +66,7 @@ TEST_SECONDS ?= 3600
 ARGS ?=
 STORE ?= .weighbridge
 
-.PHONY: help docs pictures release install install-vllm install-sglang demo demo-s3 demo-vllm serve test test-long test-fast test-hub test-rolling test-transformers test-vllm test-vllm-newest test-sglang test-engines-older test-frameworks test-page bench-frameworks bench-slime bench bench-peers bench-nodes bench-asyncio bench-reading bench-planning bench-convert bench-upload bench-vllm bench-history bench-counting bench-ranks bench-control bench-siege bench-first bench-torch bench-training bench-tls bench-quotas bench-tracing bench-page fuzz audit lock lint dashboards format protos protos-check protos-baseline clean
+.PHONY: help docs pictures release distributions install install-vllm install-sglang demo demo-s3 demo-vllm serve test test-long test-fast test-hub test-rolling test-transformers test-vllm test-vllm-newest test-sglang test-engines-older test-frameworks test-page bench-frameworks bench-slime bench bench-peers bench-nodes bench-asyncio bench-reading bench-planning bench-convert bench-upload bench-vllm bench-history bench-counting bench-ranks bench-control bench-siege bench-first bench-torch bench-training bench-tls bench-quotas bench-tracing bench-page fuzz audit lock lint dashboards format protos protos-check protos-baseline clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -273,6 +274,11 @@ $(DOCS_STAMP): $(STAMP) requirements/docs.txt
 	@$(LOCKED) --requirement requirements/docs.txt
 	@touch $@
 
+$(RELEASE_STAMP): $(STAMP) requirements/release.txt
+	@echo "== what builds and checks distributions"
+	@$(LOCKED) --requirement requirements/release.txt
+	@touch $@
+
 # A target takes seconds to minutes; ARGS="manifests --inputs 1000000" runs one, ARGS="manifests --replay FILE" an input of before.
 fuzz: $(FUZZ_STAMP) ## fuzz every parser under coverage guidance; ARGS="TARGET ... --inputs N --seed S --json FILE --replay FILE"
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -W ignore -m tests.fuzz $(ARGS)
@@ -380,8 +386,14 @@ pictures: $(STAMP) ## draw the pictures in docs/ anew, from the imports and from
 	@$(BIN)/python docs/draw.py
 	@$(BIN)/python -m docs.website.pictures
 
-release: $(STAMP) ## commit and tag a release, VERSION=0.2.0, of what CHANGELOG.md has as unreleased; publishes nothing
+release: $(STAMP) ## commit and tag a release, VERSION=0.2.0, of what CHANGELOG.md has as unreleased, build and try it; publishes nothing
 	@$(BIN)/python deploy/release.py $(VERSION)
+	@$(MAKE) --no-print-directory distributions
+
+# IMAGE_ARGS goes to docker or buildah: mirrors, base images, networks.
+distributions: $(RELEASE_STAMP) $(DOCS_STAMP) ## build wheel, index, documentation and image of the tag of VERSION in dist/, and install and run them
+	@$(BIN)/python deploy/distributions.py $(VERSION) --image-arguments="$(IMAGE_ARGS)"
+	@$(BIN)/python deploy/trial.py $(VERSION) --torch torch==$(TORCH_VERSION) --torch-index '$(TORCH_INDEX)'
 
 dashboards: $(STAMP) ## write the Grafana dashboard and the alert rules of deploy/ anew, from the declared metrics
 	@$(BIN)/python -m weighbridge_service.metrics.generated deploy

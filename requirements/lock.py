@@ -22,6 +22,7 @@ BASES: Mapping[str, tuple[str, ...]] = {
     "bench": ("service", "tracing", "demo", "dev"),
     "fuzz": ("service", "tracing", "demo", "dev"),
     "audit": ("service", "tracing", "demo", "dev"),
+    "release": ("service", "tracing", "demo", "dev"),
     "page": ("service", "tracing", "demo", "dev"),
     "docs": ("service", "tracing", "demo", "dev"),
 }

@@ -40,8 +40,9 @@ from collections.abc import Sequence
 import click
 
 from weighbridge import __version__
-from weighbridge._cli.output import PlainFormatter, print_error
+from weighbridge._cli.output import PlainFormatter, print_error, say
 from weighbridge._core.text.suggestions import did_you_mean
+from weighbridge._version import commit
 
 _SECTIONS = {
     "Service": {"serve": "serving", "demo": "serving", "token": "identifying", "usage": "keeping"},
@@ -128,10 +129,23 @@ class _LazyGroup(click.Group):
             raise click.UsageError(f"{error.message.rstrip('.')}{meant or '.'}", ctx) from None
 
 
+def _print_version(ctx: click.Context, _option: click.Parameter, asked: bool) -> None:
+    if asked:
+        say(f"weighbridge {__version__} (commit {commit() or 'unknown'})")
+        ctx.exit()
+
+
 @click.group(
     cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100}
 )
-@click.version_option(__version__, prog_name="weighbridge")
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_print_version,
+    help="Show the version and its commit, and exit.",
+)
 def commands() -> None:
     """Move model weights from the machines that train to the machines that serve.
 

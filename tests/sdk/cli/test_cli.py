@@ -204,6 +204,17 @@ def test_help_imports_nothing_heavy(line: list[str]) -> None:
     assert "Usage: weighbridge" in done.stdout or __version__ in done.stdout
 
 
+def test_the_version_is_shown_with_its_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weighbridge._cli.commit", lambda: "1a2b3c4d")
+    assert (
+        CliRunner().invoke(commands, ["--version"]).stdout == f"weighbridge {__version__} (commit 1a2b3c4d)\n"
+    )
+    monkeypatch.setattr("weighbridge._cli.commit", lambda: None)
+    assert (
+        CliRunner().invoke(commands, ["--version"]).stdout == f"weighbridge {__version__} (commit unknown)\n"
+    )
+
+
 @pytest.mark.smoke
 def test_help_lists_every_command_with_a_whole_sentence() -> None:
     result = CliRunner().invoke(commands, ["--help"])
