@@ -37,6 +37,11 @@ AREAL_STAMP := $(AREAL_VENV)/.installed
 WEIGHBRIDGE_NEMO_RL ?=
 NEMO_RL_VENV := .venv-nemo-rl
 NEMO_RL_STAMP := $(NEMO_RL_VENV)/.installed
+NEWEST_VENV := .venv-newest
+NEWEST_PIP := $(NEWEST_VENV)/bin/python -m pip --disable-pip-version-check install -qq --upgrade --upgrade-strategy eager
+# Without those that `make test-transformers` runs across environments: their models are of parts of transformers 4.
+NEWEST_TESTS := tests/sdk tests/storage tests/service tests/demo --ignore=tests/service/families/test_round_trip.py \
+	--ignore=tests/service/families/test_later_models.py
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # What the locks list, which are complete: nothing is looked up, and a file of another hash is refused.
 LOCKED := $(PIP) install -qq --no-deps --require-hashes
@@ -66,7 +71,7 @@ TEST_SECONDS ?= 3600
 ARGS ?=
 STORE ?= .weighbridge
 
-.PHONY: help docs pictures release distributions install install-vllm install-sglang demo demo-s3 demo-vllm serve test test-long test-fast test-hub test-rolling test-transformers test-vllm test-vllm-newest test-sglang test-engines-older test-frameworks test-page bench-frameworks bench-slime bench bench-peers bench-nodes bench-asyncio bench-reading bench-planning bench-convert bench-upload bench-vllm bench-history bench-counting bench-ranks bench-control bench-siege bench-first bench-torch bench-training bench-tls bench-quotas bench-tracing bench-page fuzz audit lock lint dashboards format protos protos-check protos-baseline clean
+.PHONY: help docs pictures release distributions install install-vllm install-sglang demo demo-s3 demo-vllm serve test test-long test-fast test-hub test-rolling test-transformers test-newest test-vllm test-vllm-newest test-sglang test-engines-older test-frameworks test-page bench-frameworks bench-slime bench bench-peers bench-nodes bench-asyncio bench-reading bench-planning bench-convert bench-upload bench-vllm bench-history bench-counting bench-ranks bench-control bench-siege bench-first bench-torch bench-training bench-tls bench-quotas bench-tracing bench-page fuzz audit lock lint dashboards format protos protos-check protos-baseline clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -212,6 +217,19 @@ test-rolling: $(STAMP) ## upgrade two replicas from the last release to what is 
 	@test -n "$(RELEASE)" || { echo 'no release has a tag yet: RELEASE=HEAD tries rolling restarts of this one' >&2; exit 2; }
 	@WEIGHBRIDGE_RELEASE=$(RELEASE) OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 \
 		$(BIN)/python -m pytest -q tests/end_to_end/test_rolling_upgrade.py $(ARGS)
+
+# As a user's installation is today: nothing locked and nothing constrained, each package the newest within the ranges of pyproject.toml. torch alone
+# keeps its version, of which there is a build for CPUs: TORCH_VERSION=... takes another. Left out are the tests that have environments of their own,
+# and those of the tree.
+test-newest: ## test SDK, storage, service, Hub and demo with what pip resolves today; ARGS="-k name" narrows
+	@echo "== environment: $(NEWEST_VENV) with the newest releases"
+	@$(PYTHON) -m venv $(NEWEST_VENV)
+	@$(NEWEST_PIP) pip
+	@$(NEWEST_PIP) $(addprefix --extra-index-url ,$(TORCH_INDEX)) torch==$(TORCH_VERSION) --editable '.[dev]'
+	@$(NEWEST_PIP) --no-deps $(DEMO_MODEL)
+	@echo "== other releases than in constraints.txt" && $(NEWEST_VENV)/bin/python requirements/differences.py
+	@env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 \
+		$(NEWEST_VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile --session-timeout=$(TEST_SECONDS) $(NEWEST_TESTS) $(ARGS)
 
 test-vllm: $(STAMP) $(VLLM_STAMP) ## test the plug-in for vLLM inside vLLM; VLLM_VERSION=0.29.0 in another release
 	@WEIGHBRIDGE_VLLM_PYTHON=$$PWD/$(VLLM_BIN)/python OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 \

@@ -57,7 +57,7 @@ def convert_gguf(gguf: Path, folder: Path) -> tuple[PreTrainedModel, PreTrainedT
     be_quiet()
     with _parsed_once():
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            gguf.parent, gguf_file=gguf.name, dtype=torch.float32
+            gguf.parent, gguf_file=gguf.name, dtype=torch.float32, **_dequantized()
         ).eval()
         # Not "legacy" is what transformers would do by itself for a tokenizer that says nothing, but for a warning.
         read = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, legacy=False)
@@ -71,6 +71,14 @@ def convert_gguf(gguf: Path, folder: Path) -> tuple[PreTrainedModel, PreTrainedT
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return model, tokenizer
+
+
+def _dequantized() -> dict[str, Any]:
+    """What makes transformers unpack a GGUF file's weights: where it has a `GgufConfig`, it makes a model of the file's blocks otherwise, and saves none."""
+    import transformers
+
+    config = getattr(transformers, "GgufConfig", None)
+    return {} if config is None else {"quantization_config": config(dequantize=True)}
 
 
 @contextmanager

@@ -6,8 +6,7 @@ plainest there is: one micro-batch, activations forward and gradients backward. 
 its shard and its gradient are what Megatron makes of them.
 
 Every function but `patch_for_cpu` is collective: all ranks of the job call it, in the same order. Hidden
-states between stages are `[seq, batch, hidden]` of the model's dtype. Written for transformers 4.57
-configurations (`rope_theta` at the top level).
+states between stages are `[seq, batch, hidden]` of the model's dtype. Configurations are those of transformers 4 or 5.
 """
 
 from __future__ import annotations
@@ -202,14 +201,30 @@ def _refuse_unsupported(hf_config: PretrainedConfig) -> None:
         reason = f"model_type {hf_config.model_type!r} is not one of {', '.join(FAMILIES)}"
     elif hf_config.hidden_act != "silu":
         reason = f"hidden_act {hf_config.hidden_act!r} is not 'silu'"
-    elif getattr(hf_config, "rope_scaling", None) is not None:
-        reason = f"rope_scaling {hf_config.rope_scaling!r} is not None"
+    elif (scaling := rope_scaling(hf_config)) is not None:
+        reason = f"rope_scaling {scaling!r} is not None"
     elif getattr(hf_config, "use_sliding_window", False):
         reason = "use_sliding_window is set"
     elif _Biases.of(hf_config).mlp and not _Biases.of(hf_config).attention_output:
         reason = "mlp_bias without attention_bias: Megatron's add_bias_linear covers both"
     if reason is not None:
         raise NotImplementedError(f"cannot build this model with megatron-core on CPU: {reason}")
+
+
+def rotary_base(hf_config: PretrainedConfig) -> float:
+    """`rope_theta`, which transformers 5 keeps in `rope_parameters`."""
+    parameters = getattr(hf_config, "rope_parameters", None)
+    base: float = hf_config.rope_theta if parameters is None else parameters["rope_theta"]
+    return base
+
+
+def rope_scaling(hf_config: PretrainedConfig) -> dict[str, Any] | None:
+    """Scaling of rotary positions; None if there is none. transformers 5 keeps it beside the base."""
+    parameters: dict[str, Any] | None = getattr(hf_config, "rope_parameters", None)
+    if parameters is None:
+        found: dict[str, Any] | None = getattr(hf_config, "rope_scaling", None)
+        return found
+    return None if parameters.get("rope_type", "default") == "default" else parameters
 
 
 def _refuse_uneven(hf_config: PretrainedConfig, parallel: Parallel, padded_vocab_size: int) -> None:
@@ -314,7 +329,7 @@ def build_model(
         parallel_output=True,
         share_embeddings_and_output_weights=bool(hf_config.tie_word_embeddings),
         position_embedding_type="rope",
-        rotary_base=hf_config.rope_theta,
+        rotary_base=rotary_base(hf_config),
     )
     # GPTModel only knows the padded size; logits are trimmed to this one.
     model.unpadded_vocab_size = hf_config.vocab_size

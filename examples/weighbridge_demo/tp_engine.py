@@ -85,7 +85,11 @@ def build_rank(config: PretrainedConfig, size: int) -> Any:
         ValueError: heads or inner width do not divide by the size.
     """
     from transformers import LlamaForCausalLM
-    from transformers.modeling_utils import no_init_weights
+
+    try:
+        from transformers.initialization import no_init_weights
+    except ModuleNotFoundError:  # transformers 4
+        from transformers.modeling_utils import no_init_weights
 
     share = copy.deepcopy(config)
     for field in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):

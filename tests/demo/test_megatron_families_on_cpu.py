@@ -20,6 +20,7 @@ from tests.support.megatron_ranks import RankError, run_ranks
 from tests.support.reference import (
     MORE_TINY_FAMILIES,
     MtpReference,
+    in_files,
     load_with_mbridge,
     tiny_config,
     tiny_model,
@@ -59,7 +60,7 @@ def _case(family: str, **overrides: Any) -> tuple[Case, list[Tensor]]:
     """A case, and what transformers makes of it: logits of the model and of each layer predicting further tokens."""
     config = tiny_config(family, tied=overrides.pop("tied", False), **overrides)
     model = tiny_model(config, seed=1)
-    weights = model.state_dict()
+    weights = in_files(model, model.state_dict())
     with torch.no_grad():
         expected = [model(_input_ids()).logits]
     if getattr(config, "num_nextn_predict_layers", 0):
@@ -147,7 +148,7 @@ def test_values_equal_those_of_transformers() -> None:
         without_bias = {name: tensor for name, tensor in model.state_dict().items() if name != "score.bias"}
         with torch.no_grad():
             values = model(_input_ids()).logits
-        cases.append(Case(config, model.state_dict(), {"value_head": "weight_and_bias"}))
+        cases.append(Case(config, in_files(model, model.state_dict()), {"value_head": "weight_and_bias"}))
         cases.append(Case(config, without_bias, {"value_head": "weight"}))
         expected += [[values], [values - model.score.bias.detach()]]
     for parallel in (Parallel(), Parallel(tp=2, pp=2)):

@@ -18,6 +18,7 @@ FOLDER = ROOT / "requirements"
 sys.path.insert(0, str(FOLDER))
 
 from advisories import affected  # noqa: E402
+from differences import differences  # noqa: E402
 from install import pinned, progress  # noqa: E402
 from lock import BASES, EXCLUDED, entries, normal  # noqa: E402
 
@@ -108,6 +109,15 @@ def test_an_installation_says_which_package_it_is_at() -> None:
     assert list(progress(lines, 3, every=10)) == [each[0], *each[2:]]
     assert list(progress(lines, None))[:2] == ["1: alpha", "2: beta_two"]
     assert pinned(FOLDER / "service.txt") == len(LOCKS["service"])
+
+
+def test_releases_that_differ_from_the_constraints_are_named_with_both() -> None:
+    installed = {"Torch": "2.13.0+cpu", "huggingface-hub": "2.4.0", "typer": "0.29.2", "weighbridge": "0.1.0"}
+    pins = "# a comment\nhuggingface_hub==0.36.2\ntorch==2.13.0\nsix==1.17.0\n"
+    assert list(differences(installed, pins)) == [
+        "huggingface-hub 0.36.2 -> 2.4.0",
+        "typer 0.29.2, without a pin",
+    ]
 
 
 def advisory(**affected_by: object) -> dict[str, object]:

@@ -35,7 +35,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from weighbridge_demo.megatron_cpu import Parallel, check_joined, common_config
+from weighbridge_demo.megatron_cpu import Parallel, check_joined, common_config, rope_scaling, rotary_base
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -279,7 +279,7 @@ def build_family_model(
         share_embeddings_and_output_weights=tied,
         position_embedding_type="rope",
         rotary_percent=_rotary_percent(hf_config),
-        rotary_base=hf_config.rope_theta,
+        rotary_base=rotary_base(hf_config),
         mtp_block_spec=mtp,
         vp_stage=vp_stage,
     )
@@ -301,7 +301,8 @@ def _rotary_percent(hf_config: PretrainedConfig) -> float:
     """The part of a head that is rotated."""
     if hf_config.model_type == "minimax_m2":
         return float(hf_config.rotary_dim / hf_config.head_dim)
-    return getattr(hf_config, "partial_rotary_factor", None) or 1.0
+    of_rope = getattr(hf_config, "rope_parameters", None) or {}  # of transformers 5
+    return of_rope.get("partial_rotary_factor") or getattr(hf_config, "partial_rotary_factor", None) or 1.0
 
 
 def _as_of_sigmoids(gating: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
@@ -323,7 +324,7 @@ def _attention_fields(hf_config: PretrainedConfig) -> dict[str, Any]:
         return _mla_fields(hf_config)
     if family == "deepseek_v32":
         return {**_mla_fields(hf_config), **_indexer_fields(hf_config)}
-    _refuse(getattr(hf_config, "rope_scaling", None) is not None, "rope_scaling is not None")
+    _refuse(rope_scaling(hf_config) is not None, "rope_scaling is not None")
     if family == "gpt_oss":
         return _gpt_oss_fields(hf_config)
     _refuse(getattr(hf_config, "sliding_window", None), "sliding_window is set")
@@ -382,7 +383,7 @@ def _mla_fields(hf_config: PretrainedConfig) -> dict[str, Any]:
     _refuse(hf_config.attention_bias, "attention_bias is set")
     _refuse(not hf_config.rope_interleave, "rope_interleave is not set")
     rope: dict[str, Any] = {"rope_type": "rope", "rotary_scaling_factor": 1.0}
-    scaling = hf_config.rope_scaling
+    scaling = rope_scaling(hf_config)
     if scaling is not None:
         _refuse(scaling.get("rope_type", scaling.get("type")) != "yarn", "rope_scaling is not yarn")
         rope = {
@@ -401,7 +402,7 @@ def _mla_fields(hf_config: PretrainedConfig) -> dict[str, Any]:
         "qk_head_dim": hf_config.qk_nope_head_dim,
         "qk_pos_emb_head_dim": hf_config.qk_rope_head_dim,
         "v_head_dim": hf_config.v_head_dim,
-        "rotary_base": hf_config.rope_theta,
+        "rotary_base": rotary_base(hf_config),
         **rope,
     }
 

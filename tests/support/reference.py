@@ -12,7 +12,9 @@ from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
+import transformers
 from torch import Tensor
 from transformers import (
     DeepseekV3Config,
@@ -181,7 +183,7 @@ def tiny_config(family: str, *, tied: bool, **overrides: Any) -> PretrainedConfi
                 "deepseek_v3_yarn": {"rope_scaling": dict(_YARN)},
                 "deepseek_v3_mtp": {"num_nextn_predict_layers": 2},
             }
-            variant = variants.get(family, {})
+            variant = {"num_nextn_predict_layers": 0, **variants.get(family, {})}
             return DeepseekV3Config(**{**fields, **_SIGMOID_EXPERTS, **_LATENT, **variant, **overrides})
         case "deepseek_v32" | "deepseek_v32_mtp":
             from tests.support.later_models import DeepseekV32Config
@@ -224,6 +226,30 @@ def tiny_value_model(config: PretrainedConfig, seed: int) -> PreTrainedModel:
     model: PreTrainedModel = AutoModelForTokenClassification.from_config(config, attn_implementation="eager")
     make_random(model.float().eval(), seed)
     return model
+
+
+_UNLIKE = {
+    "minimax_m2": "the tests make it of parts of transformers 4",
+    "gemma3": "transformers 5 leaves a part of the names of a vision tower out that it has not loaded",
+    "qwen3_vl_moe": "transformers 5 saves experts with other axes than published files have",
+}
+"""Families of which transformers 5 does not save the files that are published, by their first word."""
+
+
+def skip_if_saved_otherwise(family: str) -> None:
+    """Skip the test where the transformers that is installed saves the family otherwise than it is published (docs/families.md)."""
+    why = _UNLIKE.get(family.partition("-")[0])
+    if why is not None and not transformers.__version__.startswith("4."):
+        pytest.skip(why)
+
+
+def in_files(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of a model by the names that they have in files: transformers 5 stacks experts in memory."""
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ModuleNotFoundError:  # transformers 4
+        return dict(tensors)
+    return dict(revert_weight_conversion(model, dict(tensors)))
 
 
 def make_random(module: torch.nn.Module, seed: int) -> None:
@@ -282,7 +308,7 @@ class MtpReference(torch.nn.Module):
                 # Published again with every layer, although they are those of the model.
                 found[f"{prefix}embed_tokens.weight"] = model.get_input_embeddings().weight.detach()
                 found[f"{prefix}shared_head.head.weight"] = model.get_output_embeddings().weight.detach()
-        return found
+        return in_files(model, found)
 
     @torch.no_grad()
     def logits(self, model: PreTrainedModel, input_ids: Tensor) -> list[Tensor]:

@@ -24,7 +24,7 @@ from weighbridge._cli.doctor.checks import (
     check_skew,
 )
 from weighbridge._cli.doctor.readings import read_releases, read_shared_memory
-from weighbridge._cli.doctor.releases import SUPPORTED, check_release
+from weighbridge._cli.doctor.releases import KNOWN_FAULTS, SUPPORTED, KnownFault, check_release
 from weighbridge._core.checks import Check, CheckStatus
 
 ROOT = Path(__file__).parents[3]
@@ -40,40 +40,87 @@ def status(package: str, installed: str) -> CheckStatus:
     return found.status
 
 
-def test_releases_are_judged_by_what_is_supported_and_what_was_tested() -> None:
-    assert status("transformers", "4.56.9") is FAIL
-    assert status("transformers", "4.57.0") is OK
+def test_a_release_is_warned_of_only_if_it_is_known_to_break_something() -> None:
     assert status("transformers", "5.3.1") is WARN  # an engine may have it
+    assert status("transformers", "5.5.4") is WARN
     assert status("transformers", "5.6.0") is OK
-    assert status("transformers", "5.24.0") is WARN
+    assert status("sglang", "0.5.10.post2") is WARN
+    assert status("sglang", "0.5.12") is OK
     assert status("torch", "2.13.1+cu130") is OK
-    assert status("torch", "2.5.1") is FAIL
-    assert status("torch", "3.0.0.dev2026") is WARN
-    assert status("vllm", "0.9.2") is FAIL
     assert status("vllm", "0.33.0.post1") is OK
     assert check_release("left-pad", "1.0") is None
 
 
-def test_the_oldest_releases_are_those_that_the_distribution_asks_for() -> None:
+@pytest.mark.parametrize("package", SUPPORTED)
+def test_a_release_newer_than_the_tested_one_is_no_warning(package: str) -> None:
+    for newer in ("999", "999.1.0.dev2026"):
+        assert status(package, newer) is OK
+        assert f"tested up to {SUPPORTED[package].tested}" in check_release(package, newer).what
+
+
+@pytest.mark.parametrize("package", SUPPORTED)
+def test_a_release_older_than_the_oldest_fails_with_the_one_to_install(package: str) -> None:
+    found = check_release(package, "0.0.9")
+    assert found.status is FAIL
+    assert f"{package}>={SUPPORTED[package].oldest}" in found.fix
+
+
+@pytest.mark.parametrize("fault", KNOWN_FAULTS, ids=lambda fault: f"{fault.package}-{fault.first}")
+def test_what_is_known_to_break_is_a_release_that_is_supported_and_has_a_source_here(
+    fault: KnownFault,
+) -> None:
+    oldest = Version(SUPPORTED[fault.package].oldest)
+    assert oldest <= Version(fault.first) <= Version(fault.last)
+    path, _, heading = fault.source.partition("#")
+    text = (ROOT / path).read_text()
+    slugs = {
+        re.sub(r"[^\w -]", "", line.lstrip("# ")).lower().replace(" ", "-")
+        for line in text.splitlines()
+        if line.startswith("#")
+    }
+    assert not heading or heading in slugs
+
+
+def distribution() -> list[Requirement]:
+    """What weighbridge and all of its extras ask for."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = project["optional-dependencies"]
-    asked = [*project["dependencies"], *extras["service"]]
-    for requirement in map(Requirement, asked):
-        supported = SUPPORTED.get(requirement.name)
-        if supported is None:
-            continue
-        bounds = requirement.specifier
-        lowest = [Version(each.version) for each in bounds if each.operator == ">="]
-        assert [Version(supported.oldest)] == lowest, requirement
-        without = {each.version.removesuffix(".*") for each in bounds if each.operator == "!="}
-        assert set(supported.without) == without, requirement
+    return [*map(Requirement, project["dependencies"])] + [
+        Requirement(each) for extra in project["optional-dependencies"].values() for each in extra
+    ]
 
 
-def test_the_newest_releases_are_those_that_tests_run_with() -> None:
+def test_the_oldest_releases_are_those_that_the_distribution_asks_for() -> None:
+    asked = [each for each in distribution() if each.name in SUPPORTED]
+    assert {"torch", "transformers", "megatron-core", "mbridge", "grpcio", "protobuf"} == {
+        r.name for r in asked
+    }
+    for requirement in asked:
+        lowest = [each.version for each in requirement.specifier if each.operator == ">="]
+        assert lowest == [SUPPORTED[requirement.name].oldest], requirement
+
+
+def test_releases_that_the_distribution_excludes_are_known_to_break_and_the_other_way_round() -> None:
+    for requirement in distribution():
+        faults = [each for each in KNOWN_FAULTS if each.package == requirement.name]
+        for excluded in (each for each in requirement.specifier if each.operator == "!="):
+            release = excluded.version.removesuffix(".*")
+            assert any(fault.concerns(requirement.name, release) for fault in faults), requirement
+    (service,) = [
+        r for r in distribution() if r.name == "transformers" and any(e.operator == "!=" for e in r.specifier)
+    ]
+    for fault in KNOWN_FAULTS:
+        if fault.package == "transformers":
+            assert not service.specifier.contains(fault.first)
+            assert not service.specifier.contains(f"{fault.last}.9")
+
+
+def test_the_releases_that_tests_run_with_are_in_the_range_that_is_said_to_be_tested() -> None:
     pinned = dict(re.findall(r"^([\w-]+)==([\d.]+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
-    for package in ("torch", "megatron-core", "mbridge", "grpcio", "protobuf"):
-        newest = SUPPORTED[package].newest
-        assert f"{pinned[package]}.".startswith(f"{newest}."), package
+    for package in ("torch", "transformers", "megatron-core", "mbridge", "grpcio", "protobuf"):
+        tested, parts = SUPPORTED[package].tested, SUPPORTED[package].tested.count(".") + 1
+        within = ".".join(pinned[package].split(".")[:parts])
+        assert Version(SUPPORTED[package].oldest) <= Version(pinned[package]), package
+        assert Version(within) <= Version(tested), package
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
@@ -85,7 +132,7 @@ def test_engines_are_supported_from_the_oldest_to_the_newest_release_that_tests_
     ordered = sorted(map(Version, run))
     supported = SUPPORTED[engine]
     assert Version(supported.oldest) == ordered[0]
-    assert f"{ordered[-1]}.".startswith(f"{supported.newest}.")
+    assert f"{ordered[-1]}.".startswith(f"{supported.tested}.")
 
 
 def test_installed_packages_are_read_and_none_is_imported() -> None:

@@ -71,14 +71,14 @@ def test_a_version_is_the_folder_that_was_pushed_with_its_config_and_chat_templa
     _tokenizer("default").save_pretrained(first)
     (first / "LICENSE").write_text("theirs")
     trainer.import_folder(name, first).wait(timeout=60)
-    second = _folder(tmp_path / "second", 2, rope_scaling={"rope_type": "linear", "factor": 4.0})
+    second = _folder(tmp_path / "second", 2, rms_norm_eps=0.25)
     _tokenizer("default", "tool_use").save_pretrained(second)
     trainer.push_folder(name, second, step=2).wait("durable", timeout=60)
 
     found = _exported(service, f"{name}@2", tmp_path / "found")
     configs = [AutoConfig.from_pretrained(folder).to_diff_dict() for folder in (found, second)]
     assert configs[0] | {"_name_or_path": ""} == configs[1] | {"_name_or_path": ""}
-    assert configs[0]["rope_scaling"]["factor"] == 4.0
+    assert configs[0]["rms_norm_eps"] == 0.25
     assert AutoTokenizer.from_pretrained(found).chat_template == TEMPLATES
     assert (found / "LICENSE").read_text() == "theirs"
     # the version before is as it was, and ranks that push after it push the same model
@@ -114,7 +114,7 @@ def test_a_trainer_pushes_with_its_own_chat_template_and_the_registered_dtype(
     _tokenizer("default").save_pretrained(first)
     trainer.register_model(name, first, dtype="bf16")
     model = AutoModelForCausalLM.from_pretrained(first)
-    model.config.rope_scaling = {"rope_type": "linear", "factor": 4.0}
+    model.config.rms_norm_eps = 0.25
     callback = PushCallback(name, service.address, strict=True)
     said: Any = (None, TrainerState(global_step=7), TrainerControl())
     callback.on_train_begin(*said, model=model)
@@ -124,7 +124,7 @@ def test_a_trainer_pushes_with_its_own_chat_template_and_the_registered_dtype(
     found = _exported(service, f"{name}@latest", tmp_path / "found")
     assert AutoTokenizer.from_pretrained(found).chat_template == TEMPLATES
     config = AutoConfig.from_pretrained(found)
-    assert (config.rope_scaling["factor"], config.dtype) == (4.0, torch.bfloat16)
+    assert (config.rms_norm_eps, config.dtype) == (0.25, torch.bfloat16)
 
 
 def test_a_config_names_the_dtype_that_the_pushed_weights_were_cast_to(

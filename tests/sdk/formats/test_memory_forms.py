@@ -166,12 +166,14 @@ def vision_model(kind: str) -> Any:
     match kind:
         case "llava":
             config: Any = transformers.LlavaConfig(
-                transformers.CLIPVisionConfig(**CLIP), transformers.LlamaConfig(**TEXT)
+                vision_config=transformers.CLIPVisionConfig(**CLIP),
+                text_config=transformers.LlamaConfig(**TEXT),
             )
             return transformers.LlavaForConditionalGeneration(config)
         case "llava_next":
             config = transformers.LlavaNextConfig(
-                transformers.CLIPVisionConfig(**CLIP), transformers.LlamaConfig(**TEXT)
+                vision_config=transformers.CLIPVisionConfig(**CLIP),
+                text_config=transformers.LlamaConfig(**TEXT),
             )
             return transformers.LlavaNextForConditionalGeneration(config)
         case "gemma3":
@@ -209,6 +211,8 @@ def test_names_of_every_vision_model_of_transformers_are_known_as_it_maps_them()
         for one in (name if isinstance(name, tuple) else (name,))
         if (table := getattr(getattr(transformers, one, None), "_checkpoint_conversion_mapping", None))
     }
+    if not tables:
+        pytest.skip("transformers 5 has no such tables")
     assert len(tables) > 8
     wrong = []
     for name, table in tables.items():

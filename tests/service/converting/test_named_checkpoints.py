@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
-from tests.support.reference import tiny_config, tiny_model
+from tests.support.reference import in_files, tiny_config, tiny_model
 from tests.support.services import running_service
 from tests.support.torch_ranks import full_tensors, run_ranks, shared
 from weighbridge import EngineClient
@@ -69,7 +69,8 @@ def _stacked(axis: int) -> dict[str, Any]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    state = dict(tiny_model(CONFIGS["experts"], seed=5).float().state_dict())
+    model = tiny_model(CONFIGS["experts"], seed=5).float()
+    state = in_files(model, model.state_dict())
     stem = "model.layers.0.mlp.experts"
     of = {
         each: torch.stack([state.pop(f"{stem}.{n}.{each}.weight") for n in range(8)])
@@ -133,9 +134,8 @@ def _save_all(rank: int, to: str) -> dict[str, dict[str, Tensor]]:
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, dict[str, Tensor]]]:
     folder = tmp_path_factory.mktemp("checkpoints")
     gathered = run_ranks(RANKS, _save_all, str(folder))[0]
-    experts = {
-        name: each.float() for name, each in tiny_model(CONFIGS["experts"], seed=5).state_dict().items()
-    }
+    model = tiny_model(CONFIGS["experts"], seed=5)
+    experts = {name: each.float() for name, each in in_files(model, model.state_dict()).items()}
     for axis in (0, 1):
         gathered[f"stacked_{axis}"] = gathered[f"dcp_stacked_{axis}"] = experts
     gathered["tied"].pop("lm_head.weight")

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.support.reference import LATER, tiny_config, tiny_model
+from tests.support.reference import LATER, in_files, tiny_config, tiny_model
 from weighbridge_service.families import family_of
 
 PYTHON = os.environ.get("WEIGHBRIDGE_TRANSFORMERS_PYTHON")
@@ -60,6 +60,7 @@ def test_a_model_of_parts_of_transformers_4_is_that_of_transformers_5(tmp_path: 
 def test_the_map_has_the_tensors_of_such_a_model(family: str, tied: bool) -> None:
     config = tiny_config(family, tied=tied)
     shapes = family_of(fields := json.loads(config.to_json_string()))(fields).hugging_face_shapes()
-    state = tiny_model(config, seed=1).state_dict()
+    model = tiny_model(config, seed=1)
+    state = in_files(model, model.state_dict())
     wanted = {n: tuple(t.shape) for n, t in state.items() if not (tied and n == "lm_head.weight")}
     assert shapes == wanted

@@ -27,6 +27,7 @@ from tests.support.megatron_ranks import run_ranks
 from tests.support.published_families import NEMOTRON
 from tests.support.reference import (
     MtpReference,
+    in_files,
     make_random,
     tiny_config,
     tiny_model,
@@ -59,7 +60,8 @@ def input_ids() -> Tensor:
 def language_model(family: str, *, tied: bool = False, **overrides: Any) -> Source:
     config = tiny_config(family, tied=tied, **overrides)
     model = tiny_model(config, seed=1)
-    state = {name: t for name, t in model.state_dict().items() if not (tied and name == "lm_head.weight")}
+    state = in_files(model, model.state_dict())
+    state = {name: t for name, t in state.items() if not (tied and name == "lm_head.weight")}
     with torch.no_grad():
         logits = [model(input_ids()).logits]
     if getattr(config, "num_nextn_predict_layers", 0):
@@ -74,7 +76,7 @@ def token_values(family: str, *, tied: bool = False) -> Source:
     model = tiny_value_model(tiny_config(family, tied=tied), seed=3)
     model.config.architectures = [type(model).__name__]
     with torch.no_grad():
-        return model.config, dict(model.state_dict()), [model(input_ids()).logits]
+        return model.config, in_files(model, model.state_dict()), [model(input_ids()).logits]
 
 
 def sequence_values(family: str) -> Source:
@@ -84,7 +86,7 @@ def sequence_values(family: str) -> Source:
     make_random(model, seed=4)
     model.config.architectures = [type(model).__name__]
     with torch.no_grad():
-        return model.config, dict(model.state_dict()), [model.score(model.model(input_ids())[0])]
+        return model.config, in_files(model, model.state_dict()), [model.score(model.model(input_ids())[0])]
 
 
 MODELS: dict[str, Callable[[], Source]] = {

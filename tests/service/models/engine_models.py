@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.support.raw_clients import mapped_files
-from tests.support.reference import tiny_model
+from tests.support.reference import in_files, tiny_model
 from weighbridge import TensorParallel
 from weighbridge._core import dtypes
 from weighbridge._core.layouts import Layout, TensorSpec
@@ -48,7 +48,8 @@ class PlainBridge:
 
 
 def weights_of(config: Any) -> dict[str, Tensor]:
-    state = dict(tiny_model(config, seed=1).state_dict())
+    model = tiny_model(config, seed=1)
+    state = in_files(model, model.state_dict())
     if config.tie_word_embeddings:
         del state["lm_head.weight"]
     return state

@@ -26,7 +26,7 @@ from tests.service.families.test_conventions import (
     qwen2_5_vl_model,
 )
 from tests.support.forked import forked_python
-from tests.support.reference import MtpReference, tiny_config, tiny_model
+from tests.support.reference import MtpReference, in_files, skip_if_saved_otherwise, tiny_config, tiny_model
 from tests.support.services import RunningService, running_service
 from weighbridge import EngineClient, TrainerClient
 from weighbridge._core import dtypes
@@ -70,7 +70,7 @@ class Folder:
 def folder_of(family: str, **overrides: Any) -> Folder:
     config = tiny_config(family, tied=overrides.pop("tied", False), **overrides)
     model = tiny_model(config, seed=1)
-    tensors = dict(model.state_dict())
+    tensors = in_files(model, model.state_dict())
     if config.tie_word_embeddings:
         del tensors["lm_head.weight"]
     if getattr(config, "num_nextn_predict_layers", 0):
@@ -564,6 +564,7 @@ def tied_or_not(family: str, tied: bool, path: Path) -> dict[str, Tensor]:
 def test_a_tied_and_an_untied_model_of_one_family_live_side_by_side(
     service: RunningService, trainer: TrainerClient, tmp_path: Path, family: str
 ) -> None:
+    skip_if_saved_otherwise(family)
     stored: dict[str, dict[str, Tensor]] = {}
     for tied in (False, True):
         path, name = tmp_path / str(tied), f"tests/{family}-{tied}"

@@ -25,7 +25,7 @@ from tests.service.models.engine_models import (
 )
 from tests.support.published_families import PUBLISHED
 from tests.support.raw_clients import mapped_files
-from tests.support.reference import make_random, tiny_config
+from tests.support.reference import in_files, make_random, tiny_config
 from weighbridge import ExpertParallel, TensorParallel
 from weighbridge._cli.rank_files import lay_out_rank_file, write_rank_file
 from weighbridge.errors import InvalidArgument
@@ -95,7 +95,8 @@ def test_state_space_models_are_cut_section_by_section(size: int, ep: int) -> No
     model = PUBLISHED["nemotron_h"][0]()
     make_random(model, seed=3)
     bridge = real_bridge(model.config)
-    state = {name: model.state_dict()[name] for name in bridge.hugging_face}
+    weights = in_files(model, model.state_dict())
+    state = {name: weights[name] for name in bridge.hugging_face}
     source = Source(bridge, state)
     mixer, heads, inner, states = "backbone.layers.0.mixer.", 8, 96, 24
     sections = {
@@ -134,7 +135,8 @@ def test_gated_delta_nets_are_cut_by_their_heads(size: int, ep: int) -> None:
     model = PUBLISHED["qwen3_next-predicting"][0]()
     make_random(model, seed=3)
     bridge = real_bridge(model.config)
-    state = {name: model.state_dict()[name] for name in bridge.hugging_face}
+    weights = in_files(model, model.state_dict())
+    state = {name: weights[name] for name in bridge.hugging_face}
     source = Source(bridge, state)
     for rank in range(size):
         experts = (ep, rank, 1, 0) if ep > 1 else None

@@ -33,8 +33,11 @@ BAD: dict[str, tuple[Callable[[], TensorParallel], str]] = {
     ),
     "experts": (lambda: TensorParallel(2, 0, experts=ExpertParallel(3, 0)), r"experts: 8 experts.*3 ranks"),
     "more ranks than experts": (lambda: TensorParallel(2, 0, experts=ExpertParallel(16, 0)), "8 experts"),
-    "inside experts": (lambda: TensorParallel(2, 0, experts=ExpertParallel(1, 0, 32, 0)), r"experts\.0\.w1"),
-    "heads": (lambda: TensorParallel(16, 0), r"q_proj.*8 attention heads"),
+    "inside experts": (
+        lambda: TensorParallel(2, 0, experts=ExpertParallel(1, 0, 32, 0)),
+        r"experts\.\d\.w\d",
+    ),
+    "heads": (lambda: TensorParallel(16, 0), r"[qko]_proj.*8 attention heads"),
     "no layers": (lambda: TensorParallel(2, 0, layers=(1, 1)), "layers 1:1"),
     "layers out of order": (lambda: TensorParallel(2, 0, layers=(2, 1)), "layers 2:1"),
     "negative layers": (lambda: TensorParallel(2, 0, layers=(-1, 1)), "layers -1:1"),

@@ -62,7 +62,12 @@ def test_what_is_missing_or_unknown_is_what_transformers_says(
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors[lost]
     save_file({**tensors, "mtp.0.weight": torch.ones(2)}, tmp_path / "model.safetensors", {"format": "pt"})
-    assert compared(tmp_path) == ({lost}, {"mtp.0.weight"}) == by_transformers(model_type, tmp_path)
+    assert compared(tmp_path) == ({lost}, {"mtp.0.weight"})
+    if model_type == "olmoe" and not transformers.__version__.startswith("4."):
+        with pytest.raises(RuntimeError, match="conversion of the weights"):  # 5 stacks the experts
+            by_transformers(model_type, tmp_path)
+    else:
+        assert by_transformers(model_type, tmp_path) == ({lost}, {"mtp.0.weight"})
 
 
 def test_names_of_the_bare_model_and_of_old_releases_are_understood_as_transformers_does(

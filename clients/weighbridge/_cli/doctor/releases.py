@@ -1,9 +1,9 @@
-"""Releases of other packages that the SDK, its plug-ins and the service work with, and what is found of those that are installed."""
+"""Releases of other packages: the oldest that Weighbridge works with, those that are known to break something, and what is found of those installed."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -15,31 +15,75 @@ _NUMBERS = re.compile(r"\d+(?:\.\d+)*")
 
 @dataclass(frozen=True, slots=True)
 class Supported:
-    """Which releases of a package are supported.
+    """Range of a package's releases that is supported. It has no end: a release that is newer than the tests is no finding.
 
     Attributes:
         oldest: the first one.
-        newest: the last one that ran with this release of Weighbridge; a later one may work.
-        without: releases between them with which the service does not work, by what their numbers begin with.
+        tested: the last one that tests of this release of Weighbridge have run with.
     """
 
     oldest: str
-    newest: str
-    without: tuple[str, ...] = ()
+    tested: str
+
+
+@dataclass(frozen=True, slots=True)
+class KnownFault:
+    """Releases of a package that are known to break something.
+
+    Attributes:
+        package: its name.
+        first: the first of them.
+        last: the last of them: all whose numbers begin with it.
+        what: breaks, after the version.
+        fix: as for a finding.
+        source: the place of this repository that shows it, for its developers.
+    """
+
+    package: str
+    first: str
+    last: str
+    what: str
+    fix: str
+    source: str
+
+    def concerns(self, package: str, installed: str) -> bool:
+        """Whether an installed release is one of them."""
+        found, last = release(installed), release(self.last)
+        return package == self.package and found >= release(self.first) and found[: len(last)] <= last
 
 
 SUPPORTED: Mapping[str, Supported] = {
     "torch": Supported("2.6", "2.13"),
-    "transformers": Supported("4.57", "5.23", ("5.0", "5.1", "5.2", "5.3", "5.4", "5.5")),
+    "transformers": Supported("4.57", "5.24"),
     "megatron-core": Supported("0.16", "0.16"),
     "mbridge": Supported("0.15.1", "0.15"),
     "vllm": Supported("0.24.0", "0.33"),
     "sglang": Supported("0.5.10", "0.5.23"),
-    "grpcio": Supported("1.76", "1.76"),
-    "protobuf": Supported("6.31.1", "6.33"),
+    "grpcio": Supported("1.76", "1.85"),
+    "protobuf": Supported("6.31.1", "7.36"),
 }
-"""By the name of the package. The bounds are those of pyproject.toml, constraints.txt and the releases of engines that tests run in: a test
-compares."""
+"""By the name of the package. The oldest are those of pyproject.toml and the oldest engines that tests run in; the tested are the newest of
+constraints.txt, of those engines and of what `make test-newest` has resolved. A test compares."""
+
+KNOWN_FAULTS: Sequence[KnownFault] = (
+    KnownFault(
+        "transformers",
+        "5.0",
+        "5.5",
+        "the service makes other weight maps with it than with other releases; engines and trainers work",
+        "where a service runs, pip install 'transformers>=5.6,<6'",
+        "docs/families.md",
+    ),
+    KnownFault(
+        "sglang",
+        "0.5.10",
+        "0.5.11",
+        "a server of it does not start from the service, and takes updates only",
+        "start it from a folder or from the Hub endpoint, or pip install 'sglang>=0.5.12'",
+        "docs/sglang.md#sglang-0510",
+    ),
+)
+"""The one table of what is known to break. Those of transformers are excluded by pyproject.toml, too."""
 
 
 def check_release(package: str, installed: str) -> Check | None:
@@ -52,30 +96,18 @@ def check_release(package: str, installed: str) -> Check | None:
     supported = SUPPORTED.get(package)
     if supported is None:
         return None
-    name, found = f"version of {package}", release(installed)
-    if found < release(supported.oldest):
+    name = f"version of {package}"
+    if release(installed) < release(supported.oldest):
         return Check(
             name,
             CheckStatus.FAIL,
             f"{installed} is older than {supported.oldest}, the first one that is supported",
             f"pip install '{package}>={supported.oldest}'",
         )
-    if any(_begins(found, release(each)) for each in supported.without):
-        return Check(
-            name,
-            CheckStatus.WARN,
-            f"the service does not work with {installed}; engines and trainers do",
-            f"where a service runs, pip install '{package}>={supported.oldest}', but none of {', '.join(supported.without)}",
-        )
-    newest = release(supported.newest)
-    if found[: len(newest)] > newest:
-        return Check(
-            name,
-            CheckStatus.WARN,
-            f"{installed} is newer than {supported.newest}, the newest one that was tested",
-            "if it does not work, install an older one, or a newer Weighbridge",
-        )
-    what = f"{installed}; supported from {supported.oldest} on, tested up to {supported.newest}"
+    for fault in KNOWN_FAULTS:
+        if fault.concerns(package, installed):
+            return Check(name, CheckStatus.WARN, f"{installed}: {fault.what}", fault.fix)
+    what = f"{installed}; supported from {supported.oldest} on, tested up to {supported.tested}"
     return Check(name, CheckStatus.OK, what)
 
 
@@ -83,7 +115,3 @@ def release(version: str) -> Release:
     """The numbers of a version, without what follows them: ``2.13.0+cpu`` is 2.13.0."""
     found = _NUMBERS.match(version)
     return tuple(int(each) for each in found[0].split(".")) if found else ()
-
-
-def _begins(found: Release, with_: Release) -> bool:
-    return found[: len(with_)] == with_

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
+import huggingface_hub
 import pytest
 
 from tests.service.api.http.hub.endpoint import CLIENT_PYTHON, MODEL, WEIGHTS, Endpoint, endpoint_of, is_copy
@@ -106,7 +107,11 @@ def test_a_download_from_the_store_goes_on_where_it_stopped(
     found = elsewhere.endpoint.python(tmp_path, code)
     assert Path(found).read_bytes() == weights
     # the newest clients no longer go on with what another process has begun
-    resumed = "bytes=123456-" if sys.executable == CLIENT_PYTHON else elsewhere.asked[0].get("range")
+    resumed = (
+        "bytes=123456-"
+        if sys.executable == CLIENT_PYTHON and huggingface_hub.__version__ < "1"
+        else elsewhere.asked[0].get("range")
+    )
     assert [request.get("range") for request in elsewhere.asked] == [resumed]
 
 
