@@ -122,7 +122,7 @@ class ImportingClient(PushingClient):
         if dtype:  # before anything is registered: a model keeps the dtypes that it was registered with
             files["config.json"] = _in_dtype(weights.config_json, weights.castable_to(dtype))
         self.register_files(model, files, dtype, weights.layout.tensors.values(), weight_map=weight_map)
-        if dtype:
+        if dtype or weights.beside is not None:
             with self._tensors(model) as tensors:
                 weights = weights.as_model_has_them(tensors, "allow")
         return self._push_weights(model, weights, step, run, str(uuid.uuid4()), options)

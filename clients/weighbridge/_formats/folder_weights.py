@@ -19,7 +19,7 @@ from weighbridge._core.text.counts import counted
 from weighbridge._core.text.shortening import readable
 from weighbridge._formats import safetensors_files
 from weighbridge._formats.dequantizing import Dequantized
-from weighbridge._formats.naming.parameter_names import check_merged, has_own_adapters
+from weighbridge._formats.naming.parameter_names import check_merged, has_own_adapters, head_and_embedding
 from weighbridge._formats.naming.weight_files import MERGE_ADAPTER
 from weighbridge._formats.push_sources import (
     CastingSource,
@@ -45,6 +45,21 @@ _NAMED = 20
 
 
 @dataclass(frozen=True)
+class HeadBeside:
+    """Output head beside an embedding of its shape and dtype, of which the config does not say whether it ties them: that is up to the model's class.
+
+    Attributes:
+        head: its name.
+        embedding: the embedding's name.
+        same: whether both have the same bytes.
+    """
+
+    head: str
+    embedding: str
+    same: bool
+
+
+@dataclass(frozen=True)
 class FolderWeights:
     """The weights in a folder.
 
@@ -55,6 +70,7 @@ class FolderWeights:
         stand_ins: gives what stands for the tensors where their names, shapes and dtypes are looked at.
         cast_from: safetensors' names of the dtypes in the files that are cast, or dequantised, as they are read.
         remarks: what in the folder is not as it is pushed, for a log.
+        beside: a head of which the model's tensors say whether it is tied; None if there is none.
     """
 
     layout: Layout
@@ -63,6 +79,7 @@ class FolderWeights:
     stand_ins: Callable[[], StandIns] = field(repr=False)
     cast_from: tuple[str, ...] = ()
     remarks: tuple[str, ...] = ()
+    beside: HeadBeside | None = None
 
     @staticmethod
     def read(folder: Path, config_json: bytes, *, dequantize: DType | None = None) -> FolderWeights:
@@ -109,6 +126,7 @@ class FolderWeights:
             config_json,
             lambda: StandIns(files, buffers),
             remarks=remarks,
+            beside=_head_beside(files, buffers, config_json),
         )
 
     def castable_to(self, dtype: str | torch.dtype) -> DType:
@@ -135,8 +153,10 @@ class FolderWeights:
             model: its tensors, by name.
             cast: as for `torch_shards`.
 
+        A head that the model does not have, since its class ties it to the embedding, is left out if it is the same.
+
         Raises:
-            InvalidArgument: there is no such ``cast``.
+            InvalidArgument: there is no such ``cast``, or the head is not the same.
             LayoutError: names or shapes contradict the model, or a tensor is not cast; names each.
         """
         from weighbridge._formats.torch_state import check_cast, torch_shards
@@ -145,7 +165,12 @@ class FolderWeights:
         if dict(self.layout.tensors) == dict(model):
             return self
         stand_ins = self.stand_ins()
-        found = torch_shards(stand_ins.tensors, model, cast=cast, whole=True)
+        tensors, beside = stand_ins.tensors, self.beside
+        if beside is not None and beside.embedding in model and beside.head not in model:
+            if not beside.same:
+                raise _not_tied(beside.head, beside.embedding, "the model's class ties them")
+            tensors = {name: tensor for name, tensor in tensors.items() if name != beside.head}
+        found = torch_shards(tensors, model, cast=cast, whole=True)
         return replace(
             self,
             layout=found.layout,
@@ -307,18 +332,43 @@ def tied_copies(config_json: bytes, tensors: Mapping[str, TensorSpec]) -> dict[s
 
     Published folders have such copies: transformers leaves them out when it writes, and ignores them when it reads.
     """
+    pair = _alike(tensors) if _says_tied(config_json) is True else None
+    return {} if pair is None else {pair[0]: pair[1]}
+
+
+def _says_tied(config_json: bytes) -> bool | None:
+    """Whether a config ties the head to the embedding; None if it leaves that to the model's class, and for what is no config."""
     try:
         config = json.loads(config_json)
         text = config.get("text_config") or {}
-        tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings")) is True
+        said = config.get("tie_word_embeddings", text.get("tie_word_embeddings"))
     except (ValueError, AttributeError, RecursionError):
-        return {}  # whoever reads the config for its own sake says what is wrong with it
-    heads = [name for name in tensors if name == "lm_head.weight" or name.endswith(".lm_head.weight")]
-    embeddings = [name for name in tensors if name.endswith("embed_tokens.weight") and ".layers." not in name]
-    if not tied or len(heads) != 1 or len(embeddings) != 1:
-        return {}
-    copy, original = tensors[heads[0]], tensors[embeddings[0]]
-    return {copy.name: original.name} if (copy.dtype, copy.shape) == (original.dtype, original.shape) else {}
+        return None  # whoever reads the config for its own sake says what is wrong with it
+    return said if isinstance(said, bool) else None
+
+
+def _alike(tensors: Mapping[str, TensorSpec]) -> tuple[str, str] | None:
+    """The head and the embedding, if both are there and have one shape and dtype."""
+    pair = head_and_embedding(tensors)
+    if pair is None:
+        return None
+    head, embedding = (tensors[name] for name in pair)
+    return pair if (head.dtype, head.shape) == (embedding.dtype, embedding.shape) else None
+
+
+def _head_beside(files: Layout, buffers: Mapping[str, OpenFile], config_json: bytes) -> HeadBeside | None:
+    pair = _alike(files.tensors) if _says_tied(config_json) is None else None
+    if pair is None:
+        return None
+    placed = {p.shard.tensor: p for p in files.placements}
+    return HeadBeside(*pair, _same(buffers, placed[pair[0]], placed[pair[1]]))
+
+
+def _not_tied(head: str, embedding: str, why: str) -> InvalidArgument:
+    return InvalidArgument(
+        f"{head} is not the same as {embedding}, and {why}",
+        fix="set tie_word_embeddings to false in config.json, or leave one of them out",
+    )
 
 
 def _without_copies(files: Layout, buffers: Mapping[str, OpenFile], config_json: bytes) -> Layout:
@@ -328,10 +378,7 @@ def _without_copies(files: Layout, buffers: Mapping[str, OpenFile], config_json:
     placed = {p.shard.tensor: p for p in files.placements}
     for copy, original in copies.items():
         if not _same(buffers, placed[copy], placed[original]):
-            raise InvalidArgument(
-                f"{copy} is not the same as {original}, and config.json ties them",
-                fix="set tie_word_embeddings to false in config.json, or leave one of them out",
-            )
+            raise _not_tied(copy, original, "config.json ties them")
     return Layout(
         {name: spec for name, spec in files.tensors.items() if name not in copies},
         tuple(p for p in files.placements if p.shard.tensor not in copies),

@@ -15,7 +15,13 @@ from weighbridge._formats import peft_models, zero3
 from weighbridge._formats.dtensors import local_shards, local_tensor
 from weighbridge._formats.memory_forms import Form, TensorForms
 from weighbridge._formats.misfits import Misfit, check_prefix, told
-from weighbridge._formats.naming.parameter_names import check_merged, unwrapped_names, unwrapped_parts
+from weighbridge._formats.naming.parameter_names import (
+    check_merged,
+    is_embedding,
+    is_head,
+    unwrapped_names,
+    unwrapped_parts,
+)
 from weighbridge._formats.tensor_stream import cast_of
 from weighbridge.errors import InvalidArgument, LayoutError
 
@@ -333,10 +339,6 @@ def _entries(state: Any, merge: bool) -> Iterator[tuple[str, Any]]:
                 )
 
 
-_HEADS = ("lm_head.weight", "embed_out.weight")
-_EMBEDDINGS = ("embed_tokens.weight", "embed_in.weight", ".wte.weight")
-
-
 def check_cast(cast: str) -> None:
     """Refuse what is none of `CASTS`. Raises InvalidArgument."""
     if cast not in CASTS:
@@ -364,8 +366,8 @@ def unknown_names(names: Sequence[str], model: Collection[str]) -> Iterator[Misf
 
 def _shares(name: str, model: Collection[str]) -> str:
     """Note on a head with memory of its own where the model ties it to its embedding; empty for other tensors."""
-    embeddings = [each for each in model if each.endswith(_EMBEDDINGS)]
-    if not name.endswith(_HEADS) or len(embeddings) != 1 or any(each.endswith(_HEADS) for each in model):
+    embeddings = list(filter(is_embedding, model))
+    if not is_head(name) or len(embeddings) != 1 or any(map(is_head, model)):
         return ""
     return (
         f"; its head, if it has one, is {embeddings[0]}: tie them in the trainer (peft: ensure_weight_tying=True), or register a "

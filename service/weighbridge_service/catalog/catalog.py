@@ -155,11 +155,13 @@ class Catalog:
         asks = head is not None and is_listed(head) and not found
         listed = self.model(model_name, head).listed if asks else None
         model = model_for_registration(model_name, files, dtype, found, head, listed, weight_map=weight_map)
-        if there is not None:
-            registered(there[0], model)  # refuse before anything is written
         known = head is not None and head.registration.get("listed") == model.kept.listed
         if found and weight_map and model.listed is not None and not known:
-            check_library_model(files["config.json"], model.listed.specs)
+            copies = check_library_model(files["config.json"], model.listed.specs)
+            own = [spec for spec in found if spec.name not in copies]
+            model = model_for_registration(model_name, files, dtype, own, head) if copies else model
+        if there is not None:
+            registered(there[0], model)  # refuse before anything is written
         if there is None or there[0].files_id != model.files_id:
             for file, content in files.items():
                 self.store.put(files_key(model_name, model.files_id, file), content, mode="overwrite")

@@ -20,6 +20,7 @@ from weighbridge._core.dtypes import parse
 from weighbridge._core.layouts import TensorSpec
 from weighbridge._core.text.counts import counted
 from weighbridge._formats.memory_forms import TensorForms
+from weighbridge._formats.naming.parameter_names import head_and_embedding
 from weighbridge._formats.torch_state import model_form
 from weighbridge.errors import InvalidArgument, WeighbridgeError
 from weighbridge_service.families.rules import Shape
@@ -61,12 +62,14 @@ class Comparison:
         missing: tensors that it would make anew.
         misshapen: tensors whose shape is not the model's, in words.
         unknown: tensors that it would not take.
+        tied: names of tensors that are one in it, for each that is there by several.
     """
 
     model_class: str
     missing: tuple[str, ...] = ()
     misshapen: tuple[str, ...] = ()
     unknown: tuple[str, ...] = ()
+    tied: tuple[tuple[str, ...], ...] = ()
 
 
 Compare = Callable[[bytes, Mapping[str, Shape]], "Comparison | None"]
@@ -84,7 +87,7 @@ def compared_by(compare: Compare) -> Iterator[None]:
         _comparing.remove(compare)
 
 
-def check_library_model(config_json: bytes, specs: Iterable[TensorSpec], fix: str = _FIX) -> None:
+def check_library_model(config_json: bytes, specs: Iterable[TensorSpec], fix: str = _FIX) -> frozenset[str]:
     """Refuse tensors of which transformers' own model of the config would not be whole; a log names those that it would not take.
 
     Args:
@@ -92,12 +95,17 @@ def check_library_model(config_json: bytes, specs: Iterable[TensorSpec], fix: st
         specs: all of its tensors.
         fix: what the error says to do.
 
+    Returns:
+        The output head, if it is there beside the embedding that the class ties it to: the model has no such tensor, and what is pushed is
+        compared with the embedding.
+
     Raises:
         InvalidArgument: a tensor is missing, or has another shape; names each.
     """
-    found = _comparing[-1](config_json, {spec.name: spec.shape for spec in specs}) if _comparing else None
+    shapes = {spec.name: spec.shape for spec in specs}
+    found = _comparing[-1](config_json, shapes) if _comparing else None
     if found is None:
-        return
+        return frozenset()
     problems = [*(f"{name} is missing" for name in found.missing), *found.misshapen]
     if problems:
         raise InvalidArgument(
@@ -112,6 +120,9 @@ def check_library_model(config_json: bytes, specs: Iterable[TensorSpec], fix: st
             counted(len(found.unknown), "tensor"),
             ", ".join(found.unknown[:_NAMED]),
         )
+    pair = head_and_embedding(shapes)
+    ties = pair is not None and any(set(pair) <= set(each) for each in found.tied)
+    return frozenset(pair[:1] if pair is not None and ties else ())
 
 
 def compare_with_library(config_json: bytes, shapes: Mapping[str, Shape]) -> Comparison | None:
@@ -238,6 +249,12 @@ def _compared(model: Any, shapes: Mapping[str, Shape]) -> Comparison:
             covered.update(also[alias])
         else:
             unknown.append(name)
+    by_memory: dict[str, list[str]] = {}
+    for name, candidates in own.items():
+        here = next((each for each in candidates if each in also), None)
+        if here is not None:
+            by_memory.setdefault(firsts[id(tensors[here])], []).append(name)
+    tied = tuple(tuple(names) for names in by_memory.values() if len(names) > 1)
     patterns = [re.compile(each) for each in model._keys_to_ignore_on_load_missing or ()]
     missing = [
         name
@@ -246,7 +263,7 @@ def _compared(model: Any, shapes: Mapping[str, Shape]) -> Comparison:
         for name in names
         if name not in covered
     ]
-    return Comparison(type(model).__name__, tuple(missing), tuple(misshapen), tuple(unknown))
+    return Comparison(type(model).__name__, tuple(missing), tuple(misshapen), tuple(unknown), tied)
 
 
 def _own_names(model: Any, tensors: Iterable[str], given: Iterable[str]) -> Mapping[str, Sequence[str]]:

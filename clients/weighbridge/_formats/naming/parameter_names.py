@@ -1,4 +1,4 @@
-"""Names of parameters as a model has them: without what wrappers add, and without adapters."""
+"""Names of parameters as a model has them: without what wrappers add, and without adapters; those that models tie."""
 
 from __future__ import annotations
 
@@ -16,6 +16,42 @@ _ADAPTERS = frozenset(("lora_A", "lora_B", "base_layer"))
 _OWN_ADAPTERS = "_lora"
 """Endings of config fields of models that have adapters among their weights, such as Phi-4-multimodal."""
 _NAMED = 20
+_HEADS = (
+    "embed_out.weight", "generator_lm_head.weight", "lm_head.decoder.weight", "lm_head.weight",
+    "output_projection.weight", "predictions.decoder.weight", "proj_out.weight", "vocab_projector.weight",
+)  # fmt: skip
+"""Ends of the names of output heads that models of transformers tie to the embedding of tokens."""
+_EMBEDDINGS = (
+    "backbone.embeddings.weight", "embed_in.weight", "embed_tokens.weight", "word_embeddings.weight", "wte.weight",
+)  # fmt: skip
+"""Ends of the names of those embeddings."""
+_SHARED = "shared.weight"
+"""End of the name of an embedding that encoder and decoder share, and that may be there a second time in each."""
+
+
+def is_head(name: str) -> bool:
+    """Whether a tensor has the name of an output head that models of transformers tie to an embedding."""
+    return _is_whole(name, _HEADS)
+
+
+def is_embedding(name: str) -> bool:
+    """Whether a tensor has the name of an embedding of tokens to which models of transformers tie their head."""
+    return _is_whole(name, (*_EMBEDDINGS, _SHARED))
+
+
+def head_and_embedding(names: Iterable[str]) -> tuple[str, str] | None:
+    """The output head among a model's tensors and the embedding that it may be tied to; None unless there is one of each."""
+    given = [name for name in names if ".layers." not in name]
+    heads, embeddings = list(filter(is_head, given)), list(filter(is_embedding, given))
+    shared = [name for name in embeddings if name.endswith(_SHARED)]
+    if len(heads) != 1 or len(shared or embeddings) != 1:
+        return None
+    return heads[0], (shared or embeddings)[0]
+
+
+def _is_whole(name: str, endings: Iterable[str]) -> bool:
+    """Whether one of some endings is all of a name, or begins at a dot."""
+    return any(name == each or name.endswith(f".{each}") for each in endings)
 
 
 def unwrapped_name(name: str) -> str:
