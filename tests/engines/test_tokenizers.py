@@ -26,6 +26,11 @@ def test_a_tokenizer_comes_with_its_model_and_none_is_made_up(
         with caplog.at_level(logging.WARNING):
             trainer.import_folder(MODEL, folder).wait(timeout=60)
         assert "has no tokenizer" in caplog.text
+        caplog.clear()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("RANK", "1")  # rank 0 says it for all
+            trainer.register_model(MODEL, folder)
+        assert "has no tokenizer" not in caplog.text
         with pytest.raises(
             NotFound, match=r"has no tokenizer: its files besides the weights are config\.json"
         ) as refused:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import uuid
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -251,9 +252,17 @@ def _side_files(model: str, folder: Path) -> dict[str, bytes]:
     """The files of a folder besides its weights; logs what is left out or missing."""
     sides = SideFiles.read(folder)
     sides.tell(model, folder)
-    if not has_tokenizer(sides.files):
+    if not has_tokenizer(sides.files) and _is_first_rank():
         log.warning("%s: %s has no tokenizer: engines that need one will not find it here", model, folder)
     return sides.files
+
+
+def _is_first_rank() -> bool:
+    """Whether this process is to say what all ranks of its job would say."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
+        return bool(torch.distributed.get_rank() == 0)
+    return os.environ.get("RANK", "0") == "0"
 
 
 def replace_files(
