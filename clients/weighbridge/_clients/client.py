@@ -247,7 +247,7 @@ class Client:
             pause, watch = watch.failed(
                 failure, closed=self._connection.closed, now=time.monotonic(), jitter=random.random()
             )
-            time.sleep(pause)
+            self._connection.pause(pause)
 
     def refs(self, model: str) -> dict[str, int]:
         """Version number by ref."""

@@ -76,6 +76,11 @@ class Connection(Transport):
             if call is not None:
                 call.cancel()
 
+    def pause(self, seconds: float) -> None:
+        """Wait before a stream is opened again; the address in use is connected to meanwhile. Raises Unavailable if the client is closed."""
+        with self._ending_when_closed():
+            rpc.connect_within(self._channel(self.addresses.current), seconds)
+
     def another(self) -> Connection:
         """A connection of its own to the same service, for control calls that must not wait for others, nor keep others waiting."""
         return Connection(

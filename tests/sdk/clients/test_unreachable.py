@@ -17,7 +17,7 @@ from tests.support.ports import reserved_port
 from weighbridge import AsyncEngineClient, Credentials, EngineClient, TrainerClient, Unavailable
 from weighbridge._clients import client as client_module
 from weighbridge._core.text import waits
-from weighbridge._transport import outages
+from weighbridge._transport import outages, rpc
 from weighbridge._transport.addresses import Addresses
 
 MODEL = "acme/tiny"
@@ -149,3 +149,19 @@ def test_why_it_cannot_be_reached_is_said_in_a_few_words() -> None:
         client.model(MODEL)
     said = error.value.message.removesuffix(" (111)")  # of grpcio 1.76, and not of 1.85
     assert said == f"the service at {address} cannot be reached: Connection refused"
+
+
+def test_a_watch_connects_while_it_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    # a connection makes no progress while nobody polls its channel: a refused one would then be noticed by its time limit of 5 s alone
+    paused: list[float] = []
+
+    def connect_within(_channel: object, seconds: float) -> None:
+        paused.append(seconds)
+        if len(paused) == 3:
+            client.close()
+
+    monkeypatch.setattr(rpc, "connect_within", connect_within)
+    with EngineClient(f"127.0.0.1:{reserved_port()}") as client:
+        with pytest.raises(Unavailable):
+            next(client.watch(MODEL, "latest"))
+        assert len(paused) == 3
