@@ -8,5 +8,4 @@ May import: `weighbridge`. A folder imports only folders above it here:
 - `memory`: images, in which versions are assembled.
 - `cache`: blocks of files in a remote store.
 - `versions`: a version in a store.
-- `migration`: the formats of before.
 """

@@ -15,15 +15,14 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from tests.support.old_stores import add_model, unpack, version_folder
 from tests.support.rounds import rounds
 from tests.support.services import running_service
+from tests.support.small_stores import add_model, unpack, version_folder
 from weighbridge import TrainerClient
 from weighbridge._cli import commands
 from weighbridge._core.resources import Retention
 from weighbridge_storage.documents.names import ModelName
 from weighbridge_storage.head.head_store import HeadStore
-from weighbridge_storage.migration.migrate import migrate_store
 from weighbridge_storage.stores.local import LocalStore
 from weighbridge_storage.versions.verifying import verify_version
 
@@ -35,9 +34,7 @@ OPERATIONS = Path(__file__).parents[2] / "docs/operations.md"
 def store(tmp_path: Path) -> Path:
     """A store with a model of 150 versions, so that pushes edit the tree of its history."""
     folder = unpack(tmp_path)
-    add_model(folder, str(LONG), 150)
-    with closing(LocalStore(folder)) as opened:
-        list(migrate_store(opened))
+    add_model(folder, str(LONG), range(1, 151))
     return folder
 
 

@@ -22,7 +22,7 @@ HEAVY = {
     "tests.support.lane_client",
     "tests.support.many_ranks",
     "tests.support.megatron_ranks",
-    "tests.support.old_stores",
+    "tests.support.small_stores",
     "tests.support.services",
     "tests.support.transformers_client",
     "tests.support.trl_environment",

@@ -19,7 +19,7 @@ comes at once.
 - `identifying`: new tokens.
 - `examining`: doctor.
 - `doctor`: what it looks at, and what it makes of that.
-- `maintaining`: fsck and migration of a store.
+- `maintaining`: fsck of a store.
 - `converting`: conversion of folders.
 - `rank_files`: files of one rank's slices.
 - `parsing`: arguments.
@@ -75,11 +75,7 @@ _SECTIONS = {
         "signatures": "signing",
     },
     "What is kept": {"retention": "keeping", "collect": "keeping", "delete": "removing"},
-    "Trouble": {
-        "doctor": "examining",
-        "fsck": "maintaining",
-        "migrate": "maintaining",
-    },
+    "Trouble": {"doctor": "examining", "fsck": "maintaining"},
     "Shell": {"completion": "showing.completing"},
 }
 _MODULE_OF = {name: module for section in _SECTIONS.values() for name, module in section.items()}

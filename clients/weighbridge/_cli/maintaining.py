@@ -1,4 +1,4 @@
-"""Commands that work on a store itself, with no service running: migrate, fsck."""
+"""The command that works on a store itself, with no service running: fsck."""
 
 from __future__ import annotations
 
@@ -19,66 +19,10 @@ from weighbridge._core.text.sizes import readable_size
 
 if TYPE_CHECKING:
     from weighbridge_service.fsck.repair import CheckedModel
-    from weighbridge_storage.migration.migrate import MigratedModel
     from weighbridge_storage.stores.objects import ObjectStore
 
 _DONE = {"drop": "taken out of history", "stray": "deleted"}
 """What `fsck` says of what it has mended, by how; otherwise that it is repaired."""
-
-
-@click.command("migrate", cls=Command)
-@click.argument("location", metavar="STORE", type=StoreLocation(exists=True))
-@click.option(
-    "--drop-damaged",
-    is_flag=True,
-    help="Take versions out of history whose bytes are not what was pushed, with the refs that name them; without it, they keep "
-    "their model from being migrated.",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print JSON, also for errors.")
-@click.pass_context
-def migrate_command(ctx: click.Context, location: Path | str, drop_damaged: bool, as_json: bool) -> None:
-    """Bring a store of an earlier release to this one's formats.
-
-    STORE is a folder or s3://BUCKET/PREFIX, as for serve. Stop all its services first. All weights are read once, and compared with
-    their digests. If the command is interrupted, running it again goes on where it stopped. The exit code is 1 if a
-    model could not be migrated.
-    """
-    with needs_extra("service"):
-        from weighbridge_storage.migration.migrate import migrate_store
-        from weighbridge_storage.opening import open_store
-
-    found: list[MigratedModel] = []
-    with closing(open_store(location)) as store:
-        try:
-            with progress_bar("migrating") as update:
-                for model in migrate_store(store, drop_damaged=drop_damaged, on_progress=update):
-                    found.append(model)
-                    if not as_json:
-                        _show(model)
-            empty = not found and next(store.folders("models/"), None) is None
-        except KeyboardInterrupt:
-            say("interrupted: run the same command again, and it goes on where it stopped", err=True)
-            raise
-    failed = not all(model.ok for model in found)
-    if as_json:
-        print_json({"ok": not failed, "models": [model.to_json() for model in found]})
-    elif not found:
-        say(_no_models(location) if empty else "nothing is to be migrated")
-    ctx.exit(1 if failed else 0)
-
-
-def _show(model: MigratedModel) -> None:
-    migrated = f"{counted(len(model.versions), 'version')}, {readable_size(model.nbytes)}"
-    for number in model.dropped:
-        say(f"{model.name}@{number}: is damaged, and is not part of history any more")
-    for number, problem in model.problems.items():
-        say(f"{model.name}@{number}: {problem}", err=True)
-    if model.failure:
-        say(f"{model.name}: not migrated: {model.failure}", err=True)
-    elif model.problems:
-        say(f"{model.name}: not migrated ({migrated} are)", f"  What to do: {model.fix}", err=True)
-    else:
-        say(f"{model.name}: migrated ({migrated})")
 
 
 @click.command("fsck", cls=Command)

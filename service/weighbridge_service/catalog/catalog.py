@@ -213,7 +213,7 @@ class Catalog:
             shown: whether a model is among those that are wanted.
 
         Raises:
-            DataLoss, FailedPrecondition: there are some, and none of them can be read, as in a store of an earlier format.
+            DataLoss, FailedPrecondition: there are some, and none of them can be read, as in a store of a later release.
         """
         found: list[Model] = []
         unreadable: DataLoss | FailedPrecondition | None = None

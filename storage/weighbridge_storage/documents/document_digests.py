@@ -33,11 +33,6 @@ def encode(document: dict[str, Any]) -> bytes:
     return start + f',"{_FIELD}":"{digest_of(start)}"}}'.encode()
 
 
-def ends_with_digest(data: bytes) -> bool:
-    """Whether a text ends with a digest, right or not: those of heads of formats 1 and 2 and manifests of format 1 do not."""
-    return _END.match(data, max(len(data) - _END_LENGTH, 0)) is not None
-
-
 def decode(data: bytes, where: str, current: int) -> strict_json.Fields:
     """The fields of a document that ends with its digest; `format` and the digest are taken.
 
@@ -48,14 +43,14 @@ def decode(data: bytes, where: str, current: int) -> strict_json.Fields:
 
     Raises:
         DataLoss: it does not agree with its digest, or is malformed.
-        FailedPrecondition: it has another format; says which program reads or migrates it.
+        FailedPrecondition: it has another format.
     """
     ends = _END.match(data, max(len(data) - _END_LENGTH, 0))
-    if ends is not None and ends[1].decode() != digest_of(data[:-_END_LENGTH]):
+    if ends is None:
+        raise DataLoss(f"{where} does not end with its digest")
+    if ends[1].decode() != digest_of(data[:-_END_LENGTH]):
         raise DataLoss(f"{where} does not agree with its digest")
     document = strict_json.decode(data, where)
     document.check_format(current)
-    if ends is None:
-        raise DataLoss(f"{where} does not end with its digest")
     document.text(_FIELD)
     return document

@@ -128,14 +128,13 @@ class Fields:
         """Take ``format``.
 
         Raises:
-            FailedPrecondition: it is not ``current``; says which program reads or migrates it.
+            FailedPrecondition: it is not ``current``.
         """
         found = self.integer("format", 1)
         if found != current:
-            older = found < current
             raise FailedPrecondition(
                 f"{self.where} has format {found}, and this Weighbridge reads format {current}",
-                fix="run `weighbridge migrate STORE`" if older else "use a newer Weighbridge",
+                fix=f"use a Weighbridge that reads format {found}",
             )
 
     def required(self, known: frozenset[str]) -> tuple[str, ...]:

@@ -310,7 +310,7 @@ class HeadStore:
         return [name for name in found if name is not None]
 
     def examined(self) -> Iterator[tuple[ModelName, DataLoss | FailedPrecondition | None]]:
-        """Each model or part of one, and why its head cannot be read here: damaged, of an earlier format, or of a later release; None if it can be.
+        """Each model or part of one, and why its head cannot be read here: damaged, or of another release; None if it can be.
 
         Raises:
             WeighbridgeError: as `ObjectStore.folders` and `ObjectStore.get`.

@@ -1,7 +1,7 @@
 """Targets, by the name by which each is asked for.
 
 - `texts`: names, references, scopes, conditions, sizes, ranges.
-- `documents`: stored documents: heads, manifests, nodes of histories, and others, of now and of before.
+- `documents`: stored documents: heads, manifests, nodes of histories, and others.
 - `files`: safetensors headers and indexes, pickles and archives of torch_dist.
 - `wire`: messages and how they are framed: requests, responses, pieces, parts, the local lane.
 - `layouts`: plans of declared and requested layouts.
@@ -21,9 +21,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     "texts": ("conditions", "references", "names", "scopes", "ranges", "hub-paths", "hosts"),
     "documents": (
         "heads",
-        "heads-of-before",
         "manifests",
-        "manifests-of-before",
         "history-nodes",
         "small-documents",
     ),

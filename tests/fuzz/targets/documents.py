@@ -29,7 +29,6 @@ from weighbridge_storage.documents.names import ModelName, node_name
 from weighbridge_storage.head import history_nodes
 from weighbridge_storage.head.head import Deletion, Head, Mark
 from weighbridge_storage.head.history_nodes import Inner, Leaf, NodeRef
-from weighbridge_storage.migration import head_format2, manifest_format1
 from weighbridge_storage.versions.digests import digest_bytes, digest_file
 from weighbridge_storage.versions.manifest import Manifest
 from weighbridge_storage.versions.writing import Written
@@ -112,39 +111,6 @@ def _manifest(data: bytes) -> None:
     manifest = Manifest.from_json(data)
     assert Manifest.from_json(manifest.to_json()) == manifest
     _ = manifest.weight_files, manifest.nonfinite_elements
-
-
-def _old_manifests() -> list[bytes]:
-    found = []
-    for text in _manifests():
-        document = json.loads(text)
-        weights = document["parts"]["weights"]
-        files = {
-            name: {k: v for k, v in each.items() if k != "blake3"} for name, each in weights["files"].items()
-        }
-        tensors = {
-            name: {k: v for k, v in each.items() if k != "nonfinite"}
-            for name, each in weights["tensors"].items()
-        }
-        kept = {name: document[name] for name in ("model", "version", "step", "run", "created_ms", "lineage")}
-        found.append(json.dumps({"format": 1, **kept, "files": files, "tensors": tensors}).encode())
-    return found
-
-
-def _old_heads() -> list[bytes]:
-    version = {
-        "number": 2, "step": 100, "run": "r1", "created_ms": 1, "nbytes": 5, "tensor_count": 2, "files_id": "f", "write_id": "w",
-    }  # fmt: skip
-    head = {
-        "format": 2, "generation": 9, "next_version": 6, "files_id": "f", "registration": {"model_type": "llama"}, "versions": [version],
-        "open": [{"number": 5, "request_id": "i", "step": 1, "run": "", "ranks": 2, "created_ms": 1, "until_ms": 2, "files_id": "", "parent": 2, "claim": ""}],
-        "failed": [{"number": 4, "reason": "why", "failed_ms": 5}], "refs": {"latest": 2, "prod": 2},
-        "retention": {"keep_last": 10, "keep_every": 100, "keep_younger_s": 5}, "writes": ["w"],
-        "tombstones": [{"deleted_ms": 3, "version": {**version, "number": 1}}],
-    }  # fmt: skip
-    kept = ("generation", "next_version", "files_id", "registration", "versions", "refs", "writes")
-    first = {"format": 1, "tombstones": {}, **{name: head[name] for name in kept}, "next_version": 3}
-    return [json.dumps(each).encode() for each in (head, first)]
 
 
 def _nodes() -> list[bytes]:
@@ -258,15 +224,7 @@ def _target(
 
 TARGETS = (
     _target("heads", _head, _heads, _SIGNED, _heavy),
-    _target("heads-of-before", head_format2.read_head, _old_heads, _PLAIN, lambda: _heavy(b'{"format":2,')),
     _target("manifests", _manifest, _manifests, _SIGNED, _heavy),
-    _target(
-        "manifests-of-before",
-        manifest_format1.read_manifest,
-        _old_manifests,
-        _PLAIN,
-        lambda: _heavy(b'{"format":1,'),
-    ),
     _target("history-nodes", _node, _nodes, _PLAIN, lambda: _heavy(b'{"format":1,"requires":[],')),
     _target(
         "small-documents",

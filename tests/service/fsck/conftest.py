@@ -11,18 +11,15 @@ import pytest
 
 from tests.service.fsck.damaged_stores import LONG, NAME
 from tests.support.heads import edit_document
-from tests.support.old_stores import add_model, unpack
-from weighbridge_storage.migration.migrate import migrate_store
+from tests.support.small_stores import add_model, unpack
 from weighbridge_storage.stores.local import LocalStore
 
 
 @pytest.fixture(scope="package")
 def with_long(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store of now: `MODEL`, another one, and `LONG` with 150 versions, most of them in the tree of its history."""
+    """A store: `MODEL`, another one, and `LONG` with 150 versions, most of them in the tree of its history."""
     folder = unpack(tmp_path_factory.mktemp("with-long"))
-    add_model(folder, str(LONG), 150)
-    with closing(LocalStore(folder)) as store:
-        list(migrate_store(store))
+    add_model(folder, str(LONG), range(1, 151))
     return folder
 
 

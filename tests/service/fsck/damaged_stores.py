@@ -9,8 +9,9 @@ from typing import Any
 
 from click.testing import CliRunner
 
-from tests.support.old_stores import MODEL, spoil
+from tests.support.small_stores import MODEL, spoil
 from weighbridge._cli import commands
+from weighbridge_storage.documents.entries import VersionEntry
 from weighbridge_storage.documents.names import ModelName
 from weighbridge_storage.head.head_store import HeadStore
 from weighbridge_storage.head.history import History
@@ -51,8 +52,13 @@ def history_of(store: ObjectStore, model: ModelName = NAME) -> History:
     return found
 
 
-def without_writers(history: History) -> dict[int, Any]:
-    return {number: replace(entry, write_id="x") for number, entry in history.versions().items()}
+def without_writer(entry: VersionEntry) -> VersionEntry:
+    """An entry without what a repair does not find out: who wrote the version, and when it went from state to state."""
+    return replace(entry, write_id="x", ranks=0, ready_ms=0, verified_ms=0, durable_ms=0)
+
+
+def without_writers(history: History) -> dict[int, VersionEntry]:
+    return {number: without_writer(entry) for number, entry in history.versions().items()}
 
 
 def flip_digit(path: Path, name: str) -> None:

@@ -11,8 +11,8 @@ import pytest
 
 from tests.service.fsck.damaged_stores import LONG, WEIGHTS, fsck, history_of, without_writers
 from tests.support.forked import forked_python
-from tests.support.old_stores import DURABLE, MODEL, version_folder
 from tests.support.services import running_service
+from tests.support.small_stores import DURABLE, MODEL, version_folder
 from weighbridge import TrainerClient
 from weighbridge._core.resources import Retention
 from weighbridge_service.fsck.diagnosis import Mend

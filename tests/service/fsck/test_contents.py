@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from tests.service.fsck.damaged_stores import WEIGHTS, said
-from tests.support.old_stores import MODEL, spoil, version_folder
+from tests.support.small_stores import MODEL, spoil, version_folder
 from weighbridge._cli import commands
 from weighbridge._cli.resuming import Progress
 from weighbridge.errors import Unavailable

@@ -1,4 +1,4 @@
-"""Whatever a store has become: do fsck and migrate end as they promise, and lose nothing that is whole?
+"""Whatever a store has become: does fsck end as it promises, and lose nothing that is whole?
 
 ``WEIGHBRIDGE_STORE_RUNS=2000`` spoils as many stores in each test; ``WEIGHBRIDGE_SEED`` chooses the first one's seed.
 """
@@ -11,33 +11,31 @@ import os
 import random
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import xxhash
 from click.testing import CliRunner
 
 from tests.support import store_damages
-from tests.support.old_stores import add_model, edit, unpack, version_folder
 from tests.support.rounds import first_seed, rounds
+from tests.support.small_stores import add_model, unpack, version_folder
 from tests.support.store_damages import snapshot
 from weighbridge._cli import commands
 from weighbridge.errors import WeighbridgeError
 from weighbridge_storage.documents.names import ModelName
 from weighbridge_storage.head.head_changes import delete_versions, forget_versions
 from weighbridge_storage.head.head_store import HeadStore
-from weighbridge_storage.migration.migrate import migrate_store
 from weighbridge_storage.stores.local import LocalStore
 
 RUNS = rounds("STORE_RUNS")
 SEED = first_seed()
 pytestmark = pytest.mark.timeout(300 + RUNS)
 TREE = ModelName.parse("acme/tree")
-TREE_VERSIONS = 5
-"""How many versions the model has of which most are in the tree of its history."""
+TREE_LAST = 65
+"""The newest version of the model of which most are in the tree of its history."""
 FORGOTTEN = 2
 
 
@@ -75,37 +73,18 @@ def module_monkeypatch() -> Iterator[pytest.MonkeyPatch]:
 
 
 @pytest.fixture(scope="module")
-def before(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store of an earlier release."""
-    folder = unpack(tmp_path_factory.mktemp("before"))
-    add_model(folder, str(TREE), TREE_VERSIONS)
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store in which a version was forgotten, and some objects are left of one that was given up."""
+    folder = unpack(tmp_path_factory.mktemp("template"))
     # two leaves and an inner node
-    for place in sorted((folder / TREE.prefix / "versions").iterdir(), reverse=True)[:2]:
-        number = int(place.name) + 60
-        place = place.rename(place.with_name(f"{number:012d}"))
-        edit(place / "weighbridge.json", version=number)
-    path = folder / TREE.head_key
-    head = json.loads(path.read_bytes())
-    for entry in head["versions"][-2:]:
-        entry["number"] += 60
-    edit(
-        path, versions=head["versions"], refs={"latest": TREE_VERSIONS + 60}, next_version=TREE_VERSIONS + 61
-    )
-    return folder
-
-
-@pytest.fixture(scope="module")
-def now(before: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same store in the formats of now; a version was forgotten, and of one that was given up some objects are left."""
-    folder = shutil.copytree(before, tmp_path_factory.mktemp("now") / "store")
+    add_model(folder, str(TREE), (1, 2, 3, TREE_LAST - 1, TREE_LAST))
     with closing(LocalStore(folder)) as store:
-        list(migrate_store(store))
         heads = HeadStore(store, most_recent=2)
         heads.update(TREE, lambda head: (replace(head, next_version=head.next_version + 2), None))
         heads.edit(TREE, lambda history: (delete_versions(history, [FORGOTTEN], 1), None))
         heads.edit(TREE, lambda history: (forget_versions(history, [FORGOTTEN]), None))
     shutil.rmtree(version_folder(folder, FORGOTTEN, str(TREE)))
-    given_up = version_folder(folder, TREE_VERSIONS + 61, str(TREE))
+    given_up = version_folder(folder, TREE_LAST + 1, str(TREE))
     given_up.mkdir()
     (given_up / "config.json").write_bytes(b"{}")
     for hidden in (".tmp", ".locks"):
@@ -180,13 +159,7 @@ def durable_versions(template: Path) -> list[Version]:
     everything = snapshot(template)
     for head in sorted(template.rglob("head.json")):
         model = str(head.parent.relative_to(template / "models"))
-        text = json.loads(head.read_bytes())
-        numbers = (
-            [e["number"] for e in text["versions"]]
-            if "versions" in text
-            else sorted(listed(template, model) or ())
-        )
-        for number in numbers:
+        for number in sorted(listed(template, model) or ()):
             prefix = str(version_folder(template, number, model).relative_to(template)) + "/"
             files = {
                 k: v for k, v in everything.items() if k.startswith(prefix) and not k.endswith(".blake3")
@@ -246,9 +219,11 @@ def blocked(folder: Path, model: str, outcome: Outcome) -> bool:
     return any("this Weighbridge" in what for name, _, what in outcome.findings() if name == model)
 
 
-def test_fsck_of_a_store_with_random_damage_loses_nothing_that_is_whole(now: Path, tmp_path: Path) -> None:
+def test_fsck_of_a_store_with_random_damage_loses_nothing_that_is_whole(
+    template: Path, tmp_path: Path
+) -> None:
     for seed in range(SEED, SEED + RUNS):
-        check_fsck(now, tmp_path / "store", seed)
+        check_fsck(template, tmp_path / "store", seed)
 
 
 # -- objects that vanish ---------------------------------------------------------------------------------------------
@@ -282,88 +257,7 @@ def check_vanishing(template: Path, place: Path, seed: int) -> None:
 
 
 def test_fsck_of_a_store_from_which_objects_vanish_loses_nothing_that_is_whole(
-    now: Path, tmp_path: Path
+    template: Path, tmp_path: Path
 ) -> None:
     for seed in range(SEED, SEED + RUNS):
-        check_vanishing(now, tmp_path / "store", seed)
-
-
-# -- migrate ---------------------------------------------------------------------------------------------------------
-
-
-def check_migrate(template: Path, place: Path, seed: int) -> None:
-    versions = durable_versions(template)
-    folder, randomness, damages = spoilt(template, place, seed)
-    there = snapshot(folder)
-    print(seed, damages)
-    if randomness.random() < 0.3:
-        break_off_migration(folder, randomness)
-    options = ["--drop-damaged"] if randomness.random() < 0.5 else []
-    outcome = run("migrate", folder, *options)
-    assert "error" not in outcome.said
-    after = snapshot(folder)
-    again = run("migrate", folder)
-    assert again.said["ok"] == outcome.said["ok"]
-    assert not again.said["models"] or not again.said["ok"]
-    failed = {model["name"] for model in outcome.said["models"] if model["failure"] or model["problems"]}
-    checked = run("fsck", folder)
-    for version in intact(versions, there):
-        manifest = next(key for key in version.files if key.endswith("/weighbridge.json"))
-        for key, content in version.files.items():
-            assert key == manifest or after.get(key) == content, key
-        text = json.loads(after[manifest])  # type: ignore[arg-type]
-        assert {name: file["xxh3_128"] for name, file in files_of(text).items()} == {
-            key.rpartition("/")[2]: xxhash.xxh3_128_hexdigest(content)  # type: ignore[arg-type]
-            for key, content in version.files.items()
-            if key != manifest
-        }
-        if version.model in failed or version.number not in before_numbers(there, version.model):
-            continue
-        assert version.number in (listed(folder, version.model) or ()), version.number
-        # a head may lie in a way that only the check by manifests finds out
-        assert not [
-            f for f in checked.findings() if f[:2] == (version.model, version.number) and "entry" not in f[2]
-        ]
-
-
-class Killed(BaseException):
-    """What ends a migration before one of its writes."""
-
-
-def break_off_migration(folder: Path, randomness: random.Random) -> None:
-    """Begin a migration, with either option, that ends before one of its writes."""
-    writes, last, real = itertools.count(), randomness.randrange(40), LocalStore.put
-
-    def put(self: LocalStore, *args: Any, **options: Any) -> str:
-        if next(writes) == last:
-            raise Killed
-        return real(self, *args, **options)
-
-    with pytest.MonkeyPatch.context() as patch, closing(LocalStore(folder)) as store:
-        patch.setattr(LocalStore, "put", put)
-        with suppress(Killed):
-            list(migrate_store(store, drop_damaged=randomness.random() < 0.5))
-
-
-def files_of(manifest: dict[str, Any]) -> dict[str, Any]:
-    """The files that a manifest of before or of now lists."""
-    found: dict[str, Any] = (
-        manifest["files"] if manifest["format"] == 1 else manifest["parts"]["weights"]["files"]
-    )
-    return found
-
-
-def before_numbers(there: Mapping[str, object], model: str) -> set[int]:
-    """The versions in a head of before; none if there is none that can be read."""
-    try:
-        document = json.loads(there[f"models/{model}/head.json"])  # type: ignore[arg-type]
-        return {entry["number"] for entry in document["versions"]} if document["format"] in (1, 2) else set()
-    except (KeyError, TypeError, ValueError):
-        return set()
-
-
-def test_migration_of_a_store_with_random_damage_loses_nothing_that_is_whole(
-    before: Path, tmp_path: Path
-) -> None:
-    for seed in range(SEED, SEED + RUNS):
-        check_migrate(before, tmp_path / "store", seed)
+        check_vanishing(template, tmp_path / "store", seed)

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 
 from tests.service.fsck.damaged_stores import findings, history_of, repaired
-from tests.support.old_stores import MODEL
 from tests.support.raw_clients import RawClient, tiny_folder
 from tests.support.services import running_service
+from tests.support.small_stores import MODEL
 from weighbridge import EngineClient, TrainerClient, VersionState
 from weighbridge_storage.documents.names import ModelName
 from weighbridge_storage.stores.local import LocalStore

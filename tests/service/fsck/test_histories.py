@@ -11,7 +11,7 @@ import pytest
 
 from tests.service.fsck.damaged_stores import LONG, NAME, findings, history_of, repaired, without_writers
 from tests.support.heads import edit_document
-from tests.support.old_stores import spoil, version_folder
+from tests.support.small_stores import spoil, version_folder
 from weighbridge_storage.stores.local import LocalStore
 
 

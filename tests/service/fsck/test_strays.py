@@ -10,7 +10,7 @@ import pytest
 
 from tests.service.fsck.damaged_stores import NAME, WEIGHTS, findings, fsck, history_of, repaired
 from tests.support.heads import edit_document
-from tests.support.old_stores import DURABLE, MODEL, RETIRED, contents, spoil, version_folder
+from tests.support.small_stores import DURABLE, MODEL, RETIRED, contents, spoil, version_folder
 from weighbridge_storage.documents.names import version_prefix
 from weighbridge_storage.opening import open_store
 from weighbridge_storage.stores.local import LocalStore

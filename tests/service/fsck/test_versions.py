@@ -11,7 +11,7 @@ import pytest
 
 from tests.service.fsck.damaged_stores import WEIGHTS, findings, flip_digit, fsck, history_of, repaired
 from tests.support.heads import edit_document
-from tests.support.old_stores import MODEL, RETIRED, contents, spoil, version_folder
+from tests.support.small_stores import MODEL, RETIRED, contents, spoil, version_folder
 from weighbridge_storage.stores.local import LocalStore
 
 DAMAGES: dict[str, Any] = {
@@ -21,7 +21,7 @@ DAMAGES: dict[str, Any] = {
         p.unlink() for p in f.glob("*.json") if p.name != "weighbridge.json"
     ],
     "its manifest is missing": lambda f: (f / "weighbridge.json").unlink(),
-    "is not valid JSON": lambda f: (f / "weighbridge.json").write_bytes(b"{"),
+    "weighbridge.json does not end with its digest": lambda f: (f / "weighbridge.json").write_bytes(b"{"),
     "its manifest is that of acme/smol@5": lambda f: shutil.copy(f.parent / f"{5:012d}/weighbridge.json", f),
     "weighbridge.json does not agree with its digest": lambda f: flip_digit(f / "weighbridge.json", '"step"'),
     "requires": lambda f: edit_document(f / "weighbridge.json", requires=["base"]),

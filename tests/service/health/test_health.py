@@ -12,9 +12,10 @@ import httpx2 as httpx
 import pytest
 from starlette.testclient import TestClient
 
-from tests.support import old_stores
+from tests.support.heads import edit_document
 from tests.support.raw_clients import tiny_folder
 from tests.support.services import RunningService, running_service
+from tests.support.small_stores import MODEL, unpack
 from tests.support.waiting import eventually
 from weighbridge import TrainerClient
 from weighbridge._core.checks import Check, CheckStatus
@@ -25,6 +26,7 @@ from weighbridge_service.health import Health
 from weighbridge_service.health.checks import StoreChecks, check_clock, check_disk
 from weighbridge_service.health.monitor import Monitor, NamedCheck, Observation, finding
 from weighbridge_service.server import HttpServer
+from weighbridge_storage.documents.names import ModelName
 from weighbridge_storage.memory.memory_limits import DiskReading
 from weighbridge_storage.stores.local import LocalStore
 from weighbridge_storage.stores.objects import error_for
@@ -238,15 +240,17 @@ def test_a_store_that_takes_nothing_is_not_writable(tmp_path: Path, monkeypatch:
         health.close()
 
 
-def test_a_store_of_an_earlier_format_is_not_ready_and_lists_no_models_without_a_word(tmp_path: Path) -> None:
-    store = old_stores.unpack(tmp_path)
+def test_a_store_of_another_format_is_not_ready_and_lists_no_models_without_a_word(tmp_path: Path) -> None:
+    store = unpack(tmp_path)
+    for model in (MODEL, "acme/other"):
+        edit_document(store / ModelName.parse(model).head_key, format=4)
     with running_service(store) as running, TrainerClient(running.address) as client:
         running.health.start()
         eventually(lambda: named(running, "models-readable").status is CheckStatus.FAIL)
-        assert "weighbridge migrate" in named(running, "models-readable").fix
+        assert "reads format 4" in named(running, "models-readable").fix
         with pytest.raises(FailedPrecondition, match="format") as raised:
             client.models()
-        assert "weighbridge migrate" in raised.value.fix
+        assert "reads format 4" in raised.value.fix
 
 
 def test_a_damaged_head_is_named_with_what_to_do_and_hides_no_other_model(tmp_path: Path) -> None:

@@ -162,14 +162,14 @@ def test_a_head_that_contradicts_itself_is_data_loss(store: ObjectStore, number:
     assert left == text_of(document), "a head that cannot be read is left as it is"
 
 
-def test_a_head_of_the_format_before_is_left_as_it_is_and_says_how_to_migrate_it(store: ObjectStore) -> None:
-    for older in (1, 2):
-        text = json.dumps({"format": older, "versions": []}).encode()
+def test_a_head_of_another_format_is_refused_by_its_number_and_left_as_it_is(store: ObjectStore) -> None:
+    for other in (2, 4):
+        text = text_of({"format": other, "versions": []})
         store.put(SMOL.head_key, text, mode="overwrite")
         for use in (HeadStore(store).read, lambda model: HeadStore(store).update(model, allocate)):
-            with pytest.raises(FailedPrecondition, match=f"{SMOL.head_key} has format {older}") as caught:
+            with pytest.raises(FailedPrecondition, match=f"{SMOL.head_key} has format {other}") as caught:
                 use(SMOL)
-            assert caught.value.fix == "run `weighbridge migrate STORE`"
+            assert caught.value.fix == f"use a Weighbridge that reads format {other}"
         assert store.get(SMOL.head_key)[0] == text
 
 

@@ -64,15 +64,15 @@ def test_models_that_cannot_be_read_are_named_with_what_to_do(store: ObjectStore
     store.put("models/acme/headless/versions/000000000001/x", b"", mode="create")
     for name, text in (
         ("damaged", store.get(SMOL.head_key)[0].replace(b'"next_version":1', b'"next_version":3')),
-        ("earlier", b'{"format":2}'),
+        ("earlier", text_of({"format": 2})),
         ("later", text_of({"format": 4})),
     ):
         store.put(ModelName("acme", name).head_key, text, mode="create")
     found = {model.name: error.fix for model, error in heads.examined() if error}
     assert found == {
         "damaged": document_digests.REPAIR,
-        "earlier": "run `weighbridge migrate STORE`",
-        "later": "use a newer Weighbridge",
+        "earlier": "use a Weighbridge that reads format 2",
+        "later": "use a Weighbridge that reads format 4",
     }
 
 

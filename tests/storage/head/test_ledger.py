@@ -109,7 +109,7 @@ def test_a_ledger_of_a_later_release_is_refused_and_left_alone(tmp_path: Path) -
     store = LocalStore(tmp_path)
     text = Ledger().to_json().partition(b',"digest"')[0].replace(b'"format":1', b'"format":2')
     store.put(ledger_key("acme"), with_digest(text + b"}"), mode="create")
-    with pytest.raises(FailedPrecondition, match="newer"):
+    with pytest.raises(FailedPrecondition, match="reads format 1"):
         LedgerStore(store).update("acme", lambda ledger: ledger.noted("smol", Amount(1, 2)))
 
 

@@ -1,9 +1,4 @@
-"""Writer of `store_format2.tar.xz`: a store as the release before heads of format 3 and manifests of format 2 wrote it.
-
-To be run with the code of commit 8f34040 on PYTHONPATH::
-
-    git archive 8f34040 | tar -x -C OLD
-    cd OLD && PYTHONPATH=.:clients:storage:service python .../write_store_of_before.py TARGET.tar.xz
+"""Writer of `store.tar.xz`: a small store as a service writes it, ``python -m tests.data.write_store TARGET.tar.xz``.
 
 ``acme/smol`` has the versions 1 (deleted, its tombstone is there), 2 (tagged prod), 3 (with an infinity in it), 5 and 6 (latest); 4 was
 aborted, 7 is open. Each has two files of weights. ``acme/other`` has one version.
@@ -11,6 +6,7 @@ aborted, 7 is open. Each has two files of weights. ``acme/other`` has one versio
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 import sys
@@ -72,19 +68,22 @@ def main() -> None:
                     with RawClient(running.address) as raw:
                         trainer.abort("acme/smol", raw.open("acme/smol", step=40))
                     continue
-                trainer.push_folder("acme/smol", source, step=10 * seed).wait(timeout=60)
+                trainer.push_folder("acme/smol", source, step=10 * seed, allow_nonfinite=seed == 3).wait(
+                    timeout=60
+                )
             client.delete_version("acme/smol", 1)
             client.set_ref("acme/smol", "prod", 2)
             with RawClient(running.address) as raw:
                 raw.open("acme/smol", step=70)
+        models = temporary / "store/models"
         with tarfile.open(sys.argv[1], "w:xz") as tar:
-            for path in sorted((temporary / "store").rglob("*")):
-                if path.is_file() and ".locks" not in path.parts and "probe" not in path.parts:
-                    info = tar.gettarinfo(path, str(path.relative_to(temporary)))
-                    info.uid = info.gid = info.mtime = 0
-                    info.uname = info.gname = ""
-                    with path.open("rb") as file:
-                        tar.addfile(info, file)
+            for path in sorted(each for each in models.rglob("*") if each.is_file()):
+                content = path.read_bytes()
+                info = tarfile.TarInfo(
+                    str(path.relative_to(temporary))
+                )  # by itself: some files are linked to others
+                info.size = len(content)
+                tar.addfile(info, io.BytesIO(content))
         shutil.rmtree(temporary)
         os._exit(0)  # with version 7 open, which a service that drains would give up
 

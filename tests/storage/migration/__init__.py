@@ -1,1 +1,0 @@
-"""Tests of `weighbridge_storage.migration`."""
