@@ -21,8 +21,7 @@ from tests.support.held_tensors import Grid, Held, shards_of
 from tests.support.published_families import qwen3_next, qwen3_next_model
 from tests.support.reference import make_random
 from tests.support.services import RunningService, running_service
-from weighbridge import EngineClient, LayoutError, TrainerClient, VersionFailed
-from weighbridge._clients.calls import push_calls
+from weighbridge import EngineClient, LayoutError, TrainerClient
 from weighbridge._core.references import training_of
 
 MODEL = "tests/cast"
@@ -166,20 +165,3 @@ def test_adapters_of_megatron_are_refused_by_name_with_and_without_a_training_st
         with pytest.raises(LayoutError, match="LoRA adapters") as refused:
             trainer.restore(MODEL, shards_of(held, Grid(), 0))
     assert "before adapters are added" in refused.value.fix
-
-
-def test_a_service_that_does_not_say_what_it_has_refuses_other_dtypes_as_before(
-    service: RunningService, source: Source, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = push_calls.pb.DescribeShardsRequest
-
-    def older(**fields: Any) -> Any:
-        fields.pop("tensors", None)  # what an older service does not see
-        return asked(**fields)
-
-    monkeypatch.setattr(push_calls.pb, "DescribeShardsRequest", older)
-    with TrainerClient(service.address) as trainer:
-        with pytest.raises((VersionFailed, LayoutError), match="wrong dtype"):
-            trainer.push(MODEL, shards_of(source.held, Grid(), 0), step=60, rank=0, world_size=1)
-        handle = trainer.push(MODEL, shards_of(narrow(source.held), Grid(), 0), step=61, rank=0, world_size=1)
-        assert handle.wait(timeout=PATIENCE).step == 61

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import TYPE_CHECKING
 
 import click
@@ -18,7 +17,6 @@ from weighbridge._core.resources import Retention
 from weighbridge._core.text.counts import counted
 from weighbridge._core.text.durations import readable_duration
 from weighbridge._core.text.sizes import readable_size
-from weighbridge.errors import FailedPrecondition, NotFound
 
 if TYPE_CHECKING:
     from weighbridge._clients.client import Client
@@ -43,7 +41,6 @@ def _connect(server: str) -> Client:
 )
 @click.option(
     "--keep-every-numbers",
-    "--keep-every",
     "keep_every",
     type=WholeNumber(min=1),
     metavar="K",
@@ -70,7 +67,6 @@ def _connect(server: str) -> Client:
 )
 @click.option(
     "--keep-training-every-numbers",
-    "--keep-training-every",
     "keep_training_every",
     type=WholeNumber(min=1),
     metavar="K",
@@ -106,12 +102,10 @@ def retention_command(
     if is_training(model) and not training.keeps_everything:
         raise click.UsageError(f"{model} are training states already: --keep-last, --keep-every-steps")
     with _connect(server) as client:
-        if (
-            not training.keeps_everything
-        ):  # first: a service of an earlier release refuses it, and changes nothing
-            _set(client, training_of(model), training)
+        if not training.keeps_everything:
+            client.set_retention(training_of(model), training)
         if keep_everything or not rules.keeps_everything:
-            _set(client, model, rules)
+            client.set_retention(model, rules)
         else:
             rules = client.retention(model)
     shown = {model: rules, **({} if training.keeps_everything else {training_of(model): training})}
@@ -121,19 +115,6 @@ def retention_command(
     else:
         for name, each in shown.items():
             say(f"{name}: keeps {_rules_text(each)}")
-
-
-def _set(client: Client, model: str, rules: Retention) -> None:
-    """Set rules. A service of a release that does not know one of them keeps the rules that it had."""
-    before = Retention()
-    with contextlib.suppress(NotFound):  # training states whose rules come before the first of them
-        before = client.retention(model)
-    if client.set_retention(model, rules) != rules:
-        client.set_retention(model, before)
-        raise FailedPrecondition(
-            "the service does not count steps: the rules are as they were",
-            fix="run a newer release of the service, or count numbers: --keep-every-numbers",
-        )
 
 
 def _rules_text(rules: Retention) -> str:

@@ -26,7 +26,6 @@ from weighbridge._core.slices import FullTensors, LayoutRequest
 from weighbridge._formats import hf_folder, safetensors_files
 from weighbridge._formats.host_slices import Slices
 from weighbridge._signing.exporting import write_signatures
-from weighbridge.errors import FailedPrecondition
 
 if TYPE_CHECKING:
     import torch
@@ -231,10 +230,7 @@ class EngineClient(Client):
             on_progress=on_progress,
         )
         if dtype is None and plan.version.state.stored:
-            try:
-                _, signatures = self._connection.run(signature_calls.get_signatures(model, number))
-            except FailedPrecondition:  # the service is of an earlier release, which has none
-                signatures = ()
+            _, signatures = self._connection.run(signature_calls.get_signatures(model, number))
             if signatures:
                 manifest = self._connection.run(signature_calls.get_manifest(model, number))
                 write_signatures(Path(folder), manifest, signatures)

@@ -8,10 +8,9 @@ from typing import TypedDict
 
 from weighbridge._clients.holding.policy import HoldPolicy, OnFailure
 from weighbridge._core.metadata import Metadata
-from weighbridge._core.resources import HELD_CANDIDATE, Version
 from weighbridge._core.text.suggestions import did_you_mean
 from weighbridge._transport import wire
-from weighbridge.errors import FailedPrecondition, InvalidArgument
+from weighbridge.errors import InvalidArgument
 from weighbridge.v1 import checkpoint_service_pb2 as pb
 
 
@@ -76,17 +75,3 @@ def say(opening: pb.OpenVersionRequest, options: PushOptions) -> None:
     opening.allow_nonfinite = options.get("allow_nonfinite", False)
     for key, value in wire.metadata_to_proto({} if metadata is None else metadata).items():
         opening.metadata[key].CopyFrom(value)
-
-
-def check_heard(opening: pb.OpenVersionRequest, version: Version) -> None:
-    """Raise FailedPrecondition if the service has opened a version without what was said of it: an older one does not know it."""
-    held = {*version.held, *version.approved_reasons}
-    unheard = [
-        *(["candidates"] if opening.candidate and HELD_CANDIDATE not in held else []),
-        *(["metadata"] if opening.metadata and not version.metadata else []),
-    ]
-    if unheard:
-        raise FailedPrecondition(
-            f"the service that has opened {version} knows no {' and no '.join(unheard)}",
-            fix="update the service to this client's version, or push without",
-        )

@@ -21,7 +21,6 @@ from weighbridge._clients.copying.delivery import Delivery, copy_out, lend, take
 from weighbridge._clients.holding.agreement import RankAgreement
 from weighbridge._clients.holding.policy import FREE, Hold, held
 from weighbridge._clients.push_handle import PushHandle, PushReport
-from weighbridge._clients.push_options import check_heard
 from weighbridge._clients.push_routes import routes_of
 from weighbridge._clients.rank_stream import RankStream
 from weighbridge._core.layouts import Layout, Shard
@@ -206,7 +205,6 @@ class Pusher:
             span.begin("weighbridge.open", back=True).end()
             number = opened.number
             span.set("weighbridge.version", number)
-            check_heard(opening, opened)
             header = pb.PushHeader(model=model, number=number, rank=rank, client_id=opening.client_id)
             with span.child("weighbridge.declare"):
                 heard = partial(_heard, header, terms)

@@ -17,7 +17,6 @@ from weighbridge._core.references import Reference
 from weighbridge._core.slices import Boxes
 from weighbridge._formats import safetensors_files
 from weighbridge._memory.file_reads import OpenFile
-from weighbridge.errors import FailedPrecondition
 
 
 class Side(Protocol):
@@ -62,12 +61,7 @@ class VersionSide:
         model, number = planned.version.model, planned.version.number
         digests: Mapping[str, str] = {}
         if planned.version.state.stored:
-            try:
-                digests = client.tensor_digests(model, number)
-            except (
-                FailedPrecondition
-            ):  # the service is of an earlier release, and does not hand out manifests
-                digests = {}
+            digests = client.tensor_digests(model, number)
         return VersionSide(
             f"{model}@{number}", planned.layout.tensors, digests, client, Reference(model, str(number))
         )

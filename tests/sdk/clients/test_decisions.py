@@ -11,27 +11,23 @@ from hypothesis import strategies as st
 
 from tests.support.waiting import processor_seconds
 from weighbridge import Boxes, EngineClient, FullTensors
-from weighbridge._clients.calls import model_calls, pull_calls, push_calls, version_calls
+from weighbridge._clients.calls import model_calls, pull_calls, version_calls
 from weighbridge._clients.calls.known_layouts import KnownLayouts
 from weighbridge._clients.calls.steps import Call, Pause, Steps, take
 from weighbridge._clients.calls.watching import Watch
-from weighbridge._core.layouts import Layout
 from weighbridge._core.resources import VersionState
-from weighbridge._core.tensor_spaces import TensorSpace
-from weighbridge._transport import wire
 from weighbridge._transport.backoff import Backoff
 from weighbridge.errors import (
     DataLoss,
     DeadlineExceeded,
-    FailedPrecondition,
     InvalidArgument,
     NotFound,
     ResourceExhausted,
     Unavailable,
     WeighbridgeError,
 )
-from weighbridge.v1 import checkpoint_service_pb2, resources_pb2
 from weighbridge.v1 import model_service_pb2 as pb
+from weighbridge.v1 import resources_pb2
 
 MODEL = "tests/decisions"
 JITTERS = st.lists(st.floats(0, 1), min_size=1, max_size=40)
@@ -236,11 +232,3 @@ def test_a_client_that_has_been_closed_says_so(used: bool) -> None:
                 ask()
 
         assert processor_seconds(refuse) < 5.0
-
-
-def test_a_service_that_does_not_know_which_tensors_a_model_has_is_to_be_updated() -> None:
-    """It answers with what it has always answered: megatron-core's shards."""
-    shards = wire.layout_to_proto(Layout.stream((), ()), TensorSpace.MEGATRON)
-    response = checkpoint_service_pb2.DescribeShardsResponse(layout=shards)
-    with pytest.raises(FailedPrecondition, match="update the service"):
-        take(push_calls.describe_tensors(MODEL), lambda call: response.SerializeToString())

@@ -148,8 +148,6 @@ def test_the_layout_that_a_service_sends_anew_takes_the_place_of_the_known_one()
     assert _planned(layouts, answer(1, "one", sent=False), "one").layout == _layout(1)
     assert _planned(layouts, answer(2, "two", sent=True), "one").layout == _layout(2)
     assert _planned(layouts, answer(2, "two", sent=False), "two").layout == _layout(2)
-    # a service of an earlier release names no layouts, and always sends them
-    assert _planned(layouts, answer(3, "", sent=True), "two").layout == _layout(3)
 
 
 def test_an_answer_that_counts_on_a_layout_which_the_client_never_had_is_refused() -> None:

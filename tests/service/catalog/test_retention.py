@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from tests.support.waiting import eventually
 from weighbridge import EngineClient, Retention, TrainerClient
 from weighbridge._cli import commands
 from weighbridge._cli.parsing import parse_duration
-from weighbridge._clients.calls import model_calls
 from weighbridge._core.reports.collection import Collection, DeletedVersion
 from weighbridge._core.resources import VersionState
 from weighbridge.errors import FailedPrecondition, InvalidArgument, NotFound, WeighbridgeError
@@ -403,7 +401,7 @@ def test_retention_over_http(bench: Bench) -> None:
 def test_rules_for_training_states_are_set_beside_those_of_the_weights(local: Bench) -> None:
     training = f"{MODEL}:training"
     both = local.cli(
-        "retention", MODEL, "--keep-last", 4, "--keep-training-last", 2, "--keep-training-every", 500
+        "retention", MODEL, "--keep-last", 4, "--keep-training-last", 2, "--keep-training-every-numbers", 500
     )
     assert both.output.splitlines() == [
         f"{MODEL}: keeps the last 4, what refs name",
@@ -427,33 +425,16 @@ def test_the_command_line_says_whether_it_counts_steps_or_numbers(local: Bench) 
     ]
     assert local.trainer.retention(MODEL) == Retention(keep_every_steps=100)
     assert local.http.get(f"/v1/models/{MODEL}/retention").json()["keep_every_steps"] == 100
-    for option in ("--keep-every", "--keep-every-numbers"):  # what was typed before goes on meaning the same
-        said = local.cli("retention", MODEL, option, 100).output
-        assert said == f"{MODEL}: keeps one of every 100 numbers, what refs name\n"
+    said = local.cli("retention", MODEL, "--keep-every-numbers", 100).output
+    assert said == f"{MODEL}: keeps one of every 100 numbers, what refs name\n"
     assert local.trainer.retention(MODEL) == Retention(keep_every=100)
-
-
-def test_a_service_that_does_not_count_steps_keeps_the_rules_that_it_had(
-    local: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    local.trainer.set_retention(MODEL, Retention(keep_last=5))
-    monkeypatch.setattr(model_calls, "set_retention", _as_an_earlier_service(model_calls.set_retention))
-    refused = local.cli("retention", MODEL, "--keep-last", 2, "--keep-every-steps", 100)
-    assert refused.exit_code == 1
-    assert "does not count steps" in refused.output
-    assert local.trainer.retention(MODEL) == Retention(keep_last=5)
-
-
-def _as_an_earlier_service(call: Callable[[str, Retention], Any]) -> Callable[[str, Retention], Any]:
-    """A call by which a rule about steps does not arrive, as a field that its receiver does not know."""
-    return lambda model, rules: call(model, replace(rules, keep_every_steps=0))
 
 
 def test_retention_on_the_command_line(local: Bench) -> None:
     local.add(4)
     shown = local.cli("retention", MODEL)
     assert (shown.exit_code, shown.output) == (0, f"{MODEL}: keeps everything\n")
-    said = local.cli("retention", MODEL, "--keep-last", 1, "--keep-every", 2, "--keep-younger", "7d")
+    said = local.cli("retention", MODEL, "--keep-last", 1, "--keep-every-numbers", 2, "--keep-younger", "7d")
     assert (
         said.output
         == f"{MODEL}: keeps the last 1, one of every 2 numbers, those younger than 7 d, what refs name\n"

@@ -115,7 +115,7 @@ class Gatherer:
             return None
 
     def _perhaps(self, question: Callable[[], T]) -> T | None:
-        """The answer to a question that a service of an earlier release, or by its policy, may not answer."""
+        """The answer to a question that the service may refuse by its policy."""
         try:
             return question()
         except AWAY:

@@ -19,7 +19,7 @@ from weighbridge._core.tensor_spaces import TensorSpace
 from weighbridge._core.text.durations import readable_duration
 from weighbridge._core.text.waits import Reminder, ranks_text
 from weighbridge._transport import wire
-from weighbridge.errors import DeadlineExceeded, FailedPrecondition
+from weighbridge.errors import DeadlineExceeded
 from weighbridge.v1 import checkpoint_service_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -203,31 +203,17 @@ def describe_shards(model: str, rank: MegatronRank) -> Steps[Layout]:
 
 
 def registered_specs(model: str, specs: Iterable[TensorSpec]) -> Steps[Mapping[str, TensorSpec]]:
-    """Tensors of a trainer that are of the model, by Megatron-core's names, in the dtypes that it is registered with.
-
-    Empty if the service is too old to say.
-    """
+    """Tensors of a trainer that are of the model, by Megatron-core's names, in the dtypes that it is registered with."""
     held = wire.layout_to_proto(Layout.stream(specs, []), TensorSpace.MEGATRON)
     request = pb.DescribeShardsRequest(
         model=model, tensors=held, tensor_parallel_size=1, pipeline_parallel_size=1
     )
-    found = (yield from _call("DescribeShards", request)).layout
-    return {} if found.shards else wire.layout_from_proto(found).tensors
+    return wire.layout_from_proto((yield from _call("DescribeShards", request)).layout).tensors
 
 
 def describe_tensors(model: str) -> Steps[Layout]:
-    """All tensors of a model, whole, by Hugging Face's names.
-
-    Raises:
-        FailedPrecondition: the service is too old to say.
-    """
+    """All tensors of a model, whole, by Hugging Face's names."""
     request = pb.DescribeShardsRequest(
         model=model, tensor_parallel_size=1, pipeline_parallel_size=1, space=wire.space_to_proto(TensorSpace.HUGGING_FACE)
     )  # fmt: skip
-    found = (yield from _call("DescribeShards", request)).layout
-    if wire.space_from_proto(found.space) != TensorSpace.HUGGING_FACE:  # it does not know the field
-        raise FailedPrecondition(
-            "the service does not say which tensors a model has",
-            fix="update the service to this client's version",
-        )
-    return wire.layout_from_proto(found)
+    return wire.layout_from_proto((yield from _call("DescribeShards", request)).layout)

@@ -10,9 +10,6 @@ from weighbridge._clients.calls.version_calls import get_version
 from weighbridge._core.references import Reference
 from weighbridge._core.resources import (
     REF_LATEST,
-    REQUEST_DELETE,
-    REQUEST_DONE,
-    REQUEST_MOVE,
     Protection,
     RefRequest,
     Version,
@@ -51,9 +48,7 @@ def request_ref(
         model=meant.model, ref=ref, version=str(number), request_id=request_id or uuid.uuid4().hex, note=note
     )
     response = yield from _call("SetRef", request)
-    if response.HasField("request"):
-        return wire.read(RefRequest, response.request)
-    return RefRequest(meant.model, ref, REQUEST_MOVE, REQUEST_DONE, response.version.number)  # of before
+    return wire.read(RefRequest, response.request)
 
 
 def delete_ref(model: str, ref: str) -> Steps[None]:
@@ -65,9 +60,7 @@ def request_ref_deletion(model: str, ref: str, note: str, request_id: str) -> St
     """Take a tag away, or ask for it."""
     request = pb.DeleteRefRequest(model=model, ref=ref, request_id=request_id or uuid.uuid4().hex, note=note)
     response = yield from _call("DeleteRef", request)
-    if response.HasField("request"):
-        return wire.read(RefRequest, response.request)
-    return RefRequest(model, ref, REQUEST_DELETE, REQUEST_DONE)  # of before
+    return wire.read(RefRequest, response.request)
 
 
 def approve_ref(model: str, ref: str, request_id: str, note: str) -> Steps[RefRequest]:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from weighbridge._clients.calls.steps import Pause, Steps, call_method
-from weighbridge._core.metadata import all_hold, conditions
 from weighbridge._core.references import Reference
 from weighbridge._core.reports.rank_progress import RankProgress
 from weighbridge._core.resources import REF_LATEST, Verification, Version, VersionState
@@ -107,17 +106,13 @@ def list_versions(
     """A model's versions, page by page; as many as are wanted."""
     if limit is not None and limit < 1:
         raise InvalidArgument(f"{limit} versions cannot be listed", fix="ask for one at the least")
-    wanted = conditions(where)
     found: list[Version] = []
     request = pb.ListVersionsRequest(
         model=model, include_invisible=include_invisible, where=where, page_size=limit or 0
     )
     while True:
         page = yield from _call("ListVersions", request)
-        versions = map(wire.version_from_proto, page.versions)
-        found += [
-            version for version in versions if all_hold(wanted, version.metadata)
-        ]  # older services send all
+        found += map(wire.version_from_proto, page.versions)
         if not page.next_page_token or (limit is not None and len(found) >= limit):
             return found[:limit]
         request.page_token = page.next_page_token
