@@ -1,4 +1,4 @@
-"""Do the constants of a weight map reach the files and the trainer, over each lane, and is a rank that does not know of them refused?
+"""Do the constants of a weight map reach the files and the trainer, over each lane?
 
 Qwen3-Next's gated delta nets have a norm whose weights Megatron-core holds less one.
 """
@@ -20,19 +20,13 @@ from torch import Tensor
 
 from tests.support.held_tensors import Grid, Held, shards_of
 from tests.support.published_families import qwen3_next, qwen3_next_model
-from tests.support.raw_clients import RawClient
 from tests.support.reference import make_random
 from tests.support.services import RunningService, running_service
-from tests.support.waiting import eventually
 from weighbridge import EngineClient, TrainerClient
-from weighbridge._clients.calls import push_calls
 from weighbridge._core.layouts import Layout
 from weighbridge._core.megatron_rank import MegatronRank
-from weighbridge._core.tensor_spaces import TensorSpace
 from weighbridge._formats.megatron_state import sharded_tensors
 from weighbridge._formats.safetensors_files import lay_out_files
-from weighbridge.errors import FailedPrecondition, VersionFailed
-from weighbridge.v1 import checkpoint_service_pb2 as pb
 from weighbridge_service.converting.convert import convert_folder
 from weighbridge_service.converting.pushing import CheckpointToPush
 from weighbridge_service.models import registered_model
@@ -211,63 +205,3 @@ def test_a_checkpoint_is_converted_and_pushed_with_the_constant(
 
 def layout_of(source: Source, rank: int) -> Layout:
     return sharded_tensors(shards_of(source.held, GRID, rank)).layout
-
-
-def test_a_rank_that_does_not_know_of_constants_is_refused_and_told_of_which(
-    service: RunningService, source: Source
-) -> None:
-    with RawClient(service.address) as old:
-        number = old.open(MODEL, ranks=2, step=31)
-        layouts = [layout_of(source, rank) for rank in range(2)]
-        with ThreadPoolExecutor(2) as ranks:
-            asked = [
-                ranks.submit(old.declare, MODEL, number, layout, rank=rank, space=TensorSpace.MEGATRON)
-                for rank, layout in enumerate(layouts)
-            ]
-            refusals = [each.exception(PATIENCE) for each in asked]
-    # the norms are whole on both ranks, and pushed by one of them
-    refused = [each for each in refusals if each is not None]
-    assert refused
-    for error in refused:
-        assert isinstance(error, FailedPrecondition)
-        assert "does not know" in error.message
-        assert "update" in error.fix
-    assert any(f"{HELD.format(0)}: plus 1" in error.details for error in refused)
-
-
-def test_ranks_of_an_earlier_release_leave_no_version_behind(
-    service: RunningService, source: Source, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They ask without the field, give the version up, and the other ranks are told why."""
-    made = pb.DeclareLayoutRequest
-
-    def as_before(*, adds_shifts: bool, **fields: Any) -> pb.DeclareLayoutRequest:
-        return made(**fields)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(push_calls.pb, "DeclareLayoutRequest", as_before)
-        with ThreadPoolExecutor(2) as ranks:
-            asked = [ranks.submit(_push_as, service, source, rank) for rank in range(2)]
-            errors = [each.exception(PATIENCE) for each in asked]
-    assert any(isinstance(each, FailedPrecondition) and "plus a constant" in each.message for each in errors)
-    assert all(isinstance(each, FailedPrecondition | VersionFailed) for each in errors)
-    with TrainerClient(service.address) as trainer:
-        eventually(
-            lambda: all(
-                version.state.name in ("ABORTED", "FAILED")
-                for version in trainer.versions(MODEL, include_invisible=True)
-                if version.step == 41
-            )
-        )
-        # by Hugging Face's names there is nothing to add, whoever pushes
-    with monkeypatch.context() as patch, TrainerClient(service.address) as trainer:
-        patch.setattr(push_calls.pb, "DeclareLayoutRequest", as_before)
-        number = trainer.push_folder(MODEL, source.folder).wait(timeout=PATIENCE).number
-    assert_holds(pulled(service, number), source.weights)
-
-
-def _push_as(service: RunningService, source: Source, rank: int) -> int:
-    with TrainerClient(service.address) as trainer:
-        shards = shards_of(source.held, GRID, rank)
-        handle = trainer.push(MODEL, shards, step=41, rank=rank, world_size=2)
-        return handle.wait(timeout=PATIENCE).number

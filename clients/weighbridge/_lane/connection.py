@@ -41,9 +41,6 @@ class LaneConnection:
 
     Raises:
         FailedPrecondition: the socket cannot be used; says why.
-
-    Attributes:
-        keeps_mappings: whether memory may stay mapped for writing after its loan; not at services of earlier releases.
     """
 
     def __init__(
@@ -97,7 +94,6 @@ class LaneConnection:
             found = self.ask(hello, seconds=_HELLO_SECONDS)[0].hello
             if found.service_id != service_id:
                 raise FailedPrecondition(f"the socket {path} belongs to another service")
-            self.keeps_mappings = found.keeps_mappings
         except BaseException:
             self.close()
             raise

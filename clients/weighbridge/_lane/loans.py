@@ -109,7 +109,7 @@ class WriteLoan:
         return found
 
     def end(self, *, complete: bool) -> None:
-        """Write no more. The mapping stays, with its registration with CUDA, for later pushes, if the service knows of that.
+        """Write no more. The mapping stays, with its registration with CUDA, for later pushes.
 
         Args:
             complete: whether all that belongs to the memory was written.
@@ -119,10 +119,7 @@ class WriteLoan:
         """
         memory, self._memory = self._memory, None
         if memory is not None:
-            kept = self._connection.keeps_mappings
-            if not kept:
-                memory.close()
-            end = pb.EndWrite(loan=self._number, complete=complete, kept=kept, sample=self._sample)
+            end = pb.EndWrite(loan=self._number, complete=complete, kept=True, sample=self._sample)
             self._connection.ask(pb.LaneRequest(end_write=end))
 
 

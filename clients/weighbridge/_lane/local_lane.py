@@ -135,8 +135,7 @@ class LocalLane:
             placed = self._plans.placed(loan, plan, [memory.nbytes], stream, (model, rank))
             if descriptors:
                 memory.populate(merged((c.file_offset, c.file_end) for shard in placed.copies for c in shard))
-                if connection.keeps_mappings:
-                    self._keep(connection, self._writable, memory.key, memory, recalls)
+                self._keep(connection, self._writable, memory.key, memory, recalls)
             return WriteLoan(connection, loan.loan, memory, placed)
         except BaseException:
             connection.tell(pb.LaneRequest(end_write=pb.EndWrite(loan=loan.loan, kept=True)))

@@ -199,7 +199,7 @@ class StreamReceiver:
         if parts[0].wait_begun():
             for part in parts[1:]:
                 part.start()
-        else:  # the service knows no striping: all comes over the first connection
+        else:  # there are too few places for streams: all comes over the first connection
             parts = parts[:1]
         position, index = 0, 0
         while (data := parts[index].take()) is not None:

@@ -300,9 +300,8 @@ def model_to_proto(model: Model) -> resources_pb2.Model:
 
 
 def model_from_proto(message: resources_pb2.Model) -> Model:
-    """A model from a message; one of an earlier release has a weight map."""
-    found = read(Model, message)
-    return found if message.HasField("weight_map") else dataclasses.replace(found, weight_map=True)
+    """A model from a message."""
+    return read(Model, message)
 
 
 def retention_to_proto(retention: Retention) -> resources_pb2.Retention:

@@ -141,15 +141,12 @@ class DeclareLayoutRequest(_message.Message):
     CLIENT_ID_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
-    ADDS_SHIFTS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     number: _builtins.int
     rank: _builtins.int
     client_id: _builtins.str
     digest: _builtins.str
     """Digest of the layout. Sent alone first; if the service does not know it, it asks for the layout."""
-    adds_shifts: _builtins.bool
-    """The rank adds what the answer's shifts say. One that does not know of them is refused where there are any."""
     @_builtins.property
     def layout(self) -> _resources_pb2.Layout: ...
     def __init__(
@@ -161,11 +158,10 @@ class DeclareLayoutRequest(_message.Message):
         client_id: _builtins.str = ...,
         digest: _builtins.str = ...,
         layout: _resources_pb2.Layout | None = ...,
-        adds_shifts: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adds_shifts", b"adds_shifts", "client_id", b"client_id", "digest", b"digest", "layout", b"layout", "model", b"model", "number", b"number", "rank", b"rank"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_id", b"client_id", "digest", b"digest", "layout", b"layout", "model", b"model", "number", b"number", "rank", b"rank"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -714,7 +710,7 @@ class StreamHeader(_message.Message):
     stream_bytes: _builtins.int
     """Of the whole stream, whatever part of it this call brings."""
     striped_over: _builtins.int
-    """Calls over which the stream is spread, as asked for. 0 comes from a service that knows no striping, and sends all of it."""
+    """Calls over which the stream is spread: as asked for, or 1 where the service sends all of it over the first one."""
     @_builtins.property
     def version(self) -> _resources_pb2.Version: ...
     def __init__(
@@ -791,7 +787,7 @@ class DescribeShardsRequest(_message.Message):
     @_builtins.property
     def tensors(self) -> _resources_pb2.Layout:
         """Tensors of a trainer, without shards, by Megatron-core's names in any of their forms. The answer has those of them that are of the model, with the
-        element types that the model is registered with; sizes and ranks mean nothing then. A service that does not know the field answers as without it.
+        element types that the model is registered with; sizes and ranks mean nothing then.
         """
 
     def __init__(

@@ -228,19 +228,15 @@ class LaneHelloReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SERVICE_ID_FIELD_NUMBER: _builtins.int
-    KEEPS_MAPPINGS_FIELD_NUMBER: _builtins.int
     service_id: _builtins.str
-    keeps_mappings: _builtins.bool
-    """Whether clients may keep mappings for writing: see EndWrite.kept."""
     def __init__(
         self,
         *,
         service_id: _builtins.str = ...,
-        keeps_mappings: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["keeps_mappings", b"keeps_mappings", "service_id", b"service_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["service_id", b"service_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -450,7 +450,7 @@ class SetRefResponse(_message.Message):
 
     @_builtins.property
     def request(self) -> _resources_pb2.RefRequest:
-        """Whether that is done; unset by services of before."""
+        """Whether that is done."""
 
     def __init__(
         self,
@@ -502,7 +502,7 @@ class DeleteRefResponse(_message.Message):
     REQUEST_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def request(self) -> _resources_pb2.RefRequest:
-        """Whether that is done; unset by services of before."""
+        """Whether that is done."""
 
     def __init__(
         self,

@@ -436,7 +436,7 @@ class Model(_message.Message):
     tensor_count: _builtins.int
     tensor_bytes: _builtins.int
     weight_map: _builtins.bool
-    """Whether its tensors have Megatron-core's names, too; otherwise they have those of its files alone. Absent means that they have."""
+    """Whether its tensors have Megatron-core's names, too; otherwise they have those of its files alone."""
     @_builtins.property
     def files(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Names of the files that belong to it besides the weights."""
@@ -455,15 +455,13 @@ class Model(_message.Message):
         tensor_bytes: _builtins.int = ...,
         files: _abc.Iterable[_builtins.str] | None = ...,
         refs: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
-        weight_map: _builtins.bool | None = ...,
+        weight_map: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_weight_map", b"_weight_map", "weight_map", b"weight_map"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_weight_map", b"_weight_map", "dtype", b"dtype", "files", b"files", "model_type", b"model_type", "name", b"name", "refs", b"refs", "tensor_bytes", b"tensor_bytes", "tensor_count", b"tensor_count", "weight_map", b"weight_map"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "files", b"files", "model_type", b"model_type", "name", b"name", "refs", b"refs", "tensor_bytes", b"tensor_bytes", "tensor_count", b"tensor_count", "weight_map", b"weight_map"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__weight_map: _TypeAlias = _typing.Literal["weight_map"]  # noqa: Y015
-    _WhichOneofArgType__weight_map: _TypeAlias = _typing.Literal["_weight_map", b"_weight_map"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__weight_map) -> _WhichOneofReturnType__weight_map | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Model: _TypeAlias = Model  # noqa: Y015
 

@@ -90,8 +90,6 @@ class Intake:
         layout: Layout | None,
         space: TensorSpace,
         seconds: float,
-        *,
-        adds_shifts: bool = False,
     ) -> Pending[Declared]:
         """Say what a rank holds. The answer waits for the other ranks, for a few seconds at most.
 
@@ -104,11 +102,9 @@ class Intake:
             layout: the layout; None if the service is believed to know it.
             space: to which the names of its tensors belong.
             seconds: how long the caller waits.
-            adds_shifts: whether it adds constants to elements where it is told to.
 
         Raises:
             LayoutError: the layouts contradict the model or each other; the version has failed.
-            FailedPrecondition: the caller does not add constants, and there are some to add.
         """
         session = self.opener.find_or_join(name, number, client_id)
         if layout is not None:
@@ -123,7 +119,7 @@ class Intake:
 
         def answer(agreed: bool) -> Declared:
             if agreed:
-                return to_push(found.result(), self.home, rank, adds_shifts=adds_shifts)
+                return to_push(found.result(), self.home, rank)
             return elsewhere(session.state, rank, digest) or ask_again(session.state)
 
         return Pending(found, min(seconds, _LONG_POLL), answer, lambda: session.leave(found), in_memory=True)

@@ -24,7 +24,6 @@ from weighbridge._core.byte_copies import ByteCopy
 from weighbridge._core.resources import VersionState
 from weighbridge._formats.push_sources import MappedSource
 from weighbridge._lane import local_lane, protocol
-from weighbridge._lane.connection import LaneConnection
 from weighbridge._memory.mappings import MappedMemory, Use
 from weighbridge._memory.sampling import PIECE_BYTES, PIECES, sample_of
 from weighbridge._memory.strided import WrittenCounts
@@ -112,27 +111,6 @@ def test_a_client_that_is_closed_keeps_no_memory_mapped(
             trainer.push_folder(MODEL, source.folder).wait(timeout=20)
         with_client = images()
     eventually(lambda: images() == with_client - 2)
-
-
-def test_a_client_and_a_service_that_does_not_know_of_lasting_mappings_do_without(
-    service: RunningService,
-    trainer: TrainerClient,
-    sources: list[TinyModel],
-    mapped: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with TrainerClient(service.address, lane="local", run="other") as other:
-        other.push_folder(MODEL, sources[0].folder).wait(timeout=20)
-        monkeypatch.setattr(
-            LaneConnection, "keeps_mappings", property(lambda _: False, lambda *_: None), raising=False
-        )
-        for step in range(4):  # in memory that the other client has mapped, too, and is asked for each time
-            handle = trainer.push_folder(MODEL, sources[step % 2].folder)
-            assert handle.report(20).lane == "local"
-            handle.wait(timeout=20)
-            assert not trainer._connection.lane._writable
-            _assert_served(service.address, handle.number, sources[step % 2])
-    assert len(mapped) == 1 + 4
 
 
 def test_a_child_of_a_trainer_has_nothing_of_what_it_writes_to_and_undoes_nothing_else(

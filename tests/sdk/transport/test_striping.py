@@ -55,9 +55,9 @@ def test_small_streams_and_small_machines_use_one_connection() -> None:
 
 
 @pytest.mark.parametrize("connections", [1, 2, 5])
-@pytest.mark.parametrize("knows_striping", [True, False])
-def test_a_stream_comes_whole_from_services_that_know_striping_and_those_that_do_not(
-    monkeypatch: pytest.MonkeyPatch, connections: int, knows_striping: bool
+@pytest.mark.parametrize("spread", [True, False])
+def test_a_stream_comes_whole_whether_the_service_spreads_it_or_not(
+    monkeypatch: pytest.MonkeyPatch, connections: int, spread: bool
 ) -> None:
     monkeypatch.setattr(striping, "_LEAST_BYTES", 1)
     stream = np.random.default_rng(1).bytes(7 * STRIPE_BYTES + 12_345)
@@ -67,8 +67,8 @@ def test_a_stream_comes_whole_from_services_that_know_striping_and_those_that_do
         _: bulk.Way, part: Striping, offset: int
     ) -> Iterator[Carried[weight_service_pb2.PullResponse]]:
         asked.append(part)
-        sent = part if knows_striping else Striping()
-        header = pb.StreamHeader(stream_bytes=len(stream), striped_over=sent.count if knows_striping else 0)
+        sent = part if spread else Striping()
+        header = pb.StreamHeader(stream_bytes=len(stream), striped_over=sent.count)
         yield Carried(
             weight_service_pb2.PullResponse(header=header, offset=offset, checksum=rpc.checksum(b"")),
             memoryview(b""),
@@ -99,7 +99,7 @@ def test_a_stream_comes_whole_from_services_that_know_striping_and_those_that_do
         retry_seconds=1.0,
     )
     assert b"".join(map(bytes, pieces)) == stream
-    assert {part.index for part in asked} == set(range(connections if knows_striping else 1))
+    assert {part.index for part in asked} == set(range(connections if spread else 1))
 
 
 @pytest.fixture(scope="module")

@@ -214,8 +214,7 @@ def test_a_mapped_model_has_no_list(catalog: Catalog) -> None:
     assert not list(catalog.store.list(f"{NAME.prefix}tensors/"))
 
 
-def test_a_model_from_a_release_that_knows_no_other_has_a_map(catalog: Catalog) -> None:
-    assert wire.model_from_proto(resources_pb2.Model(name="a/b")).weight_map
+def test_a_message_says_whether_a_model_has_a_map(catalog: Catalog) -> None:
     for model in (
         catalog.register_model(str(NAME), files(), found=FOUND),
         Model("a/b", "llama", "F32", 1, 4),

@@ -72,7 +72,6 @@ def declare(
     """
     request = pb.DeclareLayoutRequest(
         model=header.model, number=header.number, rank=header.rank, client_id=header.client_id, digest=layout.digest,
-        adds_shifts=True,
     )  # fmt: skip
     give_up, reminder = time.monotonic() + min(within, _DECLARE_SECONDS), Reminder()
     absent: Sequence[int] = ()

@@ -77,7 +77,6 @@ class CheckpointHandlers:
                 layout,
                 wire.space_from_proto(request.layout.space) if layout else TensorSpace.MEGATRON,
                 call.patience(float("inf")),
-                adds_shifts=request.adds_shifts,
             )
 
         declared = await self._answered(call, declare)

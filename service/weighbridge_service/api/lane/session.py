@@ -178,7 +178,6 @@ class LaneSession:
             self._evidence = self._service.access.shown_by(request.hello.ticket, self._user)
             self.client_id = request.hello.client_id
             response.hello.service_id = self._service_id
-            response.hello.keeps_mappings = True
         elif not self.client_id:
             raise InvalidArgument(
                 "the client has not said who it is", fix="say hello first, with a client_id"

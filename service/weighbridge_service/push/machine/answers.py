@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 from weighbridge._core.metadata import by_trainer
 from weighbridge._core.resources import HELD_CANDIDATE
-from weighbridge._core.text.counts import counted
 from weighbridge.errors import AlreadyExists, FailedPrecondition
 from weighbridge_service.plan.declarations import Agreement, Home
 from weighbridge_service.plan.placed_ranges import PlacedRange
@@ -16,8 +15,6 @@ from weighbridge_service.push.machine.shown import aborted, version_of
 from weighbridge_service.push.machine.state import PushState
 from weighbridge_storage.head.open_versions import Said
 
-_NAMED = 20
-"""Lines that an error lists at most."""
 _RETRY_MS = (50, 2_000)
 """Least and most milliseconds before a rank asks again."""
 _RETRY_MS_PER_RANK = 2
@@ -154,29 +151,18 @@ class Declared:
     push_at: str = ""
 
 
-def to_push(agreed: Agreement, home: Home, rank: int, *, adds_shifts: bool) -> Declared:
+def to_push(agreed: Agreement, home: Home, rank: int) -> Declared:
     """What a rank of a replica is to push, and where.
 
     Args:
         agreed: what all ranks push.
         home: the replica.
         rank: which rank.
-        adds_shifts: whether it knows of shifts.
-
-    Raises:
-        FailedPrecondition: it does not, and there are some.
     """
     prepared = agreed.prepared
     assigned, nbytes = prepared.assigned[rank], prepared.streams[rank].nbytes
     shared, placed = tuple(prepared.shared.get(rank, ())), prepared.placed.get(rank, ())
     shifts = prepared.shifts_of(rank)
-    if shifts and not adds_shifts:
-        raise FailedPrecondition(
-            f"rank {rank} would push {counted(len(shifts), 'tensor')} as Megatron-core has them: its release of Weighbridge does not "
-            "know that the model's files have them plus a constant",
-            details=[f"{name}: plus {shift:g}" for name, shift in list(shifts.items())[:_NAMED]],
-            fix="update the trainer's weighbridge to the service's version",
-        )
     if agreed.alone:
         return Declared(assigned=assigned, stream_bytes=nbytes, shared=shared, placed=placed, shifts=shifts)
     routes = {"" if to == home else to.address: list(ranges) for to, ranges in agreed.routes(rank).items()}
