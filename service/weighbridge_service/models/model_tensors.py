@@ -61,17 +61,15 @@ class ModelTensors:
     @staticmethod
     def from_json(kept: Mapping[str, Any]) -> ModelTensors:
         """From the registration. Raises KeyError, TypeError or ValueError if it is damaged."""
-        exceptions = {
-            str(name): dtypes.from_safetensors(dtype) for name, dtype in kept.get("dtypes", {}).items()
-        }
-        rows, columns = kept.get("block", DEFAULT_BLOCK)
+        exceptions = {str(name): dtypes.from_safetensors(dtype) for name, dtype in kept["dtypes"].items()}
+        rows, columns = kept["block"]
         listed = kept.get("listed", "")
         if not isinstance(listed, str) or (listed and not _DIGEST.fullmatch(listed)):
             raise ValueError(f"{repr(listed)[:80]} is no digest of a list of tensors")
         return ModelTensors(
             dtypes.from_safetensors(kept["dtype"]),
             exceptions,
-            tuple(map(str, kept.get("absent", ()))),
+            tuple(map(str, kept["absent"])),
             (int(rows), int(columns)),
             listed,
         )

@@ -50,8 +50,6 @@ REMEMBERED_FAILURES = 32
 REMEMBERED_REQUESTS = 32
 """How many requests to change refs a head remembers that have ended."""
 _KEEP_EVERYTHING = Retention()
-_OPTIONAL_RULE = "keep_every_steps"
-"""The rule that heads of earlier releases do not have."""
 _OPEN_GATE = Gate()
 
 T = TypeVar("T")
@@ -360,7 +358,7 @@ class Head:
                 "open": entry_json.list_to_json(self.open),
                 "failed": entry_json.list_to_json(self.failed),
                 "refs": {name: entry_json.to_json(ref) for name, ref in self.refs.items()},
-                "retention": {**self.retention_extra, **self._rules_to_json()},
+                "retention": {**self.retention_extra, **self.retention.to_json()},
                 "writes": list(self.writes),
                 **self._gate_to_json(),
                 **(
@@ -371,11 +369,6 @@ class Head:
                 **({} if self.deletion is None else {"deletion": self.deletion.to_json()}),
             }
         )
-
-    def _rules_to_json(self) -> dict[str, Any]:
-        """The retention as a field of the text, without the optional rule if it is none."""
-        rules: dict[str, Any] = self.retention.to_json()
-        return {name: value for name, value in rules.items() if value or name != _OPTIONAL_RULE}
 
     def _gate_to_json(self) -> dict[str, Any]:
         """The gate as a field of the text; none if nothing was ever said of it."""
@@ -423,13 +416,7 @@ class Head:
                     name: entry_json.from_json(Ref, value, f"{where}, ref {shown(name)}")
                     for name, value in document.table("refs").items()
                 },
-                retention=Retention(
-                    **{
-                        name: retention.integer(name)
-                        for name in _KEEP_EVERYTHING.to_json()
-                        if name != _OPTIONAL_RULE or name in retention
-                    }
-                ),
+                retention=Retention(**{name: retention.integer(name) for name in _KEEP_EVERYTHING.to_json()}),
                 retention_extra=retention.rest(),
                 gate=Gate(**{name: gate.boolean(name) for name in _OPEN_GATE.to_json() if name in gate}),
                 gate_extra=gate.rest(),

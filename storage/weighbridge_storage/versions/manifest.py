@@ -116,7 +116,7 @@ class Manifest:
         files: all files of the folder but the manifest and the block digests.
         tensors: all tensors by name.
         lineage: where the version comes from: ``parent``, the number of the version before, and what later releases add.
-        metadata: what the user says of the version: texts and finite numbers by printable names.
+        metadata: what the user says of the version: texts, finite numbers and booleans by printable names.
         held: why the version was held when it was written; what has become of that since is in its entry.
         provenance: who pushed the version, and how; `provenance_of` says what this release writes.
         requires: the features without which the version cannot be read rightly.
@@ -325,11 +325,11 @@ def _check_metadata(metadata: Metadata) -> None:
         elif type(value) is int:
             allowed = abs(value) <= strict_json.MAX_INTEGER
         else:
-            allowed = type(value) is float and math.isfinite(value)
+            allowed = type(value) is bool or (type(value) is float and math.isfinite(value))
         if not allowed:
             raise InvalidArgument(
                 f"metadata {shown(name)} is {shown(value)}",
-                fix=f"use a text of up to {MAX_METADATA_TEXT} characters, a finite number, or an integer of 64 bits",
+                fix=f"use a text of up to {MAX_METADATA_TEXT} characters, a finite number, an integer of 64 bits, or a boolean",
             )
 
 

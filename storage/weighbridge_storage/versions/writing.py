@@ -15,7 +15,6 @@ from typing import Any
 import xxhash
 
 from weighbridge._core.file_names import folders_of
-from weighbridge._core.metadata import MetadataValue
 from weighbridge._core.resources import HELD_NONFINITE
 from weighbridge._formats.safetensors_files import INDEX_FILE, FilesLayout
 from weighbridge.errors import Conflict, DataLoss, NotFound
@@ -233,8 +232,7 @@ def write_manifest(
         files=written.files,
         tensors=written.tensors,
         lineage={"parent": entry.parent} if entry.parent else {},
-        # releases before this one know no booleans here
-        metadata={key: _without_booleans(value) for key, value in entry.metadata.items()},
+        metadata=entry.metadata,
         held=tuple(sorted({*entry.held, HELD_NONFINITE})) if nonfinite else entry.held,
         provenance=provenance_of(entry, layouts),
         requires=(FILE_FOLDERS,) if folders_of(written.files) else (),
@@ -268,10 +266,6 @@ def provenance_of(entry: OpenEntry, layouts: str) -> dict[str, Any]:
     """What a manifest says of how a version came about, beside step, run, lineage and metadata. What is not known is left out."""
     known = {"by": entry.by, "layouts": layouts, "cast_from": list(entry.cast_from)}
     return {"ranks": entry.ranks, **{name: value for name, value in known.items() if value}}
-
-
-def _without_booleans(value: MetadataValue) -> str | int | float:
-    return str(value).lower() if isinstance(value, bool) else value
 
 
 def publish_version(heads: HeadStore, model: ModelName, entry: VersionEntry) -> VersionEntry:

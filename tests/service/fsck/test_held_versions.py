@@ -49,7 +49,7 @@ def test_what_was_held_when_it_was_written_is_held_again_until_it_is_approved_ag
         4: ("candidate",),
     }
     assert history.head.ref_numbers == {"latest": 3}
-    assert history.versions()[1].metadata == {"reward": 0.5, "ok": "true"}
+    assert history.versions()[1].metadata == {"reward": 0.5, "ok": True}
     with running_service(folder) as running, EngineClient(running.address) as engine:
         engine.approve(MODEL, 4)
         assert engine.refs(MODEL) == {"live": 4, "latest": 4}

@@ -506,7 +506,16 @@ def test_two_releases_push_to_one_model_side_by_side(watched: Watched) -> None:
 
 # --- many models ----------------------------------------------------------------------------------------------------
 
-REGISTRATION = {"model_type": "llama", "dtype": "BF16", "tensor_count": 1, "tensor_bytes": 2, "files": []}
+REGISTRATION = {
+    "model_type": "llama",
+    "dtype": "BF16",
+    "tensor_count": 1,
+    "tensor_bytes": 2,
+    "files": [],
+    "dtypes": {},
+    "absent": [],
+    "block": [128, 128],
+}
 
 
 def register_models(store: ObjectStore, names: Iterable[ModelName]) -> None:
