@@ -127,7 +127,7 @@ def test_weights_with_a_nan_of_an_older_client_are_held_once_the_service_has_cou
 def test_what_was_live_without_having_been_counted_is_live_no_more_and_who_follows_goes_back(
     service: RunningService, engine: EngineClient, raw: RawClient, source: TinyModel
 ) -> None:
-    """Between ready and verified, a version of an older client is live; its followers are sent the one before it again."""
+    """Between ready and verified, a version that its rank has not counted is live; its followers are sent the one before it again."""
     watch = engine.watch(MODEL)
     raw.push_whole(MODEL, source.arrays)
     assert next(watch).number == 1

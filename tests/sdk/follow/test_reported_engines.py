@@ -1,4 +1,4 @@
-"""Does an agent that reports say so to the engine, in words that engines of before pass over?"""
+"""Does an agent that reports say so to the engine?"""
 
 from __future__ import annotations
 
@@ -42,4 +42,3 @@ def test_an_sglang_is_told_when_it_is_asked_how_it_stands(reported: bool) -> Non
     with json_server(answer) as url:
         SglangServer(url, "service:1", MODEL, reported=reported).connect()
     assert asked == ["weighbridge.status reported" if reported else "weighbridge.status"]
-    assert asked[0].partition(" ")[0] == "weighbridge.status", "which is all that plug-ins of before read"

@@ -1,6 +1,6 @@
 """What may be registered under one name without a weight map, what goes on when there is one later, and what needs one?
 
-Lists are stored beside heads; an earlier release refuses such a model, for it has no map for it either.
+Lists are stored beside heads.
 """
 
 from __future__ import annotations
