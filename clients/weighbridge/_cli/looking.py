@@ -205,10 +205,10 @@ def show_command(reference: Reference, with_tensors: bool, server: str, as_json:
 
 
 def _newest_state(client: EngineClient, model: str) -> Version | None:
-    """The newest training state; None of a model that has none, or of a service that knows of none."""
+    """The newest training state; None of a model that has none."""
     try:
         return next(iter(client.versions(training_of(model), limit=1)), None)
-    except (InvalidArgument, NotFound):
+    except NotFound:
         return None
 
 
