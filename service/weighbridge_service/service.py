@@ -67,6 +67,8 @@ from weighbridge_storage.stores.probe import probe
 
 log = logging.getLogger(__name__)
 
+_OPENINGS_SECONDS = 1.0
+"""Longest time for which a replica that stops waits for the versions that another one is opening."""
 _LOG_LEVELS = {
     CheckStatus.OK: logging.INFO,
     CheckStatus.WARN: logging.WARNING,
@@ -184,7 +186,7 @@ class Weighbridge:
             kept_images=config.kept_images,
             kept_pushes=config.kept_pushes,
         )
-        self._links = links = Links(home, _proofs(config.tls, access))
+        self._links = links = Links(home, _proofs(config.tls, access), self.replica_left)
         self.directory = Directory(self._store, home, lambda other: links.exchange(other, ()))
         successors = KnownReplicas(self.directory, self._links)
         stored = StoredBytes(self._guarded, heads, access.stored_limits, rest=config.count_rest)
@@ -218,9 +220,14 @@ class Weighbridge:
         )
 
     def replica_left(self, home: Home) -> None:
-        """Take note that another replica stops."""
-        self.directory.left(home)
+        """Count on a replica that stops for no further version."""
+        if self.directory.left(home):
+            self.intake.opener.wait_for_openings(_OPENINGS_SECONDS)  # they may count on it
         self.shared.count_on(self.directory.staying())
+
+    def is_leaving(self) -> bool:
+        """Whether this replica stops, and the others know."""
+        return self._links.leaving
 
     def _on_collected(self, name: ModelName, history: History) -> None:
         self.registry.forget_deleted_model(name, history.head.first_version)

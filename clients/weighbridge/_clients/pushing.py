@@ -62,9 +62,9 @@ _AGREE_SECONDS = 300.0
 _MEET_SECONDS = 0.1
 """Time after which a rank that waits for others looks whether one of them has refused."""
 _MOST_MOVES = 10
-"""How often a rank is sent from one replica to another before it gives up."""
+"""Most moves of a rank from one replica to another within one push."""
 _MOVED_SECONDS = 5.0
-"""How long a rank tries to reach the replica that it is sent to."""
+"""Longest time for which a rank tries to reach the replica that it is sent to."""
 _MOST_COMPARED = 0.25
 """Part of what a rank pushes that it may read besides, to compare it with other ranks, and still be said to expect what it pushes."""
 
@@ -207,11 +207,7 @@ class Pusher:
             span.set("weighbridge.version", number)
             header = pb.PushHeader(model=model, number=number, rank=rank, client_id=opening.client_id)
             with span.child("weighbridge.declare"):
-                heard = partial(_heard, header, terms)
-                declaring = partial(
-                    push_calls.declare, header, layout, space, within=terms.hold.left, meanwhile=heard
-                )
-                declared, at = self._declare(declaring, at)
+                declared, at = self._declare(header, layout, space, terms, at)
                 self._agree(header, terms, partial(push_calls.declare, header, layout, space), at)
             needed = [*declared.assigned, *declared.shared]
             chosen = layout.select(list(declared.assigned))
@@ -265,27 +261,33 @@ class Pusher:
         return PushHandle(connection, model, number, chosen.nbytes, report, seal, copying)
 
     def _declare(
-        self, declare: Callable[[], Steps[pb.DeclareLayoutResponse]], at: str
+        self, header: pb.PushHeader, layout: Layout, space: TensorSpace, terms: PushTerms, at: str
     ) -> tuple[pb.DeclareLayoutResponse, str]:
         """Declare a rank's layout, and return the answer with the address of the replica that the rank pushes to.
 
         Ranks whose layouts are those of the version before begin without waiting for the others. A rank that has moved to another replica
         since is sent back for this version.
         """
-        opened_at = at
+        opened_at, problem = at, None
+        heard = partial(_heard, header, terms)
         for _ in range(_MOST_MOVES):
             seconds = None if at == opened_at else _MOVED_SECONDS
+            declaring = push_calls.declare(header, layout, space, within=terms.hold.left, meanwhile=heard)
             try:
-                declared = self._connection.run(declare(), at=at, retry_seconds=seconds)
-            except Unavailable:
+                declared = self._connection.run(declaring, at=at, retry_seconds=seconds)
+            except Unavailable as error:
                 if at == opened_at:
                     raise
-                at = opened_at  # which learns what has become of the other replica
+                at, problem = opened_at, error  # which learns what has become of the other replica
                 continue
             if not declared.push_at:
+                if at != opened_at:
+                    self._connection.addresses.use(
+                        at
+                    )  # the other ranks' replica: the next version is opened there
                 return declared, at
             at = declared.push_at
-        raise Unavailable(
+        raise problem or Unavailable(
             f"{opened_at} and {at} do not agree on which of them this rank pushes to",
             fix="see whether each can reach the other at its --advertise address; push again",
         )

@@ -65,6 +65,12 @@ class Addresses:
                 self._failed.clear()
                 self._answered.add(address)
 
+    def use(self, address: str) -> None:
+        """Have an address in use, if it is one of these."""
+        with self._lock:
+            if address in self.all:
+                self._current = self.all.index(address)
+
     def failed(self, address: str, error: Unavailable | None = None) -> bool:
         """Note that an address cannot be reached: the next one is in use from now on.
 

@@ -26,7 +26,7 @@ from weighbridge.v1 import engine_service_pb2 as weighbridge_dot_v1_dot_engine__
 from weighbridge.v1 import resources_pb2 as weighbridge_dot_v1_dot_resources__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$weighbridge/v1/replica_service.proto\x12\x0eweighbridge.v1\x1a#weighbridge/v1/engine_service.proto\x1a\x1eweighbridge/v1/resources.proto\"(\n\x07Replica\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x0c\n\x04\x62oot\x18\x02 \x01(\t\"\xaf\x01\n\x0f\x45xchangeRequest\x12\'\n\x06sender\x18\x01 \x01(\x0b\x32\x17.weighbridge.v1.Replica\x12\x31\n\x08versions\x18\x02 \x03(\x0b\x32\x1f.weighbridge.v1.VersionProgress\x12/\n\x07\x65ngines\x18\x03 \x03(\x0b\x32\x1e.weighbridge.v1.ReportedEngine\x12\x0f\n\x07leaving\x18\x04 \x01(\x08\"s\n\x0eReportedEngine\x12,\n\x06report\x18\x01 \x01(\x0b\x32\x1c.weighbridge.v1.EngineReport\x12\x10\n\x08identity\x18\x02 \x01(\t\x12\x0c\n\x04host\x18\x03 \x01(\t\x12\x13\n\x0b\x61ge_seconds\x18\x04 \x01(\x01\"n\n\x10\x45xchangeResponse\x12\'\n\x06sender\x18\x01 \x01(\x0b\x32\x17.weighbridge.v1.Replica\x12\x31\n\x08versions\x18\x02 \x03(\x0b\x32\x1f.weighbridge.v1.VersionProgress\"\xc7\x01\n\x0fVersionProgress\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x06number\x18\x02 \x01(\x04\x12\r\n\x05\x63laim\x18\x03 \x01(\t\x12(\n\x05stage\x18\x04 \x01(\x0e\x32\x19.weighbridge.v1.PushStage\x12\x0f\n\x07written\x18\x05 \x01(\x0c\x12\r\n\x05\x65rror\x18\x06 \x01(\t\x12\r\n\x05share\x18\x07 \x01(\r\x12\x11\n\thandovers\x18\x08 \x01(\r\x12\x1a\n\x12nonfinite_elements\x18\t \x01(\x04\"m\n\x0fReadFileRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x06number\x18\x02 \x01(\x04\x12\r\n\x05\x63laim\x18\x03 \x01(\t\x12\x0c\n\x04\x66ile\x18\x04 \x01(\t\x12\x0e\n\x06offset\x18\x05 \x01(\x04\x12\x0e\n\x06length\x18\x06 \x01(\x04\"B\n\x10ReadFileResponse\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x12\x10\n\x08\x63hecksum\x18\x04 \x01(\x06\"\xc7\x02\n\x0fTakeOverRequest\x12\'\n\x06sender\x18\x01 \x01(\x0b\x32\x17.weighbridge.v1.Replica\x12\r\n\x05model\x18\x02 \x01(\t\x12\r\n\x05\x65ntry\x18\x03 \x01(\x0c\x12\r\n\x05\x63laim\x18\x04 \x01(\t\x12\x15\n\rready_time_ms\x18\x05 \x01(\x03\x12.\n\x05ranks\x18\x06 \x03(\x0b\x32\x1f.weighbridge.v1.RankDeclaration\x12\x37\n\x0cregistration\x18\x07 \x01(\x0b\x32!.weighbridge.v1.ModelRegistration\x12*\n\x05share\x18\x08 \x01(\x0b\x32\x1b.weighbridge.v1.HandedShare\x12\x16\n\x0ememory_wait_ms\x18\t \x01(\r\x12\x1a\n\x12nonfinite_elements\x18\n \x01(\x04\"\x9e\x02\n\x0bHandedShare\x12\x0e\n\x06number\x18\x01 \x01(\r\x12&\n\x05homes\x18\x02 \x03(\x0b\x32\x17.weighbridge.v1.Replica\x12\x37\n\x06owners\x18\x03 \x03(\x0b\x32\'.weighbridge.v1.HandedShare.OwnersEntry\x12=\n\thandovers\x18\x04 \x03(\x0b\x32*.weighbridge.v1.HandedShare.HandoversEntry\x1a-\n\x0bOwnersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\x1a\x30\n\x0eHandoversEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\":\n\x10TakeOverResponse\x12&\n\x05owner\x18\x01 \x01(\x0b\x32\x17.weighbridge.v1.Replica\"4\n\x0fRankDeclaration\x12\x11\n\tclient_id\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\"\xa1\x01\n\x11ModelRegistration\x12\x13\n\x0b\x63onfig_json\x18\x01 \x01(\x0c\x12\x0f\n\x07tensors\x18\x02 \x01(\x0c\x12\x10\n\x08\x66iles_id\x18\x03 \x01(\t\x12\x12\n\nside_files\x18\x04 \x03(\t\x12\x14\n\x0c\x66iles_digest\x18\x05 \x01(\t\x12*\n\x06listed\x18\x06 \x03(\x0b\x32\x1a.weighbridge.v1.TensorSpec*\xbb\x01\n\tPushStage\x12\x1a\n\x16PUSH_STAGE_UNSPECIFIED\x10\x00\x12\x18\n\x14PUSH_STAGE_RECEIVING\x10\x01\x12\x17\n\x13PUSH_STAGE_COMPLETE\x10\x02\x12\x16\n\x12PUSH_STAGE_WRITTEN\x10\x03\x12\x18\n\x14PUSH_STAGE_PUBLISHED\x10\x04\x12\x15\n\x11PUSH_STAGE_FAILED\x10\x05\x12\x16\n\x12PUSH_STAGE_ABORTED\x10\x06\x32\x81\x02\n\x0eReplicaService\x12M\n\x08\x45xchange\x12\x1f.weighbridge.v1.ExchangeRequest\x1a .weighbridge.v1.ExchangeResponse\x12O\n\x08ReadFile\x12\x1f.weighbridge.v1.ReadFileRequest\x1a .weighbridge.v1.ReadFileResponse0\x01\x12O\n\x08TakeOver\x12\x1f.weighbridge.v1.TakeOverRequest\x1a .weighbridge.v1.TakeOverResponse(\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$weighbridge/v1/replica_service.proto\x12\x0eweighbridge.v1\x1a#weighbridge/v1/engine_service.proto\x1a\x1eweighbridge/v1/resources.proto\"(\n\x07Replica\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x0c\n\x04\x62oot\x18\x02 \x01(\t\"\xaf\x01\n\x0f\x45xchangeRequest\x12\'\n\x06sender\x18\x01 \x01(\x0b\x32\x17.weighbridge.v1.Replica\x12\x31\n\x08versions\x18\x02 \x03(\x0b\x32\x1f.weighbridge.v1.VersionProgress\x12/\n\x07\x65ngines\x18\x03 \x03(\x0b\x32\x1e.weighbridge.v1.ReportedEngine\x12\x0f\n\x07leaving\x18\x04 \x01(\x08\"s\n\x0eReportedEngine\x12,\n\x06report\x18\x01 \x01(\x0b\x32\x1c.weighbridge.v1.EngineReport\x12\x10\n\x08identity\x18\x02 \x01(\t\x12\x0c\n\x04host\x18\x03 \x01(\t\x12\x13\n\x0b\x61ge_seconds\x18\x04 \x01(\x01\"\x7f\n\x10\x45xchangeResponse\x12\'\n\x06sender\x18\x01 \x01(\x0b\x32\x17.weighbridge.v1.Replica\x12\x31\n\x08versions\x18\x02 \x03(\x0b\x32\x1f.weighbridge.v1.VersionProgress\x12\x0f\n\x07leaving\x18\x03 \x01(\x08\"\xc7\x01\n\x0fVersionProgress\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x06number\x18\x02 \x01(\x04\x12\r\n\x05\x63laim\x18\x03 \x01(\t\x12(\n\x05stage\x18\x04 \x01(\x0e\x32\x19.weighbridge.v1.PushStage\x12\x0f\n\x07written\x18\x05 \x01(\x0c\x12\r\n\x05\x65rror\x18\x06 \x01(\t\x12\r\n\x05share\x18\x07 \x01(\r\x12\x11\n\thandovers\x18\x08 \x01(\r\x12\x1a\n\x12nonfinite_elements\x18\t \x01(\x04\"m\n\x0fReadFileRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x06number\x18\x02 \x01(\x04\x12\r\n\x05\x63laim\x18\x03 \x01(\t\x12\x0c\n\x04\x66ile\x18\x04 \x01(\t\x12\x0e\n\x06offset\x18\x05 \x01(\x04\x12\x0e\n\x06length\x18\x06 \x01(\x04\"B\n\x10ReadFileResponse\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x12\x10\n\x08\x63hecksum\x18\x04 \x01(\x06\"\xc7\x02\n\x0fTakeOverRequest\x12\'\n\x06sender\x18\x01 \x01(\x0b\x32\x17.weighbridge.v1.Replica\x12\r\n\x05model\x18\x02 \x01(\t\x12\r\n\x05\x65ntry\x18\x03 \x01(\x0c\x12\r\n\x05\x63laim\x18\x04 \x01(\t\x12\x15\n\rready_time_ms\x18\x05 \x01(\x03\x12.\n\x05ranks\x18\x06 \x03(\x0b\x32\x1f.weighbridge.v1.RankDeclaration\x12\x37\n\x0cregistration\x18\x07 \x01(\x0b\x32!.weighbridge.v1.ModelRegistration\x12*\n\x05share\x18\x08 \x01(\x0b\x32\x1b.weighbridge.v1.HandedShare\x12\x16\n\x0ememory_wait_ms\x18\t \x01(\r\x12\x1a\n\x12nonfinite_elements\x18\n \x01(\x04\"\x9e\x02\n\x0bHandedShare\x12\x0e\n\x06number\x18\x01 \x01(\r\x12&\n\x05homes\x18\x02 \x03(\x0b\x32\x17.weighbridge.v1.Replica\x12\x37\n\x06owners\x18\x03 \x03(\x0b\x32\'.weighbridge.v1.HandedShare.OwnersEntry\x12=\n\thandovers\x18\x04 \x03(\x0b\x32*.weighbridge.v1.HandedShare.HandoversEntry\x1a-\n\x0bOwnersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\x1a\x30\n\x0eHandoversEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\":\n\x10TakeOverResponse\x12&\n\x05owner\x18\x01 \x01(\x0b\x32\x17.weighbridge.v1.Replica\"4\n\x0fRankDeclaration\x12\x11\n\tclient_id\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\"\xa1\x01\n\x11ModelRegistration\x12\x13\n\x0b\x63onfig_json\x18\x01 \x01(\x0c\x12\x0f\n\x07tensors\x18\x02 \x01(\x0c\x12\x10\n\x08\x66iles_id\x18\x03 \x01(\t\x12\x12\n\nside_files\x18\x04 \x03(\t\x12\x14\n\x0c\x66iles_digest\x18\x05 \x01(\t\x12*\n\x06listed\x18\x06 \x03(\x0b\x32\x1a.weighbridge.v1.TensorSpec*\xbb\x01\n\tPushStage\x12\x1a\n\x16PUSH_STAGE_UNSPECIFIED\x10\x00\x12\x18\n\x14PUSH_STAGE_RECEIVING\x10\x01\x12\x17\n\x13PUSH_STAGE_COMPLETE\x10\x02\x12\x16\n\x12PUSH_STAGE_WRITTEN\x10\x03\x12\x18\n\x14PUSH_STAGE_PUBLISHED\x10\x04\x12\x15\n\x11PUSH_STAGE_FAILED\x10\x05\x12\x16\n\x12PUSH_STAGE_ABORTED\x10\x06\x32\x81\x02\n\x0eReplicaService\x12M\n\x08\x45xchange\x12\x1f.weighbridge.v1.ExchangeRequest\x1a .weighbridge.v1.ExchangeResponse\x12O\n\x08ReadFile\x12\x1f.weighbridge.v1.ReadFileRequest\x1a .weighbridge.v1.ReadFileResponse0\x01\x12O\n\x08TakeOver\x12\x1f.weighbridge.v1.TakeOverRequest\x1a .weighbridge.v1.TakeOverResponse(\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,8 +37,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_HANDEDSHARE_OWNERSENTRY']._serialized_options = b'8\001'
   _globals['_HANDEDSHARE_HANDOVERSENTRY']._loaded_options = None
   _globals['_HANDEDSHARE_HANDOVERSENTRY']._serialized_options = b'8\001'
-  _globals['_PUSHSTAGE']._serialized_start=1853
-  _globals['_PUSHSTAGE']._serialized_end=2040
+  _globals['_PUSHSTAGE']._serialized_start=1870
+  _globals['_PUSHSTAGE']._serialized_end=2057
   _globals['_REPLICA']._serialized_start=125
   _globals['_REPLICA']._serialized_end=165
   _globals['_EXCHANGEREQUEST']._serialized_start=168
@@ -46,27 +46,27 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_REPORTEDENGINE']._serialized_start=345
   _globals['_REPORTEDENGINE']._serialized_end=460
   _globals['_EXCHANGERESPONSE']._serialized_start=462
-  _globals['_EXCHANGERESPONSE']._serialized_end=572
-  _globals['_VERSIONPROGRESS']._serialized_start=575
-  _globals['_VERSIONPROGRESS']._serialized_end=774
-  _globals['_READFILEREQUEST']._serialized_start=776
-  _globals['_READFILEREQUEST']._serialized_end=885
-  _globals['_READFILERESPONSE']._serialized_start=887
-  _globals['_READFILERESPONSE']._serialized_end=953
-  _globals['_TAKEOVERREQUEST']._serialized_start=956
-  _globals['_TAKEOVERREQUEST']._serialized_end=1283
-  _globals['_HANDEDSHARE']._serialized_start=1286
-  _globals['_HANDEDSHARE']._serialized_end=1572
-  _globals['_HANDEDSHARE_OWNERSENTRY']._serialized_start=1477
-  _globals['_HANDEDSHARE_OWNERSENTRY']._serialized_end=1522
-  _globals['_HANDEDSHARE_HANDOVERSENTRY']._serialized_start=1524
-  _globals['_HANDEDSHARE_HANDOVERSENTRY']._serialized_end=1572
-  _globals['_TAKEOVERRESPONSE']._serialized_start=1574
-  _globals['_TAKEOVERRESPONSE']._serialized_end=1632
-  _globals['_RANKDECLARATION']._serialized_start=1634
-  _globals['_RANKDECLARATION']._serialized_end=1686
-  _globals['_MODELREGISTRATION']._serialized_start=1689
-  _globals['_MODELREGISTRATION']._serialized_end=1850
-  _globals['_REPLICASERVICE']._serialized_start=2043
-  _globals['_REPLICASERVICE']._serialized_end=2300
+  _globals['_EXCHANGERESPONSE']._serialized_end=589
+  _globals['_VERSIONPROGRESS']._serialized_start=592
+  _globals['_VERSIONPROGRESS']._serialized_end=791
+  _globals['_READFILEREQUEST']._serialized_start=793
+  _globals['_READFILEREQUEST']._serialized_end=902
+  _globals['_READFILERESPONSE']._serialized_start=904
+  _globals['_READFILERESPONSE']._serialized_end=970
+  _globals['_TAKEOVERREQUEST']._serialized_start=973
+  _globals['_TAKEOVERREQUEST']._serialized_end=1300
+  _globals['_HANDEDSHARE']._serialized_start=1303
+  _globals['_HANDEDSHARE']._serialized_end=1589
+  _globals['_HANDEDSHARE_OWNERSENTRY']._serialized_start=1494
+  _globals['_HANDEDSHARE_OWNERSENTRY']._serialized_end=1539
+  _globals['_HANDEDSHARE_HANDOVERSENTRY']._serialized_start=1541
+  _globals['_HANDEDSHARE_HANDOVERSENTRY']._serialized_end=1589
+  _globals['_TAKEOVERRESPONSE']._serialized_start=1591
+  _globals['_TAKEOVERRESPONSE']._serialized_end=1649
+  _globals['_RANKDECLARATION']._serialized_start=1651
+  _globals['_RANKDECLARATION']._serialized_end=1703
+  _globals['_MODELREGISTRATION']._serialized_start=1706
+  _globals['_MODELREGISTRATION']._serialized_end=1867
+  _globals['_REPLICASERVICE']._serialized_start=2060
+  _globals['_REPLICASERVICE']._serialized_end=2317
 # @@protoc_insertion_point(module_scope)

@@ -161,6 +161,9 @@ class ExchangeResponse(_message.Message):
 
     SENDER_FIELD_NUMBER: _builtins.int
     VERSIONS_FIELD_NUMBER: _builtins.int
+    LEAVING_FIELD_NUMBER: _builtins.int
+    leaving: _builtins.bool
+    """The answering replica stops, as in the request."""
     @_builtins.property
     def sender(self) -> Global___Replica: ...
     @_builtins.property
@@ -174,10 +177,11 @@ class ExchangeResponse(_message.Message):
         *,
         sender: Global___Replica | None = ...,
         versions: _abc.Iterable[Global___VersionProgress] | None = ...,
+        leaving: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sender", b"sender"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["sender", b"sender", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["leaving", b"leaving", "sender", b"sender", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

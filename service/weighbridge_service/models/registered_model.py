@@ -81,6 +81,7 @@ class RegisteredModel:
         self.side_files = tuple(side_files)
         self.config_json = config_json
         self.known_set: KnownSet | None = None
+        self.known_number = 0  # of the version that ``known_set`` is of
         self._layouts: Cache[DeclaredLayout]
         self.remember(KEPT_SHARDS)
         self._offered: Cache[bool] = Cache(_KEPT_OFFERS)

@@ -223,7 +223,7 @@ class EffectRunner:
                 if image is not None:
                     image.release()
             case do.Remember(known):
-                self.model.known_set = known
+                self.model.known_set, self.model.known_number = known, state.opened.number
 
     def give_up(self, effect: do.GiveUp) -> Sequence[on.Event]:
         """Close the version in head.json and delete what there is of it; what follows from that."""

@@ -15,6 +15,7 @@ from weighbridge.errors import (
     DeadlineExceeded,
     FailedPrecondition,
     LayoutError,
+    NotFound,
     Unavailable,
     VersionFailed,
     WeighbridgeError,
@@ -31,6 +32,7 @@ from weighbridge_service.push.machine.answers import (
     elsewhere,
     to_push,
 )
+from weighbridge_service.push.machine.opening import ReceivedElsewhere
 from weighbridge_service.push.machine.phases import INCOMPLETE, VISIBLE
 from weighbridge_service.push.machine.shown import aborted, why_lost
 from weighbridge_service.push.opener import Opener, check_text
@@ -106,7 +108,10 @@ class Intake:
         Raises:
             LayoutError: the layouts contradict the model or each other; the version has failed.
         """
-        session = self.opener.find_or_join(name, number, client_id)
+        try:
+            session = self.opener.find_or_join(name, number, client_id)
+        except ReceivedElsewhere as error:
+            return settled(self._sent_on(error))
         if layout is not None:
             if layout.digest != digest:
                 raise LayoutError("the layout does not have the digest that was sent with it")
@@ -119,10 +124,19 @@ class Intake:
 
         def answer(agreed: bool) -> Declared:
             if agreed:
-                return to_push(found.result(), self.home, rank)
+                try:
+                    return to_push(found.result(), self.home, rank)
+                except ReceivedElsewhere as error:
+                    return self._sent_on(error)
             return elsewhere(session.state, rank, digest) or ask_again(session.state)
 
         return Pending(found, min(seconds, _LONG_POLL), answer, lambda: session.leave(found), in_memory=True)
+
+    def _sent_on(self, error: ReceivedElsewhere) -> Declared:
+        """The answer to a rank of a version that another replica receives alone. Raises the error if that replica is not known."""
+        if not self.opener.has_replica_at(error.address):
+            raise error
+        return Declared(push_at=error.address)
 
     # --- bytes
 
@@ -323,16 +337,15 @@ class Intake:
         Args:
             seconds: how long to wait.
         """
-        counted_on = (
-            self._successors.leave()
-        )  # first: until then, others open versions that ranks are to push to this replica
         begun = now().seconds
+        # first: until then, others open versions that ranks are to push to this replica
+        counted_on = self._successors.leave()
         leaving = on.Draining(tuple(self._successors.others()), begun + seconds / 2, begun + seconds)
         self.opener.leaving = leaving
         for session in self._registry.all():
             session.post(leaving)
         self._finish(counted_on, leaving.until)
-        self.opener.closed = True
+        self.opener.close(max(leaving.until - now().seconds, 0.0))
         self._finish((), leaving.until)
         lost = False
         for session in self._registry.all():
@@ -358,13 +371,15 @@ class Intake:
             time.sleep(_LOOK_SECONDS)
 
     def _is_to_come(self, name: str, number: int) -> bool:
-        """Whether a version is open of which no rank has come to this replica yet."""
+        """Whether a version is open, as far as the store says, of which no rank has come to this replica yet."""
         model = ModelName.parse(name)
         try:
             return self._registry.find(model, number) is None and number in self._catalog.head(model).open
-        except WeighbridgeError as error:
-            log.info("%s@%d cannot be looked up: %s", name, number, error.message)
+        except NotFound:
             return False
+        except WeighbridgeError as error:  # ranks come when the store is back
+            log.debug("%s@%d cannot be looked up: %s", name, number, error.message)
+            return True
 
     def stop(self) -> None:
         """Leave what is not done as it is; waits for what is being done."""

@@ -29,7 +29,7 @@ from weighbridge_service.catalog.catalog import Catalog
 from weighbridge_service.catalog.head_versions import invisible_version
 from weighbridge_service.catalog.holding import HoldReasons
 from weighbridge_service.models.registered_model import RegisteredModel
-from weighbridge_service.plan.declarations import alone_at
+from weighbridge_service.plan.declarations import alone_at, is_alone_elsewhere
 from weighbridge_service.push.effect_pools import EffectPools
 from weighbridge_service.push.effect_runner import EffectRunner, Facilities
 from weighbridge_service.push.ended import EndedPush
@@ -73,7 +73,7 @@ class Opener:
 
     Attributes:
         leaving: until when versions are still received, once this replica stops; no new ones are opened then.
-        closed: whether it does not take part in versions any more that were opened at others either.
+        closed: whether it does not take part in versions any more that were opened at others either; see `close`.
         refusals: ranks that have said that they cannot take part.
     """
 
@@ -179,9 +179,12 @@ class Opener:
                 called,
                 at_least,
                 told,
+                frozenset(each.address for each in self._facilities.successors.others()),
             )
             with self._quotas.opening(identity, model, nbytes, is_open) as room:
                 entry, head = self._open(model_name, asked, room)
+            if is_alone_elsewhere(entry, self._home):  # its ranks are sent there when they declare
+                return replace(version_opened(model, entry), held=entry.held)
             if (
                 isinstance(joined, PushSession)
                 and joined.number == entry.number
@@ -314,6 +317,8 @@ class Opener:
         known, holding = model.known_set, HoldReasons.of(entry)
         if known is not None and not known.is_of(self._facilities.successors.staying() | {self._home}):
             known = None  # ranks of a replica that has left come to another one
+        if model.known_number < entry.parent:
+            known = None  # others have received a version since, perhaps from ranks that have moved
         state = PushState.begin(
             opened, self._home, self._limits, known, lease_left, begun, holding
         ).described(entry)
@@ -394,6 +399,22 @@ class Opener:
                         check_not_received_alone(entry, self._home)
                         self._begin(model_name, entry, head, client_id)
         return self.find(name, number)
+
+    def has_replica_at(self, address: str) -> bool:
+        """Whether another replica is known at an address, so that ranks can be sent there."""
+        return any(each.address == address for each in self._facilities.successors.others())
+
+    def close(self, seconds: float) -> None:
+        """Take part in no further version; returns once those that were being opened are entered in the registry."""
+        self.closed = True
+        self.wait_for_openings(seconds)
+
+    def wait_for_openings(self, seconds: float) -> None:
+        """Wait until all versions that are being opened now have their sessions, or for ``seconds``."""
+        until = now().seconds + seconds
+        for lock in self._openings:
+            if lock.acquire(timeout=max(until - now().seconds, 0.0)):
+                lock.release()
 
     def stop(self) -> None:
         """Leave what is not done as it is; waits for what is being done."""

@@ -128,10 +128,12 @@ class Directory:
         """The other replicas but for those that have said that they stop."""
         return frozenset(self.others()) - self._left
 
-    def left(self, home: Home) -> None:
-        """Another replica has said that it stops."""
+    def left(self, home: Home) -> bool:
+        """Note that another replica has said that it stops. Returns whether that is news."""
         with self._lock:
+            known = home in self._left
             self._left.add(home)
+            return not known
 
     def met(self, home: Home) -> None:
         """Another replica has called this one."""

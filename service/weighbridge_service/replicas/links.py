@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from weighbridge._transport import bulk, rpc
@@ -38,10 +38,18 @@ class Links:
     Args:
         home: this process.
         credentials: what it shows to others.
+        left: is called with a replica whose answer names it as one that stops.
+
+    Attributes:
+        leaving: whether each exchange tells the other replica that this process stops.
     """
 
-    def __init__(self, home: Home, credentials: Credentials = NONE) -> None:
+    def __init__(
+        self, home: Home, credentials: Credentials = NONE, left: Callable[[Home], None] = lambda _: None
+    ) -> None:
         self.home = home
+        self.leaving = False
+        self._left = left
         self._credentials = credentials
         self._lock = threading.Lock()
         self._connections: dict[str, bulk.Connections] = {}
@@ -60,7 +68,7 @@ class Links:
             other: which replica.
             progress: with each version, and whether to name the files that were written.
             engines: what agents have reported to this one.
-            leaving: whether this one stops.
+            leaving: tell it that this process stops, before the attribute `leaving` is set.
 
         Returns:
             The replica that has answered, which may be another process at the same address, and how far it is: with ``leaving``, with all
@@ -74,12 +82,15 @@ class Links:
             sender=home_to_proto(self.home),
             versions=[progress_to_proto(each, with_files=files) for each, files in progress],
             engines=map(told_to_proto, engines),
-            leaving=leaving,
+            leaving=leaving or self.leaving,
         )
         with rpc.translated_errors(other.address, self._credentials):
             response = stub.Exchange(request, timeout=_EXCHANGE_SECONDS)
         found = [progress_from_proto(each) for each in response.versions]
-        return home_from_proto(response.sender), [each for each in found if each is not None]
+        answered = home_from_proto(response.sender)
+        if response.leaving:
+            self._left(answered)
+        return answered, [each for each in found if each is not None]
 
     def take_over(self, other: Home, request: pb.TakeOverRequest, seconds: float) -> None:
         """Returns when another replica has taken a version over.

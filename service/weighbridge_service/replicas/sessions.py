@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass
 
 from weighbridge.errors import NotFound, VersionFailed
@@ -19,7 +20,7 @@ from weighbridge_storage.memory.images import Hold
 from weighbridge_storage.stores.objects import ByteArray
 
 _COUNT_SECONDS = 1.0
-"""How long a session may take to learn which replicas stay."""
+"""Longest time until sessions know which replicas stay."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +75,14 @@ class SharedSessions:
 
     def count_on(self, replicas: frozenset[Home]) -> None:
         """Begin no version any more by counting on another replica than these; return once that holds for all."""
-        for session in self._registry.all():
-            session.ask(
-                lambda state: state.declarations.counting_on(replicas) is state.declarations or None,
-                _COUNT_SECONDS,
-                on.Staying(replicas),
-            )
+        counting = [each for each in self._registry.all() if not _counts_on(each.state, replicas)]
+        asked = [
+            each.asked(lambda state: _counts_on(state, replicas) or None, on.Staying(replicas))
+            for each in counting
+        ]
+        wait(asked, _COUNT_SECONDS)
+        for session, found in zip(counting, asked, strict=True):
+            session.leave(found)
 
     def own_file(self, model: str, number: int, claim: str, file: str) -> tuple[ByteArray, Hold]:
         """See `api.grpc.replica_handlers.OwnFiles`."""
@@ -121,6 +124,11 @@ class SharedSessions:
         pushes = self._registry.of_version(ModelName.parse(model), number)
         found = [(push, push.state.agreed) for push in pushes]
         return [(push, agreed) for push, agreed in found if agreed is not None and agreed.claim == claim]
+
+
+def _counts_on(state: PushState, replicas: frozenset[Home]) -> bool:
+    """Whether a push will not begin by counting on another replica than these."""
+    return state.phase in FINAL or state.declarations.counting_on(replicas) is state.declarations
 
 
 def _hear(session: PushSession, sender: Home, progress: Progress) -> None:

@@ -64,15 +64,18 @@ class KnownReplicas:
         """See `Successors`."""
         others = self._directory.others()
         if not others:
+            self._links.leaving = True
             return frozenset()
         with ThreadPoolExecutor(min(len(others), _TOLD_AT_ONCE)) as pool:
-            return frozenset[tuple[str, int]]().union(*pool.map(self._leave, others))
+            counted_on = frozenset[tuple[str, int]]().union(*pool.map(self._leave, others))
+        self._links.leaving = True  # those that come now hear of it with the first exchange
+        return counted_on
 
     def _leave(self, other: Home) -> frozenset[tuple[str, int]]:
         try:
             _, shared = self._links.exchange(other, leaving=True)
         except WeighbridgeError as error:
-            log.info("the replica %s is not told that this one leaves: %s", other, error.message)
+            log.info("the replica %s does not hear that this one leaves: %s", other, error.message)
             return frozenset()
         return frozenset(progress.version[:2] for progress in shared)
 

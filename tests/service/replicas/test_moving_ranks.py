@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -11,17 +12,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.raw_clients import TinyModel, assert_equal, rows_layout, tiny_folder
+from tests.support.raw_clients import RawClient, TinyModel, assert_equal, rows_layout, tiny_folder
 from tests.support.services import RunningService, running_service
 from tests.support.waiting import eventually
-from weighbridge import EngineClient, TrainerClient
+from weighbridge import EngineClient, TrainerClient, Unavailable
 from weighbridge._core.layouts import Layout
 from weighbridge._core.tensor_spaces import TensorSpace
 from weighbridge._formats.push_sources import StagingPool, StreamSource
 from weighbridge._transport.addresses import Addresses
+from weighbridge_service.replicas import sessions
+from weighbridge_service.replicas.takeovers import KnownReplicas
 from weighbridge_storage.documents.names import ModelName
+from weighbridge_storage.head.head import Head
 
 MODEL = "acme/moving"
+NAME = ModelName.parse(MODEL)
 RANKS = 2
 
 
@@ -101,8 +106,14 @@ def job(tmp_path: Path) -> Iterator[Job]:
 
 def is_agreed(replica: RunningService, number: int) -> bool:
     """Whether ranks of a version have learnt from a replica what they push."""
-    session = replica.service.registry.get(ModelName.parse(MODEL), number)
+    session = replica.service.registry.get(NAME, number)
     return session is not None and session.state.agreed is not None
+
+
+def declared(replica: RunningService, number: int) -> bool:
+    """Whether a rank has declared a version at a replica."""
+    session = replica.service.registry.get(NAME, number)
+    return session is not None and bool(session.state.declarations.here)
 
 
 def opened_after(replica: RunningService, number: int) -> int:
@@ -113,7 +124,7 @@ def opened_after(replica: RunningService, number: int) -> int:
 
 def test_a_rank_that_has_moved_is_sent_back_to_the_replica_that_the_others_count_on(job: Job) -> None:
     first = job.push_all(1)
-    first_home, second_home = (each.service.intake for each in job.replicas)
+    first_home = job.replicas[0].service.intake
     before = first_home.bytes_in
     staying = job.push(1, 2)
     second = opened_after(job.replicas[1], first)
@@ -122,9 +133,44 @@ def test_a_rank_that_has_moved_is_sent_back_to_the_replica_that_the_others_count
     assert {staying.result(60), moved.result(60)} == {second}
     job.check(second)
     assert first_home.bytes_in > before
-    # the next version is opened where the rank is now, and made anew by both
+    assert job.addresses(0).current == job.replicas[0].address
     job.push_all(3)
-    assert second_home.bytes_in_locally > 0
+
+
+@pytest.mark.parametrize("moved_first", [False, True])
+def test_a_rank_is_sent_back_to_the_only_replica_of_a_version(job: Job, moved_first: bool) -> None:
+    job.addresses(1).failed(job.replicas[1].address)
+    first = job.push_all(1)
+    assert not job.replicas[1].service.intake.bytes_in
+    job.addresses(0).failed(job.replicas[0].address)
+    if moved_first:  # it waits for the other one when that begins
+        moved = job.push(0, 2)
+        eventually(lambda: declared(job.replicas[1], first + 1))
+        staying = job.push(1, 2)
+    else:
+        staying = job.push(1, 2)
+        head = job.replicas[1].service.catalog.head
+        eventually(lambda: (entry := head(NAME).open.get(first + 1)) is not None and entry.claim)
+        moved = job.push(0, 2)
+    assert {staying.result(60), moved.result(60)} == {first + 1}
+    job.check(first + 1)
+    assert not job.replicas[1].service.intake.bytes_in
+    job.push_all(3)
+
+
+def test_a_replica_counts_on_no_version_that_others_have_received_a_newer_one_after(job: Job) -> None:
+    first, second = (replica.address for replica in job.replicas)
+    for step, refusing in enumerate((second, first), start=1):
+        for rank in range(RANKS):
+            if job.addresses(rank).current == refusing:
+                job.addresses(rank).failed(refusing)
+        number = job.push_all(step)
+    job.addresses(0).failed(second)
+    moved = job.push(0, 3)  # where both have pushed the first version
+    eventually(lambda: declared(job.replicas[0], number + 1))
+    staying = job.push(1, 3)
+    assert {moved.result(60), staying.result(60)} == {number + 1}
+    job.check(number + 1)
 
 
 def test_ranks_of_a_replica_that_has_stopped_are_not_waited_for_there(job: Job) -> None:
@@ -158,3 +204,77 @@ def test_memory_is_lent_by_the_replica_where_a_version_was_opened(job: Job) -> N
     job.push_all(2)
     assert left.bytes_in == before[0]
     assert goes_on.bytes_in_locally > before[1]
+
+
+def test_a_replica_that_stops_is_waited_for_until_the_store_says_that_no_rank_comes(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = job.push_all(1)
+    begun = job.push(1, 2)
+    opened_after(job.replicas[1], first)
+    service = job.replicas[0].service
+    looked = threading.Event()
+
+    def away(name: ModelName) -> Head:
+        looked.set()
+        raise Unavailable("the object store does not answer")
+
+    with ThreadPoolExecutor(1) as pool, monkeypatch.context() as patch:
+        patch.setattr(service.catalog, "head", away)
+        drained = pool.submit(service.intake.drain, 30.0)
+        assert looked.wait(30)
+        patch.undo()
+        late = job.push(0, 2)
+        assert {begun.result(60), late.result(60)} == {first + 1}
+        assert drained.result(60)
+
+
+def test_a_replica_that_starts_while_another_one_stops_hears_of_it(job: Job, tmp_path: Path) -> None:
+    leaving, staying = (each.service for each in job.replicas)
+    leaving.intake.drain(0.0)  # still answers
+    with running_service(tmp_path / "store", advertise="127.0.0.1:0", scratch=tmp_path / "third") as third:
+        directory = third.service.directory
+        eventually(lambda: {*directory.others()} == {leaving.intake.home, staying.intake.home})
+        eventually(lambda: directory.staying() == {staying.intake.home})
+
+
+def test_a_replica_stops_once_versions_are_done_that_were_being_opened(job: Job) -> None:
+    intake = job.replicas[0].service.intake
+    with ThreadPoolExecutor(1) as pool:
+        with intake.opener.opening(NAME):
+            drained = pool.submit(intake.drain, 30.0)
+            eventually(lambda: intake.opener.closed)
+            assert not drained.done()
+        assert drained.result(30)
+
+
+def test_a_replica_is_answered_at_once_that_stops_after_a_version_was_aborted(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job.push_all(1)
+    monkeypatch.setattr(sessions, "_COUNT_SECONDS", 300.0)
+    with RawClient(job.replicas[1].address) as raw:
+        number = raw.open(MODEL, step=2, ranks=RANKS)
+    job.ranks[1].abort(MODEL, number)
+    with ThreadPoolExecutor(1) as pool:
+        left = pool.submit(job.replicas[1].service.replica_left, job.replicas[0].service.intake.home)
+        try:
+            left.result(30)
+        finally:
+            job.replicas[1].service.intake.stop()  # ends what waits
+
+
+def test_the_time_for_stopping_begins_before_the_others_are_told(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told_at: list[float] = []
+
+    def leave(self: KnownReplicas) -> frozenset[tuple[str, int]]:
+        told_at.append(time.monotonic())
+        return frozenset()
+
+    monkeypatch.setattr(KnownReplicas, "leave", leave)
+    intake = job.replicas[0].service.intake
+    assert intake.drain(20.0)
+    assert intake.opener.leaving is not None
+    assert intake.opener.leaving.until <= told_at[0] + 20.0

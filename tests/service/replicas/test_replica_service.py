@@ -95,7 +95,7 @@ class Replica:
         self.engines: list[ToldEngine] = []
         self.reads = 0
         self.leases = 0
-        self.links = Links(self.home)
+        self.links = Links(self.home, left=self.left.append)
         self.news = threading.Event()
         self.heartbeat = Heartbeat(self.links, self, self.news, silent_s, beat_s=beat_s)
         streams = BulkStreams(self.budget, 16, 5.0, self._workers, IdentityQuotas())
@@ -115,8 +115,8 @@ class Replica:
             RequestLimits(),
         )
         handlers = ReplicaHandlers(
-            self.home, self, self, streams, self.met.append, self.left.append, self, self.engines.extend
-        )
+            self.home, self, self, streams, self.met.append, self.left.append, lambda: self.links.leaving, self, self.engines.extend
+        )  # fmt: skip
         contract = {
             pb.DESCRIPTOR.services_by_name["ReplicaService"]: handlers,
             bulk_service_pb2.DESCRIPTOR.services_by_name["BulkService"]: BulkHandlers(Tickets(b""), 0),

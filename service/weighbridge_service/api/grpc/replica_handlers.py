@@ -58,6 +58,7 @@ class ReplicaHandlers:
         streams: who may stream weights.
         met: takes note of a replica that has called.
         left: takes note of one that has said that it stops.
+        leaving: whether this process stops.
         takeovers: takes versions over.
         heard: takes note of engines that have reported to another replica.
     """
@@ -70,12 +71,14 @@ class ReplicaHandlers:
         streams: BulkStreams,
         met: Callable[[Home], None],
         left: Callable[[Home], None],
+        leaving: Callable[[], bool],
         takeovers: VersionTaker,
         heard: Callable[[Iterable[ToldEngine]], None],
     ) -> None:
         self._home = home
         self._met = met
         self._left = left
+        self._leaving = leaving
         self._takeovers = takeovers
         self._heard = heard
         self._pushes = pushes
@@ -102,6 +105,7 @@ class ReplicaHandlers:
             )
         return pb.ExchangeResponse(
             sender=home_to_proto(self._home),
+            leaving=self._leaving(),
             versions=[
                 progress_to_proto(each, with_files=False)
                 for version in asked

@@ -271,6 +271,7 @@ class GrpcServer:
                     bulk,
                     service.directory.met,
                     service.replica_left,
+                    service.is_leaving,
                     service.takeovers,
                     service.engines.heard,
                 ),

@@ -15,10 +15,11 @@ from weighbridge.errors import (
     WeighbridgeError,
 )
 from weighbridge_service.catalog.holding import HoldReasons
-from weighbridge_service.plan.declarations import Home
+from weighbridge_service.plan.declarations import Home, is_alone_elsewhere
 from weighbridge_service.push.machine import effects as do
 from weighbridge_service.push.machine import events as on
 from weighbridge_service.push.machine.effects import Awaited, Effect
+from weighbridge_service.push.machine.opening import ReceivedElsewhere
 from weighbridge_service.push.machine.phases import INCOMPLETE, VISIBLE, Phase
 from weighbridge_service.push.machine.shown import aborted, silent_ranks
 from weighbridge_service.push.machine.state import Moment, PushState
@@ -181,6 +182,13 @@ def head_said(state: PushState, said: on.HeadSaid, now: Moment) -> Transition:
         return _leave(
             state, AlreadyExists(f"{state.name} is being written by others", fix="push the step again")
         )
+    if (
+        said.opened is not None
+        and agreed is None
+        and is_alone_elsewhere(said.opened, state.declarations.home)
+    ):
+        # the ranks there do not wait for those that have come here
+        return _leave(state, ReceivedElsewhere.of(said.opened))
     if said.opened is not None:
         state = state.described(said.opened)
     match said.effect:

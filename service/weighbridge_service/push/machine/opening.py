@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from weighbridge._core.resources import Version
@@ -37,6 +37,7 @@ class OpeningRequest:
         by: who asks, as the service knows them; empty if it knows nobody by name.
         at_least: the lowest number that a new version gets.
         other: which version another job has pushed since the one that asks has.
+        reached: addresses of the replicas to which ranks can be sent.
     """
 
     request_id: str
@@ -52,6 +53,7 @@ class OpeningRequest:
     by: str = ""
     at_least: int = 0
     other: str = ""
+    reached: Collection[str] = ()
 
     def open(self, head: Head, now_ms: int) -> tuple[Head, tuple[OpenEntry, Head]]:
         """Open the version, or find it open; gives it, and the head with it.
@@ -61,7 +63,7 @@ class OpeningRequest:
             now_ms: milliseconds since 1970 UTC.
 
         Raises:
-            AlreadyExists: another replica receives it alone.
+            ReceivedElsewhere: another replica receives it alone, and ranks cannot be sent there.
         """
         head = give_up_abandoned(head, now_ms)
         for number in self.given_up.keys() & head.open.keys():
@@ -73,7 +75,8 @@ class OpeningRequest:
             # this process does not know it: one before it, at the same address, has died with what it had received
             head = give_up_version(head, entry.number, "the replica that received it was restarted", now_ms)
             changed, entry = self._opened(head, now_ms)
-        check_not_received_alone(entry, self.home)
+        if alone not in self.reached:
+            check_not_received_alone(entry, self.home)
         return changed, (entry, changed)
 
     def _opened(self, head: Head, now_ms: int) -> tuple[Head, OpenEntry]:
@@ -93,10 +96,31 @@ class OpeningRequest:
         )
 
 
-def check_not_received_alone(entry: OpenEntry, home: Home) -> None:
-    """Raise AlreadyExists if another replica receives an open version alone."""
-    if is_alone_elsewhere(entry, home):
-        raise AlreadyExists(
-            f"version {entry.number} is being received by the replica {alone_at(entry)}",
+class ReceivedElsewhere(AlreadyExists):
+    """Another replica receives an open version alone.
+
+    Attributes:
+        address: of that replica.
+    """
+
+    def __init__(
+        self, message: str, *, fix: str = "", details: Sequence[str] = (), address: str = ""
+    ) -> None:
+        super().__init__(message, fix=fix, details=details)
+        self.address = address
+
+    @staticmethod
+    def of(entry: OpenEntry) -> ReceivedElsewhere:
+        """The error for a version."""
+        address = alone_at(entry)
+        return ReceivedElsewhere(
+            f"version {entry.number} is being received by the replica {address}",
             fix=f"push to that one; or abort version {entry.number}, or wait until it times out, and push again",
+            address=address,
         )
+
+
+def check_not_received_alone(entry: OpenEntry, home: Home) -> None:
+    """Raise ReceivedElsewhere if another replica receives an open version alone."""
+    if is_alone_elsewhere(entry, home):
+        raise ReceivedElsewhere.of(entry)
