@@ -7,6 +7,8 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -14,7 +16,10 @@ from tests.support.killable_service import KillableService
 from tests.support.ports import reserved_port
 from tests.support.raw_clients import TinyModel, assert_equal, tiny_folder
 from weighbridge import AsyncEngineClient, EngineClient, InvalidArgument, TrainerClient, Unavailable
+from weighbridge._clients import pushing
+from weighbridge._core.tensor_spaces import TensorSpace
 from weighbridge._transport.addresses import Addresses
+from weighbridge.v1 import checkpoint_service_pb2 as pb
 
 MODEL = "acme/tiny"
 
@@ -173,3 +178,30 @@ def test_a_failure_is_forgotten_once_another_address_has_answered_and_foreign_on
     addresses.answered("b:2")
     assert addresses.failed("b:2"), "the first may be back"
     assert addresses.current == "a:1"
+
+
+def test_a_rank_that_is_sent_to_another_replica_waits_there_for_what_is_left_of_its_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    left = iter((5.0, 2.0))
+    hold = SimpleNamespace()
+    monkeypatch.setattr(pushing.push_calls, "declare", lambda *_, within, meanwhile: within)
+    waits = []
+
+    def run(steps: float, *, at: str, retry_seconds: float | None) -> pb.DeclareLayoutResponse:
+        waits.append((at, steps))
+        return pb.DeclareLayoutResponse(push_at="" if at == "b:1" else "b:1")
+
+    class Terms:
+        agreement = None
+
+        @property
+        def hold(self) -> SimpleNamespace:
+            hold.left = next(left)
+            return hold
+
+    addresses = Addresses(["a:1", "b:1"])
+    pusher = pushing.Pusher(cast(Any, SimpleNamespace(run=run, addresses=addresses)))
+    _, at = pusher._declare(pb.PushHeader(), cast(Any, None), TensorSpace.MEGATRON, cast(Any, Terms()), "a:1")
+    assert waits == [("a:1", 5.0), ("b:1", 2.0)]
+    assert (at, addresses.current) == ("b:1", "b:1")
