@@ -14,6 +14,7 @@ from weighbridge._core.text.shortening import shortened
 from weighbridge.errors import (
     DeadlineExceeded,
     FailedPrecondition,
+    InvalidArgument,
     LayoutError,
     NotFound,
     Unavailable,
@@ -372,10 +373,10 @@ class Intake:
 
     def _is_to_come(self, name: str, number: int) -> bool:
         """Whether a version is open, as far as the store says, of which no rank has come to this replica yet."""
-        model = ModelName.parse(name)
         try:
+            model = ModelName.parse(name)
             return self._registry.find(model, number) is None and number in self._catalog.head(model).open
-        except NotFound:
+        except (NotFound, InvalidArgument):
             return False
         except WeighbridgeError as error:  # ranks come when the store is back
             log.debug("%s@%d cannot be looked up: %s", name, number, error.message)
