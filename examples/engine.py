@@ -56,7 +56,9 @@ class Engine:
 
 def main(name: str, ref: str) -> None:
     """Follow a ref, and answer each line of token numbers on standard input."""
-    engine = Engine(EngineClient(), name)
+    client = EngineClient()
+    next(client.watch(name, ref))  # the trainer may come later, and register the model then
+    engine = Engine(client, name)
     threading.Thread(target=engine.follow, args=(ref,), daemon=True).start()
     engine.ready.wait()
     for line in sys.stdin:

@@ -65,7 +65,7 @@ def catalog_with_models(store: LocalStore) -> Catalog:
     return made
 
 
-def publish_one(catalog: Catalog) -> int:
+def publish_one(catalog: Catalog, name: ModelName = SMOL) -> int:
     """A version that some replica has published; its number."""
 
     def opened(head: Head) -> tuple[Head, int]:
@@ -74,9 +74,9 @@ def publish_one(catalog: Catalog) -> int:
         )
         return claim_version(after, entry.number, "claim"), entry.number
 
-    number = catalog.heads.update(SMOL, opened)
+    number = catalog.heads.update(name, opened)
     entry = VersionEntry(number, 0, "", 1, 1, 1, "f", "claim")
-    catalog.heads.edit(SMOL, lambda history: (publish(history, entry), None))
+    catalog.heads.edit(name, lambda history: (publish(history, entry), None))
     return number
 
 

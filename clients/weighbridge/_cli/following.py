@@ -136,7 +136,7 @@ def follow_command(
     listener = _nobody if status_path is None else status_file(status_path)
     engine = _engine(kind, url, model, engine_server or server, lane, pause_mode, engine_key)
     with EngineClient(server, retry_seconds=RETRY_SECONDS) as client:
-        say_if_absent(client.model(model), ref)
+        say_if_absent(client, model, ref)
         done = None
         reporter = client.report_engine(model, kind=kind, address=engine.url, ref=ref, listener=listener)
         with closing(reporter), closing(ReachWatch(engine.url)):

@@ -276,8 +276,7 @@ def watch_command(model: str, ref: str, count: int | None, server: str, as_json:
     Begins with the one it names now; one line a version. Waits out a service that restarts.
     """
     with _connect(server) as client:
-        # a service that is not there, or a wrong name, is an error now; later ones are waited out
-        say_if_absent(client.model(model), ref)
+        say_if_absent(client, model, ref)
         for version in itertools.islice(client.watch(model, ref), count):
             if as_json:
                 print_json(version.to_json(), one_line=True)
@@ -285,15 +284,22 @@ def watch_command(model: str, ref: str, count: int | None, server: str, as_json:
                 say(str(version))
 
 
-def say_if_absent(model: Model, ref: str) -> None:
-    """Say on stderr that a model does not have a ref that is about to be waited for."""
-    if ref in model.refs:
-        return
-    if ref in (REF_LATEST, REF_LIVE):
-        missing = f"{model.name} has no version yet."
+def say_if_absent(client: EngineClient, model: str, ref: str) -> None:
+    """Say on stderr that a model is not registered, or does not have a ref, that is about to be waited for. A service that is not there, or a name
+    that no model can have, is an error now; a service that goes away later is waited out.
+    """
+    try:
+        found = client.model(model)
+    except NotFound as error:
+        missing = error.message if error.message.endswith("?") else f"{error.message}."
     else:
-        meant = did_you_mean(ref, [REF_LATEST, REF_LIVE, *model.refs])
-        missing = f"{model.name} has no ref {ref!r}{meant or f': it has {_refs_text(model.refs)}.'}"
+        if ref in found.refs:
+            return
+        if ref in (REF_LATEST, REF_LIVE):
+            missing = f"{model} has no version yet."
+        else:
+            meant = did_you_mean(ref, [REF_LATEST, REF_LIVE, *found.refs])
+            missing = f"{model} has no ref {ref!r}{meant or f': it has {_refs_text(found.refs)}.'}"
     say(f"{missing} Waiting until there is one.", err=True)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,17 +18,13 @@ from weighbridge._core.resources import REF_LIVE
 from weighbridge._core.text.durations import readable_duration
 from weighbridge._core.text.extras import needs_extra
 from weighbridge._core.text.sizes import readable_size
-from weighbridge.errors import NotFound, ResourceExhausted, Unavailable
+from weighbridge.errors import NotFound
 
 if TYPE_CHECKING:
-    from weighbridge._clients.engine import EngineClient
     from weighbridge._clients.trainer import TrainerClient
-    from weighbridge._core.resources import Model
     from weighbridge.relay.relayed import Relayed
     from weighbridge.relay.steps import StepNames
 
-_LOOK_SECONDS = 1.0
-"""Between two looks whether a model is registered."""
 _FOLDER = click.Path(file_okay=False, path_type=Path)
 
 
@@ -167,26 +162,8 @@ def _incoming(
 
     places = StepPlaces(target, names, keep)
     with EngineClient(server, retry_seconds=RETRY_SECONDS) as client:
-        say_if_absent(_registered(client, model), ref)
+        say_if_absent(client, model, ref)
         yield from Incoming(client, model, places, ref).run()
-
-
-def _registered(client: EngineClient, model: str) -> Model:
-    """The model, once it is registered, as the other relay does by the first step. A service that is not there is an error now, and later
-    waited for.
-    """
-    waiting = False
-    while True:
-        try:
-            return client.model(model)
-        except NotFound as error:
-            if not waiting:
-                say(f"Waiting for {model}: {error.message}", err=True)
-            waiting = True
-        except (Unavailable, ResourceExhausted):
-            if not waiting:
-                raise
-        time.sleep(_LOOK_SECONDS)
 
 
 def _line(done: Relayed) -> str:

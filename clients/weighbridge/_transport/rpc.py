@@ -54,6 +54,9 @@ One stream moves at most this much in a round trip: 4 GB/s where one takes a mil
 CALL_SECONDS = 60.0
 """Deadline of calls that carry no weights."""
 
+ACCEPTED = "weighbridge-accepted"
+"""Key of the initial metadata that a service sends once it has accepted a stream to which it may have nothing to send for long."""
+
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -164,6 +167,11 @@ def streamed(
     else:
         found = channel.stream_stream(path, None, decode)(iter(request), metadata=metadata)
     return cast("Iterable[T]", found)
+
+
+def is_accepted(metadata: Iterable[tuple[str, str | bytes]] | None) -> bool:
+    """Whether a stream's initial metadata says that the service has accepted it: those of a call that fails are empty."""
+    return any(key == ACCEPTED for key, _ in metadata or ())
 
 
 @contextmanager

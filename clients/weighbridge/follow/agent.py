@@ -106,7 +106,7 @@ class Follower:
         the engine has although it is not signed as required stays, and is told of. An engine that was started again is taken to the version again.
 
         Raises:
-            NotFound: the model is not registered.
+            NotFound: the model was deleted. One that is not registered yet is waited for.
             FailedPrecondition: the engine says that it serves another model.
             WeighbridgeError: the engine cannot be reached, or takes no updates.
         """

@@ -45,7 +45,7 @@ class Incoming:
 
         Raises:
             FailedPrecondition: another process places folders there.
-            NotFound: the model is not registered.
+            NotFound: the model was deleted. One that is not registered yet is waited for.
         """
         with self._places.held():
             for version in self._client.watch(self._model, self._ref):

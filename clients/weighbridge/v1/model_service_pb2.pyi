@@ -359,6 +359,7 @@ class WatchedRef(_message.Message):
     REF_FIELD_NUMBER: _builtins.int
     AFTER_FIELD_NUMBER: _builtins.int
     model: _builtins.str
+    """It need not be registered yet."""
     ref: _builtins.str
     """It need not exist yet."""
     after: _builtins.int

@@ -220,6 +220,8 @@ class ModelServiceServicer(object):
 
     def WatchRefs(self, request, context):
         """Sends the versions that refs name now, and again each time one moves. One stream can watch many refs, also of many models.
+        Initial metadata with the key weighbridge-accepted come once the service has looked, as there may be no version to send for long.
+        The stream ends with NOT_FOUND if a model is deleted.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

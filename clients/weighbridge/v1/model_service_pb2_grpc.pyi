@@ -46,7 +46,10 @@ class ModelServiceStub:
     GetVersion: _grpc.UnaryUnaryMultiCallable[_model_service_pb2.GetVersionRequest, _model_service_pb2.GetVersionResponse]
     ListVersions: _grpc.UnaryUnaryMultiCallable[_model_service_pb2.ListVersionsRequest, _model_service_pb2.ListVersionsResponse]
     WatchRefs: _grpc.UnaryStreamMultiCallable[_model_service_pb2.WatchRefsRequest, _model_service_pb2.WatchRefsResponse]
-    """Sends the versions that refs name now, and again each time one moves. One stream can watch many refs, also of many models."""
+    """Sends the versions that refs name now, and again each time one moves. One stream can watch many refs, also of many models.
+    Initial metadata with the key weighbridge-accepted come once the service has looked, as there may be no version to send for long.
+    The stream ends with NOT_FOUND if a model is deleted.
+    """
     SetRef: _grpc.UnaryUnaryMultiCallable[_model_service_pb2.SetRefRequest, _model_service_pb2.SetRefResponse]
     """Moves a ref. If it is protected and takes approvals, that is asked for; without a `request_id` it is refused."""
     DeleteRef: _grpc.UnaryUnaryMultiCallable[_model_service_pb2.DeleteRefRequest, _model_service_pb2.DeleteRefResponse]
@@ -105,7 +108,10 @@ class ModelServiceAsyncStub(ModelServiceStub):
     GetVersion: _aio.UnaryUnaryMultiCallable[_model_service_pb2.GetVersionRequest, _model_service_pb2.GetVersionResponse]  # type: ignore[assignment]
     ListVersions: _aio.UnaryUnaryMultiCallable[_model_service_pb2.ListVersionsRequest, _model_service_pb2.ListVersionsResponse]  # type: ignore[assignment]
     WatchRefs: _aio.UnaryStreamMultiCallable[_model_service_pb2.WatchRefsRequest, _model_service_pb2.WatchRefsResponse]  # type: ignore[assignment]
-    """Sends the versions that refs name now, and again each time one moves. One stream can watch many refs, also of many models."""
+    """Sends the versions that refs name now, and again each time one moves. One stream can watch many refs, also of many models.
+    Initial metadata with the key weighbridge-accepted come once the service has looked, as there may be no version to send for long.
+    The stream ends with NOT_FOUND if a model is deleted.
+    """
     SetRef: _aio.UnaryUnaryMultiCallable[_model_service_pb2.SetRefRequest, _model_service_pb2.SetRefResponse]  # type: ignore[assignment]
     """Moves a ref. If it is protected and takes approvals, that is asked for; without a `request_id` it is refused."""
     DeleteRef: _aio.UnaryUnaryMultiCallable[_model_service_pb2.DeleteRefRequest, _model_service_pb2.DeleteRefResponse]  # type: ignore[assignment]
@@ -203,7 +209,10 @@ class ModelServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _model_service_pb2.WatchRefsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_model_service_pb2.WatchRefsResponse], _abc.AsyncIterator[_model_service_pb2.WatchRefsResponse]]:
-        """Sends the versions that refs name now, and again each time one moves. One stream can watch many refs, also of many models."""
+        """Sends the versions that refs name now, and again each time one moves. One stream can watch many refs, also of many models.
+        Initial metadata with the key weighbridge-accepted come once the service has looked, as there may be no version to send for long.
+        The stream ends with NOT_FOUND if a model is deleted.
+        """
 
     @_abc_1.abstractmethod
     def SetRef(

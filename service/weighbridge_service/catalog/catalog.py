@@ -186,7 +186,7 @@ class Catalog:
             FailedPrecondition: versions of the part of a model of this name that was deleted are still being received.
         """
         of = self.head(name.model)
-        if self._registered(name, of) is None:
+        if self.registered_history(name, of) is None:
             now_ms = unix_ms()
             self.heads.update(name, lambda head: (with_part(name, head, of, now_ms), None), create=True)
         return of
@@ -223,7 +223,7 @@ class Catalog:
             if not shown(str(name)):
                 continue
             try:
-                history = self._registered(name)
+                history = self.registered_history(name)
                 if history is not None:
                     found.append(summary_from_head(name, history.head, self.refs_of(name, history.head)))
             except (
@@ -260,7 +260,7 @@ class Catalog:
 
     def history(self, name: ModelName) -> History:
         """What the store says of a model. Raises NotFound, which says what was perhaps meant."""
-        found = self._registered(name)
+        found = self.registered_history(name)
         if found is None and name.part:
             self.head(name.model)
             raise NotFound(
@@ -273,7 +273,7 @@ class Catalog:
             )
         return found
 
-    def _registered(self, name: ModelName, of: Head | None = None) -> History | None:
+    def registered_history(self, name: ModelName, of: Head | None = None) -> History | None:
         """What the store says of a model; None if it was never registered to the end, or deleted. Of a part, of which model may be known."""
         found = self.heads.history(name)
         if name.part and found is not None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from weighbridge._core.resources import REF_LIVE, Version
-from weighbridge.errors import WeighbridgeError
+from weighbridge.errors import NotFound, WeighbridgeError
 from weighbridge_service.catalog.catalog import AWAY, Catalog
 from weighbridge_service.catalog.head_versions import number_in
 from weighbridge_service.runtime.clock import unix_ms
@@ -42,6 +42,10 @@ class Found:
     abandoned: bool
 
 
+class Unregistered(NotFound):
+    """No such model: never registered, or deleted. Another answer than that the model has no such version."""
+
+
 Answer: TypeAlias = Found | WeighbridgeError
 
 
@@ -49,16 +53,18 @@ def look(catalog: Catalog, name: ModelName, questions: Iterable[Question]) -> di
     """The answers to questions about one model, from one reading of its head; from memory while the store is away.
 
     Raises:
-        WeighbridgeError: the model is not registered, or its head cannot be read.
+        WeighbridgeError: the model's head cannot be read.
     """
     try:
-        history = catalog.history(name)
+        history = catalog.registered_history(name)
     except AWAY as error:
         there = {question: catalog.in_memory(name, question.version) for question in questions}
         return {
             question: error if version is None else _found(catalog, name, version)
             for question, version in there.items()
         }
+    if history is None:
+        return {question: _unregistered(catalog, name, question) for question in questions}
     if any(
         question.invisible and _is_overdue(catalog, name, history.head, question.version)
         for question in questions
@@ -74,6 +80,16 @@ def look(catalog: Catalog, name: ModelName, questions: Iterable[Question]) -> di
         except WeighbridgeError as error:
             answers[question] = error
     return answers
+
+
+def _unregistered(catalog: Catalog, name: ModelName, question: Question) -> Answer:
+    """The answer to a question about a model that is not registered."""
+    if question.invisible:  # asked once: the name that was perhaps meant takes a list of all models
+        try:
+            catalog.history(name)
+        except NotFound as error:
+            return Unregistered(error.message, fix=error.fix)
+    return Unregistered(f"there is no model {name}", fix="register it first")
 
 
 def _is_overdue(catalog: Catalog, name: ModelName, head: Head, version: str) -> bool:

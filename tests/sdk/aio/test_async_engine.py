@@ -176,7 +176,9 @@ def test_its_errors_are_those_of_the_service(service: RunningService) -> None:
             with pytest.raises(NotFound):
                 await client.version(MODEL, 999)
             with pytest.raises(NotFound):
-                await anext(client.watch("tests/none"))
+                await client.version("tests/none")
+            with pytest.raises(InvalidArgument):
+                await anext(client.watch("no-slash"))
             with pytest.raises(NotFound, match=r"no\.such\.tensor"):
                 await client.pull(MODEL, "latest", FullTensors(("no.such.tensor",))).plan()
             with pytest.raises(InvalidArgument):

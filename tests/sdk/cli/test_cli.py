@@ -613,7 +613,7 @@ def test_a_pull_that_fails_leaves_nothing_behind(
     [
         (["show", "acme/none"], "NOT_FOUND"),
         (["versions", "acme/none"], "NOT_FOUND"),
-        (["watch", "acme/none"], "NOT_FOUND"),
+        (["watch", "no-slash"], "INVALID_ARGUMENT"),
         (["pull", "acme/none@latest", "--out", "OUT"], "NOT_FOUND"),
         (["pull", f"{MODEL}@99", "--out", "OUT"], "NOT_FOUND"),
         (["restore", f"{MODEL}@nope", "--out", "OUT"], "NOT_FOUND"),

@@ -133,6 +133,19 @@ def test_a_watch_of_a_ref_that_is_not_there_says_so_and_waits(service: RunningSe
         assert watching.wait(30) == 0
 
 
+def test_a_watch_of_a_model_that_is_not_registered_says_so_and_waits(
+    service: RunningService, version: int, source: TinyModel
+) -> None:
+    with process("watch", "acme/tny", "--count", "1", "--server", service.address) as watching:
+        assert watching.stderr is not None
+        assert watching.stderr.readline() == (
+            f"there is no model acme/tny; did you mean {MODEL}? Waiting until there is one.\n"
+        )
+        with TrainerClient(service.address) as trainer:
+            trainer.import_folder("acme/tny", source.folder).wait(timeout=60)
+        assert watching.wait(30) == 0
+
+
 def test_an_agent_that_follows_a_ref_that_is_not_there_says_so(service: RunningService, version: int) -> None:
     engine = ("--engine", "vllm", "--url", f"http://127.0.0.1:{reserved_port()}")
     with process("follow", MODEL, "--ref", "prodd", *engine, "--server", service.address) as following:

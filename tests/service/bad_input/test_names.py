@@ -10,7 +10,7 @@ import pytest
 from tests.service.bad_input.bench import GOOD, Bench
 from tests.support.raw_clients import RawClient, assert_equal, pb
 from weighbridge._core.resources import VersionState
-from weighbridge.errors import InvalidArgument, NotFound
+from weighbridge.errors import DeadlineExceeded, InvalidArgument, NotFound
 from weighbridge.v1 import checkpoint_service_pb2, model_service_pb2, resources_pb2, weight_service_pb2
 
 BAD_MODELS = [
@@ -30,7 +30,7 @@ def calls_with_model(raw: RawClient) -> dict[str, Callable[[str], Any]]:
         "version": lambda n: raw.call(raw.models.GetVersion, m.GetVersionRequest(model=n, version="1")),
         "versions": lambda n: raw.call(raw.models.ListVersions, m.ListVersionsRequest(model=n)),
         "watch": lambda n: raw.call(
-            raw.models.WatchRefs, m.WatchRefsRequest(refs=[m.WatchedRef(model=n, ref="live")]), 3.0
+            raw.models.WatchRefs, m.WatchRefsRequest(refs=[m.WatchedRef(model=n, ref="live")]), 1.0
         ),
         "set ref": lambda n: raw.call(raw.models.SetRef, m.SetRefRequest(model=n, ref="prod", version="1")),
         "delete ref": lambda n: raw.call(raw.models.DeleteRef, m.DeleteRefRequest(model=n, ref="prod")),
@@ -64,8 +64,11 @@ def test_a_name_that_no_model_can_have_is_refused_by_every_call(raw: RawClient, 
             bench.trainer.register_files(name, bench.source.files)
 
 
-def test_an_unknown_model_is_not_found_by_any_call(raw: RawClient) -> None:
-    for what, call in calls_with_model(raw).items():
+def test_an_unknown_model_is_not_found_by_any_call_but_a_watch_which_waits_for_it(raw: RawClient) -> None:
+    calls = calls_with_model(raw)
+    with pytest.raises(DeadlineExceeded):
+        calls.pop("watch")("acme/nobody")
+    for what, call in calls.items():
         with pytest.raises(NotFound) as caught:
             call("acme/nobody")
         assert "acme/nobody" in caught.value.message, what

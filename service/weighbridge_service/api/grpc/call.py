@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from google.protobuf.descriptor import MethodDescriptor
 from grpc import StatusCode
@@ -15,11 +15,15 @@ from weighbridge._tracing import spans
 from weighbridge._tracing.span import Span
 from weighbridge._tracing.traceparent import in_metadata
 from weighbridge._transport.credentials import AUTHORIZATION
+from weighbridge._transport.rpc import ACCEPTED
 from weighbridge.errors import Unavailable
 from weighbridge_service.access.access import Access
 from weighbridge_service.access.certificates import names_from_grpc
 from weighbridge_service.access.identities import EVERYBODY, Evidence, Identity
 from weighbridge_service.access.peer import Peer
+
+if TYPE_CHECKING:
+    import grpc
 
 T = TypeVar("T")
 
@@ -97,6 +101,11 @@ class Call:
         """How many seconds the call may wait now: almost until its deadline, and at most ``without``."""
         left = self._context.time_remaining()
         return without if left is None or left > without else max(left - _MARGIN, 0.0)
+
+    async def accept(self) -> None:
+        """Tell the caller of a stream, before anything is sent, that it has been accepted."""
+        context = cast("grpc.aio.ServicerContext[Any, Any]", self._context)
+        await context.send_initial_metadata(((ACCEPTED, "1"),))
 
     def check_standing(self) -> None:
         """Raise Unavailable if what let the call in does so no longer, as a token that has expired; asked now and then in a long call.

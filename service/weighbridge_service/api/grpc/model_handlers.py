@@ -140,8 +140,13 @@ class ModelHandlers:
         follows = [self._watches.follow(each.model, each.ref, each.after) for each in request.refs]
         with self._watching.taking(call.peer.host, len(follows)):
             async with aclosing(merged(follows)) as found:
+                accepted = False
                 async for index, version in found:
-                    yield _watched(index, version)
+                    if not accepted:  # there may be no version to send for long
+                        await call.accept()
+                        accepted = True
+                    if version is not None:
+                        yield _watched(index, version)
 
     def SetRef(self, request: pb.SetRefRequest, call: Call) -> pb.SetRefResponse:
         version, found = self._refs.move(

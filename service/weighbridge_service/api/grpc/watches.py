@@ -30,7 +30,15 @@ from weighbridge.errors import (
 from weighbridge_service.access.peer import Peer
 from weighbridge_service.api.grpc.workers import Workers
 from weighbridge_service.catalog.catalog import AWAY, Catalog
-from weighbridge_service.catalog.questions import Answer, Found, Question, differs, from_memory, look
+from weighbridge_service.catalog.questions import (
+    Answer,
+    Found,
+    Question,
+    Unregistered,
+    differs,
+    from_memory,
+    look,
+)
 from weighbridge_storage.documents.names import RESERVED_REFS, ModelName, check_ref_name
 
 log = logging.getLogger(__name__)
@@ -39,6 +47,8 @@ T = TypeVar("T")
 
 LOOK_SECONDS = 0.45
 """Between two looks while nothing changes here: how long it takes at most until what another replica has changed is seen."""
+_ABSENT_SECONDS = 2.0
+"""Likewise of a model that is not registered, and so costs the store less: any name may be asked for."""
 _LEAST_SECONDS = 0.02
 """Between two looks, however much changes."""
 _POLLERS = Peer("pollers")
@@ -129,6 +139,7 @@ class _Poller:
         self._look = look
         self._look_seconds = look_seconds
         self._looks = 0
+        self._absent = False
 
     async def first(self, asked: _Asked) -> Answer:
         """The answer of a look that is begun from now on."""
@@ -149,9 +160,10 @@ class _Poller:
         while self.asked:
             self.wake.clear()
             self._looks += 1
-            due = time.monotonic() + self._look_seconds
+            begun = time.monotonic()
             last = self._stopping.is_set()
             await self._look_once()
+            due = begun + (max(self._look_seconds, _ABSENT_SECONDS) if self._absent else self._look_seconds)
             await asyncio.sleep(_LEAST_SECONDS)
             if last:  # what was waited for may have come to pass at the end
                 ended = Unavailable("the service is shutting down", fix="try again when it is back")
@@ -176,6 +188,7 @@ class _Poller:
                 WeighbridgeError(f"the service failed: {type(error).__name__}", fix="its log says more")
             )
             return
+        self._absent = all(isinstance(answer, Unregistered) for answer in answers.values())
         for question, answer in answers.items():
             if question in self.asked:
                 self.asked[question].tell(answer, this)
@@ -238,31 +251,41 @@ class Watches:
                 raise _not_in_time(answer, state) from None
             return there
 
-    async def follow(self, name: str, ref: str, after: int) -> AsyncGenerator[Version, None]:
+    async def follow(self, name: str, ref: str, after: int) -> AsyncGenerator[Version | None, None]:
         """The version a ref names, if it is another than ``after``, and each one it moves to, until the service goes down.
 
         Args:
-            name: the model.
+            name: the model; it need not be registered yet.
             ref: which ref; it need not exist yet.
             after: the number seen last, 0 if none.
 
+        Yields:
+            None first, if the first look has found no such version.
+
         Raises:
-            NotFound: the model is not registered.
+            NotFound: the model was deleted.
             InvalidArgument: no ref can have this name.
         """
         if ref not in RESERVED_REFS:
             check_ref_name(ref)  # what no ref can be called would be waited for in vain
-        last = after
+        last, registered, begun = after, after > 0, False
         with self._asking(name, Question(ref, invisible=False)) as (poller, asked):
             try:
                 answer = await poller.first(asked)
                 while True:
-                    if isinstance(answer, Found):
-                        if answer.version.number != last:
-                            last = answer.version.number
-                            yield answer.version
-                    elif not isinstance(answer, NotFound):
+                    if not isinstance(answer, Found | NotFound):
                         raise answer
+                    if isinstance(answer, Unregistered):
+                        if registered:
+                            raise answer
+                    else:
+                        registered = True
+                    if isinstance(answer, Found) and answer.version.number != last:
+                        last = answer.version.number
+                        yield answer.version
+                    elif not begun:
+                        yield None
+                    begun = True
                     answer = await asked.next(answer)
             except Unavailable:
                 if not self._catalog.stopping.is_set():

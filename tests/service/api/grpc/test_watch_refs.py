@@ -31,7 +31,7 @@ from weighbridge_service.api.grpc.watches import Watches, merged
 from weighbridge_service.api.grpc.workers import Workers
 from weighbridge_storage.documents.names import ModelName
 
-ONE, TWO = "tests/one", "tests/two"
+ONE, TWO, LATER = "tests/one", "tests/two", "tests/three"
 
 
 # --- several sources in one
@@ -154,7 +154,8 @@ def test_nobody_waits_for_a_look_that_has_failed(tmp_path: Path, monkeypatch: py
 
     async def follow(model: ModelName) -> None:
         async for version in watches.follow(str(model), "latest", 0):
-            found.append(version.number)
+            if version is not None:
+                found.append(version.number)
 
     try:
         publish_one(catalog)
@@ -278,14 +279,47 @@ def test_so_it_does_on_an_event_loop(service: RunningService, model: TinyModel) 
     assert heard == ALL
 
 
-def test_a_ref_of_a_model_that_is_not_there_ends_the_stream(service: RunningService) -> None:
-    with (
-        Client(service.address) as client,
-        pytest.raises(NotFound, match="tests/three"),
-    ):
-        list(client.watch_refs([(ONE, "prod"), ("tests/three", "live")]))
-    with Client(service.address) as client, pytest.raises(InvalidArgument):
-        list(client.watch_refs([]))
+@pytest.mark.parametrize("on_loop", [False, True])
+def test_a_model_that_is_registered_later_is_waited_for_beside_others(
+    service: RunningService, model: TinyModel, on_loop: bool
+) -> None:
+    refs = [(ONE, "latest"), (LATER, "latest")]
+    heard = list[tuple[str, int]]()
+
+    async def listen_on_loop() -> None:
+        async with (
+            AsyncEngineClient(service.address, lane="grpc") as client,
+            aclosing(client.watch_refs(refs)) as found,
+        ):
+            async for _, version in found:
+                heard.append((version.model, version.number))
+
+    def listen() -> None:
+        with Client(service.address) as client:
+            for _, version in client.watch_refs(refs):
+                heard.append((version.model, version.number))
+
+    def ended() -> None:
+        with pytest.raises(NotFound, match=LATER):
+            asyncio.run(listen_on_loop()) if on_loop else listen()
+        heard.append(("ended", 0))
+
+    listener = threading.Thread(target=ended, daemon=True)
+    listener.start()
+    eventually(lambda: heard == [(ONE, 2)])
+    with TrainerClient(service.address, lane="grpc") as trainer:
+        trainer.register_files(LATER, model.files)
+        push(service, model, LATER)
+        eventually(lambda: heard == [(ONE, 2), (LATER, 1)])
+        trainer.delete_model(LATER)
+    listener.join(30)
+    assert heard[2:] == [("ended", 0)]
+
+
+def test_a_stream_without_refs_or_with_a_name_of_no_model_is_refused(service: RunningService) -> None:
+    for refs in ([], [(ONE, "prod"), ("no-slash", "live")]):
+        with Client(service.address) as client, pytest.raises(InvalidArgument):
+            list(client.watch_refs(refs))
 
 
 def watch_quotas() -> list[HostQuota]:

@@ -26,13 +26,20 @@ from tests.support.catalogs import (
 from tests.support.images import acquire
 from tests.support.waiting import eventually
 from weighbridge._core.resources import Version, VersionState
-from weighbridge.errors import DeadlineExceeded, NotFound, Unavailable, VersionFailed
+from weighbridge.errors import DeadlineExceeded, InvalidArgument, NotFound, Unavailable, VersionFailed
 from weighbridge_service.api.grpc.event_loop import EventLoop
 from weighbridge_service.api.grpc.watches import LOOK_SECONDS, Watches
 from weighbridge_service.api.grpc.workers import Workers
 from weighbridge_service.catalog.catalog import Catalog
 from weighbridge_service.runtime.clock import unix_ms
-from weighbridge_storage.head.head_changes import delete_versions, forget_versions, set_ref
+from weighbridge_storage.documents.names import ModelName
+from weighbridge_storage.head.head_changes import (
+    delete_model,
+    delete_versions,
+    forget_versions,
+    register,
+    set_ref,
+)
 from weighbridge_storage.head.open_versions import open_version
 from weighbridge_storage.memory.image_pool import ImagePool
 from weighbridge_storage.stores.local import LocalStore
@@ -67,7 +74,8 @@ class Bench:
 
         async def each() -> None:
             async for version in self.watches.follow(str(SMOL), ref, after):
-                seen.append(version.number)
+                if version is not None:
+                    seen.append(version.number)
 
         self.loop.begin(each())
         return seen
@@ -181,7 +189,8 @@ def test_a_tag_that_another_replica_moves_is_heard_with_the_next_look(
 
     async def each() -> None:
         async for version in quick.watches.follow(str(SMOL), "prod", 0):
-            seen.append((version.number, store.reads))  # noqa: PERF401 (as they come)
+            if version is not None:
+                seen.append((version.number, store.reads))  # noqa: PERF401 (as they come)
 
     quick.loop.begin(each())
     eventually(lambda: seen)
@@ -200,6 +209,7 @@ def test_who_takes_long_over_a_version_gets_the_newest_next(catalog: Catalog, be
 
     async def slowly() -> None:
         async for version in bench.watches.follow(str(SMOL), "latest", 0):
+            assert version is not None
             seen.append(version.number)
             await go_on.wait()
 
@@ -341,7 +351,7 @@ def test_waits_and_watches_end_with_the_service(catalog: Catalog, bench: Bench) 
     catalog.snapshots.show(SMOL, snapshot(1, VersionState.RECEIVING))
 
     async def follow() -> list[int]:
-        return [version.number async for version in bench.watches.follow(str(SMOL), "latest", 0)]
+        return [found.number async for found in bench.watches.follow(str(SMOL), "latest", 0) if found]
 
     following = bench.loop.begin(follow())
     threading.Timer(0.1, lambda: (catalog.stopping.set(), catalog.changes.notify())).start()
@@ -360,12 +370,51 @@ def test_nothing_looks_when_nobody_waits(catalog: Catalog, store: CountingStore,
     assert store.reads == before
 
 
-def test_a_watch_of_a_model_that_is_not_registered_is_refused(bench: Bench) -> None:
+def test_a_watch_waits_for_a_model_that_is_registered_later_and_ends_when_it_is_deleted(
+    catalog: Catalog, bench: Bench
+) -> None:
+    heard = list[int | None]()
+
+    async def follow(name: ModelName, after: int = 0) -> None:
+        async for found in bench.watches.follow(str(name), "latest", after):
+            heard.append(found and found.number)
+
+    unregistered = ModelName("acme", "later")
+    following = bench.loop.begin(follow(unregistered))
+    eventually(lambda: heard == [None])
+    gone = bench.loop.begin(follow(unregistered, 7))
+    with pytest.raises(NotFound, match="there is no model acme/later"):
+        gone.result(30)  # of which its caller has seen a version
+    catalog.heads.update(unregistered, lambda head: (register(head, "f", {}), None), create=True)
+    publish_one(catalog, unregistered)
+    catalog.changes.notify(unregistered)
+    eventually(lambda: heard == [None, 1])
+    catalog.heads.update(unregistered, lambda head: (delete_model(head, 1), None))
+    catalog.changes.notify(unregistered)
+    with pytest.raises(NotFound, match="there is no model acme/later"):
+        following.result(30)
+
+
+def test_a_model_that_is_not_registered_is_looked_for_less_often(store: CountingStore, quick: Bench) -> None:
     async def follow() -> None:
-        async for _ in bench.watches.follow("acme/none", "live", 0):
+        async for _ in quick.watches.follow("acme/none", "live", 0):
+            pass
+
+    before = store.reads
+    quick.loop.begin(follow())
+    eventually(lambda: store.reads > before)
+    begun = store.reads
+    quick.loop.run(asyncio.sleep(6 * QUICK))
+    assert store.reads == begun
+
+
+@pytest.mark.parametrize(("model", "ref"), [("acme", "live"), ("acme/a b", "live"), (str(SMOL), "a b")])
+def test_a_watch_of_what_can_never_be_is_refused_at_once(bench: Bench, model: str, ref: str) -> None:
+    async def follow() -> None:
+        async for _ in bench.watches.follow(model, ref, 0):
             raise AssertionError
 
-    with pytest.raises(NotFound, match="there is no model"):
+    with pytest.raises(InvalidArgument):
         bench.loop.run(follow())
 
 
