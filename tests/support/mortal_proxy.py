@@ -10,19 +10,23 @@ import threading
 class MortalProxy:
     """Forwards connections to a service, until its time has come: then all are cut, and none is made any more.
 
+    Args:
+        target: the service's address.
+        port: its own; 0 for any.
+
     Attributes:
         address: for clients.
         brought: bytes that have gone to clients.
     """
 
-    def __init__(self, target: str) -> None:
-        host, _, port = target.partition(":")
-        self._target = (host, int(port))
+    def __init__(self, target: str, port: int = 0) -> None:
+        host, _, target_port = target.partition(":")
+        self._target = (host, int(target_port))
         self.brought = 0
         self._lock = threading.Lock()
         self._left: int | None = None
         self._sockets: list[socket.socket] = []
-        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener = socket.create_server(("127.0.0.1", port))
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         threading.Thread(target=self._accept, daemon=True).start()
 

@@ -213,10 +213,12 @@ class Client:
     def watch(self, model: str, ref: str | None = None) -> Iterator[Version]:
         """The version a ref names now, then each one it moves to, for ever; by default ``live``. Reconnects when the service comes back.
 
-        A version that is replaced before it could be sent may be left out; the newest never is.
+        A version that is replaced before it could be sent may be left out; the newest never is. A ref that does not exist yet is waited
+        for, and so is a model that is not registered yet.
 
         Raises:
-            NotFound: the model is not registered.
+            InvalidArgument: no model, or no ref, can have this name.
+            NotFound: the model was deleted.
             Unavailable, ResourceExhausted: the service could not be reached, or had no place for another watch, within
                 `retry_seconds` from the start.
         """
@@ -237,9 +239,13 @@ class Client:
         while True:
             failure: WeighbridgeError = Unavailable(f"the service at {self.server} is shutting down")
             try:
-                for index, version in self._connection.responses(*watch.call):
-                    watch = watch.received(index, version.number)
+                for response in self._connection.responses(*watch.call):
                     outage.over()
+                    if response is None:
+                        watch = watch.begun()
+                        continue
+                    index, version = response
+                    watch = watch.received(index, version.number)
                     yield watch.refs[index][1], version
             except (Unavailable, ResourceExhausted) as error:
                 failure = error

@@ -55,8 +55,9 @@ class Connection(Transport):
         seconds = self.retry_seconds if retry_seconds is None else retry_seconds
         return take(steps, lambda call: self._call(call, at, seconds))
 
-    def responses(self, path: str, request: bytes, decode: Callable[[bytes], T]) -> Iterator[T]:
-        """Responses of a stream that carries no weights. The call ends with the iteration.
+    def responses(self, path: str, request: bytes, decode: Callable[[bytes], T]) -> Iterator[T | None]:
+        """Responses of a stream that carries no weights; before them None, if the service says that it has accepted the call. The call ends with
+        the iteration.
 
         Raises:
             WeighbridgeError: what the service answered; Unavailable if the connection broke, and the next call goes to the next address.
@@ -66,6 +67,9 @@ class Connection(Transport):
         try:
             with rpc.translated_errors(address, self.credentials), self._ending_when_closed():
                 call = self._channel(address).unary_stream(path, None, decode)(request)
+                if rpc.is_accepted(call.initial_metadata()):
+                    self.addresses.answered(address)
+                    yield None
                 for response in call:
                     self.addresses.answered(address)
                     yield response

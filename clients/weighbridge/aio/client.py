@@ -155,9 +155,13 @@ class AsyncEngineClient:
             failure: WeighbridgeError = Unavailable(f"the service at {self.server} is shutting down")
             try:
                 async with aclosing(self._connection.responses(*watch.call)) as responses:
-                    async for index, version in responses:
-                        watch = watch.received(index, version.number)
+                    async for response in responses:
                         outage.over()
+                        if response is None:
+                            watch = watch.begun()
+                            continue
+                        index, version = response
+                        watch = watch.received(index, version.number)
                         yield watch.refs[index][1], version
             except (Unavailable, ResourceExhausted) as error:
                 failure = error

@@ -68,8 +68,9 @@ class AsyncConnection:
 
     async def responses(
         self, path: str, request: bytes, decode: Callable[[bytes], T]
-    ) -> AsyncGenerator[T, None]:
-        """Responses of a stream that carries no weights. The call ends with the iteration.
+    ) -> AsyncGenerator[T | None, None]:
+        """Responses of a stream that carries no weights; before them None, if the service says that it has accepted the call. The call ends with
+        the iteration.
 
         Raises:
             WeighbridgeError: what the service answered; Unavailable if the connection broke, and the next call goes to the next address.
@@ -78,6 +79,9 @@ class AsyncConnection:
         try:
             method = self._channel(address).unary_stream(path, None, decode)
             with self._begun(address, method, request) as responses:
+                if rpc.is_accepted(await responses.initial_metadata()):
+                    self.addresses.answered(address)
+                    yield None
                 async for response in responses:
                     self.addresses.answered(address)
                     yield response

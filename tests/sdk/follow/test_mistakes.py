@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
 import threading
 from contextlib import closing, suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ from tests.support.mortal_proxy import MortalProxy
 from tests.support.raw_clients import tiny_folder
 from tests.support.services import running_service
 from tests.support.waiting import eventually
-from weighbridge import Client, EngineClient, TrainerClient
+from weighbridge import AsyncEngineClient, Client, EngineClient, TrainerClient
 from weighbridge._clients.attempts import TRIES
 from weighbridge._core.text import waits
 from weighbridge._transport import outages
@@ -183,6 +185,54 @@ def test_a_watch_says_since_when_the_service_is_away(
             about = f"{proxy.address} has been away since"
             eventually(lambda: len(said(about)) > 1)
         waiting.join(60.0)
+
+
+@pytest.mark.parametrize("on_loop", [False, True])
+def test_a_watch_says_that_the_service_is_back_without_waiting_for_a_version(
+    on_loop: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(outages, "_FIRST_SECONDS", 0.0)
+    caplog.set_level(logging.WARNING)
+    heard, ended = list[int](), threading.Event()
+
+    async def listen(address: str) -> None:
+        async def each() -> None:
+            async for version in client.watch(MODEL, "latest"):
+                heard.append(version.number)
+
+        async with AsyncEngineClient(address) as client:
+            listening = asyncio.create_task(each())
+            await asyncio.to_thread(ended.wait)
+        with suppress(WeighbridgeError):  # the client is closed
+            await listening
+
+    def wait(client: EngineClient) -> None:
+        with suppress(WeighbridgeError):
+            for version in client.watch(MODEL, "latest"):
+                heard.append(version.number)
+
+    with running_service(tmp_path / "store") as running:
+        with TrainerClient(running.address) as trainer:
+            trainer.import_folder(MODEL, tiny_folder(tmp_path / "hf").folder).wait(timeout=60)
+        proxy = MortalProxy(running.address)
+
+        def said(words: str) -> bool:
+            return any(f"{proxy.address} {words}" in each for each in caplog.messages)
+
+        with EngineClient(proxy.address) as blocking:
+            work = partial(asyncio.run, listen(proxy.address)) if on_loop else partial(wait, blocking)
+            waiting = threading.Thread(target=work, daemon=True)
+            waiting.start()
+            eventually(lambda: heard == [1])
+            proxy.close()
+            eventually(lambda: said("has been away since"))
+            assert not said("is back")
+            again = MortalProxy(running.address, int(proxy.address.rpartition(":")[2]))
+            eventually(lambda: said("is back; it was away since"))
+            ended.set()
+        waiting.join(60.0)
+        again.close()
+    assert (waiting.is_alive(), heard) == (False, [1])
 
 
 def test_an_outage_that_was_told_is_told_to_be_over(

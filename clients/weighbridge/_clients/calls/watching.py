@@ -23,12 +23,14 @@ class Watch:
     Attributes:
         refs: model and name of each.
         last: for each, the number of the version that came last; 0 if none has.
-        backoff: of the tries to open it; once something has come, it is opened again for ever.
+        backoff: of the tries to open it; once the service has accepted it, it is opened again for ever.
+        accepted: whether the service has.
     """
 
     refs: tuple[tuple[str, str], ...]
     last: tuple[int, ...]
     backoff: Backoff
+    accepted: bool = False
 
     @staticmethod
     def begin(refs: Iterable[tuple[str, str]], retry_seconds: float) -> Watch:
@@ -54,7 +56,11 @@ class Watch:
     def received(self, index: int, number: int) -> Watch:
         """After a version has come for the ref with this index."""
         last = (*self.last[:index], number, *self.last[index + 1 :])
-        return replace(self, last=last, backoff=Backoff(math.inf, _PAUSE_SECONDS))
+        return replace(self.begun(), last=last)
+
+    def begun(self) -> Watch:
+        """After the service has accepted it."""
+        return replace(self, accepted=True, backoff=Backoff(math.inf, _PAUSE_SECONDS))
 
     def failed(
         self, error: WeighbridgeError, *, closed: bool, now: float, jitter: float
@@ -67,7 +73,7 @@ class Watch:
             now: seconds of the monotonic clock.
             jitter: from 0 to 1.
         """
-        if isinstance(error, Unavailable) and not any(self.last):
+        if isinstance(error, Unavailable) and not self.accepted:
             retry = self.backoff.after_error(error, now, jitter)
         else:  # what has been there will be there again
             retry = self.backoff.after_failure(now, jitter)
