@@ -214,7 +214,7 @@ class Client:
         """The version a ref names now, then each one it moves to, for ever; by default ``live``. Reconnects when the service comes back.
 
         A version that is replaced before it could be sent may be left out; the newest never is. A ref that does not exist yet is waited
-        for, and so is a model that is not registered yet.
+        for, and so is a model that is not registered yet; after 10 s, and then every 10 s, a WARNING says what is waited for.
 
         Raises:
             InvalidArgument: no model, or no ref, can have this name.
@@ -236,24 +236,25 @@ class Client:
             The ref, and the version that it names; which model's it is says the version.
         """
         watch, outage = Watch.begin(refs, self.retry_seconds), Outage(self.server)
-        while True:
-            failure: WeighbridgeError = Unavailable(f"the service at {self.server} is shutting down")
-            try:
-                for response in self._connection.responses(*watch.call):
-                    outage.over()
-                    if response is None:
-                        watch = watch.begun()
-                        continue
-                    index, version = response
-                    watch = watch.received(index, version.number)
-                    yield watch.refs[index][1], version
-            except (Unavailable, ResourceExhausted) as error:
-                failure = error
-            outage.failed(failure)
-            pause, watch = watch.failed(
-                failure, closed=self._connection.closed, now=time.monotonic(), jitter=random.random()
-            )
-            self._connection.pause(pause)
+        with self._connection.reminding(lambda: watch.missing):
+            while True:
+                failure: WeighbridgeError = Unavailable(f"the service at {self.server} is shutting down")
+                try:
+                    for response in self._connection.responses(*watch.call):
+                        outage.over()
+                        if response is None:
+                            watch = watch.begun()
+                            continue
+                        index, version = response
+                        watch = watch.received(index, version.number)
+                        yield watch.refs[index][1], version
+                except (Unavailable, ResourceExhausted) as error:
+                    failure = error
+                outage.failed(failure, watch.left(time.monotonic()))
+                pause, watch = watch.failed(
+                    failure, closed=self._connection.closed, now=time.monotonic(), jitter=random.random()
+                )
+                self._connection.pause(pause)
 
     def refs(self, model: str) -> dict[str, int]:
         """Version number by ref."""

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import logging
 import random
+import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar, Unpack
 
 import grpc
 
+from weighbridge._clients.calls.absences import absences
 from weighbridge._clients.calls.steps import Call, Steps, take
 from weighbridge._clients.holding.policy import current_hold
 from weighbridge._clients.transport import ConnectionOptions, Transport
+from weighbridge._core.text import waits
 from weighbridge._tracing import spans
 from weighbridge._transport import rpc
 from weighbridge._transport.backoff import Backoff
 from weighbridge._transport.outages import Outage
 from weighbridge._transport.processes import OwnProcess
-from weighbridge.errors import ResourceExhausted, Unavailable
+from weighbridge.errors import ResourceExhausted, Unavailable, WeighbridgeError
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -84,6 +90,29 @@ class Connection(Transport):
         """Wait before a stream is opened again; the address in use is connected to meanwhile. Raises Unavailable if the client is closed."""
         with self._ending_when_closed():
             rpc.connect_within(self._channel(self.addresses.current), seconds)
+
+    @contextmanager
+    def reminding(self, missing: Callable[[], Sequence[tuple[str, str]]]) -> Iterator[None]:
+        """Log what refs wait for while the block runs, at level WARNING, every `REMIND_SECONDS`.
+
+        Args:
+            missing: gives the refs with their models; the logging ends once there are none. Is called from another thread.
+        """
+        ended = threading.Event()
+        threading.Thread(
+            target=self._remind, args=(missing, ended), name="watch-reminder", daemon=True
+        ).start()
+        try:
+            yield
+        finally:
+            ended.set()
+
+    def _remind(self, missing: Callable[[], Sequence[tuple[str, str]]], ended: threading.Event) -> None:
+        while not ended.wait(waits.REMIND_SECONDS) and not self._closed and (refs := missing()):
+            with suppress(WeighbridgeError):  # that the service is away is logged besides
+                for sentence in self.run(absences(refs), retry_seconds=0.0):
+                    if not ended.is_set():
+                        log.warning("%s", sentence)
 
     def another(self) -> Connection:
         """A connection of its own to the same service, for control calls that must not wait for others, nor keep others waiting."""

@@ -45,7 +45,7 @@ class Outage:
                 return
             if self._reminder.due() is None:
                 return
-            self._told = True
+            first, self._told = not self._told, True
         if left is None:
             log.warning(
                 "the %s at %s has been away since %s, for %s: %s",
@@ -57,10 +57,11 @@ class Outage:
             )
         else:
             log.warning(
-                "%s; since %s, retrying for another %s",
+                "%s; since %s, retrying for another %s%s",
                 error.message,
                 self._clock(),
                 readable_duration(left, rough=True),
+                f"; {error.fix}" if first and error.fix else "",
             )
 
     def over(self) -> None:

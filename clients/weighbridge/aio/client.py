@@ -151,25 +151,26 @@ class AsyncEngineClient:
     async def watch_refs(self, refs: Iterable[tuple[str, str]]) -> AsyncGenerator[tuple[str, Version], None]:
         """As `watch`, for several refs, given with their models, over one stream; as `Client.watch_refs`."""
         watch, outage = Watch.begin(refs, self.retry_seconds), Outage(self.server)
-        while True:
-            failure: WeighbridgeError = Unavailable(f"the service at {self.server} is shutting down")
-            try:
-                async with aclosing(self._connection.responses(*watch.call)) as responses:
-                    async for response in responses:
-                        outage.over()
-                        if response is None:
-                            watch = watch.begun()
-                            continue
-                        index, version = response
-                        watch = watch.received(index, version.number)
-                        yield watch.refs[index][1], version
-            except (Unavailable, ResourceExhausted) as error:
-                failure = error
-            outage.failed(failure)
-            pause, watch = watch.failed(
-                failure, closed=self._connection.closed, now=time.monotonic(), jitter=random.random()
-            )
-            await asyncio.sleep(pause)
+        async with self._connection.reminding(lambda: watch.missing):
+            while True:
+                failure: WeighbridgeError = Unavailable(f"the service at {self.server} is shutting down")
+                try:
+                    async with aclosing(self._connection.responses(*watch.call)) as responses:
+                        async for response in responses:
+                            outage.over()
+                            if response is None:
+                                watch = watch.begun()
+                                continue
+                            index, version = response
+                            watch = watch.received(index, version.number)
+                            yield watch.refs[index][1], version
+                except (Unavailable, ResourceExhausted) as error:
+                    failure = error
+                outage.failed(failure, watch.left(time.monotonic()))
+                pause, watch = watch.failed(
+                    failure, closed=self._connection.closed, now=time.monotonic(), jitter=random.random()
+                )
+                await asyncio.sleep(pause)
 
     def pull(
         self,

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any, TypeVar
 
 import grpc
 
+from weighbridge._clients.calls.absences import absences
 from weighbridge._clients.calls.steps import Call, Pause, Step, Steps, Work
+from weighbridge._core.text import waits
 from weighbridge._tracing import spans
 from weighbridge._transport import rpc
 from weighbridge._transport.addresses import Addresses
@@ -21,6 +24,8 @@ from weighbridge._transport.outages import Outage
 from weighbridge._transport.processes import OwnProcess
 from weighbridge.aio.threads import Threads
 from weighbridge.errors import ResourceExhausted, Unavailable, WeighbridgeError
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -47,17 +52,22 @@ class AsyncConnection:
         self._process = OwnProcess()
         self._calls: set[Any] = set()
 
-    async def run(self, steps: Steps[T]) -> T:
+    async def run(self, steps: Steps[T], *, retry_seconds: float | None = None) -> T:
         """Take the steps of a control call; their result.
+
+        Args:
+            steps: what is to be done.
+            retry_seconds: overrides the connection's; 0 for one try of each call.
 
         Raises:
             WeighbridgeError: what the service answered, or why it could not be asked.
         """
+        seconds = self.retry_seconds if retry_seconds is None else retry_seconds
         try:
             step = next(steps)
             while True:
                 try:
-                    answer = await self._take(step)
+                    answer = await self._take(step, seconds)
                 except WeighbridgeError as error:
                     step = steps.throw(error)
                 else:
@@ -89,6 +99,24 @@ class AsyncConnection:
             self.addresses.failed(address, error)
             raise
 
+    @asynccontextmanager
+    async def reminding(self, missing: Callable[[], Sequence[tuple[str, str]]]) -> AsyncIterator[None]:
+        """Log what refs wait for while the block runs, as `Connection.reminding`."""
+        task = asyncio.create_task(self._remind(missing))
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.wait([task])
+
+    async def _remind(self, missing: Callable[[], Sequence[tuple[str, str]]]) -> None:
+        await asyncio.sleep(waits.REMIND_SECONDS)
+        while not self.closed and (refs := missing()):
+            with suppress(WeighbridgeError):  # that the service is away is logged besides
+                for sentence in await self.run(absences(refs), retry_seconds=0.0):
+                    log.warning("%s", sentence)
+            await asyncio.sleep(waits.REMIND_SECONDS)
+
     def stop(self) -> None:
         """End all calls: whoever waits for one gets `Unavailable`."""
         self.closed = True
@@ -111,18 +139,18 @@ class AsyncConnection:
             channel = self._channels[key] = rpc.open_async_channel(address, self._credentials)
         return channel
 
-    async def _take(self, step: Step) -> Any:
+    async def _take(self, step: Step, retry_seconds: float) -> Any:
         match step:
             case Call():
-                return await self._call(step)
+                return await self._call(step, retry_seconds)
             case Pause(seconds):
                 await asyncio.sleep(seconds)
             case Work(do):
                 return await self._threads.run_or_leave(do)
         return None
 
-    async def _call(self, call: Call) -> bytes:
-        backoff, outage = Backoff(self.retry_seconds), Outage(str(self.addresses))
+    async def _call(self, call: Call, retry_seconds: float) -> bytes:
+        backoff, outage = Backoff(retry_seconds), Outage(str(self.addresses))
         while True:
             address = self.addresses.current
             try:

@@ -124,6 +124,33 @@ def test_a_call_that_waits_for_the_service_says_so_and_for_how_long(
     assert all("retrying for another" in each for each in said)
 
 
+@pytest.mark.parametrize("on_loop", [False, True])
+def test_a_watch_of_a_service_that_was_never_there_says_how_to_start_it_and_not_that_it_is_away(
+    on_loop: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(outages, "_FIRST_SECONDS", 0.1)
+    monkeypatch.setattr(waits, "REMIND_SECONDS", 0.1)
+    caplog.set_level(logging.WARNING)
+    address = f"127.0.0.1:{reserved_port()}"
+
+    async def ask() -> None:
+        async with AsyncEngineClient(address, retry_seconds=1.5) as client:
+            await anext(client.watch(MODEL))
+
+    def wait() -> None:
+        with EngineClient(address, retry_seconds=1.5) as client:
+            next(client.watch(MODEL))
+
+    with pytest.raises(Unavailable):
+        asyncio.run(ask()) if on_loop else wait()
+    first, *others = [each for each in caplog.messages if address in each]
+    assert f"the service at {address} cannot be reached" in first
+    assert "retrying for another" in first
+    assert "start it with `weighbridge serve`" in first
+    assert others
+    assert not any("has been away" in each or "weighbridge serve" in each for each in others)
+
+
 def test_a_model_is_not_said_to_be_registered_where_nobody_has_heard_of_it(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

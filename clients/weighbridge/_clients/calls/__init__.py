@@ -9,4 +9,5 @@ May import: `_signing`, `_transport`, `_core`, `errors`, `v1`; nothing of the cl
 - `pull_calls`: the plan of a pull.
 - `known_layouts`: layouts that the service need not send again.
 - `watching`: where a watch of refs stands.
+- `absences`: what it waits for.
 """

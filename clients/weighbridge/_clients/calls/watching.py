@@ -45,6 +45,11 @@ class Watch:
         return Watch(found, (0,) * len(found), Backoff(retry_seconds, _PAUSE_SECONDS))
 
     @property
+    def missing(self) -> tuple[tuple[str, str], ...]:
+        """The refs of which no version has come yet."""
+        return tuple(ref for ref, last in zip(self.refs, self.last, strict=True) if not last)
+
+    @property
     def call(self) -> tuple[str, bytes, Callable[[bytes], tuple[int, Version]]]:
         """What opens it from here on: path, request, and the meaning of a response: the ref's index, and the version it names."""
         there = zip(self.refs, self.last, strict=True)
@@ -61,6 +66,10 @@ class Watch:
     def begun(self) -> Watch:
         """After the service has accepted it."""
         return replace(self, accepted=True, backoff=Backoff(math.inf, _PAUSE_SECONDS))
+
+    def left(self, now: float) -> float | None:
+        """Seconds for which it is tried to open it, `now` by the monotonic clock; None if for ever."""
+        return None if self.accepted else self.backoff.left(now)
 
     def failed(
         self, error: WeighbridgeError, *, closed: bool, now: float, jitter: float
