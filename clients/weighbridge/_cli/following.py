@@ -12,12 +12,12 @@ import click
 
 from weighbridge._cli.looking import say_if_absent
 from weighbridge._cli.output import print_json, print_table, say
-from weighbridge._cli.parsing import WholeNumber
+from weighbridge._cli.parsing import WholeNumber, model_perhaps_at_version, ref_of
 from weighbridge._cli.running import RETRY_SECONDS, Command, client_options, end_tidily
 from weighbridge._cli.showing import completing
 from weighbridge._cli.signing import FILE, trusted
 from weighbridge._core.engines.facts import STANDING_BEHIND
-from weighbridge._core.references import is_training
+from weighbridge._core.references import Reference, is_training
 from weighbridge._core.resources import REF_LATEST
 from weighbridge._core.text.counts import counted
 from weighbridge._core.text.durations import readable_duration
@@ -32,7 +32,12 @@ if TYPE_CHECKING:
 
 
 @click.command("follow", cls=Command)
-@click.argument("model", shell_complete=completing.models)
+@click.argument(
+    "reference",
+    callback=model_perhaps_at_version,
+    metavar="MODEL[@REF]",
+    shell_complete=completing.references,
+)
 @click.option(
     "--engine",
     "kind",
@@ -49,8 +54,7 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--ref",
-    default=REF_LATEST,
-    show_default=True,
+    show_default=REF_LATEST,
     help="Which ref to follow.",
     shell_complete=completing.refs,
 )
@@ -97,10 +101,10 @@ if TYPE_CHECKING:
 @click.pass_context
 def follow_command(
     ctx: click.Context,
-    model: str,
+    reference: Reference,
     kind: str,
     urls: tuple[str, ...],
-    ref: str,
+    ref: str | None,
     pause_mode: str | None,
     engine_key: str,
     engine_server: str | None,
@@ -124,6 +128,7 @@ def follow_command(
     from weighbridge.follow.reaching import ReachWatch
     from weighbridge.follow.status_file import status_file
 
+    model, ref = reference.model, ref_of(reference, ref, REF_LATEST)
     if is_training(model):
         raise click.UsageError(f"engines take no training states: follow {model.partition(':')[0]}")
     if len(urls) > 1:
@@ -220,7 +225,10 @@ def engines_command(model: str | None, server: str, as_json: bool) -> None:
             below=_BESIDES,
         )
     else:
-        say("no engine has reported lately: agents do (`weighbridge follow`)", err=True)
+        say(
+            "no engine has reported lately: agents do (`weighbridge follow`), or `EngineClient.report_engine`",
+            err=True,
+        )
 
 
 def _engine_row(engine: Engine, now: float) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from weighbridge._cli.output import print_json, print_table, progress_bar, readable_time, say
-from weighbridge._cli.parsing import WholeNumber, comparisons, model_perhaps_at_version
+from weighbridge._cli.parsing import WholeNumber, comparisons, model_perhaps_at_version, ref_of
 from weighbridge._cli.resuming import Progress
 from weighbridge._cli.running import RETRY_SECONDS, Command, client_options
 from weighbridge._cli.showing import completing
@@ -264,17 +264,23 @@ def _version_lines(version: Version, refs: Mapping[str, int]) -> list[tuple[str,
 
 
 @click.command("watch", cls=Command)
-@click.argument("model", shell_complete=completing.models)
-@click.option(
-    "--ref", default=REF_LIVE, show_default=True, help="Which ref to watch.", shell_complete=completing.refs
+@click.argument(
+    "reference",
+    callback=model_perhaps_at_version,
+    metavar="MODEL[@REF]",
+    shell_complete=completing.references,
 )
+@click.option("--ref", show_default=REF_LIVE, help="Which ref to watch.", shell_complete=completing.refs)
 @click.option("--count", type=WholeNumber(min=1), help="End after so many versions.")
 @client_options
-def watch_command(model: str, ref: str, count: int | None, server: str, as_json: bool) -> None:
+def watch_command(
+    reference: Reference, ref: str | None, count: int | None, server: str, as_json: bool
+) -> None:
     """Print each version that a ref comes to name.
 
     Begins with the one it names now; one line a version. Waits out a service that restarts.
     """
+    model, ref = reference.model, ref_of(reference, ref, REF_LIVE)
     with _connect(server) as client:
         say_if_absent(client, model, ref)
         for version in itertools.islice(client.watch(model, ref), count):

@@ -57,6 +57,24 @@ def model_perhaps_at_version(ctx: click.Context, param: click.Parameter, text: s
         return parse_reference(text, need_version=False)
 
 
+def ref_of(reference: Reference, named: str | None, default: str) -> str:
+    """The ref that a command follows: of ``MODEL@REF``, or of its option ``--ref``.
+
+    Raises:
+        UsageError: the two contradict each other, or a version is named by its number.
+    """
+    ref = reference.version or named or default
+    if named is not None and named != ref:
+        raise click.UsageError(
+            f"{reference.model}@{ref} names {ref}, and --ref names {named}: name the ref once"
+        )
+    if ref.isdigit():
+        raise click.UsageError(
+            f"{reference.model}@{ref} is one version, and no other one will come: name a ref, such as {reference.model}@{default}"
+        )
+    return ref
+
+
 def key_values(ctx: click.Context, param: click.Parameter, texts: tuple[str, ...]) -> Metadata:
     """Callback of an option ``KEY=VALUE`` that can be given several times."""
     found: dict[str, MetadataValue] = {}

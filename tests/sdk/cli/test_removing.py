@@ -133,6 +133,24 @@ def test_a_watch_of_a_ref_that_is_not_there_says_so_and_waits(service: RunningSe
         assert watching.wait(30) == 0
 
 
+@pytest.mark.parametrize("command", [("watch",), ("follow", "--url", "http://127.0.0.1:9")])
+def test_a_model_is_watched_at_the_ref_that_is_named_with_it_or_besides(
+    service: RunningService, version: int, command: tuple[str, ...]
+) -> None:
+    two = run(service, *command, f"{MODEL}@prod", "--ref", "live")
+    assert (two.exit_code, f"{MODEL}@prod names prod, and --ref names live" in two.stderr) == (2, True)
+    one = run(service, *command, f"{MODEL}@{version}")
+    assert (one.exit_code, f"{MODEL}@{version} is one version" in one.stderr) == (2, True)
+
+
+@pytest.mark.parametrize("line", [(f"{MODEL}@prod",), (f"{MODEL}@prod", "--ref", "prod"), (MODEL,)])
+def test_a_watch_of_a_model_at_a_ref_brings_its_versions(
+    service: RunningService, version: int, line: tuple[str, ...]
+) -> None:
+    found = run(service, "watch", *line, "--count", "1", "--json")
+    assert (found.exit_code, json.loads(found.stdout)["number"]) == (0, version), found.stderr
+
+
 def test_a_watch_of_a_model_that_is_not_registered_says_so_and_waits(
     service: RunningService, version: int, source: TinyModel
 ) -> None:
