@@ -24,7 +24,7 @@ from starlette.types import ASGIApp
 from weighbridge._tracing.settings import OF_PROCESS
 from weighbridge.errors import InvalidArgument, Unavailable, WeighbridgeError
 from weighbridge_service.access.certificates import Certificates
-from weighbridge_service.api.grpc.server import GrpcListener, GrpcServer
+from weighbridge_service.api.grpc.server import OTHER_PORTS, GrpcListener, GrpcServer
 from weighbridge_service.api.http.app import create_app
 from weighbridge_service.api.http.connections import Listener, connections
 from weighbridge_service.api.http.metrics import Metrics
@@ -128,7 +128,7 @@ class HttpServer:
         except OSError as error:
             raise Unavailable(
                 f"the HTTP address {address} cannot be bound: {error.strerror}",
-                fix="is another service running? name another --http",
+                fix=OTHER_PORTS,
             ) from error
         self._listener = Listener(self._socket, most, request_seconds)
         scheme = "http" if certificates is None else "https"

@@ -160,7 +160,7 @@ def test_with_the_switch_weights_that_are_not_finite_are_a_version_as_any_other(
 def test_approval_moves_live_and_latest_and_neither_goes_back(
     service: RunningService, engine: EngineClient, raw: RawClient, source: TinyModel
 ) -> None:
-    with pytest.raises(NotFound, match="no version or ref 'latest'"):
+    with pytest.raises(NotFound, match="no versions yet, so there is no 'latest'"):
         engine.version(MODEL, "latest")
     raw.push_whole(MODEL, damaged(source.arrays, np.nan), nonfinite=1)
     engine.wait_for(MODEL, 1, VersionState.DURABLE)

@@ -144,7 +144,7 @@ def test_a_push_repeated_under_one_request_id_finds_its_version(
     trainer: TrainerClient, engine: EngineClient, source: TinyModel
 ) -> None:
     first = trainer.push_folder(MODEL, source.folder, request_id="mine").wait()
-    with pytest.raises(FailedPrecondition, match="sealed"):
+    with pytest.raises(FailedPrecondition, match="has been pushed already"):
         trainer.push_folder(MODEL, source.folder, request_id="mine")
     assert [v.number for v in trainer.versions(MODEL)] == [first.number]
     assert trainer.push_folder(MODEL, source.folder).wait().number > first.number

@@ -323,7 +323,12 @@ def test_ports_in_use_are_said_to_be(tmp_path: Path) -> None:
             output, log = service.output()
             assert (service.process.returncode, output) == (1, "")
             assert "weighbridge cannot start: " in log
-            assert text in log
+            assert (
+                f"the {'gRPC' if text == '--grpc' else 'HTTP'} address {address} cannot be bound: Address already in use"
+                in log
+            )
+            assert "--grpc 127.0.0.1:" in log
+            assert "--http 127.0.0.1:" in log, "both ports are changed, or the next start fails as well"
             assert "Traceback" not in log
 
 

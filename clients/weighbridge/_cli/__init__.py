@@ -79,6 +79,15 @@ _SECTIONS = {
     "Shell": {"completion": "showing.completing"},
 }
 _MODULE_OF = {name: module for section in _SECTIONS.values() for name, module in section.items()}
+_GUESSED = {
+    "status": "top",
+    "list": "models or versions",
+    "ls": "models or versions",
+    "rollback": "tag",
+    "retag": "tag",
+    "rm": "delete",
+}
+"""Commands that other tools have, and what they are called here."""
 _BESIDES = 4
 """Columns of a line of help beside a command's name and what it does."""
 _INTERRUPTED = 130
@@ -121,7 +130,8 @@ class _LazyGroup(click.Group):
         try:
             return super().resolve_command(ctx, args)
         except click.UsageError as error:
-            meant = did_you_mean(str(args[0]), _MODULE_OF)
+            guessed = _GUESSED.get(str(args[0]))
+            meant = f"; did you mean {guessed}?" if guessed else did_you_mean(str(args[0]), _MODULE_OF)
             raise click.UsageError(f"{error.message.rstrip('.')}{meant or '.'}", ctx) from None
 
 

@@ -343,14 +343,14 @@ class Pusher:
         ahead.come()
         while not ahead.decided(_MEET_SECONDS):
             if problem := terms.agreement.problem():
-                raise VersionFailed(f"{model}: not all ranks can push", details=[problem])
+                raise _not_all(model, problem)
             if time.monotonic() >= give_up:
                 late = terms.hold.exceeded(f"{model} was still waiting for {ranks_text(ahead.absent())}")
                 if ahead.refuse(late):
                     raise late
                 break  # the last one has come meanwhile: the others begin, and would wait for this one
         if problem := ahead.problem():
-            raise VersionFailed(f"{model}: not all ranks can push", details=[problem])
+            raise _not_all(model, problem)
         ahead.done()
 
     def _expect(self, model: str, layout: Layout, declared: pb.DeclareLayoutResponse) -> None:
@@ -570,7 +570,16 @@ def _heard(header: pb.PushHeader, terms: PushTerms) -> None:
     """Raise VersionFailed if a rank has said that it cannot push."""
     problem = "" if terms.agreement is None else terms.agreement.problem()
     if problem:
-        raise VersionFailed(f"{header.model}@{header.number}: not all ranks can push", details=[problem])
+        raise _not_all(f"{header.model}@{header.number}", problem)
+
+
+def _not_all(what: str, problem: str) -> VersionFailed:
+    """Failure of a push that one rank cannot make, by what that rank has said."""
+    unregistered = "there is no model" in problem
+    fix = (
+        "call register_model on every rank before the push: repeating it is harmless" if unregistered else ""
+    )
+    return VersionFailed(f"{what}: not all ranks can push", details=[problem], fix=fix)
 
 
 def _in_a_line(what: str, error: BaseException) -> str:

@@ -13,7 +13,8 @@ from itertools import islice
 from weighbridge._core.layouts import TensorSpec
 from weighbridge._core.metadata import Condition, all_hold
 from weighbridge._core.resources import Model, Verification, Version, VersionState, why_failed
-from weighbridge._core.text.suggestions import did_you_mean, model_meant
+from weighbridge._core.text.counts import named
+from weighbridge._core.text.suggestions import did_you_mean, model_meant, question
 from weighbridge.errors import (
     DataLoss,
     DeadlineExceeded,
@@ -199,7 +200,8 @@ class Catalog:
         except NotFound as error:
             if self._open_names:
                 raise
-            raise NotFound(f"{error.message}{self._alike(model_name, shown)}", fix=error.fix) from error
+            meant = self._alike(model_name, shown)
+            raise NotFound(f"{error.message}{question(meant)}", fix=_write(meant, error.fix)) from error
         return summary_from_head(model_name, head, self.refs_of(model_name, head))
 
     def list_models(
@@ -267,9 +269,12 @@ class Catalog:
                 f"{name.model} has no {name.part} state", fix="push one: optimizer= and state= of a push"
             )
         if found is None:
+            meant = self._alike(name) if self._open_names else ""
             raise NotFound(
-                f"there is no model {name}{self._alike(name) if self._open_names else ''}",
-                fix="register it: weighbridge import HF_DIR NAMESPACE/NAME, or trainer.register_model",
+                f"there is no model {name}{question(meant)}",
+                fix=_write(
+                    meant, "register it: weighbridge import HF_DIR NAMESPACE/NAME, or trainer.register_model"
+                ),
             )
         return found
 
@@ -284,7 +289,7 @@ class Catalog:
         return found
 
     def _alike(self, name: ModelName, shown: Callable[[str], bool] = lambda _name: True) -> str:
-        """Which model was perhaps meant by a name that none has."""
+        """The name of the model that was perhaps meant by a name that none has; empty if it is not known."""
         try:
             there = map(str, islice(self.heads.models(), _MOST_ALIKE))
             known = [each for each in there if each != str(name) and shown(each)]
@@ -447,12 +452,17 @@ class Catalog:
         if number is None:
             number = refs.get(version)
         if number is None:
-            held = self._newest_held(name, history) if version in RESERVED_REFS else 0
+            held = self._newest_held(name, history) if version in RESERVED_REFS or not refs else 0
+            if not held and not refs:
+                raise NotFound(
+                    f"{name} has no versions yet, so there is no {version[:80]!r}",
+                    fix="push: the first push makes one",
+                )
             because = f": its version {held} is held" if held else ""
             approve = f"weighbridge approve {name}@{held}; " if held else ""
             raise NotFound(
                 f"{name} has no version or ref {version[:80]!r}{because or did_you_mean(version[:80], refs)}",
-                fix=f"{approve}refs it has: {', '.join(sorted(refs)) or 'none yet'}; or name a version by number",
+                fix=f"{approve}refs it has: {named(sorted(refs)) or 'none yet'}; or name a version by number",
             )
         entry = history.find(number)
         if entry is not None:
@@ -502,3 +512,8 @@ class Catalog:
             if self.history(name).durable(number) is not None:
                 raise
             raise deleted(name, number) from error
+
+
+def _write(meant: str, fix: str) -> str:
+    """What to do about a name that no model has, if perhaps another one was meant."""
+    return f"write {meant}, or {fix}" if meant else fix

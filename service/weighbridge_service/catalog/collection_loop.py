@@ -86,7 +86,9 @@ class Collecting:
             FailedPrecondition: a ref names the version, or it is not durable yet.
         """
         model, clock = ModelName.parse(name), self._catalog.readers.clock
-        self._catalog.heads.edit(model, lambda history: (delete_versions(history, [number], clock()), None))
+        self._catalog.heads.edit(
+            model, lambda history: (delete_versions(history, [number], clock(), model=model), None)
+        )
         self._catalog.changes.notify(model)
         return self._catalog.resolve(model, str(number))
 

@@ -12,7 +12,6 @@ from functools import partial
 from weighbridge._core.resources import Version, VersionState, why_failed
 from weighbridge._core.text.counts import counted
 from weighbridge.errors import (
-    FailedPrecondition,
     InvalidArgument,
     NotFound,
     ResourceExhausted,
@@ -34,7 +33,7 @@ from weighbridge_service.push.effect_pools import EffectPools
 from weighbridge_service.push.effect_runner import EffectRunner, Facilities
 from weighbridge_service.push.ended import EndedPush
 from weighbridge_service.push.machine import events as on
-from weighbridge_service.push.machine.answers import is_known
+from weighbridge_service.push.machine.answers import is_known, pushed_already
 from weighbridge_service.push.machine.opening import OpeningRequest, check_not_received_alone
 from weighbridge_service.push.machine.state import PushState
 from weighbridge_service.push.observing.observer import PushObserver
@@ -349,8 +348,9 @@ class Opener:
         if push is not None:
             return push
         history = self._catalog.history(model_name)
-        if history.find(number) is not None:
-            raise FailedPrecondition(f"{name}@{number} is sealed", fix="push a new version")
+        published = history.find(number)
+        if published is not None:
+            raise pushed_already(f"{name}@{number}", published.step, published.run)
         entry = history.head.open.get(number)
         if entry is not None:
             check_not_received_alone(entry, self._home)

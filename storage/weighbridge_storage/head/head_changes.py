@@ -127,10 +127,18 @@ def delete_ref(head: Head, name: str) -> Head:
     return replace(head, refs={other: ref for other, ref in head.refs.items() if other != name})
 
 
-def delete_versions(history: History, numbers: Collection[int], retired_ms: int) -> Head:
+def delete_versions(
+    history: History, numbers: Collection[int], retired_ms: int, *, model: object = "MODEL"
+) -> Head:
     """Take versions out of history; their objects may be deleted once nobody reads them any more.
 
     Deleting what is already deleted changes nothing.
+
+    Args:
+        history: before.
+        numbers: of the versions.
+        retired_ms: milliseconds since 1970 UTC.
+        model: the model's name, for errors.
 
     Raises:
         NotFound: one of them is not there.
@@ -153,7 +161,9 @@ def delete_versions(history: History, numbers: Collection[int], retired_ms: int)
         names = sorted(name for name, other in named.items() if other == number)
         raise FailedPrecondition(
             f"version {number} is what {', '.join(names[:5])} names",
-            fix="publish a newer version first" if REF_LATEST in names else "move or delete the ref first",
+            fix="publish a newer version first"
+            if REF_LATEST in names
+            else f"move the ref first, or delete it: weighbridge tag {model} {names[0]} --delete",
         )
     for ref, number in head.requested(retired_ms).items():
         if number in gone:

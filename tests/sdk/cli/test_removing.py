@@ -9,6 +9,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner, Result
 
 from tests.sdk.cli.test_cli import process
@@ -18,6 +19,7 @@ from tests.support.services import RunningService, running_service
 from weighbridge import TrainerClient, VersionState
 from weighbridge._cli import commands
 from weighbridge._cli.removing import delete_command
+from weighbridge.errors import FailedPrecondition
 
 MODEL = "acme/tiny"
 
@@ -100,6 +102,7 @@ def test_a_version_is_given_up_by_hand_and_its_model_deleted_only_then(
             ("pull", "acme/tinny@latest", "--out", "x"),
             "there is no model acme/tinny; did you mean acme/tiny?",
         ),
+        (("show", "acme/tiyn"), "What to do: write acme/tiny, or register it: "),
         (("show", f"{MODEL}@prd"), "no version or ref 'prd'; did you mean prod?"),
         (("tag", f"{MODEL}@lates", "x"), "no version or ref 'lates'; did you mean latest?"),
         (
@@ -120,6 +123,64 @@ def test_a_command_that_does_not_exist_is_answered_with_the_one_that_was_meant(
 ) -> None:
     found = run(service, "vrsions", MODEL)
     assert (found.exit_code, "'vrsions'; did you mean versions?" in found.stderr) == (2, True), found.stderr
+
+
+@pytest.mark.parametrize(
+    ("guess", "meant"),
+    [
+        ("status", "top"),
+        ("list", "models or versions"),
+        ("ls", "models or versions"),
+        ("rollback", "tag"),
+        ("retag", "tag"),
+        ("rm", "delete"),
+    ],
+)
+def test_a_command_of_other_tools_is_answered_with_what_it_is_called_here(guess: str, meant: str) -> None:
+    found = run(None, guess)
+    assert (found.exit_code, f"'{guess}'; did you mean {meant}?" in found.stderr) == (2, True), found.stderr
+    assert all(name in commands.list_commands(None) for name in meant.split(" or "))  # type: ignore[attr-defined, arg-type]
+
+
+def test_a_model_without_versions_says_that_the_first_push_makes_one(
+    service: RunningService, source: TinyModel
+) -> None:
+    with TrainerClient(service.address) as trainer:
+        trainer.register_files("acme/new", source.files)
+    for ref in ("latest", "prod"):
+        found = run(service, "pull", f"acme/new@{ref}", "--out", "x")
+        assert f"acme/new has no versions yet, so there is no '{ref}'" in found.stderr
+        assert "What to do: push: the first push makes one" in found.stderr
+        assert "none yet" not in found.stderr
+
+
+def test_a_version_that_a_tag_names_is_deleted_by_the_commands_that_the_refusal_says(
+    service: RunningService, version: int, source: TinyModel
+) -> None:
+    with TrainerClient(service.address) as trainer:
+        trainer.push_folder(MODEL, source.folder, step=2).wait(timeout=60)
+    refused = run(service, "delete", f"{MODEL}@{version}")
+    command = refused.stderr.partition("delete it: weighbridge ")[2].strip()
+    assert command == f"tag {MODEL} prod --delete", refused.stderr
+    assert run(service, *command.split()).exit_code == 0
+    assert run(service, "delete", f"{MODEL}@{version}").exit_code == 0
+
+
+def test_a_step_that_one_process_pushes_twice_is_refused_by_step_run_and_version(
+    service: RunningService, version: int, source: TinyModel
+) -> None:
+    state = {name: torch.from_numpy(array) for name, array in source.arrays.items()}
+    with TrainerClient(service.address) as trainer:
+        number = trainer.push_state_dict(MODEL, state, step=777, rank=0, world_size=1).wait(timeout=60).number
+        with pytest.raises(FailedPrecondition) as caught:
+            trainer.push_state_dict(MODEL, state, step=777, rank=0, world_size=1)
+    assert f"step 777 of run default has been pushed already, as {MODEL}@{number}" in str(caught.value)
+    assert "sealed" not in str(caught.value)
+
+
+def test_a_list_of_no_engines_says_what_reports_them(service: RunningService) -> None:
+    found = run(service, "engines")
+    assert "`weighbridge follow`), or `EngineClient.report_engine`" in found.stderr
 
 
 def test_a_watch_of_a_ref_that_is_not_there_says_so_and_waits(service: RunningService, version: int) -> None:

@@ -25,6 +25,7 @@ from weighbridge import (
     CheckpointManager,
     DeadlineExceeded,
     InvalidArgument,
+    NotFound,
     TrainerClient,
     Unavailable,
     VersionFailed,
@@ -108,6 +109,14 @@ def test_ranks_hear_from_one_that_meets_them_no_longer() -> None:
         NO_SERVICE.meet("a/b", PushTerms(HoldPolicy(max_hold_s=0.01).begin(), first))
     with pytest.raises(VersionFailed, match="not all ranks can push"):
         NO_SERVICE.meet("a/b", PushTerms(HoldPolicy().begin(), last))
+
+
+def test_ranks_that_push_before_the_model_is_registered_hear_what_to_call() -> None:
+    first, last = agreements(2)
+    last.refuse(NotFound("there is no model a/b", fix="register it"))
+    with pytest.raises(VersionFailed, match="rank 1: there is no model a/b") as caught:
+        NO_SERVICE.meet("a/b", PushTerms(HoldPolicy().begin(), first))
+    assert caught.value.fix.startswith("call register_model on every rank")
 
 
 def test_a_process_group_that_has_ended_frees_its_port() -> None:

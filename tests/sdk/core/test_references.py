@@ -69,9 +69,9 @@ def test_a_suggestion_is_alike_and_has_the_same_numbers() -> None:
 
 def test_a_model_that_was_meant_is_alike_in_both_parts_whatever_its_number() -> None:
     names = ["acme/smol", "acme/gpt2", "labs/smol3", "acme/qwen3-8b"]
-    assert model_meant("acme/smol2", names) == "; did you mean acme/smol?"
-    assert model_meant("acne/smol", names) == "; did you mean acme/smol?"
-    assert model_meant("acme/qwen3-4b", names) == "; did you mean acme/qwen3-8b?"
+    assert model_meant("acme/smol2", names) == "acme/smol"
+    assert model_meant("acne/smol", names) == "acme/smol"
+    assert model_meant("acme/qwen3-4b", names) == "acme/qwen3-8b"
     assert model_meant("acme/nope", names) == "", "the namespace alone makes no likeness"
     assert model_meant("other/smol", names) == ""
     assert model_meant("acme/smol", []) == ""

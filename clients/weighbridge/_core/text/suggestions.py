@@ -22,16 +22,21 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
     numbers = _NUMBERS.findall(name)
     alike = [each for each in names if _NUMBERS.findall(each) == numbers]
     close = difflib.get_close_matches(name, alike, _LOOKED_AT, _SIMILAR)
-    return _best(name, close, ".")
+    return question(_best(name, close, "."))
 
 
 def model_meant(name: str, names: Iterable[str]) -> str:
-    """As `did_you_mean`, for names of models, ``namespace/name``: both parts have to be similar, and numbers may differ."""
+    """The most similar of the names of models, ``namespace/name``; empty if none is. Both parts have to be similar, and numbers may differ."""
     return _best(name, names, "/")
 
 
+def question(meant: str) -> str:
+    """``; did you mean NAME?``, to be appended to an error; empty without a name."""
+    return f"; did you mean {meant}?" if meant else ""
+
+
 def _best(name: str, names: Iterable[str], separator: str) -> str:
-    """The most similar of the names: long ones that share most of their parts are not, if one part is another word."""
+    """The most similar of the names, if one is: long ones that share most of their parts are not, if one part is another word."""
     parts = name.split(separator)
 
     def likeness(other: str) -> float:
@@ -41,7 +46,7 @@ def _best(name: str, names: Iterable[str], separator: str) -> str:
         return min(map(_likeness, parts, others))
 
     best = max(names, key=likeness, default="")
-    return f"; did you mean {best}?" if best and likeness(best) >= _SIMILAR else ""
+    return best if best and likeness(best) >= _SIMILAR else ""
 
 
 def _likeness(one: str, other: str) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -182,6 +183,13 @@ def _is_news(record: logging.LogRecord) -> bool:
     return not isinstance(error, grpc.aio.InternalError)
 
 
+OTHER_PORTS = (
+    "if another service runs there, use it, or start this one at other ports: "
+    "weighbridge serve --grpc 127.0.0.1:50061 --http 127.0.0.1:8081 --store ..."
+)
+"""What to do where an address cannot be bound."""
+
+
 async def _bound(
     address: str, options: Iterable[tuple[str, int]], certificates: Certificates | None
 ) -> tuple[grpc.aio.Server, int]:
@@ -192,9 +200,23 @@ async def _bound(
         return server, server.add_secure_port(address, certificates.for_grpc())
     except RuntimeError as error:
         raise Unavailable(
-            f"the gRPC address {address} cannot be bound",
-            fix="is another service running? name another --grpc",
+            f"the gRPC address {address} cannot be bound: {_why_not_bound(address)}", fix=OTHER_PORTS
         ) from error
+
+
+def _why_not_bound(address: str) -> str:
+    """The reason in the system's words, which gRPC does not give: what binding it once more says."""
+    host, _, port = address.rpartition(":")
+    try:
+        family, kind, protocol, _, where = socket.getaddrinfo(
+            host.strip("[]") or None, int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.bind(where)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else None
+        return reason or str(error)
+    return "gRPC does not say why"
 
 
 class GrpcServer:

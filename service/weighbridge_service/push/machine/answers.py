@@ -39,7 +39,16 @@ def check_incomplete(state: PushState) -> None:
 
 def sealed(state: PushState) -> FailedPrecondition:
     """What those are told who would push more to a version that is complete."""
-    return FailedPrecondition(f"{state.name} is sealed", fix="push a new version: another step or run")
+    return pushed_already(state.name, state.opened.step, state.opened.run)
+
+
+def pushed_already(version: str, step: int, run: str) -> FailedPrecondition:
+    """Refusal to push more to a version that is complete. One process pushes a step of a run once; another process may push it as a new version."""
+    of_run = f" of run {run}" if run else ""
+    return FailedPrecondition(
+        f"step {step}{of_run} has been pushed already, as {version}, which is complete",
+        fix="push another step, or name another run; a process that is started again may push this step again, as a new version",
+    )
 
 
 def is_known(state: PushState, said: Said) -> bool:
