@@ -17,7 +17,7 @@ from weighbridge._core.layouts import Layout, TensorSpec
 from weighbridge._core.megatron_rank import MegatronRank
 from weighbridge._core.references import Reference, is_training
 from weighbridge._core.resources import REF_LATEST, Version
-from weighbridge._core.text.counts import counted
+from weighbridge._core.text.counts import counted, first_lines
 from weighbridge._formats.memory_forms import TensorForms
 from weighbridge._formats.torch_dist.folder import DEFAULT_FILE_BYTES
 from weighbridge.errors import InvalidArgument, LayoutError, NotFound
@@ -175,7 +175,7 @@ class RestoringClient(Client):
         """
         import torch
 
-        from weighbridge._formats.torch_state import NAMED, check_not_copied, torch_shards
+        from weighbridge._formats.torch_state import check_not_copied, torch_shards
 
         if is_training(model) or not (optimizer is state is rank_state is None):
             from weighbridge._formats.torch_state import rank_and_world
@@ -194,7 +194,7 @@ class RestoringClient(Client):
             if held.unknown and not held.tensors:
                 raise LayoutError(
                     f"{meant.model} has none of the {counted(len(held.unknown), 'tensor')} that are to be restored",
-                    details=held.unknown[:NAMED],
+                    details=first_lines(held.unknown),
                     fix="give them the names that the model's safetensors files have",
                 )
             if isinstance(state_dict_or_module, torch.nn.Module):

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from weighbridge._core.block_scales import QUANTIZED, SCALE_SUFFIX, block_of, scale_shape
 from weighbridge._core.dtypes import DType
 from weighbridge._core.layouts import Layout, Placement, Shard, TensorSpec
-from weighbridge._core.text.counts import counted
+from weighbridge._core.text.counts import counted, first_lines
 from weighbridge._formats.push_sources import MappedSource, StreamSource
 from weighbridge._memory.file_reads import OpenFile
 from weighbridge._transport.pieces import Buffer
@@ -65,7 +65,7 @@ class Dequantized:
         if problems:
             raise InvalidArgument(
                 counted(len(problems), "fp8 tensor has", "fp8 tensors have") + " no scales that fit",
-                details=problems[:20],
+                details=first_lines(problems),
             )
         left_out = {name + SCALE_SUFFIX for name in quantised}
         kept = [p for p in files.placements if p.shard.tensor not in left_out]

@@ -15,14 +15,13 @@ import xxhash
 from weighbridge._core import dtypes
 from weighbridge._core.boxes import Box
 from weighbridge._core.layouts import Layout, Shard, TensorSpec
-from weighbridge._core.text.counts import counted
+from weighbridge._core.text.counts import counted, first_lines
 from weighbridge._formats import peft_models
 from weighbridge._formats.memory_forms import TensorForms
 from weighbridge._formats.misfits import Misfit, check_prefix, told
 from weighbridge._formats.naming.parameter_names import check_merged
 from weighbridge._formats.tensor_stream import written_as
 from weighbridge._formats.torch_state import (
-    NAMED,
     check_cast,
     misfit,
     model_form,
@@ -207,7 +206,7 @@ class GatheredShards:
         if problems:
             raise LayoutError(
                 f"the tensors are not as the model has them, in {counted(len(problems), 'entry', 'entries')}",
-                details=told(problems)[:NAMED],
+                details=first_lines(told(problems)),
                 fix="give what the model's safetensors files hold, by the same names and in the same shapes, whole, and nothing else",
             )
 

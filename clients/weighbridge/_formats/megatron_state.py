@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from weighbridge._core import dtypes
 from weighbridge._core.boxes import Box
 from weighbridge._core.layouts import Layout, Shard, TensorSpec
-from weighbridge._core.text.counts import counted
+from weighbridge._core.text.counts import counted, first_lines
 from weighbridge._formats.memory_forms import Form
 from weighbridge._formats.misfits import Misfit, told
-from weighbridge._formats.torch_state import ALLOW, NAMED, misfit
+from weighbridge._formats.torch_state import ALLOW, misfit
 from weighbridge.errors import FailedPrecondition, InvalidArgument, LayoutError
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ def as_registered(
     if adapters:
         raise LayoutError(
             counted(len(adapters), "tensor belongs", "tensors belong") + " to LoRA adapters",
-            details=adapters[:NAMED],
+            details=first_lines(adapters),
             fix="fill the model before adapters are added"
             if filled
             else "push a copy of the model into which they are merged, as by LoRAMerge of Megatron-Bridge: engines know no adapters",
@@ -169,7 +169,7 @@ def as_registered(
     if problems:
         raise LayoutError(
             f"the tensors are not as the model has them, in {counted(len(problems), 'entry', 'entries')}",
-            details=told(problems)[:NAMED],
+            details=first_lines(told(problems)),
             fix="cast='allow' casts floating-point tensors; otherwise register the model in the trainer's dtype",
         )
     shards = [placement.shard for placement in held.layout.placements]

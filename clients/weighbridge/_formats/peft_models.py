@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from weighbridge._core.text.counts import counted
+from weighbridge._core.text.counts import counted, first_lines
 from weighbridge._formats.dtensors import cut_alike
 from weighbridge.errors import LayoutError
 
@@ -26,7 +26,6 @@ APART = (
     "call model.unmerge_adapter() before: a training state has weights and adapters apart, and the push merges the weights that engines get "
     "into copies: docs/recipes/lora.md"
 )
-_NAMED = 20
 
 
 def has_adapters(module: torch.nn.Module) -> bool:
@@ -121,7 +120,7 @@ def check_apart(module: torch.nn.Module) -> None:
                 "layer has adapters that are merged into its weights",
                 "layers have adapters that are merged into their weights",
             ),
-            details=merged[:_NAMED],
+            details=first_lines(merged),
             fix=APART,
         )
 
@@ -150,7 +149,7 @@ def _layers_apart(module: torch.nn.Module) -> dict[str, Any]:
         raise LayoutError(
             counted(len(lost), "layer has", "layers have")
             + " adapters that were merged into DTensors in place, which peft does right for plain LoRA alone",
-            details=lost[:_NAMED],
+            details=first_lines(lost),
             fix="do not call merge_adapter() on such a model: the push merges into copies",
         )
     if mixed:
@@ -160,7 +159,7 @@ def _layers_apart(module: torch.nn.Module) -> dict[str, Any]:
                 "layer has adapters that are merged in part",
                 "layers have adapters that are merged in part",
             ),
-            details=mixed[:_NAMED],
+            details=first_lines(mixed),
             fix="merge all active adapters (model.merge_adapter()), or none of them (model.unmerge_adapter())",
         )
     for tuner in module.modules() if apart else ():
@@ -189,7 +188,7 @@ def _check_not_tied(module: torch.nn.Module, apart: Mapping[str, Any]) -> None:
                 len(tied), "layer has adapters and a weight that", "layers have adapters and weights that"
             )
             + " another layer has as well, and that would be another one merged",
-            details=tied[:_NAMED],
+            details=first_lines(tied),
             fix="register and train the model with tie_word_embeddings=False, or leave that layer out of target_modules",
         )
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from weighbridge._core import dtypes
 from weighbridge._core.boxes import Box
 from weighbridge._core.layouts import Layout, Shard, TensorSpec
-from weighbridge._core.text.counts import counted
+from weighbridge._core.text.counts import counted, first_lines
 from weighbridge._core.text.suggestions import did_you_mean
 from weighbridge._formats import peft_models, zero3
 from weighbridge._formats.dtensors import local_shards, local_tensor
@@ -135,14 +135,14 @@ def tensor_specs(state: Any) -> list[TensorSpec]:
     if wrong:
         raise LayoutError(
             f"the state dict holds what is no tensor, in {counted(len(wrong), 'entry', 'entries')}",
-            details=wrong[:NAMED],
+            details=first_lines(wrong),
             fix="leave them out, here and when it is pushed",
         )
     sparse = [found for name, value in entries if (found := not_dense(name, value)) is not None]
     if sparse:
         raise LayoutError(
             f"the state dict holds what is not dense, in {counted(len(sparse), 'entry', 'entries')}",
-            details=told(sparse)[:NAMED],
+            details=first_lines(told(sparse)),
         )
     names = unwrapped_names(name for name, _ in entries)
     own: dict[Any, TensorSpec] = {}
@@ -188,7 +188,7 @@ def check_not_copied(module: torch.nn.Module, layout: Layout, tensors: Sequence[
                 "tensor of the module's state_dict() is a copy of its own",
                 "tensors of the module's state_dict() are copies of its own",
             ),
-            details=copied[:NAMED],
+            details=first_lines(copied),
             fix="use fully_shard (FSDP2), or restore a state dict and load it into the module",
         )
 
@@ -274,7 +274,7 @@ class _Reader:
             for_casts = all(_NOT_ALLOWED in each.text or _NOT_EXACT in each.text for each in problems)
             raise LayoutError(
                 f"the tensors are not as {self._of} has them, in {counted(len(problems), 'entry', 'entries')}",
-                details=told(problems)[:NAMED],
+                details=first_lines(told(problems)),
                 fix=f"cast='allow' casts them{'; ' + _ASKS if self._filled else ', and the report says how many'}"
                 if for_casts
                 else f"fill a model that is built from the config.json of {self._of}; strict=False fills what both have"

@@ -18,7 +18,7 @@ from typing import Any
 from weighbridge._core.block_scales import says_quantized
 from weighbridge._core.dtypes import parse
 from weighbridge._core.layouts import TensorSpec
-from weighbridge._core.text.counts import counted
+from weighbridge._core.text.counts import counted, first_lines
 from weighbridge._formats.memory_forms import TensorForms
 from weighbridge._formats.naming.parameter_names import head_and_embedding
 from weighbridge._formats.torch_state import model_form
@@ -110,7 +110,7 @@ def check_library_model(config_json: bytes, specs: Iterable[TensorSpec], fix: st
     if problems:
         raise InvalidArgument(
             f"the tensors are not those of a {found.model_class}, which config.json describes, in {counted(len(problems), 'tensor')}",
-            details=problems[:_NAMED],
+            details=first_lines(problems),
             fix=fix,
         )
     if found.unknown:

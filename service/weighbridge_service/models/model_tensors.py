@@ -21,11 +21,10 @@ from weighbridge._core.block_scales import (
 )
 from weighbridge._core.dtypes import DType
 from weighbridge._core.layouts import TensorSpec
-from weighbridge._core.text.counts import counted
+from weighbridge._core.text.counts import counted, first_lines
 from weighbridge.errors import InvalidArgument
 from weighbridge_service.models.bridges import Bridge, kind_of
 
-_NAMED = 20
 _DIGEST = re.compile("[0-9a-f]{64}")
 
 
@@ -138,7 +137,7 @@ def tensors_found(bridge: Bridge, config: Mapping[str, Any], found: Sequence[Ten
         if method not in ("", QUANTIZED_WITH_SCALES):
             raise InvalidArgument(
                 f"the weights are quantised ({method}), and the weight map of {bridge.model_type} is of plain ones",
-                details=problems[:_NAMED],
+                details=first_lines(problems),
                 fix="dequantise them first (of MXFP4 transformers' from_pretrained makes bf16 with "
                 "Mxfp4Config(dequantize=True); save that); or register the model as it is, without a weight map: "
                 "weight_map=False, or --no-weight-map",
@@ -146,7 +145,7 @@ def tensors_found(bridge: Bridge, config: Mapping[str, Any], found: Sequence[Ten
         raise InvalidArgument(
             counted(len(problems), "tensor of the files is", "tensors of the files are")
             + " not what config.json describes",
-            details=problems[:_NAMED],
+            details=first_lines(problems),
             fix="use the config.json that belongs to the weights; of an optional part such as layers for multi-token "
             "prediction all tensors must be there, or none; or register the model without a weight map: "
             "weight_map=False, or --no-weight-map",

@@ -13,7 +13,7 @@ from weighbridge._core.layouts import Layout, TensorSpec
 from weighbridge._core.lru import Cache
 from weighbridge._core.slices import LayoutRequest
 from weighbridge._core.tensor_spaces import TensorSpace
-from weighbridge._core.text.counts import counted
+from weighbridge._core.text.counts import counted, first_lines
 from weighbridge._formats.safetensors_files import FilesLayout, lay_out_files
 from weighbridge.errors import InvalidArgument, LayoutError
 from weighbridge_service.families import model_types, no_weight_map
@@ -43,7 +43,6 @@ _KEPT_PARTS = 1_000_000
 """Copies in the plans of pulls and restores that a model remembers; a plan itself counts as a thousand."""
 _KEPT_DECLARED = 4
 """Versions with tensors of their own whose layouts and plans are remembered."""
-_NAMED = 20
 IDENTITY_FORMAT = 2
 """Of `RegisteredModel.identity`. Heads of another format are compared by their tensors alone."""
 
@@ -135,7 +134,7 @@ class RegisteredModel:
                 f"the ranks contradict each other in {counted(len(problems), 'tensor')} of {self.name}"
                 if problems
                 else f"no rank holds anything of {self.name}",
-                details=problems[:_NAMED],
+                details=first_lines(problems),
                 fix="all ranks push the state of one model and one optimizer; see that they run the same code",
             )
         return self.with_tensors(specs.values())
@@ -283,7 +282,7 @@ class RegisteredModel:
         if problems:
             raise LayoutError(
                 counted(len(problems), "tensor is not one", "tensors are not those") + f" of {self.name}",
-                details=problems[:20],
+                details=first_lines(problems),
                 fix="push tensors of the registered names and shapes; if the model was registered wrongly, delete it "
                 f"(`weighbridge delete {self.name}`) and register it with the folder's own config.json",
             )

@@ -15,12 +15,10 @@ from typing import NamedTuple
 
 from weighbridge._core.boxes import Box, first_overlap, gaps
 from weighbridge._core.layouts import Layout, Placement, TensorSpec
-from weighbridge._core.text.counts import counted
+from weighbridge._core.text.counts import counted, first_lines
 from weighbridge.errors import LayoutError
 from weighbridge_service.plan.relations import Link
 
-_NAMED = 20
-"""How many problems an error names."""
 _COUNTED = 1000
 """How many it counts."""
 
@@ -215,7 +213,7 @@ def _prove(layout: Layout, parts: Iterable[tuple[int, Box]], gap: str, overlap: 
         )
         raise LayoutError(
             f"at least {found}" if len(problems) >= _COUNTED else found,
-            details=problems[:_NAMED],
+            details=first_lines(problems),
         )
 
 
@@ -229,7 +227,7 @@ def _check_disjoint(layout: Layout) -> None:
     if problems:
         raise LayoutError(
             counted(len(problems), "tensor has", "tensors have") + " parts that are there twice",
-            details=problems[:_NAMED],
+            details=first_lines(problems),
         )
 
 
@@ -253,7 +251,7 @@ def merge_specs(layouts: Iterable[Layout]) -> Mapping[str, TensorSpec]:
     if problems:
         raise LayoutError(
             counted(len(problems), "tensor differs", "tensors differ") + " between ranks",
-            details=problems[:_NAMED],
+            details=first_lines(problems),
         )
     return MappingProxyType(specs)
 
@@ -323,7 +321,7 @@ def share_out(
         raise LayoutError(
             counted(len(problems), "shard overlaps", "shards overlap")
             + " without being replicas of one main shard",
-            details=problems[:_NAMED],
+            details=first_lines(problems),
         )
     load = dict.fromkeys(layouts, 0)
     chosen: dict[int, list[int]] = {rank: [] for rank in layouts}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from weighbridge._core.text.counts import percent, readable_count
+from weighbridge._core.text.counts import first_lines, named, percent, readable_count
 from weighbridge._core.text.durations import readable_duration
 from weighbridge._core.text.sizes import readable_rate
 
@@ -37,3 +37,21 @@ def test_a_part_is_all_of_it_only_if_nothing_is_missing() -> None:
 def test_counts_and_rates_are_read_at_a_glance() -> None:
     assert readable_count(1_234_567) == "1,234,567"
     assert readable_rate(1_500_000.4) == "1.5 MB/s"
+
+
+@pytest.mark.parametrize("count", [0, 1, 19, 20, 21, 51])
+def test_a_list_that_is_cut_says_how_many_there_are_besides(count: int) -> None:
+    lines = [f"tensor {i}" for i in range(count)]
+    told = first_lines(lines)
+    if count <= 20:
+        assert told == lines
+    else:
+        assert told == [*lines[:19], f"and {count - 19} more"]
+    for most in range(1, 20):  # cut once more, it still counts those of the first cut
+        again = first_lines(told, most)
+        assert again == (lines if count <= most else [*lines[: most - 1], f"and {count - most + 1} more"])
+
+
+def test_names_that_are_cut_say_how_many_there_are_besides() -> None:
+    assert named(["a", "b"], 2) == "a, b"
+    assert named(["a", "b", "c", "d"], 2) == "a, b and 2 more"

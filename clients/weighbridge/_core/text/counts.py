@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
+
+MOST_LINES = 20
+"""Lines that an error lists at most."""
+_MORE = re.compile(r"and (\d+) more")
 
 
 def counted(number: int, thing: str, things: str = "") -> str:
@@ -25,3 +30,21 @@ def named(names: Sequence[str], most: int = 10) -> str:
     if len(names) <= most:
         return ", ".join(names)
     return f"{', '.join(names[:most])} and {len(names) - most} more"
+
+
+def first_lines(lines: Iterable[str], most: int = MOST_LINES, left_out: int = 0) -> list[str]:
+    """Lines of a list in an error: at most so many, the last of which says how many more there are, ``and 31 more``.
+
+    Args:
+        lines: the list; its last line may say so already.
+        most: how many.
+        left_out: how many lines were left out behind these.
+    """
+    found = list(lines)
+    if found and (already := _MORE.fullmatch(found[-1])):
+        left_out += int(already[1])
+        found.pop()
+    if len(found) + bool(left_out) > most:
+        left_out += len(found) - (most - 1)
+        found = found[: most - 1]
+    return [*found, f"and {left_out} more"] if left_out else found

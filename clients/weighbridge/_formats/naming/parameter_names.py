@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from weighbridge._core.text.counts import counted
+from weighbridge._core.text.counts import counted, first_lines
 from weighbridge.errors import LayoutError
 
 _WRAPPERS = frozenset(("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"))
@@ -15,7 +15,6 @@ _WRAPPERS = frozenset(("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped
 _ADAPTERS = frozenset(("lora_A", "lora_B", "base_layer"))
 _OWN_ADAPTERS = "_lora"
 """Endings of config fields of models that have adapters among their weights, such as Phi-4-multimodal."""
-_NAMED = 20
 _HEADS = (
     "embed_out.weight", "generator_lm_head.weight", "lm_head.decoder.weight", "lm_head.weight",
     "output_projection.weight", "predictions.decoder.weight", "proj_out.weight", "vocab_projector.weight",
@@ -78,7 +77,8 @@ def unwrapped_names(names: Iterable[str]) -> dict[str, str]:
     twice = [name for name, count in Counter(own).items() if count > 1]
     if twice:
         raise LayoutError(
-            counted(len(twice), "tensor is", "tensors are") + " given more than once", details=twice[:_NAMED]
+            counted(len(twice), "tensor is", "tensors are") + " given more than once",
+            details=first_lines(twice),
         )
     return dict(zip(given, own, strict=True))
 
@@ -90,7 +90,7 @@ def check_merged(names: Iterable[str], fix: str) -> None:
         raise LayoutError(
             counted(len(adapters), "tensor belongs", "tensors belong")
             + " to LoRA adapters, or to layers that have one",
-            details=adapters[:_NAMED],
+            details=first_lines(adapters),
             fix=fix,
         )
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from weighbridge._core.text.counts import counted
+from weighbridge._core.text.counts import counted, first_lines
 from weighbridge.errors import DataLoss, InvalidArgument, NotFound
 
 _SERIES = re.compile(r"(?P<stem>.*)-(?P<number>\d+)-of-(?P<count>\d+)\.safetensors")
@@ -62,7 +62,7 @@ def weight_files(there: Collection[str], listed: Iterable[str] | None) -> Weight
         if _WHOLE in there and _WHOLE not in taken:
             raise InvalidArgument(
                 f"the folder has {_WHOLE} and an index of other files, so it is two models: transformers loads the first one, vLLM and SGLang the other",
-                details=[_WHOLE, *taken][:_NAMED],
+                details=first_lines([_WHOLE, *taken]),
                 fix=f"move away {_WHOLE}, or the index and its files, whichever an earlier save has left; a new folder for each save has no such rest",
             )
         return WeightFiles(taken, tuple(sorted(set(there).difference(taken))))
@@ -105,7 +105,7 @@ def _check_series(names: Collection[str]) -> None:
     if len(series) > 1 or (series and alone):
         raise InvalidArgument(
             f"the folder has {counted(len(names), 'safetensors file')} of several sets and no index, so nothing says which are the model",
-            details=sorted(names)[:_NAMED],
+            details=first_lines(sorted(names)),
             fix="move the files of others away, or save the folder with model.save_pretrained(folder), which writes an index",
         )
     for (stem, count), numbers in series.items():
@@ -154,7 +154,7 @@ def check_listed(listed: Mapping[str, str], there: Collection[str]) -> None:
     if missing:
         raise DataLoss(
             f"the index lists {counted(len(missing), 'tensor')} that the files do not have",
-            details=missing[:_NAMED],
+            details=first_lines(missing),
             fix="download or save all files of the folder again, the index with them",
         )
 
@@ -174,7 +174,7 @@ def check_parts(file: str, metadata: Mapping[str, str], offsets: Mapping[str, Co
     if parts:
         raise InvalidArgument(
             f"{file} is a rank's file of torch's HuggingFaceStorageWriter: it holds parts of {counted(len(parts), 'tensor')}",
-            details=parts[:_NAMED],
+            details=first_lines(parts),
             fix=CONSOLIDATE,
         )
     if metadata.get("format") in _FORMATS_OF_OTHERS:

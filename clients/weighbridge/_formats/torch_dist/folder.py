@@ -24,6 +24,7 @@ from types import MappingProxyType
 from typing import Any
 
 from weighbridge._core.layouts import Layout, Placement, Shard, TensorSpec
+from weighbridge._core.text.counts import first_lines
 from weighbridge._core.text.shortening import shown
 from weighbridge._formats.naming.weight_files import check_finished
 from weighbridge._formats.side_files.regular import fault_of
@@ -340,10 +341,10 @@ def _stored(
         chunks.append(shard)
     bare = tensors.keys() - {shard.tensor for shard in chunks}
     if bare:
-        raise LayoutError("there are tensors of which no shard is stored", details=sorted(bare)[:20])
+        raise LayoutError("there are tensors of which no shard is stored", details=first_lines(sorted(bare)))
     both = objects.keys() & tensors.keys()
     if both:
-        raise LayoutError("there are objects with the names of tensors", details=sorted(both)[:20])
+        raise LayoutError("there are objects with the names of tensors", details=first_lines(sorted(both)))
     return chunks
 
 

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from weighbridge._core.text.counts import counted
+from weighbridge._core.text.counts import counted, first_lines
 from weighbridge._core.text.shortening import shown
 from weighbridge._formats.torch_dist.folder import TorchDistCheckpoint
 from weighbridge._formats.torch_dist.pickles import Instance, allow
@@ -35,7 +35,6 @@ _RANDOM = allow(
     "numpy.core.multiarray._reconstruct",
     "numpy._core.multiarray._reconstruct",
 )
-_NAMED = 20
 _FSDP1 = (
     "save the optimizer of FSDP2 (fully_shard); of FSDP1 it keeps flat ranges that do not say whose they are"
 )
@@ -85,7 +84,7 @@ def read_optimizer(folder: Path, parameters: Mapping[str, tuple[int, ...]]) -> R
     if problems:
         raise LayoutError(
             f"the optimizer in {folder} is not that of the model beside it",
-            details=problems[:_NAMED],
+            details=first_lines(problems),
             fix="make the optimizer of all of module.parameters(), in their order",
         )
     with open_rank_file(folder, files[0]) as (_, root):

@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple
 from weighbridge._core import dtypes
 from weighbridge._core.boxes import Box
 from weighbridge._core.layouts import MAX_RANK, Layout, Placement, Shard, TensorSpec, check_spec
-from weighbridge._core.text.counts import counted
+from weighbridge._core.text.counts import counted, first_lines
 from weighbridge._core.text.shortening import shown
 from weighbridge._formats.dtensors import Cut, runs_after
 from weighbridge._formats.torch_dist.archives import Archive
@@ -173,7 +173,7 @@ def read_files(folder: Path, files: Sequence[str], entries_of: Callable[[Any], A
     if problems:
         raise LayoutError(
             f"{counted(len(problems), 'tensor')} of {folder} cannot be read",
-            details=list(problems.values())[:_NAMED],
+            details=first_lines(list(problems.values())),
             fix="save DTensors that are Shard or Replicate, and all ranks in one step",
         )
     nbytes = sum(spec.nbytes for spec in specs.values())

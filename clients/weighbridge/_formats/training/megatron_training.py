@@ -15,7 +15,7 @@ from weighbridge._core import dtypes
 from weighbridge._core.boxes import Box
 from weighbridge._core.layouts import Layout, Shard, TensorSpec
 from weighbridge._core.tensor_spaces import TensorSpace
-from weighbridge._core.text.counts import counted
+from weighbridge._core.text.counts import counted, first_lines
 from weighbridge._formats.flat_ranges import Part
 from weighbridge._formats.megatron_state import Entry, ShardedTensors, is_main
 from weighbridge._formats.misfits import Misfit, told
@@ -181,7 +181,7 @@ class _Held:
         if misfits:
             raise LayoutError(
                 f"{of} is the training state of another model or optimizer, by {counted(len(misfits), 'tensor')}",
-                details=told(misfits)[:_NAMED],
+                details=first_lines(told(misfits)),
                 fix="build model and optimizer by the configuration that the state was pushed with",
             )
         shards, clipped = [], []

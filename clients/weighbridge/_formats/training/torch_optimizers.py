@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from weighbridge._core.layouts import TensorSpec
-from weighbridge._core.text.counts import counted
-from weighbridge._formats.torch_state import NAMED
+from weighbridge._core.text.counts import counted, first_lines
 from weighbridge.errors import InvalidArgument, LayoutError
 
 if TYPE_CHECKING:
@@ -75,11 +74,13 @@ class NamedOptimizers:
         if foreign:
             raise LayoutError(
                 f"the optimizer has {counted(len(foreign), 'parameter')} that the module does not have",
-                details=foreign[:NAMED],
+                details=first_lines(foreign),
                 fix="give the optimizer that was made of this module's parameters, after fully_shard or whatever else replaces them",
             )
         if twice:
-            raise LayoutError(f"optimizers share {counted(len(twice), 'parameter')}", details=twice[:NAMED])
+            raise LayoutError(
+                f"optimizers share {counted(len(twice), 'parameter')}", details=first_lines(twice)
+            )
         return NamedOptimizers(found, own)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -13,10 +13,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from weighbridge._core.tensor_spaces import TensorSpace
-from weighbridge._core.text.counts import counted
+from weighbridge._core.text.counts import counted, first_lines
 from weighbridge._formats import peft_models, zero3
 from weighbridge._formats.naming.parameter_names import unwrapped_name
-from weighbridge._formats.torch_state import NAMED, check_not_copied
+from weighbridge._formats.torch_state import check_not_copied
 from weighbridge._formats.training.boxed_tensors import BoxedTensors, place, taken_twice
 from weighbridge._formats.training.torch_optimizers import NamedOptimizers, OptimizerFit, fit_optimizers
 from weighbridge._formats.training.training_state import Filling, Fit, StoredState, TrainingTensors
@@ -71,7 +71,7 @@ def training_tensors(module: object, optimizers: object | None) -> TrainingTenso
     if boxed.problems:
         raise LayoutError(
             f"the training state cannot be kept, for {counted(len(boxed.problems), 'entry', 'entries')}",
-            details=boxed.problems[:NAMED],
+            details=first_lines(boxed.problems),
         )
     return TrainingTensors(boxed.layout, tuple(boxed.tensors), values, _SPACE)
 
@@ -149,7 +149,7 @@ def _fit(
     if problems:
         raise LayoutError(
             f"{stored.name} is the training state of another model or optimizer, by {counted(len(problems), 'entry', 'entries')}",
-            details=problems[:NAMED],
+            details=first_lines(problems),
             fix="build module and optimizer as they were when it was pushed, on any number of ranks; strict=False fills what both have",
         )
 

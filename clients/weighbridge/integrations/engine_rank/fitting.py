@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from weighbridge._core.layouts import TensorSpec
+from weighbridge._core.text.counts import first_lines
 from weighbridge.errors import FailedPrecondition
 
 _FIELDS = (
@@ -20,7 +21,6 @@ _FIELDS = (
 )  # fmt: skip
 """What decides which tensors there are and how large they are."""
 _MOST_NAMED = 8
-_MOST_DETAILS = 20
 _FIX = "start an engine from this version"
 
 
@@ -69,7 +69,7 @@ def check_tensors(known: Iterable[TensorSpec], found: Iterable[TensorSpec], vers
         raise FailedPrecondition(
             f"{version} has other tensors than the version before: {_listed(wrong)}",
             fix=_FIX,
-            details=wrong[:_MOST_DETAILS],
+            details=first_lines(wrong),
         )
 
 
@@ -97,7 +97,7 @@ def check_covered(
     ]
     if empty:
         raise FailedPrecondition(
-            f"{version} has nothing for {_listed(empty)}", fix=_FIX, details=empty[:_MOST_DETAILS]
+            f"{version} has nothing for {_listed(empty)}", fix=_FIX, details=first_lines(empty)
         )
 
 

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from weighbridge._core.boxes import Box
 from weighbridge._core.layouts import Layout, Shard
-from weighbridge._core.text.counts import counted
+from weighbridge._core.text.counts import counted, first_lines
 from weighbridge._core.text.suggestions import did_you_mean
 from weighbridge._formats.dtensors import local_shards, local_tensor
 from weighbridge._formats.memory_forms import Form, Part, TensorForms
@@ -137,7 +137,7 @@ def planned_shards(items: Iterable[WriteItem], entries: Entries, cast: str) -> P
             )
         raise LayoutError(
             f"the tensors are not as the model has them, in {counted(len(problems), 'entry', 'entries')}",
-            details=list(problems)[:NAMED],
+            details=first_lines(problems),
             fix="keep only the model here, and save optimizers and other state with another writer: "
             "dcp.save({'optimizer': ...}, checkpoint_id=folder)"
             if others
@@ -164,7 +164,7 @@ def check_none_absent(names: Iterable[str], entries: Entries) -> None:
     if absent:
         raise LayoutError(
             f"the ranks together do not hold all of the model: {counted(len(absent), 'tensor is', 'tensors are')} missing",
-            details=[f"{spec} is missing" for spec in absent[:NAMED]],
+            details=first_lines(f"{spec} is missing" for spec in absent),
             fix="save all tensors that the model's safetensors files hold, by the same names",
         )
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 from google.protobuf import any_pb2
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
+from weighbridge._core.text.counts import first_lines
 from weighbridge._transport import rpc
 from weighbridge.errors import DataLoss, ResourceExhausted, WeighbridgeError
 
 _DOMAIN = "weighbridge.v1"
-_MOST_DETAILS = 20
 _LONGEST_DETAIL = 300
 _LONGEST_MESSAGE = 600
 _MOST_BYTES = 2400
@@ -20,16 +22,16 @@ _MOST_BYTES = 2400
 once percent-encoded (three bytes for each of a letter that is not ASCII), and everything once more in base64."""
 
 
+def _with_room(lines: Sequence[str]) -> list[str]:
+    """As many of the lines as there is room for; the last one says how many more there are."""
+    told = [_cut(line, _LONGEST_DETAIL) for line in first_lines(lines)]
+    used = accumulate(len(line.encode()) for line in told)
+    return first_lines(told, most=sum(length <= _MOST_BYTES for length in used))
+
+
 def to_status(error: WeighbridgeError) -> Any:
     """The error as a gRPC status."""
-    details: dict[str, str] = {}
-    room = _MOST_BYTES
-    for i, detail in enumerate(error.details[:_MOST_DETAILS]):
-        text = _cut(detail, _LONGEST_DETAIL)
-        room -= len(text.encode())
-        if room < 0:
-            break
-        details[f"detail{i:03}"] = text
+    details = {f"detail{i:03}": text for i, text in enumerate(_with_room(error.details))}
     if isinstance(error, DataLoss) and not error.worth_retrying:
         details[rpc.LASTING] = "true"
     info = error_details_pb2.ErrorInfo(

@@ -9,6 +9,7 @@ from google.rpc import error_details_pb2, status_pb2
 from hypothesis import given
 from hypothesis import strategies as st
 
+from weighbridge._core.text.counts import first_lines
 from weighbridge.errors import InvalidArgument, LayoutError, ResourceExhausted, WeighbridgeError
 from weighbridge_service.api.grpc.errors import to_status
 
@@ -38,7 +39,19 @@ def test_an_error_of_any_length_fits_and_begins_as_it_was(message: str, fix: str
     assert message.startswith(status.message)
     assert fix.startswith(info.metadata["fix"])
     told = [value for name, value in sorted(info.metadata.items()) if name.startswith("detail")]
+    if len(told) < len(details):
+        assert told.pop() == f"and {len(details) - len(told)} more"
     assert all(whole.startswith(part) for whole, part in zip(details, told, strict=False))
+
+
+def test_an_error_that_was_cut_before_says_how_many_lines_it_had() -> None:
+    details = first_lines(f"tensor {i} is missing" + 200 * "." for i in range(51))
+    assert (len(details), details[-1]) == (20, "and 32 more")
+    _, info, _ = sent(LayoutError("it does not fit", details=details))
+    told = [value for name, value in sorted(info.metadata.items()) if name.startswith("detail")]
+    assert len(told) < 20
+    assert told[-1] == f"and {51 - len(told) + 1} more"
+    assert all(line.startswith(f"tensor {i} is") for i, line in enumerate(told[:-1]))
 
 
 def test_a_short_error_is_told_whole() -> None:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from weighbridge._core.boxes import Box, first_overlap, gaps
 from weighbridge._core.layouts import Layout
 from weighbridge._core.tensor_spaces import TensorSpace
-from weighbridge._core.text.counts import counted
+from weighbridge._core.text.counts import counted, first_lines
 from weighbridge._formats.naming.parameter_names import unwrapped_name
 from weighbridge._formats.push_sources import MappedSource, OpenSource
 from weighbridge._formats.safetensors_files import map_file
@@ -48,7 +48,6 @@ from weighbridge.errors import LayoutError
 MAX_VALUES_BYTES = 1 << 30
 """Most bytes of what is no tensor; they are in memory while the checkpoint is pushed."""
 _CHAINED = re.compile(r"^chained_\d+\.(?=optimizer\.)")
-_NAMED = 20
 
 
 @dataclass(frozen=True)
@@ -169,13 +168,15 @@ def _named(found: TorchDistCheckpoint) -> TorchDistCheckpoint:
     if taken:
         raise LayoutError(
             f"{counted(len(taken), 'tensor has a name', 'tensors have names')} that values of ranks have in training states",
-            details=sorted(taken)[:_NAMED],
+            details=first_lines(sorted(taken)),
             fix="save what is each rank's own under another name than rank_state",
         )
     names = {name: _CHAINED.sub("", name) for name in found.layout.tensors}
     twice = [name for name, count in Counter(names.values()).items() if count > 1]
     if twice:
-        raise LayoutError("several optimizers keep state of the same tensors", details=sorted(twice)[:_NAMED])
+        raise LayoutError(
+            "several optimizers keep state of the same tensors", details=first_lines(sorted(twice))
+        )
     tensors = {names[name]: replace(spec, name=names[name]) for name, spec in found.layout.tensors.items()}
     placements = [
         place._replace(shard=place.shard._replace(tensor=names[place.shard.tensor]))
@@ -213,6 +214,6 @@ def _check_whole(layout: Layout) -> None:
     if problems:
         raise LayoutError(
             f"the checkpoint does not hold every part of its tensors once, of {counted(len(problems), 'tensor')}",
-            details=problems[:_NAMED],
+            details=first_lines(problems),
             fix="take one that was saved whole: .metadata is written when all ranks have written their files",
         )

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from weighbridge._core.text.counts import counted
+from weighbridge._core.text.counts import counted, first_lines
 from weighbridge._formats.naming.parameter_names import unwrapped_names
 from weighbridge._formats.torch_dist.metadata import KeyPath
 from weighbridge._formats.training.torch_entries import MODEL, OPTIMIZER
@@ -30,7 +30,6 @@ _SAVE_BOTH = (
     "save module and optimizer as one checkpoint: model, optim = get_state_dict(module, optimizer) of torch.distributed.checkpoint.state_dict, "
     'then dcp.save({"model": model, "optimizer": optim}, checkpoint_id=FOLDER)'
 )
-_NAMED = 20
 
 
 def check_megatron(names: Collection[str]) -> None:
@@ -47,14 +46,14 @@ def check_megatron(names: Collection[str]) -> None:
         raise InvalidArgument(
             f"the distributed optimizer is kept by the buffers of the ranks that saved it, in {counted(len(buffers), 'entry', 'entries')}, "
             "and fits no others",
-            details=buffers[:_NAMED],
+            details=first_lines(buffers),
             fix="save it as fully_reshardable: --dist-ckpt-optim-fully-reshardable of Megatron-LM; or push the state from the ranks, "
             "which takes it as it is: trainer.push(..., optimizer=optimizer)",
         )
     if all(_NO_WEIGHTS.match(name) for name in names):
         raise InvalidArgument(
             "the checkpoint has no weights of a model",
-            details=sorted(names)[:_NAMED],
+            details=first_lines(sorted(names)),
             fix="save the model with its optimizer, in one checkpoint",
         )
 
