@@ -16,7 +16,7 @@ from weighbridge._clients.reporting.said import Contact, Said, status_of
 from weighbridge._core.engines.facts import ENGINE_ENDED, EngineFacts, EngineReport
 from weighbridge._core.engines.status import AgentStatus
 from weighbridge._core.text.shortening import shortened
-from weighbridge.errors import DeadlineExceeded, ResourceExhausted, Unavailable, WeighbridgeError
+from weighbridge.errors import DeadlineExceeded, NotFound, ResourceExhausted, Unavailable, WeighbridgeError
 
 log = logging.getLogger(__name__)
 
@@ -154,5 +154,8 @@ class EngineReporter:
         with self._lock:
             self._contact = replace(self._contact, lost_s=None, problem=error.message)
         if error.message != self._refused and not self._ending.is_set():
-            log.warning("the service takes no reports of this engine: %s", error)
+            if isinstance(error, NotFound):  # an engine may be started before its trainer
+                log.warning("the service takes no reports of this engine yet: %s", error.message)
+            else:
+                log.warning("the service takes no reports of this engine: %s", error)
         self._refused = error.message
