@@ -128,7 +128,7 @@ def test_a_sealed_version_takes_nothing_more(bench: Bench, raw: RawClient, model
         lambda: raw.declare(model, number, layout),
         lambda: raw.call(raw.checkpoints.AbortVersion, pb.AbortVersionRequest(model=model, number=number)),
     ):
-        with pytest.raises(FailedPrecondition, match=r"sealed|visible already"):
+        with pytest.raises(FailedPrecondition, match=r"is complete|visible already"):
             attempt()
     assert_equal(bench.engine, model, number, arrays)
 
