@@ -106,6 +106,9 @@ class _Context:
     async def read(self) -> Any:
         return next(self._messages, grpc.aio.EOF)
 
+    async def send_initial_metadata(self, metadata: Any) -> None:
+        """Nobody waits for it."""
+
     async def write(self, message: bytes) -> None:
         self._responses += 1
         if self._responses > _MOST_RESPONSES:  # the caller has gone
