@@ -13,7 +13,8 @@ import pytest
 
 from tests.support.raw_clients import tiny_folder
 from tests.support.services import RunningService, running_service
-from weighbridge import EngineClient, FullTensors, TensorParallel, TrainerClient
+from tests.support.waiting import eventually
+from weighbridge import EngineClient, FullTensors, TensorParallel, TrainerClient, VersionState
 from weighbridge._clients.calls import pull_calls
 from weighbridge._clients.calls.known_layouts import KnownLayouts
 from weighbridge._clients.calls.pull_calls import PullPlan
@@ -48,7 +49,9 @@ def test_the_streams_of_a_pull_do_not_ask_the_store_again_for_what_its_plan_has_
     source = tiny_folder(tmp_path / "hf", seed=0)
     with TrainerClient(running.address) as trainer, EngineClient(running.address, lane=lane) as engine:
         trainer.register_files(MODEL, source.files)
-        trainer.push_folder(MODEL, source.folder, step=1).wait(timeout=60)
+        trainer.push_folder(MODEL, source.folder, step=1).report(60)
+        # not by a watch, which may read the head once more when it has ended
+        eventually(lambda: trainer.version(MODEL, 1).state is VersionState.DURABLE)
         heads, reads = running.service.catalog.heads, Counter[str]()
         read = heads.read
 
