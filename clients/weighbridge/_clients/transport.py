@@ -112,10 +112,10 @@ class Transport:
 
     def close(self) -> None:
         """Close all connections. Tensors that are views of a version stay valid until they are gone."""
-        _close_lanes(self._lanes)
         self.streams.close()
-        with self._lock:
-            made = list(self._streams_to.values())
+        with self._lock:  # nothing is made from here on
+            made, lanes = list(self._streams_to.values()), dict(self._lanes)
+        _close_lanes(lanes)
         for connections in made:
             connections.close()
 
