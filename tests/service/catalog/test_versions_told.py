@@ -53,10 +53,13 @@ def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
 @contextlib.contextmanager
 def serving(location: Path, count: int) -> Iterator[list[RunningService]]:
     with ExitStack() as stack:
-        yield [
+        running = [
             stack.enter_context(running_service(location, advertise="127.0.0.1:0", drain_seconds=0.5))
             for _ in range(count)
         ]
+        # ranks count on those of another replica only once that is known
+        eventually(lambda: all(len(each.service.directory.others()) == count - 1 for each in running))
+        yield running
 
 
 def told(running: RunningService, number: int) -> dict[str, Any]:
