@@ -14,18 +14,14 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.support.heads import stored
 from tests.support.killable_service import KillableService
-from tests.support.raw_clients import TinyModel, assert_equal, rows_layout, tiny_folder
+from tests.support.raw_clients import TinyModel, assert_equal, tiny_folder
 from tests.support.rounds import first_seed, rounds
+from tests.support.row_pushes import push_rows
 from tests.support.waiting import eventually
 from weighbridge import EngineClient, TrainerClient
-from weighbridge._core.layouts import Layout
-from weighbridge._core.resources import VersionState
-from weighbridge._core.tensor_spaces import TensorSpace
-from weighbridge._formats.push_sources import StagingPool, StreamSource
 from weighbridge.errors import WeighbridgeError
 from weighbridge_storage.documents.entries import VersionEntry
 from weighbridge_storage.documents.names import ModelName
@@ -53,22 +49,7 @@ def services(location: str) -> Iterator[list[KillableService]]:
 
 def push_rank(trainer: TrainerClient, source: TinyModel, rank: int, step: int) -> int:
     """A rank's push; returns the version's number when all its bytes have arrived."""
-    layout = rows_layout(source.arrays, rank, RANKS)
-    staging = StagingPool()
-
-    def stage(indexes: list[int], stream: Layout) -> StreamSource:
-        tensors = []
-        for index in indexes:
-            shard = layout.placements[index].shard
-            box = tuple(slice(o, o + e) for o, e in zip(shard.box.offset, shard.box.extent, strict=True))
-            tensors.append(torch.from_numpy(source.arrays[shard.tensor][box].copy()))
-        return staging.stage(stream, tensors)
-
-    handle = trainer.push_shards(
-        MODEL, layout, TensorSpace.HUGGING_FACE, stage, step=step, rank=rank, world_size=RANKS
-    )
-    handle.wait(VersionState.DURABLE, timeout=60)
-    return handle.number
+    return push_rows(trainer, MODEL, source, rank, RANKS, step)
 
 
 def push_step(services: list[KillableService], source: TinyModel, step: int) -> set[int] | None:

@@ -10,15 +10,12 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-import torch
 
-from tests.support.raw_clients import RawClient, TinyModel, assert_equal, rows_layout, tiny_folder
+from tests.support.raw_clients import RawClient, TinyModel, assert_equal, tiny_folder
+from tests.support.row_pushes import push_rows
 from tests.support.services import RunningService, running_service
 from tests.support.waiting import eventually
 from weighbridge import EngineClient, TrainerClient, Unavailable
-from weighbridge._core.layouts import Layout
-from weighbridge._core.tensor_spaces import TensorSpace
-from weighbridge._formats.push_sources import StagingPool, StreamSource
 from weighbridge._transport.addresses import Addresses
 from weighbridge_service.replicas import sessions
 from weighbridge_service.replicas.takeovers import KnownReplicas
@@ -62,22 +59,7 @@ class Job:
             assert_equal(engine, MODEL, number, self.source.arrays)
 
     def _push(self, rank: int, step: int) -> int:
-        layout = rows_layout(self.source.arrays, rank, RANKS)
-        staging = StagingPool()
-
-        def stage(indexes: list[int], stream: Layout) -> StreamSource:
-            tensors = []
-            for index in indexes:
-                shard = layout.placements[index].shard
-                box = tuple(slice(o, o + e) for o, e in zip(shard.box.offset, shard.box.extent, strict=True))
-                tensors.append(torch.from_numpy(self.source.arrays[shard.tensor][box].copy()))
-            return staging.stage(stream, tensors)
-
-        handle = self.ranks[rank].push_shards(
-            MODEL, layout, TensorSpace.HUGGING_FACE, stage, step=step, rank=rank, world_size=RANKS
-        )
-        handle.wait("durable", timeout=60)
-        return handle.number
+        return push_rows(self.ranks[rank], MODEL, self.source, rank, RANKS, step)
 
 
 @pytest.fixture
