@@ -16,7 +16,7 @@ from contextlib import closing
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from weighbridge import EngineClient, Version, WeighbridgeError
+from weighbridge import EngineClient, EngineReporter, Version, WeighbridgeError
 
 
 class Engine:
@@ -44,7 +44,7 @@ class Engine:
 
     def follow(self, ref: str) -> None:
         """Go to each version that the ref names. `weighbridge engines` shows how the engine stands."""
-        with closing(self.client.report_engine(self.name, kind="example", ref=ref)) as reporter:
+        with closing(EngineReporter(self.client, self.name, kind="example", ref=ref)) as reporter:
             for version in self.client.watch(self.name, ref):
                 reporter.say(state="updating", target=version.number)
                 try:

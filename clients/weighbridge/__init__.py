@@ -12,8 +12,8 @@
         ...
 
 - `TrainerClient`: pushes of ranks, training states, restores, folders. `CheckpointManager` does it for a loop.
-- `EngineClient`, `AsyncEngineClient`: pulls, watches of refs, reports of engines.
-- `Client`: models, versions, refs and what is kept; the other clients have it, too.
+- `EngineClient`, `AsyncEngineClient`: pulls and watches of refs. `EngineReporter` reports what an engine serves.
+- `Client`: models, versions, refs and what is kept; the other clients have it, too. `Signatures` signs versions and checks signatures.
 - `weighbridge.errors`: what can go wrong, named by what the caller can do about it.
 - `weighbridge.integrations`: vLLM, SGLang, transformers, Megatron, frameworks of reinforcement learning.
 - `weighbridge.follow`, `weighbridge.relay`: the agent beside an engine; step folders between machines.
@@ -27,11 +27,13 @@ Names are imported when first used. What begins with an underscore is private; `
 # - `_core`: the vocabulary: boxes, layouts, dtypes, resources.
 # - `_tracing`: spans of OpenTelemetry, where they are wanted.
 # - `_transport`: messages, channels and streams on the wire.
-# - `_signing`: signatures of versions.
 # - `_memory`: memory that is shared with the service, and copies.
 # - `_formats`: files and processes in which weights lie, as streams.
 # - `_lane`: the local lane's client.
 # - `_clients`: clients, pushes and pulls.
+# - `_trainers`: the client of a trainer rank: pushes, training states, restores and folders.
+# - `_signing`: signatures of versions.
+# - `_reporting`: reports of what an engine serves.
 # - `aio`, `_lazy`, `relay`, `_comparing`: the asyncio client; lazy tensors; step folders between machines; what has changed between versions.
 # - `follow`: the agent beside an engine.
 # - `integrations`: trainers, frameworks of reinforcement learning, and inference engines.
@@ -46,16 +48,11 @@ from weighbridge._version import VERSION
 
 if TYPE_CHECKING:
     from weighbridge._clients.calls.pull_calls import PullPlan
-    from weighbridge._clients.calls.signature_calls import Signing
-    from weighbridge._clients.checkpoint_manager import CheckpointManager
     from weighbridge._clients.client import Client
     from weighbridge._clients.engine import EngineClient, Pull
     from weighbridge._clients.filling import Filled
     from weighbridge._clients.push_handle import PushHandle, PushReport
     from weighbridge._clients.push_options import PushOptions
-    from weighbridge._clients.reporting.reporter import EngineReporter
-    from weighbridge._clients.trainer import TrainerClient
-    from weighbridge._clients.training_files import WrittenCheckpoint
     from weighbridge._clients.transport import ConnectionOptions
     from weighbridge._core.boxes import Box
     from weighbridge._core.dtypes import DType
@@ -94,10 +91,16 @@ if TYPE_CHECKING:
     from weighbridge._core.tensor_spaces import TensorSpace
     from weighbridge._formats.host_slices import HostSlices, Slices
     from weighbridge._formats.push_sources import OpenSource, ShardSource, StreamSource
-    from weighbridge._formats.training.random_states import RandomStates
+    from weighbridge._reporting.reporter import EngineReporter
     from weighbridge._signing.checking import Signed
+    from weighbridge._signing.signatures import Signatures
     from weighbridge._signing.signer import Signer
+    from weighbridge._signing.steps import Signing
     from weighbridge._signing.trust import Trusted
+    from weighbridge._trainers.checkpoint_manager import CheckpointManager
+    from weighbridge._trainers.states.random_states import RandomStates
+    from weighbridge._trainers.trainer import TrainerClient
+    from weighbridge._trainers.training_files import WrittenCheckpoint
     from weighbridge._transport.credentials import Credentials
     from weighbridge.aio.client import AsyncEngineClient
     from weighbridge.aio.pulls import AsyncPull
@@ -177,6 +180,7 @@ __all__ = [
     "Shard",
     "ShardSource",
     "Signature",
+    "Signatures",
     "Signed",
     "Signer",
     "Signing",
@@ -202,13 +206,13 @@ __all__ = [
 ]
 
 _MODULES = {
-    "_clients.checkpoint_manager": ("CheckpointManager",),
+    "_trainers.checkpoint_manager": ("CheckpointManager",),
     "_clients.client": ("Client",),
     "_clients.engine": (
         "EngineClient",
         "Pull",
     ),
-    "_clients.reporting.reporter": ("EngineReporter",),
+    "_reporting.reporter": ("EngineReporter",),
     "_clients.filling": ("Filled",),
     "_clients.push_handle": (
         "PushHandle",
@@ -216,9 +220,9 @@ _MODULES = {
     ),
     "_clients.calls.pull_calls": ("PullPlan",),
     "_clients.push_options": ("PushOptions",),
-    "_clients.calls.signature_calls": ("Signing",),
-    "_clients.trainer": ("TrainerClient",),
-    "_clients.training_files": ("WrittenCheckpoint",),
+    "_signing.steps": ("Signing",),
+    "_trainers.trainer": ("TrainerClient",),
+    "_trainers.training_files": ("WrittenCheckpoint",),
     "_clients.transport": ("ConnectionOptions",),
     "_core.boxes": ("Box",),
     "_core.reports.collection": (
@@ -273,13 +277,14 @@ _MODULES = {
         "HostSlices",
         "Slices",
     ),
-    "_formats.training.random_states": ("RandomStates",),
+    "_trainers.states.random_states": ("RandomStates",),
     "_formats.push_sources": (
         "OpenSource",
         "ShardSource",
         "StreamSource",
     ),
     "_signing.checking": ("Signed",),
+    "_signing.signatures": ("Signatures",),
     "_signing.signer": ("Signer",),
     "_signing.trust": ("Trusted",),
     "_transport.credentials": ("Credentials",),

@@ -22,8 +22,8 @@ from transformers import LlamaConfig
 from tests.support.raw_clients import RawClient
 from tests.support.services import RunningService
 from weighbridge._clients.client import Client
-from weighbridge._clients.trainer import TrainerClient
 from weighbridge._formats.safetensors_files import lay_out_files
+from weighbridge._trainers.trainer import TrainerClient
 from weighbridge_service.models import registered_model
 
 CONFIG = LlamaConfig(

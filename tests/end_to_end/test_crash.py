@@ -26,8 +26,8 @@ from tests.support.raw_clients import (
 )
 from tests.support.rounds import first_seed, rounds
 from weighbridge._clients.engine import EngineClient
-from weighbridge._clients.trainer import TrainerClient
 from weighbridge._core.resources import REF_LATEST, VersionState
+from weighbridge._trainers.trainer import TrainerClient
 from weighbridge.errors import WeighbridgeError
 
 CRASHES = rounds("CRASHES")

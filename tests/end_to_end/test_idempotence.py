@@ -28,12 +28,12 @@ from tests.support.rounds import rounds
 from tests.support.services import RunningService, running_service
 from tests.support.waiting import eventually
 from weighbridge._clients.engine import EngineClient
-from weighbridge._clients.trainer import TrainerClient
 from weighbridge._core.layouts import Layout
 from weighbridge._core.megatron_rank import MegatronRank
 from weighbridge._core.resources import Version, VersionState
 from weighbridge._core.slices import Boxes, FullTensors, LayoutRequest, TensorParallel
 from weighbridge._core.tensor_spaces import TensorSpace
+from weighbridge._trainers.trainer import TrainerClient
 from weighbridge._transport import rpc, wire
 from weighbridge.errors import FailedPrecondition, NotFound, Unavailable, VersionFailed, WeighbridgeError
 from weighbridge.v1 import weight_service_pb2

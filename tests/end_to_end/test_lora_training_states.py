@@ -19,8 +19,8 @@ from tests.support.services import RunningService, running_service
 from tests.support.training_states import Whole
 from weighbridge import CheckpointManager, EngineClient, LayoutError, TrainerClient
 from weighbridge._formats import peft_models
-from weighbridge._formats.training.torch_training import torch_fit, training_tensors
-from weighbridge._formats.training.training_state import RankValues, TrainingState
+from weighbridge._trainers.states.torch_training import torch_fit, training_tensors
+from weighbridge._trainers.states.training_state import RankValues, TrainingState
 
 peft = pytest.importorskip("peft")
 CASES: dict[str, dict[str, Any]] = {

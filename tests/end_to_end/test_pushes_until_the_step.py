@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from tests.support.services import RunningService, running_service
 from tests.support.training_states import same_bits
 from weighbridge import CheckpointManager, EngineClient, Layout, Shard, TensorSpec, TrainerClient, errors
-from weighbridge._clients.copying.behind import CopyingBehind, StepGate
 from weighbridge._clients.pushing import _PUSHES_AT_ONCE
 from weighbridge._core import dtypes
 from weighbridge._core.boxes import Box
 from weighbridge._formats.push_sources import StagingPool, TensorSource
-from weighbridge._formats.training.steady import steady_until_step
+from weighbridge._trainers.copies_until_step import CopyingBehind, StepGate
+from weighbridge._trainers.states.steady import steady_until_step
 
 MODEL = "tests/steps"
 STEP_SECONDS = 60.0

@@ -20,8 +20,8 @@ from tests.support.raw_clients import TinyModel, assert_equal, tiny_folder
 from tests.support.rounds import first_seed, rounds
 from tests.support.s3_server import S3Server, SeaweedFS
 from weighbridge._clients.engine import EngineClient
-from weighbridge._clients.trainer import TrainerClient
 from weighbridge._core.resources import Retention, VersionState
+from weighbridge._trainers.trainer import TrainerClient
 from weighbridge.errors import Unavailable, WeighbridgeError
 from weighbridge_storage.documents.names import ModelName
 from weighbridge_storage.head.history import History

@@ -32,9 +32,9 @@ from tests.support.signing import (
     signature_of,
     stock_verify,
 )
-from weighbridge import Client, Credentials, EngineClient, Signer, TrainerClient, Trusted
+from weighbridge import Client, Credentials, EngineClient, Signatures, Signer, TrainerClient, Trusted
 from weighbridge._cli import commands
-from weighbridge._clients.calls.signature_calls import get_manifest
+from weighbridge._clients.calls.version_calls import get_manifest
 from weighbridge._signing.bundle import Bundle
 from weighbridge._signing.signer import sign
 from weighbridge._signing.statement import Statement
@@ -234,9 +234,9 @@ def test_a_signature_that_the_stock_signer_has_made_of_a_download_is_taken(
     assert code == 0, refusal
     said = json.loads(signing.run("sign", f"{MODEL}@4", "--signature", made, "--json"))
     assert said["added"]
-    assert signing.client.check_signed(MODEL, 4, required=[Trusted.of_file(signing.keys.public)])
+    assert Signatures(signing.client).check(MODEL, 4, required=[Trusted.of_file(signing.keys.public)])
     with pytest.raises(InvalidArgument, match="not one of acme/smol@1"):
-        signing.client.add_signature(MODEL, 1, content=made.read_bytes())
+        Signatures(signing.client).add(MODEL, 1, content=made.read_bytes())
 
 
 def test_an_export_in_another_form_says_that_it_is_not_signed(signed: Signing, tmp_path: Path) -> None:
@@ -293,15 +293,15 @@ def test_the_password_of_a_key_comes_from_the_environment(
     assert "the password is not that of the key" in signing.run("sign", VERSION, "--key", keys.key, code=1)
     monkeypatch.setenv("WEIGHBRIDGE_KEY_PASSWORD", "open sesame")
     signing.run("sign", VERSION, "--key", keys.key)
-    assert signing.client.check_signed(MODEL, 1, required=[Trusted.of_file(keys.public)])
+    assert Signatures(signing.client).check(MODEL, 1, required=[Trusted.of_file(keys.public)])
 
 
 def test_what_is_not_there_is_not_signed(signing: Signing, tmp_path: Path) -> None:
     signer = Signer(signing.keys.key)
     with pytest.raises(NotFound):
-        signing.client.sign(MODEL, 99, signer=signer)
+        Signatures(signing.client).sign(MODEL, 99, signer=signer)
     with pytest.raises(NotFound):
-        signing.client.sign("acme/none", 1, signer=signer)
+        Signatures(signing.client).sign("acme/none", 1, signer=signer)
     for line in (
         ["--key", signing.keys.key, "--signature", signing.keys.key],
         [],
@@ -317,7 +317,7 @@ def test_damaged_weights_are_not_signed_and_not_verified(tmp_path: Path) -> None
     with running_service(tmp_path / "store") as running, TrainerClient(running.address) as client:
         for step in (1, 2):
             client.import_folder(MODEL, source.folder, step=step).wait(timeout=60)
-        client.sign(MODEL, 1, signer=Signer(keys.key))
+        Signatures(client).sign(MODEL, 1, signer=Signer(keys.key))
         paths = [
             tmp_path / "store" / version_prefix(ModelName.parse(MODEL), number) / "model.safetensors"
             for number in (1, 2)
@@ -327,9 +327,9 @@ def test_damaged_weights_are_not_signed_and_not_verified(tmp_path: Path) -> None
         for path in paths:  # one file, perhaps: the second version has the same weights
             path.write_bytes(damaged)
         with pytest.raises(DataLoss, match="is damaged, and was not signed") as refused:
-            client.sign(MODEL, 2, signer=Signer(keys.key))
+            Signatures(client).sign(MODEL, 2, signer=Signer(keys.key))
         assert "model.safetensors does not agree" in str(refused.value)
-        verified, _ = client.verify_signed(MODEL, 1, required=required)
+        verified, _ = Signatures(client).verify(MODEL, 1, required=required)
         assert any("another SHA-256 than the signature by key" in problem for problem in verified.problems)
 
 
@@ -345,7 +345,7 @@ def test_with_sha256_in_the_manifest_signing_reads_no_weights(tmp_path: Path) ->
         listed = json.loads((folder / "weighbridge.json").read_text())["parts"]["weights"]["files"]
         for name, entry in listed.items():
             assert entry["sha256"] == hashlib.sha256((folder / name).read_bytes()).hexdigest()
-        done = client.sign(MODEL, 1, signer=Signer(keys.key))
+        done = Signatures(client).sign(MODEL, 1, signer=Signer(keys.key))
         assert (done.added, done.bytes_read) == (True, 0)
         (signature,) = client.signatures(MODEL, 1)
         (tmp_path / "one.sig").write_bytes(signature.content)
@@ -378,7 +378,7 @@ def test_a_service_takes_no_signature_that_is_not_about_the_version(signing: Sig
     ]
     for content in wrong:
         with pytest.raises(InvalidArgument):
-            signing.client.add_signature(MODEL, 2, content=content)
+            Signatures(signing.client).add(MODEL, 2, content=content)
         answer = signing.web.post(
             f"/v1/models/{MODEL}/versions/2/signatures", json={"content": content.decode()}
         )
@@ -400,9 +400,9 @@ def test_a_version_has_a_limited_number_of_signatures(signing: Signing, tmp_path
     number = 4
     while len(signing.signatures(number)) < 16:
         keys = new_key(tmp_path, f"key-{len(signing.signatures(number))}")
-        signing.client.sign(MODEL, number, signer=Signer(keys.key))
+        Signatures(signing.client).sign(MODEL, number, signer=Signer(keys.key))
     with pytest.raises(ResourceExhausted, match="has 16 signatures"):
-        signing.client.sign(MODEL, number, signer=Signer(new_key(tmp_path, "one more").key))
+        Signatures(signing.client).sign(MODEL, number, signer=Signer(new_key(tmp_path, "one more").key))
 
 
 def test_a_version_has_no_more_signatures_if_many_are_added_at_one_time(tmp_path: Path) -> None:
@@ -441,11 +441,11 @@ def test_a_damaged_signature_counts_as_none(tmp_path: Path) -> None:
     keys = new_key(tmp_path)
     with running_service(tmp_path / "store") as running, TrainerClient(running.address) as client:
         client.import_folder(MODEL, tiny_folder(tmp_path / "hf").folder, step=1).wait(timeout=60)
-        client.sign(MODEL, 1, signer=Signer(keys.key))
+        Signatures(client).sign(MODEL, 1, signer=Signer(keys.key))
         (path,) = (tmp_path / "store" / signatures_prefix(ModelName.parse(MODEL), 1)).iterdir()
         path.write_bytes(path.read_bytes()[:-10])
         with pytest.raises(FailedPrecondition, match="it has no signature"):
-            client.check_signed(MODEL, 1, required=[Trusted.of_file(keys.public)])
+            Signatures(client).check(MODEL, 1, required=[Trusted.of_file(keys.public)])
 
 
 def test_a_signature_of_an_unknown_kind_is_listed_beside_the_others_and_hinders_none(tmp_path: Path) -> None:
@@ -457,8 +457,8 @@ def test_a_signature_of_an_unknown_kind_is_listed_beside_the_others_and_hinders_
         folder = tmp_path / "store" / signatures_prefix(ModelName.parse(MODEL), 1)
         folder.mkdir(parents=True)
         (folder / f"{digest}.sig").write_bytes(unknown)
-        made = client.sign(MODEL, 1, signer=Signer(keys.key))
-        assert client.check_signed(MODEL, 1, required=[Trusted.of_file(keys.public)])
+        made = Signatures(client).sign(MODEL, 1, signer=Signer(keys.key))
+        assert Signatures(client).check(MODEL, 1, required=[Trusted.of_file(keys.public)])
         expected = sorted([(digest, "unknown", ""), (made.id, "key", made.signer)])
         exports = Exports(running.service)
         web = TestClient(create_app(running.service, exports, running.metrics, running.health))
@@ -482,16 +482,16 @@ def test_only_who_may_sign_puts_signatures_to_a_version(tmp_path: Path) -> None:
         with TrainerClient(running.address, credentials=Credentials(token="of-trainer")) as trainer:
             trainer.import_folder(MODEL, tiny_folder(tmp_path / "hf").folder, step=1).wait(timeout=60)
         with Client(running.address, credentials=Credentials(token="of-releases")) as client:
-            client.sign(MODEL, 1, signer=Signer(keys.key))
+            Signatures(client).sign(MODEL, 1, signer=Signer(keys.key))
             (signature,) = client.signatures(MODEL, 1)
         for who in ("trainer", "engine", "others"):
             with (
                 Client(running.address, credentials=Credentials(token=f"of-{who}")) as client,
                 pytest.raises(PermissionDenied, match="sign acme/smol"),
             ):
-                client.add_signature(MODEL, 1, content=signature.content)
+                Signatures(client).add(MODEL, 1, content=signature.content)
         with Client(running.address, credentials=Credentials(token="of-engine")) as engine:
-            assert engine.check_signed(MODEL, 1, required=[Trusted.of_file(keys.public)])
+            assert Signatures(engine).check(MODEL, 1, required=[Trusted.of_file(keys.public)])
         # the name of who pushed is signed along
         manifest = (
             tmp_path / "store" / version_prefix(ModelName.parse(MODEL), 1) / "weighbridge.json"

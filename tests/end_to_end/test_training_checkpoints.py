@@ -45,9 +45,9 @@ from weighbridge import (
 from weighbridge._cli import commands
 from weighbridge._core import dtypes
 from weighbridge._formats.push_sources import CastingSource
-from weighbridge._formats.training.checkpoints import checkpoint_folder
-from weighbridge._formats.training.torch_training import training_tensors
-from weighbridge._formats.training.training_state import RankValues, TrainingState
+from weighbridge._trainers.states.checkpoints import checkpoint_folder
+from weighbridge._trainers.states.torch_training import training_tensors
+from weighbridge._trainers.states.training_state import RankValues, TrainingState
 from weighbridge_demo.megatron_cpu import Parallel, build_model
 
 TORCH = "tests/torch"

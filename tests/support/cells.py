@@ -44,28 +44,28 @@ CELLS = (
     Cells(
         "end_to_end/test_megatron_training_states.py::test_training_goes_on_after_all_ranks_were_killed",
         ("tied over stages, distributed",),
-        "the plain optimizer and experts are in sdk/formats/training/test_megatron_training.py and test_training_checkpoints.py; a dense model in "
+        "the plain optimizer and experts are in sdk/trainers/states/test_megatron_training.py and test_training_checkpoints.py; a dense model in "
         "the loop of engines/test_megatron_saved_states.py",
     ),
     Cells(
-        "sdk/formats/training/test_sharded_training.py::test_ranks_fill_any_mesh_and_go_on_bit_for_bit_on_their_own",
+        "sdk/trainers/states/test_sharded_training.py::test_ranks_fill_any_mesh_and_go_on_bit_for_bit_on_their_own",
         ("fsdp4",),
         "meshes of two axes and replicated ones are filled in end_to_end/test_torch_trainers.py, and read in converting/test_named_checkpoints.py",
     ),
     Cells(
-        "sdk/formats/training/test_megatron_training.py::test_ranks_hold_what_megatron_gathers_and_take_it_at_another_parallelism",
+        "sdk/trainers/states/test_megatron_training.py::test_ranks_hold_what_megatron_gathers_and_take_it_at_another_parallelism",
         ("distributed, tied over stages", "distributed, experts", "distributed, a key for each layer and half", "plain, experts on the last stage", "plain, tied over stages"),
         "both optimizers, each with experts and with ties; the loops of end_to_end/test_megatron_training_states.py",
     ),
     Cells(
         "end_to_end/test_training_checkpoints.py::test_megatron_loads_what_is_exported_and_what_it_saved_is_restored",
         ("distributed",),
-        "the plain optimizer is in sdk/formats/training/test_megatron_training.py",
+        "the plain optimizer is in sdk/trainers/states/test_megatron_training.py",
     ),
     Cells(
         "engines/test_megatron_saved_states.py::test_a_loop_that_saves_as_megatron_lm_does_goes_on_to_the_bit_from_what_one_line_has_pushed",
         ("distributed",),
-        "the plain optimizer is in sdk/formats/training/test_megatron_training.py",
+        "the plain optimizer is in sdk/trainers/states/test_megatron_training.py",
     ),
     Cells(
         "end_to_end/test_torch_trainers.py::test_a_rank_of_zero_3_takes_memory_for_its_own_ranges_and_not_for_the_model",
@@ -75,7 +75,7 @@ CELLS = (
     Cells(
         "end_to_end/test_training_checkpoints.py::test_torch_loads_what_is_exported_and_what_it_saved_is_restored",
         ("True",),
-        "flat optimizer states; nested ones are those of sdk/formats/training/test_torch_training.py",
+        "flat optimizer states; nested ones are those of sdk/trainers/states/test_torch_training.py",
     ),
     Cells(
         "service/catalog/test_store_readers.py::test_no_reader_loses_its_version_whatever_the_clocks_say",

@@ -38,7 +38,7 @@ PRELOAD = (
     "boto3",
     "model_signing._cli",
     "weighbridge._clients.engine",
-    "weighbridge._clients.trainer",
+    "weighbridge._trainers.trainer",
     "weighbridge_service.models.bridges",
     "weighbridge_service.server",
 )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from weighbridge._core.layouts import TensorSpec
-from weighbridge._formats.training.training_state import (
+from weighbridge._trainers.states.training_state import (
     Fit,
     RankValues,
     StoredState,

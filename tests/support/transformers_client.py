@@ -167,7 +167,7 @@ def train(address: str, name: str, folder: str) -> dict[str, Any]:
     """Push what a folder's model holds in memory, and fill it again; which of its tensors stack experts, and which have come back changed."""
     from transformers import AutoModelForCausalLM
 
-    from weighbridge._clients.trainer import TrainerClient
+    from weighbridge._trainers.trainer import TrainerClient
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}

@@ -21,13 +21,13 @@ import torch
 
 from tests.support.forked import forking
 from tests.support.raw_clients import Arrays, tiny_shapes, whole_layout
-from weighbridge._clients.trainer import TrainerClient
 from weighbridge._core.byte_copies import ByteCopy
 from weighbridge._core.layouts import Layout
 from weighbridge._core.tensor_spaces import TensorSpace
 from weighbridge._formats.push_sources import StagingPool, TensorSource
 from weighbridge._memory.mappings import MappedMemory
 from weighbridge._memory.strided import WrittenCounts
+from weighbridge._trainers.trainer import TrainerClient
 from weighbridge.errors import DataLoss
 from weighbridge_demo import ranks
 
@@ -221,7 +221,7 @@ def _follow(address: str, orders: Connection) -> None:
 
 def _forking_without_cuda() -> ForkServerContext:
     """As `forking`, without what calls CUDA when it is imported, as Megatron does: a process that is forked after that cannot."""
-    ranks.start_server(("torch", "weighbridge._clients.trainer"))
+    ranks.start_server(("torch", "weighbridge._trainers.trainer"))
     return multiprocessing.get_context("forkserver")
 
 

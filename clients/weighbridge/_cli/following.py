@@ -124,6 +124,7 @@ def follow_command(
     when it is.
     """
     from weighbridge._clients.engine import EngineClient
+    from weighbridge._reporting.reporter import EngineReporter
     from weighbridge.follow.agent import Follower
     from weighbridge.follow.reaching import ReachWatch
     from weighbridge.follow.status_file import status_file
@@ -143,7 +144,7 @@ def follow_command(
     with EngineClient(server, retry_seconds=RETRY_SECONDS) as client:
         say_if_absent(client, model, ref)
         done = None
-        reporter = client.report_engine(model, kind=kind, address=engine.url, ref=ref, listener=listener)
+        reporter = EngineReporter(client, model, kind=kind, address=engine.url, ref=ref, listener=listener)
         with closing(reporter), closing(ReachWatch(engine.url)):
             follower = Follower(client, model, engine, ref, force=force, required=trusts, reporter=reporter)
             for done in itertools.islice(follower.run(), count):
@@ -226,7 +227,7 @@ def engines_command(model: str | None, server: str, as_json: bool) -> None:
         )
     else:
         say(
-            "no engine has reported lately: agents do (`weighbridge follow`), or `EngineClient.report_engine`",
+            "no engine has reported lately: agents do (`weighbridge follow`), or `EngineReporter`",
             err=True,
         )
 

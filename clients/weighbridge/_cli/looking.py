@@ -376,8 +376,10 @@ def verify_command(
     signed: tuple[Signed, ...] = ()
     with _connect(server) as client:
         if by_signature:
+            from weighbridge._signing.signatures import Signatures
+
             required = trusted((*keys, *chains))
-            found, signed = client.verify_signed(
+            found, signed = Signatures(client).verify(
                 reference.model, reference.version or REF_LATEST, required=required
             )
         else:

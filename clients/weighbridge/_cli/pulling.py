@@ -21,10 +21,10 @@ from weighbridge.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from weighbridge._clients.engine import EngineClient
-    from weighbridge._clients.trainer import TrainerClient
     from weighbridge._core.layouts import Layout
     from weighbridge._core.resources import Version
     from weighbridge._core.slices import TensorParallel
+    from weighbridge._trainers.trainer import TrainerClient
 
 _FOLDER = click.Path(file_okay=False, path_type=Path)
 _SIZE = WholeNumber(min=1)
@@ -291,7 +291,7 @@ def _check_together(**options: int | None) -> None:
 
 
 def _trainer(server: str) -> TrainerClient:
-    from weighbridge._clients.trainer import TrainerClient
+    from weighbridge._trainers.trainer import TrainerClient
 
     return TrainerClient(server, retry_seconds=RETRY_SECONDS)
 
@@ -312,7 +312,7 @@ def _write_folder(
 ) -> None:
     with needs_extra("torch"):
         import torch  # noqa: F401 (before anything is written)
-    from weighbridge._signing.statement import SIGNATURES_FOLDER
+    from weighbridge._core.file_names import SIGNATURES_FOLDER
 
     with progress_bar(f"{verb} {reference.model}@{reference.version}") as update:
         version = client.export(reference.model, reference.version, folder, on_progress=update, **settings)

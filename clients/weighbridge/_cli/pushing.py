@@ -24,8 +24,8 @@ from weighbridge.errors import InvalidArgument, WeighbridgeError
 if TYPE_CHECKING:
     from weighbridge._clients.push_handle import PushHandle
     from weighbridge._clients.push_options import PushOptions
-    from weighbridge._clients.trainer import TrainerClient
     from weighbridge._core.resources import Version
+    from weighbridge._trainers.trainer import TrainerClient
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -178,7 +178,7 @@ def import_command(
                 f"--config is for checkpoints, and {folder} is none",
                 fix="leave it out: a Hugging Face folder has its own config.json",
             )
-        from weighbridge._formats.training.checkpoints.checkpoint_step import step_of_folder
+        from weighbridge._trainers.states.checkpoints.checkpoint_step import step_of_folder
 
         with _trainer(server) as client:
             importing = partial(
@@ -208,7 +208,7 @@ def _import_checkpoint(
     weight_map: bool,
 ) -> Version:
     from weighbridge._core import dtypes
-    from weighbridge._formats.training.checkpoints.checkpoint_step import known_step
+    from weighbridge._trainers.states.checkpoints.checkpoint_step import known_step
 
     with needs_extra("service"):
         from weighbridge_service.converting.pushing import CheckpointToPush
@@ -287,7 +287,7 @@ def _tell_of_casts(handle: PushHandle) -> None:
 
 
 def _trainer(server: str) -> TrainerClient:
-    from weighbridge._clients.trainer import TrainerClient
+    from weighbridge._trainers.trainer import TrainerClient
 
     return TrainerClient(server, retry_seconds=RETRY_SECONDS)
 

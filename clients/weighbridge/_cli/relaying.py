@@ -21,7 +21,7 @@ from weighbridge._core.text.sizes import readable_size
 from weighbridge.errors import NotFound
 
 if TYPE_CHECKING:
-    from weighbridge._clients.trainer import TrainerClient
+    from weighbridge._trainers.trainer import TrainerClient
     from weighbridge.relay.relayed import Relayed
     from weighbridge.relay.steps import StepNames
 
@@ -135,7 +135,7 @@ def relay_command(
 def _outgoing(
     server: str, model: str, source: Path, names: StepNames, hf_dir: Path | None, run: str, cast: str
 ) -> Iterator[Relayed]:
-    from weighbridge._clients.trainer import TrainerClient
+    from weighbridge._trainers.trainer import TrainerClient
     from weighbridge.relay.outgoing import Outgoing
 
     with TrainerClient(server, run=run, retry_seconds=RETRY_SECONDS) as client:

@@ -83,11 +83,13 @@ def sign_command(
     if chain and certificate is None:
         raise click.UsageError("--certificate-chain needs --certificate")
     signer = None if key is None else _signer(key, certificate, chain)
+    from weighbridge._signing.signatures import Signatures
+
     with _connect(server) as client:
         if signer is not None:
-            done = client.sign(reference.model, reference.version, signer=signer)
+            done = Signatures(client).sign(reference.model, reference.version, signer=signer)
         elif made is not None:
-            done = client.add_signature(reference.model, reference.version, content=made.read_bytes())
+            done = Signatures(client).add(reference.model, reference.version, content=made.read_bytes())
     if as_json:
         print_json(done.to_json())
         return
@@ -111,8 +113,8 @@ def sign_command(
 @client_options
 def signatures_command(reference: Reference, out: Path | None, server: str, as_json: bool) -> None:
     """List the signatures of a version. Nothing is verified: weighbridge verify --signature does that."""
+    from weighbridge._formats.side_files.signature_files import write_signature_files
     from weighbridge._signing.bundle import signed_by
-    from weighbridge._signing.exporting import write_signature_files
 
     with _connect(server) as client:
         found = client.signatures(reference.model, reference.version)

@@ -1,12 +1,8 @@
-"""Clients of trainers and engines, and the runs of a push and of a pull.
+"""Client of the service and of engines, and the runs of a push and of a pull.
 
 May import: all private folders below it, not `_lazy`, `_cli`, `aio`, `follow` or `integrations`.
 
 - `client`: models, versions, refs.
-- `trainer`: the client of a trainer rank.
-- `importer`: its base, which takes folders in.
-- `push_client`: that one's base, which pushes shards.
-- `restorer`: that one's base, which restores.
 - `engine`: the client of an engine rank.
 - `connection`: control calls with retries and failover.
 - `transport`: what carries one client's weights.
@@ -20,10 +16,5 @@ May import: all private folders below it, not `_lazy`, `_cli`, `aio`, `follow` o
 - `push_routes`: which part of a push goes to which replica.
 - `pulling`: the run of a pull.
 - `attempts`: attempts at a version that a ref names.
-- `reporting`: reports of what an engine serves.
 - `filling`: a torch model that a pull fills.
-- `restoring`: the run of a restore.
-- `training`: training states beside weights: pushed with them, and restored.
-- `training_files`: training states as checkpoints on disk.
-- `checkpoint_manager`: saves and restores of a training loop of one's own.
 """

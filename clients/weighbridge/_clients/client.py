@@ -15,10 +15,8 @@ from weighbridge._clients.calls import (
     model_calls,
     push_calls,
     ref_calls,
-    signature_calls,
     version_calls,
 )
-from weighbridge._clients.calls.signature_calls import Signing
 from weighbridge._clients.calls.watching import Watch
 from weighbridge._clients.connection import Connection
 from weighbridge._clients.transport import ConnectionOptions
@@ -41,9 +39,6 @@ from weighbridge._core.resources import (
     VersionState,
     WarmMemory,
 )
-from weighbridge._signing.checking import Signed
-from weighbridge._signing.signer import Signer
-from weighbridge._signing.trust import Trusted
 from weighbridge._transport.outages import Outage
 from weighbridge.errors import ResourceExhausted, Unavailable, WeighbridgeError
 
@@ -368,67 +363,12 @@ class Client:
             NotFound: no such model or version.
             FailedPrecondition: the version is not durable yet.
         """
-        return self._connection.run(signature_calls.tensor_digests(model, version))
+        return self._connection.run(version_calls.tensor_digests(model, version))
 
     def signatures(self, model: str, version: str | int | None = None) -> tuple[Signature, ...]:
         """The signatures of a version, whoever they are by; by default of the latest. Raises NotFound, and FailedPrecondition if the
         version is not durable."""
-        return self._connection.run(signature_calls.get_signatures(model, version))[1]
-
-    def sign(self, model: str, version: str | int | None = None, *, signer: Signer) -> Signing:
-        """Sign a version: its files, and its manifest, which says where it comes from. Repeating it is harmless.
-
-        The private key stays in this process. Where the manifest lacks the SHA-256 of files, the service reads all files once, and compares
-        them with the manifest.
-
-        Args:
-            model: which model.
-            version: a number or a ref; by default the latest.
-            signer: what signs.
-
-        Raises:
-            NotFound: no such model or version.
-            FailedPrecondition: it is not durable yet, or was taken out of history.
-            DataLoss: its files are not what its manifest says.
-            ResourceExhausted: it has as many signatures as a version may have.
-        """
-        return self._connection.run(signature_calls.sign(model, version, signer))
-
-    def add_signature(self, model: str, version: str | int | None = None, *, content: bytes) -> Signing:
-        """Put a signature to a version that was made elsewhere, as by ``model_signing sign pkcs11-key`` in the folder of a download.
-
-        Raises:
-            InvalidArgument: it is no signature, or not about this version.
-            NotFound, FailedPrecondition, ResourceExhausted: as `sign`.
-        """
-        return self._connection.run(signature_calls.add_signature(model, version, content))
-
-    def check_signed(
-        self, model: str, version: str | int | None = None, *, required: Sequence[Trusted]
-    ) -> tuple[Signed, ...]:
-        """Check that a version is signed by all that are required: the version that this manifest is of, and no other. Its weights are
-        not read.
-
-        Args:
-            model: which model.
-            version: a number or a ref; by default the latest.
-            required: each must have signed.
-
-        Returns:
-            For each of these, a signature that counts.
-
-        Raises:
-            FailedPrecondition: one has not signed; ``details`` says of each signature why it does not count. Or the version is not durable.
-            NotFound: no such model or version.
-            DataLoss: the service gives another version's manifest.
-        """
-        return self._connection.run(signature_calls.check_signed(model, version, required))
-
-    def verify_signed(
-        self, model: str, version: str | int | None = None, *, required: Sequence[Trusted]
-    ) -> tuple[Verification, tuple[Signed, ...]]:
-        """As `check_signed`, and have the service compare the version's files with what was signed, as `verify` does with the manifest."""
-        return self._connection.run(signature_calls.verify_signed(model, version, required))
+        return self._connection.run(version_calls.get_signatures(model, version))[1]
 
     def retention(self, model: str) -> Retention:
         """Which versions of a model are kept. Raises NotFound."""

@@ -4,28 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from weighbridge._clients.calls import pull_calls, signature_calls
+from weighbridge._clients.calls import pull_calls, version_calls
 from weighbridge._clients.calls.known_layouts import KnownLayouts
 from weighbridge._clients.calls.pull_calls import PullPlan
 from weighbridge._clients.client import Client
 from weighbridge._clients.connection import Connection
 from weighbridge._clients.filling import Filled, fill_tensors, fit
 from weighbridge._clients.pulling import PullRun
-from weighbridge._clients.reporting.places import first_facts
-from weighbridge._clients.reporting.reporter import EngineReporter
 from weighbridge._core import dtypes
-from weighbridge._core.engines.status import AgentStatus
 from weighbridge._core.layouts import TensorSpec
 from weighbridge._core.resources import Version
 from weighbridge._core.slices import FullTensors, LayoutRequest
 from weighbridge._formats import hf_folder, safetensors_files
 from weighbridge._formats.host_slices import Slices
-from weighbridge._signing.exporting import write_signatures
+from weighbridge._formats.side_files.signature_files import write_signatures
 
 if TYPE_CHECKING:
     import torch
@@ -230,35 +226,8 @@ class EngineClient(Client):
             on_progress=on_progress,
         )
         if dtype is None and plan.version.state.stored:
-            _, signatures = self._connection.run(signature_calls.get_signatures(model, number))
+            _, signatures = self._connection.run(version_calls.get_signatures(model, number))
             if signatures:
-                manifest = self._connection.run(signature_calls.get_manifest(model, number))
+                manifest = self._connection.run(version_calls.get_manifest(model, number))
                 write_signatures(Path(folder), manifest, signatures)
         return plan.version
-
-    def report_engine(
-        self,
-        model: str,
-        *,
-        kind: str,
-        address: str = "",
-        ref: str = "",
-        version: int = 0,
-        listener: Callable[[AgentStatus], None] = lambda _status: None,
-        delay: float = 0.0,
-    ) -> EngineReporter:
-        """Report to the service what an engine serves, until that is closed; see `EngineReporter`.
-
-        Whoever may pull the model can do it. The service lists the engine (`Client.engines`), and keeps the versions that it serves.
-
-        Args:
-            model: ``namespace/name``.
-            kind: what the engine is, such as ``vllm``.
-            address: where it is reached.
-            ref: that it follows; empty if it follows none.
-            version: that it serves; 0 if none.
-            listener: is told how it stands before and after each report, in the thread that reports.
-            delay: seconds before the first report; if the reporter ends before, nothing is reported.
-        """
-        facts = replace(first_facts(model, kind, address, ref), version=version)
-        return EngineReporter(self._connection.another(), facts, listener, delay)

@@ -14,6 +14,7 @@ May import: `weighbridge.errors`.
 - `tensor_spaces`: whose names the tensors of a layout have.
 - `megatron_rank`: position of a rank in the grids of a training job.
 - `references`: a model and one of its versions, as they are named.
+- `manifest_text`: the manifest of a version as a client reads it.
 - `file_names`: names of a version's files.
 - `engines`: engines that serve versions.
 - `resources`: models, versions, retention, as the service reports them.

@@ -8,7 +8,6 @@ May import: `_core`, `_memory`, `_transport`, `weighbridge.v1`, `weighbridge.err
 - `naming`: which files and parameters belong to a model, by their names.
 - `folder_weights`: the weights of such a folder as a stream.
 - `dequantizing`: block-quantised weights as floating-point ones.
-- `torch_dist`: checkpoints of Megatron-core and torch, as layouts of their files.
 - `megatron_state`: the shards of a ``sharded_state_dict``.
 - `torch_state`: the tensors of a torch state dict that has Hugging Face's names.
 - `misfits`: what is wrong with the tensors that are given.
@@ -24,6 +23,5 @@ May import: `_core`, `_memory`, `_transport`, `weighbridge.v1`, `weighbridge.err
 - `push_counts`: count of the non-finite elements of a push.
 - `replica_checksums`: what a push says of shards that other ranks hold, too.
 - `push_sources`: bytes of a rank's stream while it is pushed.
-- `training`: a trainer's state besides its weights.
 - `host_slices`: slices of a version in host memory.
 """

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from weighbridge._core.json_values import JsonValue
+from weighbridge._core.manifest_text import ManifestText
 from weighbridge._core.resources import Signature
 from weighbridge._signing.bundle import Bundle
-from weighbridge._signing.manifest_text import ManifestText
 from weighbridge._signing.trust import Trusted, check
-from weighbridge.errors import DataLoss, FailedPrecondition, InvalidArgument
+from weighbridge.errors import FailedPrecondition, InvalidArgument
 
 _SHOWN = 12
 """Digits of a signature's digest that are shown."""
@@ -29,12 +29,6 @@ class Signed(JsonValue):
     trusted: str
     by: str
     id: str
-
-
-def check_is(manifest: ManifestText, model: str, number: int) -> None:
-    """Raise DataLoss if a manifest is not that of the version that was asked for: who answers may be mistaken, or lie."""
-    if (manifest.model, manifest.number) != (model, number):
-        raise DataLoss(f"the service gives the manifest of {manifest.title} for {model}@{number}")
 
 
 def check_signed(

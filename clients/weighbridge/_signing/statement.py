@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
-from weighbridge._signing.manifest_text import BLOCKS_SUFFIX, MANIFEST_FILE, ManifestText
+from weighbridge._core.file_names import SIGNATURES_FOLDER
+from weighbridge._core.manifest_text import BLOCKS_SUFFIX, MANIFEST_FILE, ManifestText
 from weighbridge.errors import InvalidArgument
 
-SIGNATURES_FOLDER = "signatures"
 """Where the signatures of a folder lie in it."""
 STATEMENT_TYPE = "https://in-toto.io/Statement/v1"
 PREDICATE_TYPE = "https://model_signing/signature/v1.0"

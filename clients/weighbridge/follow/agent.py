@@ -11,10 +11,11 @@ from typing import Any
 
 from weighbridge._clients.attempts import attempts, named
 from weighbridge._clients.engine import EngineClient
-from weighbridge._clients.reporting.reporter import EngineReporter
 from weighbridge._core.engines.facts import ENGINE_FAILING, ENGINE_SERVING, ENGINE_UPDATING, ENGINE_WAITING
 from weighbridge._core.json_values import JsonValue
 from weighbridge._core.resources import Signature, Version
+from weighbridge._reporting.reporter import EngineReporter
+from weighbridge._signing.signatures import Signatures
 from weighbridge._signing.trust import Trusted
 from weighbridge._tracing import spans
 from weighbridge.errors import DataLoss, FailedPrecondition, WeighbridgeError
@@ -186,7 +187,7 @@ class Follower:
 
     def _check_signed(self, number: int) -> str:
         try:
-            self._client.check_signed(self._model, number, required=self._required)
+            Signatures(self._client).check(self._model, number, required=self._required)
         except (FailedPrecondition, DataLoss) as error:
             return str(error)
         return ""

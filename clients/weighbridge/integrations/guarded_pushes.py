@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 from weighbridge._clients.holding.policy import AGAIN_SECONDS, HoldPolicy, held
 from weighbridge._clients.push_handle import PushHandle
 from weighbridge._clients.push_options import PushOptions
-from weighbridge._clients.trainer import TrainerClient
 from weighbridge._core.resources import Version, VersionState
 from weighbridge._formats.torch_state import rank_and_world
+from weighbridge._trainers.trainer import TrainerClient
 from weighbridge.errors import DeadlineExceeded, FailedPrecondition, NotFound, Unavailable, WeighbridgeError
 
 T = TypeVar("T")

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from weighbridge._clients.training import training_state
 from weighbridge._formats.megatron_state import sharded_entries, sharded_tensors
-from weighbridge._formats.training.megatron_training import training_tensors
-from weighbridge._formats.training.plain_values import plain
+from weighbridge._trainers.states.megatron_training import training_tensors
+from weighbridge._trainers.states.plain_values import plain
+from weighbridge._trainers.training import training_state
 from weighbridge.errors import InvalidArgument
 
 _METHOD = "sharded_state_dict"

@@ -19,10 +19,10 @@ from typing import Any, Self, Unpack
 
 from weighbridge._clients.push_handle import PushHandle
 from weighbridge._clients.push_options import PushOptions, check_options
-from weighbridge._clients.trainer import TrainerClient
 from weighbridge._core.resources import Version, VersionState
 from weighbridge._formats.megatron_state import sharded_tensors
 from weighbridge._formats.torch_state import rank_and_world
+from weighbridge._trainers.trainer import TrainerClient
 from weighbridge._transport.credentials import Credentials
 from weighbridge.errors import FailedPrecondition, InvalidArgument
 from weighbridge.integrations.checkpoint_names import step_named

@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 
 from weighbridge._clients.push_handle import PushHandle
-from weighbridge._clients.trainer import TrainerClient
 from weighbridge._core.resources import Version, VersionState
 from weighbridge._core.text.suggestions import did_you_mean
-from weighbridge._formats.training.megatron_chunks import sharded_chunks
+from weighbridge._trainers.states.megatron_chunks import sharded_chunks
+from weighbridge._trainers.trainer import TrainerClient
 from weighbridge._transport.addresses import Addresses
 from weighbridge.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, NotFound
 from weighbridge.follow.sglang import PAUSE_MODES, SglangServer

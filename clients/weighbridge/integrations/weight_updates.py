@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weighbridge._clients.push_handle import PushHandle
-from weighbridge._clients.trainer import TrainerClient
 from weighbridge._core.resources import VersionState
+from weighbridge._trainers.trainer import TrainerClient
 from weighbridge.aio.client import AsyncEngineClient
 from weighbridge.errors import DeadlineExceeded, FailedPrecondition, NotFound
 from weighbridge.integrations.engine_rank.source import ModelSource

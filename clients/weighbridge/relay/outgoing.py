@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from weighbridge._clients.push_handle import PushHandle
-from weighbridge._clients.trainer import TrainerClient
 from weighbridge._core.resources import Version, VersionState
 from weighbridge._formats.folder_weights import FolderWeights
 from weighbridge._formats.side_files.reading import SideFiles
+from weighbridge._trainers.trainer import TrainerClient
 from weighbridge.errors import DataLoss, FailedPrecondition, InvalidArgument, NotFound, WeighbridgeError
 from weighbridge.relay.relayed import Relayed
 from weighbridge.relay.steps import STEPS, StepNames, contents

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import threading
 
+from weighbridge._core.manifest_text import ManifestText
 from weighbridge._core.resources import Signature, VersionState
 from weighbridge._signing.bundle import Bundle
-from weighbridge._signing.manifest_text import ManifestText
 from weighbridge.errors import FailedPrecondition, InvalidArgument, NotFound
 from weighbridge_service.catalog.catalog import Catalog
 from weighbridge_storage.documents.names import MANIFEST_FILE, ModelName, version_key

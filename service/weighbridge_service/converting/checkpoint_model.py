@@ -12,8 +12,8 @@ from weighbridge._core.layouts import Layout, TensorSpec
 from weighbridge._core.text.counts import counted
 from weighbridge._core.text.shortening import readable
 from weighbridge._formats.side_files.reading import SideFiles
-from weighbridge._formats.torch_dist.folder import TorchDistCheckpoint
-from weighbridge._formats.torch_dist.metadata import CONFIG_FILE
+from weighbridge._trainers.torch_dist.folder import TorchDistCheckpoint
+from weighbridge._trainers.torch_dist.metadata import CONFIG_FILE
 from weighbridge.errors import LayoutError, NotFound
 from weighbridge_service.models.bridges import Bridge, bridge_for
 from weighbridge_service.models.weight_maps import derive_weight_map

@@ -24,14 +24,14 @@ from weighbridge._formats.folder_weights import tied_copies
 from weighbridge._formats.hf_folder import in_dtype_of
 from weighbridge._formats.naming.weight_files import check_finished
 from weighbridge._formats.side_files.reading import CONFIG, SideFiles
-from weighbridge._formats.torch_dist.folder import (
+from weighbridge._trainers.torch_dist.folder import (
     FramedFile,
     iterations_in,
     lay_out_torch_dist,
 )
-from weighbridge._formats.torch_dist.metadata import COMMON_FILE, CONFIG_FILE, METADATA_FILE
-from weighbridge._formats.torch_dist.noted_values import common_values, trained_arguments
-from weighbridge._formats.torch_dist.rank_files import has_rank_files
+from weighbridge._trainers.torch_dist.metadata import COMMON_FILE, CONFIG_FILE, METADATA_FILE
+from weighbridge._trainers.torch_dist.noted_values import common_values, trained_arguments
+from weighbridge._trainers.torch_dist.rank_files import has_rank_files
 from weighbridge.errors import InvalidArgument, LayoutError, NotFound
 from weighbridge_service.converting.checkpoint_keys import (
     KeyForm,

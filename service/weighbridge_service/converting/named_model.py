@@ -22,10 +22,10 @@ from weighbridge._formats.folder_weights import tied_copies
 from weighbridge._formats.memory_forms import Form, Part, TensorForms
 from weighbridge._formats.misfits import told
 from weighbridge._formats.naming.parameter_names import check_merged, unwrapped_names
-from weighbridge._formats.torch_dist.folder import TorchDistCheckpoint, read_torch_dist
-from weighbridge._formats.torch_dist.metadata import CONFIG_FILE
-from weighbridge._formats.torch_dist.rank_files import has_rank_files, read_rank_files
 from weighbridge._formats.torch_state import NAMED, model_form, unknown_names
+from weighbridge._trainers.torch_dist.folder import TorchDistCheckpoint, read_torch_dist
+from weighbridge._trainers.torch_dist.metadata import CONFIG_FILE
+from weighbridge._trainers.torch_dist.rank_files import has_rank_files, read_rank_files
 from weighbridge.errors import LayoutError, NotFound
 from weighbridge_service.converting.checkpoint_model import is_megatron
 from weighbridge_service.families import has_weight_map

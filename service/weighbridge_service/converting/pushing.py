@@ -12,7 +12,6 @@ import numpy as np
 
 from weighbridge._clients.push_handle import PushHandle
 from weighbridge._clients.push_options import PushOptions
-from weighbridge._clients.trainer import TrainerClient
 from weighbridge._core.boxes import Box
 from weighbridge._core.dtypes import DType
 from weighbridge._core.layouts import Layout, Placement, Shard, TensorSpec
@@ -22,9 +21,10 @@ from weighbridge._formats.folder_weights import StandIns
 from weighbridge._formats.hf_folder import in_dtype_of
 from weighbridge._formats.push_sources import MappedSource, OpenSource, cast_dtypes
 from weighbridge._formats.side_files.reading import CONFIG
-from weighbridge._formats.torch_dist.noted_values import common_values, trained_arguments
-from weighbridge._formats.training.checkpoints.checkpoint_step import step_of_folder
 from weighbridge._memory.file_reads import OpenFile
+from weighbridge._trainers.states.checkpoints.checkpoint_step import step_of_folder
+from weighbridge._trainers.torch_dist.noted_values import common_values, trained_arguments
+from weighbridge._trainers.trainer import TrainerClient
 from weighbridge.errors import DataLoss, InvalidArgument
 from weighbridge_service.converting.checkpoint_model import (
     checkpoint_model,

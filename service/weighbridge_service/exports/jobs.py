@@ -17,11 +17,11 @@ from pathlib import Path
 from weighbridge._core import dtypes
 from weighbridge._core.dtypes import DType
 from weighbridge._core.layouts import TensorSpec
+from weighbridge._core.manifest_text import ManifestText
 from weighbridge._core.text.shortening import shown
 from weighbridge._formats.hf_folder import write_hf_folder
 from weighbridge._formats.safetensors_files import DEFAULT_SHARD_BYTES
-from weighbridge._signing.exporting import write_signatures
-from weighbridge._signing.manifest_text import ManifestText
+from weighbridge._formats.side_files.signature_files import write_signatures
 from weighbridge.errors import (
     AlreadyExists,
     InvalidArgument,

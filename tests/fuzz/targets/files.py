@@ -35,8 +35,8 @@ from weighbridge._formats.safetensors_files import (
     map_folder,
     read_header,
 )
-from weighbridge._formats.torch_dist.items import find_tensor
-from weighbridge._formats.torch_dist.metadata import Item, read_entries, write_metadata
+from weighbridge._trainers.torch_dist.items import find_tensor
+from weighbridge._trainers.torch_dist.metadata import Item, read_entries, write_metadata
 from weighbridge.errors import WeighbridgeError
 
 _SPECS = [

@@ -180,7 +180,7 @@ def test_a_step_that_one_process_pushes_twice_is_refused_by_step_run_and_version
 
 def test_a_list_of_no_engines_says_what_reports_them(service: RunningService) -> None:
     found = run(service, "engines")
-    assert "`weighbridge follow`), or `EngineClient.report_engine`" in found.stderr
+    assert "`weighbridge follow`), or `EngineReporter`" in found.stderr
 
 
 def test_a_watch_of_a_ref_that_is_not_there_says_so_and_waits(service: RunningService, version: int) -> None:

@@ -18,7 +18,7 @@ from tests.support.raw_clients import RawClient, TinyModel, cut, rows_layout, st
 from tests.support.services import RunningService, running_service
 from tests.support.terminals import Terminal
 from tests.support.waiting import eventually
-from weighbridge import EngineClient, TrainerClient
+from weighbridge import EngineClient, EngineReporter, TrainerClient
 from weighbridge._cli import commands
 from weighbridge._core.references import training_of
 
@@ -49,7 +49,9 @@ def test_once_shows_versions_models_and_engines(service: RunningService, source:
     with (
         EngineClient(service.address) as engine,
         closing(
-            engine.report_engine(MODEL, kind="vllm", address="http://node7:8000", ref="live", version=number)
+            EngineReporter(
+                engine, MODEL, kind="vllm", address="http://node7:8000", ref="live", version=number
+            )
         ),
     ):
         eventually(lambda: engine.engines(MODEL))

@@ -19,7 +19,7 @@ from tests.support.raw_clients import TinyModel, tiny_folder
 from tests.support.services import RunningService, running_service
 from tests.support.sglang_fakes import fake_sglang
 from tests.support.waiting import eventually
-from weighbridge import Engine, EngineClient, TrainerClient, WeighbridgeError
+from weighbridge import Engine, EngineClient, EngineReporter, TrainerClient, WeighbridgeError
 from weighbridge._cli import commands
 from weighbridge._cli.following import _line
 from weighbridge._clients.calls.engine_calls import REPORT_SECONDS
@@ -123,7 +123,7 @@ class Slow(Recording):
 
 def test_an_update_is_seen_while_it_goes_on(client: EngineClient) -> None:
     engine = Slow()
-    with closing(client.report_engine(MODEL, kind="mine", ref="latest")) as reporter:
+    with closing(EngineReporter(client, MODEL, kind="mine", ref="latest")) as reporter:
         steps = Follower(client, MODEL, engine, reporter=reporter).run()
         thread = threading.Thread(target=lambda: next(steps))
         thread.start()
@@ -151,7 +151,7 @@ def test_an_engine_tells_its_clients_what_it_serves_before_the_service_can_be_re
     proxy.close()
     engine = Labelled(Serving(1, model=MODEL))
     with EngineClient(proxy.address, retry_seconds=0.5) as client:
-        reporter = client.report_engine(MODEL, kind="mine", ref="latest")
+        reporter = EngineReporter(client, MODEL, kind="mine", ref="latest")
         with closing(reporter), suppress(WeighbridgeError):
             next(Follower(client, MODEL, engine, reporter=reporter).run())
         eventually(lambda: reporter.status.unreachable_since_ms)
@@ -203,7 +203,7 @@ def test_a_service_that_takes_reports_and_answers_none_delays_no_update(client: 
     with socket.create_server(("127.0.0.1", 0)) as silent:
         host, port = silent.getsockname()
         with EngineClient(f"{host}:{port}") as nobody:
-            reporter = nobody.report_engine(MODEL, kind="mine", ref="latest")
+            reporter = EngineReporter(nobody, MODEL, kind="mine", ref="latest")
             follower = Follower(client, MODEL, engine, reporter=reporter)
             begun = time.monotonic()
             assert [follower.take_to(1).error for _ in range(20)] == [""] * 20

@@ -13,10 +13,10 @@ from tests.sdk.follow.test_mistakes import MODEL, Recording
 from tests.support.raw_clients import TinyModel, tiny_folder
 from tests.support.services import RunningService, running_service
 from tests.support.signing import SigningAuthority, new_key
-from weighbridge import EngineClient, Signer, TrainerClient, Trusted
+from weighbridge import EngineClient, Signatures, Signer, TrainerClient, Trusted
 from weighbridge._cli import commands
-from weighbridge._clients.calls.signature_calls import get_manifest
-from weighbridge._signing.manifest_text import ManifestText
+from weighbridge._clients.calls.version_calls import get_manifest
+from weighbridge._core.manifest_text import ManifestText
 from weighbridge._signing.signer import sign
 from weighbridge._signing.statement import Statement
 from weighbridge.follow.agent import Followed, Follower
@@ -72,11 +72,11 @@ def test_an_unsigned_version_is_refused_before_it_is_staged_and_taken_once_it_is
     assert (refused.version, refused.serves) == (1, None)
     assert "it has no signature" in refused.error
     assert staged(engine) == []
-    client.sign(MODEL, 1, signer=Signer(other.key))
+    Signatures(client).sign(MODEL, 1, signer=Signer(other.key))
     refused = next(steps)
     assert "which is not in" in refused.error, "another reason is told of, too"
     assert staged(engine) == []
-    client.sign(MODEL, 1, signer=Signer(keys.key))
+    Signatures(client).sign(MODEL, 1, signer=Signer(keys.key))
     taken = next(steps)
     assert (taken.version, taken.error) == (1, "")
     assert staged(engine) == ["prepare 1", f"apply {MODEL}@1"]
@@ -87,10 +87,10 @@ def test_all_that_are_required_must_have_signed(client: EngineClient, tmp_path: 
     ci = authority.issue("ci")
     engine = Recording(Serving(None))
     steps = follow(client, engine, Trusted.of_file(release.public), Trusted.of_file(authority.ca))
-    client.sign(MODEL, 1, signer=Signer(release.key))
+    Signatures(client).sign(MODEL, 1, signer=Signer(release.key))
     assert "authority.pem wants it" in next(steps).error
     assert staged(engine) == []
-    client.sign(MODEL, 1, signer=Signer(ci.key, certificate=ci.certificate))
+    Signatures(client).sign(MODEL, 1, signer=Signer(ci.key, certificate=ci.certificate))
     assert next(steps).error == ""
 
 
@@ -103,7 +103,7 @@ def test_a_version_that_is_never_signed_gives_way_to_one_that_is(
     assert next(steps).version == 1
     client.set_ref(MODEL, "signed", 1)  # keeps the ref `latest` of no concern
     push(running, source, 2)
-    client.sign(MODEL, 2, signer=Signer(keys.key))
+    Signatures(client).sign(MODEL, 2, signer=Signer(keys.key))
     taken = next(steps)
     assert (taken.version, taken.error) == (2, "")
     assert staged(engine) == ["prepare 2", f"apply {MODEL}@2"]
@@ -132,7 +132,7 @@ def test_a_signed_manifest_that_was_replaced_is_refused(
     client: EngineClient, running: RunningService, tmp_path: Path
 ) -> None:
     keys = new_key(tmp_path)
-    client.sign(MODEL, 1, signer=Signer(keys.key))
+    Signatures(client).sign(MODEL, 1, signer=Signer(keys.key))
     text = manifest_of(client, 1).text
     path = Path(running.service.config.store) / f"models/{MODEL}/versions/{1:012d}/weighbridge.json"
     path.write_bytes(text.replace(b'"step":1', b'"step":9'))

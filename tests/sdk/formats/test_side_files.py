@@ -15,7 +15,7 @@ from weighbridge._formats.safetensors_files import map_file
 from weighbridge._formats.side_files.carried import carried_files
 from weighbridge._formats.side_files.choice import Found, choose
 from weighbridge._formats.side_files.reading import SideFiles
-from weighbridge._formats.torch_dist.folder import open_file
+from weighbridge._trainers.torch_dist.folder import open_file
 from weighbridge.errors import DataLoss, InvalidArgument, NotFound, ResourceExhausted
 
 OF_A_MODEL = [

@@ -10,10 +10,11 @@ from google.protobuf.message import Message
 from tests.sdk.signing.test_statements import SHA, bundle, manifest, statement
 from tests.support.signing import new_key
 from weighbridge import Signer, Trusted
-from weighbridge._clients.calls.signature_calls import get_signatures, verify_signed
 from weighbridge._clients.calls.steps import Call, take
-from weighbridge._signing.exporting import write_signature_files
+from weighbridge._clients.calls.version_calls import get_signatures
+from weighbridge._formats.side_files.signature_files import write_signature_files
 from weighbridge._signing.signer import sign
+from weighbridge._signing.steps import verify_signed
 from weighbridge.v1 import model_service_pb2 as pb
 from weighbridge.v1 import resources_pb2
 

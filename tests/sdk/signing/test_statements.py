@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from weighbridge._core.manifest_text import ManifestText
 from weighbridge._signing.bundle import MAX_BYTES, Bundle
-from weighbridge._signing.manifest_text import ManifestText
 from weighbridge._signing.statement import Statement
 from weighbridge.errors import DataLoss, InvalidArgument
 

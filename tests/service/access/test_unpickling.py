@@ -94,7 +94,7 @@ from tests.support.raw_clients import tiny_folder
 from tests.support.services import running_service
 from weighbridge import EngineClient, TrainerClient
 from weighbridge.errors import WeighbridgeError
-from weighbridge._formats.torch_dist.folder import read_torch_dist
+from weighbridge._trainers.torch_dist.folder import read_torch_dist
 
 folder, evil = Path(sys.argv[1]), Path(sys.argv[2])
 source = tiny_folder(folder / "hf")

@@ -14,7 +14,7 @@ import pytest
 from tests.support.raw_clients import TinyModel
 from tests.support.services import RunningService
 from weighbridge._clients.engine import EngineClient
-from weighbridge._clients.trainer import TrainerClient
+from weighbridge._trainers.trainer import TrainerClient
 from weighbridge.errors import FailedPrecondition, NotFound
 from weighbridge_service.push.session import PushSession
 from weighbridge_storage.documents.names import ModelName

@@ -10,8 +10,8 @@ from tests.service.bad_input.bench import GOOD, Bench
 from tests.support.raw_clients import RawClient, assert_equal, tiny_folder
 from tests.support.services import running_service
 from weighbridge._clients.engine import EngineClient
-from weighbridge._clients.trainer import TrainerClient
 from weighbridge._core.resources import VersionState
+from weighbridge._trainers.trainer import TrainerClient
 
 
 @pytest.fixture(scope="package")

@@ -20,8 +20,8 @@ from tests.support.raw_clients import (
 )
 from tests.support.services import running_service
 from tests.support.waiting import eventually
-from weighbridge._clients.trainer import TrainerClient
 from weighbridge._core.resources import VersionState
+from weighbridge._trainers.trainer import TrainerClient
 from weighbridge.errors import AlreadyExists, DeadlineExceeded, VersionFailed
 from weighbridge.v1 import weight_service_pb2
 

@@ -17,8 +17,8 @@ from tests.support.raw_clients import RawClient, assert_equal, cut, stream_of, t
 from tests.support.services import running_service
 from tests.support.waiting import eventually
 from weighbridge._clients.engine import EngineClient
-from weighbridge._clients.trainer import TrainerClient
 from weighbridge._core.resources import VersionState
+from weighbridge._trainers.trainer import TrainerClient
 from weighbridge.errors import (
     DataLoss,
     DeadlineExceeded,

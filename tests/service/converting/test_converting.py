@@ -34,7 +34,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from tests.sdk.formats.torch_dist.test_torch_dist import assemble, write
+from tests.sdk.trainers.torch_dist.test_torch_dist import assemble, write
 from tests.service.families.test_conventions import (
     gemma3_model,
     llama4_model,
@@ -61,7 +61,7 @@ from weighbridge._cli import commands
 from weighbridge._core.boxes import Box
 from weighbridge._core.byte_copies import ByteCopy
 from weighbridge._core.layouts import Shard, TensorSpec
-from weighbridge._formats.torch_dist.folder import lay_out_torch_dist, read_torch_dist
+from weighbridge._trainers.torch_dist.folder import lay_out_torch_dist, read_torch_dist
 from weighbridge.errors import (
     AlreadyExists,
     DataLoss,

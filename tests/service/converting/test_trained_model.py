@@ -18,9 +18,9 @@ from tests.service.converting.test_converting import hf_folder, weights_of
 from weighbridge._core import dtypes
 from weighbridge._core.boxes import Box
 from weighbridge._core.layouts import Shard, TensorSpec
-from weighbridge._formats.torch_dist.folder import lay_out_torch_dist, read_torch_dist
-from weighbridge._formats.torch_dist.noted_values import common_values, trained_arguments
-from weighbridge._formats.torch_dist.writing import write_torch_dist
+from weighbridge._trainers.torch_dist.folder import lay_out_torch_dist, read_torch_dist
+from weighbridge._trainers.torch_dist.noted_values import common_values, trained_arguments
+from weighbridge._trainers.torch_dist.writing import write_torch_dist
 from weighbridge.errors import InvalidArgument
 from weighbridge_service.converting.conversions import ConvertOptions, plan_conversion
 from weighbridge_service.converting.convert import convert_folder

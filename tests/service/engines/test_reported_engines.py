@@ -199,8 +199,13 @@ def test_who_may_pull_reports_and_who_may_look_sees(tmp_path: Path, source: Tiny
 
 
 def reporting(client: EngineClient, version: int = 0) -> EngineReporter:
-    return client.report_engine(
-        MODEL, kind="mine", address="http://me:secret@127.0.0.1:9000/x?key=1", ref="latest", version=version
+    return EngineReporter(
+        client,
+        MODEL,
+        kind="mine",
+        address="http://me:secret@127.0.0.1:9000/x?key=1",
+        ref="latest",
+        version=version,
     )
 
 
@@ -261,7 +266,7 @@ def test_a_reporter_of_a_service_that_never_was_there_holds_nobody_up() -> None:
 def test_a_service_that_takes_no_reports_is_told_of_once(
     client: EngineClient, caplog: pytest.LogCaptureFixture
 ) -> None:
-    reporter = client.report_engine("acme/none", kind="mine")
+    reporter = EngineReporter(client, "acme/none", kind="mine")
     eventually(lambda: reporter.status.unreachable)
     reporter.say(state="failing")
     reporter.close()

@@ -15,7 +15,7 @@ from tests.support.promtool import promtool
 from tests.support.raw_clients import TinyModel, tiny_folder
 from tests.support.services import RunningService, running_service
 from tests.support.waiting import eventually
-from weighbridge import EngineClient, TrainerClient
+from weighbridge import EngineClient, EngineReporter, TrainerClient
 from weighbridge.errors import VersionFailed
 from weighbridge_service.metrics import declared
 from weighbridge_service.metrics.declared import Kind
@@ -57,7 +57,7 @@ def test_what_is_exposed_is_what_is_declared_and_promtool_has_nothing_against_it
     with EngineClient(service.address) as engine:
         for _ in engine.pull(f"{MODEL}@latest"):
             pass
-        with closing(engine.report_engine(MODEL, kind="vllm", ref="latest")):
+        with closing(EngineReporter(engine, MODEL, kind="vllm", ref="latest")):
             eventually(engine.engines)
     text = service.metrics.text()
     exposed = {
@@ -146,7 +146,7 @@ def test_engines_are_told_by_model_standing_and_state_until_they_have_been_updat
     push(service, source, 1)
     number = push(service, source, 2)
     with EngineClient(service.address) as engine:
-        reporter = engine.report_engine(MODEL, kind="vllm", ref="latest", version=number - 1)
+        reporter = EngineReporter(engine, MODEL, kind="vllm", ref="latest", version=number - 1)
         with closing(reporter):
             behind = ("weighbridge_engines", (MODEL, "behind", "waiting"))
             eventually(lambda: behind in figures(service))

@@ -12,7 +12,7 @@ import pytest
 from tests.support.killable_service import KillableService
 from tests.support.raw_clients import TinyModel, tiny_folder
 from tests.support.waiting import eventually
-from weighbridge import Engine, EngineClient, Retention, TrainerClient
+from weighbridge import Engine, EngineClient, EngineReporter, Retention, TrainerClient
 from weighbridge._clients.calls.engine_calls import report_engine
 from weighbridge._core.engines.facts import EngineReport
 from weighbridge_service.engines.entries import Owner, after_report
@@ -54,8 +54,8 @@ def test_what_is_reported_to_one_all_list_and_keep_though_it_is_killed(
 ) -> None:
     one, two = pair
     with EngineClient(one.address) as at_one, EngineClient(two.address) as at_two:
-        reporter = at_one.report_engine(
-            MODEL, kind="vllm", address="http://node7:8000", ref="latest", version=1
+        reporter = EngineReporter(
+            at_one, MODEL, kind="vllm", address="http://node7:8000", ref="latest", version=1
         )
         with closing(reporter):
             eventually(lambda: listed(at_two))
@@ -75,7 +75,7 @@ def test_an_engine_whose_replica_is_killed_reports_to_the_next_and_is_one_engine
 ) -> None:
     one, two = pair
     with EngineClient(f"{one.address},{two.address}") as both, EngineClient(two.address) as at_two:
-        with closing(both.report_engine(MODEL, kind="vllm", ref="latest", version=3)) as reporter:
+        with closing(EngineReporter(both, MODEL, kind="vllm", ref="latest", version=3)) as reporter:
             eventually(lambda: listed(at_two))
             one.kill()
             reporter.say(state="serving")

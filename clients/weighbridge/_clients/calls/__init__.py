@@ -1,9 +1,9 @@
 """Calls: what clients ask of the service, and what the answers mean, as steps without I/O.
 
-May import: `_signing`, `_transport`, `_core`, `errors`, `v1`; nothing of the clients.
+May import: `_transport`, `_core`, `errors`, `v1`; nothing of the clients.
 
 - `steps`: a call as steps, and what takes them.
-- `model_calls`, `version_calls`, `ref_calls`, `signature_calls`: about models, versions, refs and signatures.
+- `model_calls`, `version_calls`, `ref_calls`: about models, versions and refs.
 - `engine_calls`: about engines that serve versions.
 - `push_calls`: of a push.
 - `pull_calls`: the plan of a pull.

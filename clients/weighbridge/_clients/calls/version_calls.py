@@ -1,21 +1,23 @@
-"""Calls about versions: queries, waiting for a state, verification, approval, deletion."""
+"""Calls about versions: queries, manifests and signatures as they are stored, waiting for a state, verification, approval, deletion."""
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from weighbridge._clients.calls.steps import Pause, Steps, call_method
+from weighbridge._clients.calls.steps import Pause, Steps, Work, call_method
+from weighbridge._core.manifest_text import ManifestText
 from weighbridge._core.references import Reference
 from weighbridge._core.reports.rank_progress import RankProgress
-from weighbridge._core.resources import REF_LATEST, Verification, Version, VersionState
+from weighbridge._core.resources import REF_LATEST, Signature, Verification, Version, VersionState
 from weighbridge._core.text.durations import readable_duration
 from weighbridge._core.text.waits import REMIND_SECONDS, Reminder
 from weighbridge._transport import wire
-from weighbridge.errors import DeadlineExceeded, InvalidArgument
+from weighbridge.errors import DataLoss, DeadlineExceeded, InvalidArgument
 from weighbridge.v1 import model_service_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -142,3 +144,42 @@ def delete_version(model: str, version: str | int | None) -> Steps[Version]:
     meant = Reference.of(model, version)
     request = pb.DeleteVersionRequest(model=meant.model, number=meant.number)
     return wire.version_from_proto((yield from _call("DeleteVersion", request)).version)
+
+
+def get_manifest(model: str, number: int) -> Steps[ManifestText]:
+    """A version's manifest, part by part.
+
+    Raises:
+        DataLoss: it is malformed, or that of another version.
+    """
+    text = bytearray()
+    while True:
+        request = pb.ReadManifestRequest(model=model, number=number, offset=len(text))
+        part = yield from _call("ReadManifest", request)
+        text += part.data
+        if len(text) >= part.total_bytes or not part.data:
+            break
+    manifest: ManifestText = yield Work(partial(ManifestText.read, bytes(text)))
+    if (manifest.model, manifest.number) != (model, number):  # the service may be mistaken, or lie
+        raise DataLoss(f"the service gives the manifest of {manifest.title} for {model}@{number}")
+    return manifest
+
+
+def tensor_digests(model: str, version: str | int | None) -> Steps[Mapping[str, str]]:
+    """Digests of a version's tensors by name, as its manifest has them."""
+    meant = Reference.of(model, version, REF_LATEST)
+    found = yield from get_version(meant.model, meant.version)
+    manifest = yield from get_manifest(meant.model, found.number)
+    return manifest.tensors
+
+
+def get_signatures(model: str, version: str | int | None) -> Steps[tuple[int, tuple[Signature, ...]]]:
+    """The number of a version, and its signatures."""
+    meant = Reference.of(model, version, REF_LATEST)
+    request = pb.GetSignaturesRequest(model=meant.model, version=meant.version)
+    found = yield from _call("GetSignatures", request)
+    # files are named by the digest: it is not for the service to say
+    digests = (hashlib.sha256(each.content).hexdigest() for each in found.signatures)
+    return found.number, tuple(
+        Signature(digest, each.content) for digest, each in zip(digests, found.signatures, strict=True)
+    )

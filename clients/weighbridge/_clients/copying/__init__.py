@@ -4,6 +4,5 @@ May import: what `_clients` may, and nothing of `_clients` itself.
 
 - `copies`: the copies of what one call pushes; by themselves, made in the call.
 - `ahead`: those that are begun before it is known where they go.
-- `behind`: those that are made while training goes on, up to the optimizer's step.
 - `delivery`: shards on their way, by memory that is lent and by gRPC.
 """

@@ -6,4 +6,5 @@ May import: `_core`, `weighbridge.errors`.
 - `regular`: regular files of a folder, links followed as far as the folder.
 - `reading`: the chosen files of a folder, read.
 - `carried`: files of a version that is pushed from a folder.
+- `signature_files`: signatures beside the files of a version.
 """

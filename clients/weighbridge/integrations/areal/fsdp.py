@@ -7,7 +7,7 @@ from typing import Any
 from areal.engine.fsdp_engine import FSDPPPOActor
 
 from weighbridge._clients.push_handle import PushHandle
-from weighbridge._clients.trainer import TrainerClient
+from weighbridge._trainers.trainer import TrainerClient
 from weighbridge.integrations.areal.updates import UpdatesByWeighbridge
 
 

@@ -7,8 +7,8 @@ from typing import Any
 from areal.engine.megatron_engine import MegatronPPOActor
 
 from weighbridge._clients.push_handle import PushHandle
-from weighbridge._clients.trainer import TrainerClient
-from weighbridge._formats.training.megatron_chunks import sharded_chunks
+from weighbridge._trainers.states.megatron_chunks import sharded_chunks
+from weighbridge._trainers.trainer import TrainerClient
 from weighbridge.integrations.areal.updates import UpdatesByWeighbridge
 
 

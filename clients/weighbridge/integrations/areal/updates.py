@@ -21,8 +21,8 @@ from areal.infra.platforms import current_platform
 from areal.utils import name_resolve, names
 
 from weighbridge._clients.push_handle import PushHandle
-from weighbridge._clients.trainer import TrainerClient
 from weighbridge._core.resources import VersionState
+from weighbridge._trainers.trainer import TrainerClient
 from weighbridge.errors import DeadlineExceeded, FailedPrecondition, NotFound
 from weighbridge.integrations.areal.settings import TIMEOUT, Settings
 from weighbridge.integrations.engine_rank.agreement import ProcessGroup, RanksFailed, agree, exchange

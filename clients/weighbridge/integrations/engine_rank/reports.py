@@ -6,7 +6,7 @@ import weakref
 from typing import Any
 
 from weighbridge._clients.engine import EngineClient
-from weighbridge._clients.reporting.reporter import EngineReporter
+from weighbridge._reporting.reporter import EngineReporter
 
 _AGENT_SECONDS = 30.0
 """How long an agent is waited for, which reports itself, before the engine does."""
@@ -34,7 +34,7 @@ class RankReports:
         if not self._kind:
             return
         if self._reporter is None:
-            self._reporter = client.report_engine(model, kind=self._kind, delay=_AGENT_SECONDS)
+            self._reporter = EngineReporter(client, model, kind=self._kind, delay=_AGENT_SECONDS)
             weakref.finalize(self, self._reporter.stop)
         self._reporter.say(model=model, **changes)
 

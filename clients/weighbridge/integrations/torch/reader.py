@@ -22,7 +22,6 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from weighbridge._clients.trainer import TrainerClient
 from weighbridge._core.boxes import Box
 from weighbridge._core.layouts import Layout, Shard
 from weighbridge._core.references import Reference
@@ -30,6 +29,7 @@ from weighbridge._core.resources import REF_LATEST, Version
 from weighbridge._core.text.counts import counted
 from weighbridge._formats.memory_forms import Form, TensorForms
 from weighbridge._formats.torch_state import ALLOW, mismatch
+from weighbridge._trainers.trainer import TrainerClient
 from weighbridge.errors import LayoutError, NotFound
 from weighbridge.integrations.checkpoint_names import step_named
 from weighbridge.integrations.torch.boundary import flat_errors

@@ -25,7 +25,6 @@ from torch.futures import Future
 from weighbridge._clients.holding.policy import HoldPolicy
 from weighbridge._clients.push_handle import PushHandle
 from weighbridge._clients.push_options import PushOptions, check_options
-from weighbridge._clients.trainer import TrainerClient
 from weighbridge._core.layouts import Layout
 from weighbridge._core.resources import Version, VersionState
 from weighbridge._core.tensor_spaces import TensorSpace
@@ -34,6 +33,7 @@ from weighbridge._formats.dtensors import local_tensor
 from weighbridge._formats.memory_forms import TensorForms
 from weighbridge._formats.push_sources import ShardSource, StagingPool, TensorSource
 from weighbridge._formats.torch_state import ALLOW, check_cast
+from weighbridge._trainers.trainer import TrainerClient
 from weighbridge.errors import FailedPrecondition, InvalidArgument, LayoutError, WeighbridgeError
 from weighbridge.integrations.checkpoint_names import step_named
 from weighbridge.integrations.torch.boundary import flat_errors

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from transformers import TrainerCallback
 
-from weighbridge._clients.importer import replace_files
 from weighbridge._clients.push_handle import PushHandle
 from weighbridge._clients.push_options import PushOptions, check_options
-from weighbridge._clients.trainer import TrainerClient
 from weighbridge._core.resources import Version, VersionState
 from weighbridge._formats.peft_models import has_adapters
 from weighbridge._formats.side_files.carried import carried_files
 from weighbridge._formats.side_files.reading import SideFiles
 from weighbridge._formats.torch_state import rank_and_world, torch_shards
+from weighbridge._trainers.importer import replace_files
+from weighbridge._trainers.trainer import TrainerClient
 from weighbridge._transport.credentials import Credentials
 from weighbridge.errors import FailedPrecondition, InvalidArgument, LayoutError, NotFound
 from weighbridge.integrations.guarded_pushes import GuardedPushes

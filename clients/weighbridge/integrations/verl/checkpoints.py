@@ -23,9 +23,9 @@ import torch.distributed as dist
 from verl.utils.checkpoint import fsdp_checkpoint_manager
 from verl.utils.checkpoint.checkpoint_manager import get_checkpoint_tracker_filename
 
-from weighbridge._clients.checkpoint_manager import CheckpointManager
-from weighbridge._clients.trainer import TrainerClient
-from weighbridge._formats.training.plain_values import plain
+from weighbridge._trainers.checkpoint_manager import CheckpointManager
+from weighbridge._trainers.states.plain_values import plain
+from weighbridge._trainers.trainer import TrainerClient
 from weighbridge.errors import InvalidArgument, NotFound
 from weighbridge.integrations.checkpoint_names import step_named
 

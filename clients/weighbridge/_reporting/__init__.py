@@ -1,0 +1,8 @@
+"""Reports of engines to the service, and what an agent so knows of its own.
+
+May import: `_clients`, `_core`.
+
+- `reporter`: the thread that reports.
+- `said`: what is to be reported, and how that has gone; pure.
+- `places`: where an engine is.
+"""

@@ -1,0 +1,172 @@
+"""Reporter of an engine: tells the service what the engine serves, from a thread of its own that no update waits for."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import fields, replace
+from typing import Any
+
+from weighbridge._clients.calls.engine_calls import report_engine
+from weighbridge._clients.client import Client
+from weighbridge._core.engines.facts import ENGINE_ENDED, EngineFacts, EngineReport
+from weighbridge._core.engines.status import AgentStatus
+from weighbridge._core.text.shortening import shortened
+from weighbridge._reporting.places import first_facts
+from weighbridge._reporting.said import Contact, Said, status_of
+from weighbridge.errors import DeadlineExceeded, NotFound, ResourceExhausted, Unavailable, WeighbridgeError
+
+log = logging.getLogger(__name__)
+
+_AGAIN_SECONDS = 1.0
+"""Between two tries of a service that cannot be reached: it is back as soon as the engine is to be seen."""
+_REFUSED_SECONDS = 30.0
+"""Between two reports to a service that takes none."""
+_LAST_SECONDS = 2.0
+"""How long the end of an agent waits for its last report."""
+_LONGEST_ERROR = 1000
+
+
+class EngineReporter:
+    """Reports how an engine stands: at once when something has changed, and every few seconds. Thread-safe.
+
+    A change costs a lock and waits for nothing; a service that cannot be reached is told when it is back. The service lists the engine
+    (`Client.engines`), and keeps the versions that it serves. Any identity that may pull the model may report.
+
+    Args:
+        client: of the service; its address and credentials are used by a connection of the reporter's own.
+        model: ``namespace/name``.
+        kind: what the engine is, such as ``vllm``.
+        address: where it is reached.
+        ref: that it follows; empty if it follows none.
+        version: that it serves; 0 if none.
+        listener: gets the engine's status, in the reporter's thread: before and after each report, and so at once.
+        delay: seconds before the first report; if it ends before, nothing is reported.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        model: str,
+        *,
+        kind: str,
+        address: str = "",
+        ref: str = "",
+        version: int = 0,
+        listener: Callable[[AgentStatus], None] = lambda _status: None,
+        delay: float = 0.0,
+    ) -> None:
+        now_s = time.monotonic()
+        facts = replace(first_facts(model, kind, address, ref), version=version)
+        self._connection = client._connection.another()
+        self._listener = listener
+        self._delay = delay
+        self._lock = threading.Lock()
+        self._said = Said(facts, now_s, now_s)
+        self._contact = Contact()
+        self._beat = 0
+        self._refused = ""
+        self._wake = threading.Event()
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="engine-reports", daemon=True)
+        self._thread.start()
+
+    def __repr__(self) -> str:
+        with self._lock:
+            facts = self._said.facts
+        return f"<EngineReporter of {facts.model}: {facts.state} {facts.version or 'no version'}>"
+
+    def say(self, **changes: Any) -> None:
+        """Say what has changed.
+
+        Args:
+            changes: fields of the engine by name: ``version``, ``target``, ``state``, ``error``, and ``update_version`` with others of an update.
+        """
+        if "error" in changes:
+            changes["error"] = shortened(changes["error"], _LONGEST_ERROR)
+        with self._lock:
+            self._said = self._said.with_changes(changes, time.monotonic())
+        self._wake.set()
+
+    @property
+    def status(self) -> AgentStatus:
+        """How the engine stands, as far as is known here."""
+        with self._lock:
+            said, contact = self._said, self._contact
+        return status_of(said, contact, time.monotonic(), round(time.time() * 1000))
+
+    def stop(self) -> None:
+        """Report once more, that the agent ends, and then no more. Waits for nothing."""
+        if not self._ending.is_set():
+            self.say(state=ENGINE_ENDED, target=0)
+            self._ending.set()
+            self._wake.set()
+
+    def close(self) -> None:
+        """As `stop`, and wait some seconds for the last report."""
+        self.stop()
+        self._thread.join(_LAST_SECONDS)
+        self._connection.close()
+
+    def _run(self) -> None:
+        try:
+            if not self._ending.wait(self._delay) or not self._delay:
+                self._report_until_the_end()
+        finally:
+            self._connection.close()
+
+    def _report_until_the_end(self) -> None:
+        while True:
+            self._wake.clear()
+            last = self._ending.is_set()
+            try:
+                self._listener(self.status)
+                pause = self._report()
+                self._listener(self.status)
+            except Exception:  # the engine goes on, and so do its reports
+                log.exception("reporting what the engine serves failed")
+                pause = _REFUSED_SECONDS
+            if last:
+                return
+            self._wake.wait(pause * random.uniform(0.9, 1.0))
+
+    def _report(self) -> float:
+        """Report once; seconds until that is to be done again."""
+        now_s = time.monotonic()
+        self._beat += 1
+        with self._lock:
+            said = self._said
+        report = EngineReport(
+            **{field.name: getattr(said.facts, field.name) for field in fields(EngineFacts)},
+            beat=self._beat,
+            state_seconds=now_s - said.since_s,
+            update_age_seconds=now_s - said.updated_s,
+        )
+        try:
+            reported = self._connection.run(report_engine(report), retry_seconds=0.0)
+        except (Unavailable, DeadlineExceeded, ResourceExhausted) as error:
+            with self._lock:
+                lost_s = now_s if self._contact.lost_s is None else self._contact.lost_s
+                self._contact = replace(self._contact, lost_s=lost_s, problem=error.message)
+            return _AGAIN_SECONDS
+        except WeighbridgeError as error:
+            self._note_refusal(error)
+            return _REFUSED_SECONDS
+        with self._lock:
+            self._contact = Contact(reported.engine, time.monotonic(), reported.report_seconds)
+        self._refused = ""
+        return reported.report_seconds
+
+    def _note_refusal(self, error: WeighbridgeError) -> None:
+        """A service that takes no reports is no reason to update nothing. It is told once."""
+        with self._lock:
+            self._contact = replace(self._contact, lost_s=None, problem=error.message)
+        if error.message != self._refused and not self._ending.is_set():
+            if isinstance(error, NotFound):  # an engine may be started before its trainer
+                log.warning("the service takes no reports of this engine yet: %s", error.message)
+            else:
+                log.warning("the service takes no reports of this engine: %s", error)
+        self._refused = error.message

@@ -1,0 +1,79 @@
+"""Signatures beside a client: signs versions, and checks by whom they are signed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from weighbridge._clients.client import Client
+from weighbridge._core.resources import Verification
+from weighbridge._signing import steps
+from weighbridge._signing.checking import Signed
+from weighbridge._signing.signer import Signer
+from weighbridge._signing.steps import Signing
+from weighbridge._signing.trust import Trusted
+
+
+class Signatures:
+    """Signatures of versions; `Client.signatures` reads them. Safe to use from several threads.
+
+    Args:
+        client: asks the service; stays the caller's to close.
+    """
+
+    def __init__(self, client: Client) -> None:
+        self._connection = client._connection
+
+    def sign(self, model: str, version: str | int | None = None, *, signer: Signer) -> Signing:
+        """Sign a version: its files, and its manifest, which says where it comes from. Repeating it is harmless.
+
+        The private key stays in this process. Where the manifest lacks the SHA-256 of files, the service reads all files once, and compares
+        them with the manifest.
+
+        Args:
+            model: which model.
+            version: a number or a ref; by default the latest.
+            signer: what signs.
+
+        Raises:
+            NotFound: no such model or version.
+            FailedPrecondition: it is not durable yet, or was taken out of history.
+            DataLoss: its files are not what its manifest says.
+            ResourceExhausted: it has as many signatures as a version may have.
+        """
+        return self._connection.run(steps.sign(model, version, signer))
+
+    def add(self, model: str, version: str | int | None = None, *, content: bytes) -> Signing:
+        """Put a signature to a version that was made elsewhere, as by ``model_signing sign pkcs11-key`` in the folder of a download.
+
+        Raises:
+            InvalidArgument: it is no signature, or not about this version.
+            NotFound, FailedPrecondition, ResourceExhausted: as `sign`.
+        """
+        return self._connection.run(steps.add_signature(model, version, content))
+
+    def check(
+        self, model: str, version: str | int | None = None, *, required: Sequence[Trusted]
+    ) -> tuple[Signed, ...]:
+        """Check that a version is signed by all that are required: the version that this manifest is of, and no other. Its weights are
+        not read.
+
+        Args:
+            model: which model.
+            version: a number or a ref; by default the latest.
+            required: each must have signed.
+
+        Returns:
+            For each of these, a signature that counts.
+
+        Raises:
+            FailedPrecondition: one has not signed; ``details`` says of each signature why it does not count. Or the version is not durable.
+            NotFound: no such model or version.
+            DataLoss: the service gives another version's manifest.
+        """
+        return self._connection.run(steps.check_signed(model, version, required))
+
+    def verify(
+        self, model: str, version: str | int | None = None, *, required: Sequence[Trusted]
+    ) -> tuple[Verification, tuple[Signed, ...]]:
+        """As `check`, and have the service compare the version's files with what was signed, as `Client.verify` does with the manifest."""
+        return self._connection.run(steps.verify_signed(model, version, required))

@@ -1,0 +1,16 @@
+"""Client of a trainer rank: pushes of shards and training states, restores, folders.
+
+May import: `_clients` and all private folders below it.
+
+- `trainer`: the client.
+- `importer`: its base, which takes folders in.
+- `push_client`: that one's base, which pushes shards.
+- `copies_until_step`: copies of a push that are made while training goes on, until the optimizer's step.
+- `restorer`: that one's base, which restores.
+- `restoring`: the run of a restore.
+- `training`: training states beside weights: pushed with them, and restored.
+- `training_files`: training states as checkpoints on disk.
+- `states`: a trainer's state besides its weights, as values and files.
+- `torch_dist`: checkpoints of Megatron-core and torch, as layouts of their files.
+- `checkpoint_manager`: saves and restores of a training loop of one's own.
+"""

@@ -1,0 +1,221 @@
+"""Checkpoints of a training loop of one's own: weights for engines, and training states to go on from."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, MutableMapping
+from functools import partial
+from typing import Any, Unpack
+
+from weighbridge._clients.push_handle import PushHandle
+from weighbridge._clients.push_options import PushOptions, check_options
+from weighbridge._core.references import training_of
+from weighbridge._core.resources import REF_LATEST, Version
+from weighbridge._formats.torch_state import rank_and_world
+from weighbridge._trainers.states.megatron_chunks import sharded_chunks, unwrapped
+from weighbridge._trainers.trainer import TrainerClient
+from weighbridge.errors import NotFound, WeighbridgeError
+
+log = logging.getLogger(__name__)
+
+
+class CheckpointManager:
+    """Saves a module of torch or Megatron-core, its optimizer and whatever else a loop needs, and restores them. Every rank has one, and calls the same methods.
+
+    Each save is a version of the weights, which engines can pull, and one of the training state with the same step.
+
+    Args:
+        client: makes pushes and restores; stays open.
+        model: ``namespace/name``, registered before.
+        module: the torch module, after ``fully_shard`` or whatever else replaces its parameters; or Megatron-core's, which has ``sharded_state_dict()``,
+            as ``DistributedDataParallel`` wraps it or not, or a list of the rank's model chunks; or a function that gives a sharded state dict.
+        optimizer: of the module's parameters: torch's, one or several, or what ``get_megatron_optimizer`` returned.
+        state: values by name, the same on all ranks; as for `TrainerClient.push_state_dict`.
+        rank_state: likewise, of this rank alone.
+        until: as for `TrainerClient.push_state_dict`: ``"optimizer_step"`` copies behind the loop, during the next forward and backward.
+        options: of each push, as for `TrainerClient.push`.
+
+    Attributes:
+        last: this rank's newest save, or None.
+    """
+
+    def __init__(
+        self,
+        client: TrainerClient,
+        model: str,
+        module: Any,
+        optimizer: Any = None,
+        *,
+        state: MutableMapping[str, Any] | None = None,
+        rank_state: MutableMapping[str, Any] | None = None,
+        until: Any = None,
+        **options: Unpack[PushOptions],
+    ) -> None:
+        check_options(options)
+        self.last: PushHandle | None = None
+        self._client = client
+        self._model = model
+        self._module = module
+        self._sharded = _sharded_state_of(module)
+        self._until = until
+        self._optimizer = optimizer
+        self._state: MutableMapping[str, Any] = {} if state is None else state
+        self._rank_state = rank_state
+        self._options = options
+
+    def __repr__(self) -> str:
+        last = f"last saved as {self.last.model}@{self.last.number}" if self.last else "nothing saved yet"
+        return f"<CheckpointManager of {self._model}, {last}>"
+
+    def save(self, step: int) -> PushHandle:
+        """Save everything as it is after a step. Training may go on when it returns: all is copied out, or with ``until`` will be before the optimizer's
+        next step; and the bytes travel behind it.
+
+        All ranks save, or none: where one cannot, as where it does not reach the service, all raise, or with ``on_failure="warn"`` all log why and go on, and
+        the handle says so (`PushHandle.skipped`). The log names a save before it that has failed meanwhile; `wait` raises it.
+
+        Raises:
+            WeighbridgeError: as `TrainerClient.push_state_dict`, or `TrainerClient.push` with Megatron-core.
+        """
+        self._tell()
+        push: Callable[..., PushHandle] = self._client.push_state_dict
+        if self._sharded is not None:
+            push = self._client.push
+        self.last = push(
+            self._model,
+            self._held(),
+            step=step,
+            optimizer=self._optimizer,
+            state=self._state,
+            rank_state=self._rank_state,
+            until=self._until,
+            **self._options,
+        )
+        return self.last
+
+    def latest(self) -> Version | None:
+        """The newest training state that is in the store; None if there is none yet.
+
+        Raises:
+            NotFound: the model is not registered.
+        """
+        try:
+            return self._client.version(training_of(self._model), REF_LATEST)
+        except NotFound:
+            self._client.model(self._model)
+            return None
+
+    def find(self, step: int) -> Version | None:
+        """The newest training state of a step that is in the store; None if there is none. With several ranks of torch.distributed, all get what rank 0 finds.
+
+        Raises:
+            NotFound: the model is not registered.
+        """
+        return self._agreed(partial(self._of_step, step))
+
+    def restore(self, version: int | str | None = None, *, rank_state: bool = True) -> Version | None:
+        """Bring everything back. With several ranks of torch.distributed, all restore what rank 0 finds.
+
+        Args:
+            version: of the training states, a number or a ref; by default the latest.
+            rank_state: False leaves that as it is, as it must be on another number of ranks than saved it.
+
+        Returns:
+            The version, whose ``step`` is that of the save; None if ``version`` is not given and there is none: training begins anew.
+
+        Raises:
+            WeighbridgeError: as `TrainerClient.restore_state_dict`, or `TrainerClient.restore` with Megatron-core.
+        """
+        found = self._agreed(partial(self._found, version))
+        if found is None:
+            return None
+        restore: Callable[..., Version] = self._client.restore_state_dict
+        if self._sharded is not None:
+            restore = self._client.restore
+        return restore(
+            self._model,
+            self._held(),
+            version=found.number,
+            optimizer=self._optimizer,
+            state=self._state,
+            rank_state=self._rank_state if rank_state else None,
+        )
+
+    def wait(self, *, timeout: float | None = None) -> Version | None:
+        """Wait until this rank's newest save is in the store, weights and training state.
+
+        Returns:
+            The training state's version; None if nothing was saved, as by a loop that was restored at its last step.
+
+        Raises:
+            VersionFailed: one of them cannot be completed; lists what is missing.
+            WeighbridgeError: the newest save was skipped; says why.
+            DeadlineExceeded: one of them is not there within ``timeout`` seconds.
+        """
+        if self.last is not None and self.last.skipped is not None:
+            self.last.report()
+        if self.last is None or self.last.training is None:
+            return None
+        started = time.monotonic()
+        self.last.wait(timeout=timeout)
+        left = None if timeout is None else max(timeout - (time.monotonic() - started), 0.0)
+        return self.last.training.wait(timeout=left)
+
+    def _held(self) -> Any:
+        return self._module if self._sharded is None else self._sharded()
+
+    def _tell(self) -> None:
+        """Say in the log what has become of the save before."""
+        before = [] if self.last is None else [self.last, self.last.training]
+        for handle in before:
+            if handle is None or not handle.done or handle.skipped is not None:  # the last was said at once
+                continue
+            try:
+                handle.report()
+            except WeighbridgeError as error:
+                log.error("%s@%d was not saved: %s", handle.model, handle.number, error)
+
+    def _agreed(self, find: Callable[[], Version | None]) -> Version | None:
+        """The version that rank 0 finds: what is newest may be another one a moment later."""
+        rank, ranks = rank_and_world(None, None)
+        found: list[tuple[Version | None, WeighbridgeError | None]] = [(None, None)]
+        cause: Exception | None = None
+        if rank == 0:
+            try:
+                found = [(find(), None)]
+            except WeighbridgeError as error:
+                found = [(None, error)]
+            except (
+                Exception
+            ) as error:  # the other ranks wait for what is said, and may not be able to unpickle it
+                problem = f"rank 0 cannot find a training state of {self._model}: {error!r}"
+                found, cause = [(None, WeighbridgeError(problem))], error
+        if ranks > 1:
+            import torch.distributed as dist
+
+            dist.broadcast_object_list(found, src=0)
+        there, refused = found[0]
+        if refused is not None:
+            raise refused from cause
+        return there
+
+    def _of_step(self, step: int) -> Version | None:
+        self._client.model(self._model)
+        try:
+            there = self._client.versions(training_of(self._model))
+        except NotFound:  # nothing has been pushed to it
+            return None
+        return next((each for each in there if each.step == step and each.state.stored), None)
+
+    def _found(self, version: int | str | None) -> Version | None:
+        return self.latest() if version is None else self._client.version(training_of(self._model), version)
+
+
+def _sharded_state_of(module: Any) -> Callable[[], Any] | None:
+    """What gives the sharded state dict of a module of Megatron-core as it is then; None if it is torch's."""
+    chunks = list(module) if isinstance(module, list | tuple) else [module]
+    if chunks and all(hasattr(unwrapped(chunk), "sharded_state_dict") for chunk in chunks):
+        return partial(sharded_chunks, chunks)
+    # a torch module can be called as well
+    return module if callable(module) and not hasattr(module, "state_dict") else None

@@ -1,0 +1,127 @@
+"""Copying behind the caller: a push's shards are copied out while training goes on, until the optimizer's step would change them."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from weighbridge._clients.copying.copies import (
+    Copies,
+    Copying,
+    Key,
+    key_of,
+    on_streams,
+    points_of,
+    staged_source,
+)
+from weighbridge._formats.push_sources import OpenSource, StagingPool
+from weighbridge._trainers.states.steady import Steady, steady_until_step
+from weighbridge.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    import torch
+
+OPTIMIZER_STEP = "optimizer_step"
+"""What ``until=`` of a push may be: the next step of the optimizer that is pushed along."""
+
+
+class CopyingBehind(Copying):
+    """One push's copies, which are made by a thread of their own, on streams of their own.
+
+    Args:
+        tensors: what is copied, as it is when the current streams have done what they have been given by now.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self._points = points_of(tensors)
+
+    def is_behind(self, shards: Iterable[int]) -> bool:
+        """See `Copying.is_behind`."""
+        return True
+
+    @contextmanager
+    def made(self) -> Iterator[None]:
+        """See `Copying.made`."""
+        with super().made(), on_streams(self._points):
+            yield
+
+
+class StepGate:
+    """What lets the steps of optimizers wait for copies that are still being made. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waited_for: list[threading.Event] = []
+        self._hooked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+    def until(self, wanted: Any, optimizer: Any) -> CopiesUntilStep:
+        """Copies that are made until a step.
+
+        Args:
+            wanted: ``until`` of `TrainerClient.push`.
+            optimizer: the one that is pushed along; None if none is.
+
+        Raises:
+            InvalidArgument: it is neither `OPTIMIZER_STEP` nor an optimizer, or no optimizer is named at all.
+        """
+        named = optimizer if isinstance(wanted, str) else wanted
+        if isinstance(wanted, str) and (wanted != OPTIMIZER_STEP or optimizer is None):
+            raise InvalidArgument(
+                f"until={wanted!r} names no optimizer",
+                fix=f"push the optimizer along, optimizer=... and until={OPTIMIZER_STEP!r}; or name it, until=optimizer",
+            )
+        return CopiesUntilStep(self, steady_until_step(named))
+
+    def hold(self, optimizers: Sequence[torch.optim.Optimizer], copying: Copying) -> None:
+        """Let the next step of each of these optimizers wait for the copies."""
+        with self._lock:
+            self._waited_for = [each for each in self._waited_for if not each.is_set()] + [copying.ended]
+            new = [each for each in optimizers if each not in self._hooked]
+            self._hooked.update(new)
+        for optimizer in new:
+            optimizer.register_step_pre_hook(self._wait)
+
+    def _wait(self, *_: object) -> None:
+        with self._lock:
+            waited_for = self._waited_for
+        for each in waited_for:
+            each.wait()
+        # only now: a wait that is interrupted is made again by the next step, and others that step meanwhile wait, too
+        with self._lock:
+            self._waited_for = [each for each in self._waited_for if not each.is_set()]
+
+
+class CopiesUntilStep(Copies):
+    """Copies of the pushes of one call, put off until a step. What something else may change before is copied now, once.
+
+    Args:
+        gate: lets steps wait.
+        steady: what stays as it is until then.
+    """
+
+    def __init__(self, gate: StepGate, steady: Steady) -> None:
+        self._gate = gate
+        self._steady = steady
+        self._settled: dict[Key, torch.Tensor] = {}
+
+    def keep(self, tensors: Sequence[torch.Tensor]) -> None:
+        """See `Copies.keep`."""
+        self._settled.update((key_of(each), each) for each in tensors)
+
+    def source(self, tensors: Sequence[torch.Tensor], staging: StagingPool) -> tuple[OpenSource, Copying]:
+        """See `Copies.source`."""
+        settled = [self._settle(each) for each in tensors]
+        copying = CopyingBehind(settled)
+        self._gate.hold(self._steady.optimizers, copying)
+        return staged_source(settled, staging), copying
+
+    def _settle(self, tensor: torch.Tensor) -> torch.Tensor:
+        key = key_of(tensor)
+        found = self._settled.get(key)
+        if found is None:
+            found = self._settled[key] = self._steady.settled(tensor)
+        return found

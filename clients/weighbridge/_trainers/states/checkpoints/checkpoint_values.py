@@ -1,0 +1,278 @@
+"""Values of a training state as checkpoints on disk have them, besides its tensors; and those of a checkpoint as a training state keeps them.
+
+A checkpoint that is taken in is kept as it is: its entries that are no tensors stay the bytes that they are, under ``trainer.checkpoint`` of
+the one blob, and nothing opens them but a rank that is filled, with ``weights_only``. The same bytes are written when it goes out again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from weighbridge._trainers.states import blobs, megatron_common, torch_entries
+from weighbridge._trainers.states.megatron_training import as_data
+from weighbridge._trainers.states.training_state import RankValues
+from weighbridge._trainers.torch_dist.metadata import KeyPath, is_path
+from weighbridge.errors import DataLoss
+
+if TYPE_CHECKING:
+    import torch
+
+CheckpointFormat = Literal["torch_dist", "dcp"]
+_CHECKPOINT = "checkpoint"
+_RANK_STATE = "rank_state"
+_OWN = re.compile(rf"{_RANK_STATE}/shard_(\d{{1,9}})_(\d{{1,9}})")
+"""Name of the entry of Megatron-core's checkpoints that is a rank's own: which rank, of how many."""
+STEP_ENTRY = "weighbridge.step"
+"""Name of the entry of torch's checkpoints that is the trainer's step; they have no place of their own for it."""
+_COMMON_ENTRY = "common_state/shard_0_1"
+"""Megatron-core 0.19 has no ``common.pt``."""
+
+
+@dataclass(frozen=True)
+class CheckpointValues:
+    """What a checkpoint holds besides its tensors.
+
+    Attributes:
+        format: ``torch_dist`` of Megatron-core, ``dcp`` of torch.
+        objects: content of the entries that are no tensors.
+        paths: where in a nested state dict entries are.
+        common: content of ``common.pt``; None if there is none.
+        aliases: further names of tensors, each with the name that it is kept by.
+    """
+
+    format: CheckpointFormat
+    objects: Mapping[str, bytes] = field(repr=False)
+    paths: Mapping[str, KeyPath] = field(repr=False)
+    common: bytes | None = field(default=None, repr=False)
+    aliases: Mapping[str, str] = field(default_factory=dict)
+
+    @staticmethod
+    def of(ranks: Sequence[RankValues], tensors: Iterable[str], step: int) -> CheckpointValues:
+        """The values of a training state, in the format of its trainer's own checkpoints.
+
+        Args:
+            ranks: of all ranks that have pushed it, in order.
+            tensors: names of its tensors.
+            step: the trainer's step.
+
+        Raises:
+            InvalidArgument: values have names that mean something else in a checkpoint.
+            DataLoss: they are of no trainer that is known, or what was kept of a checkpoint is none.
+        """
+        first, names = ranks[0], list(tensors)
+        if _CHECKPOINT in first.trainer:
+            found = _read(first.trainer[_CHECKPOINT], "the training state")
+            if found.common is None and _COMMON_ENTRY in found.objects:  # also for what looks for the file
+                found = replace(found, common=saved(_common_of(found, "the training state")))
+            return found._of_step(step) if found.format == "dcp" else found
+        if "objects" in first.trainer:
+            return _of_megatron(ranks, names, step)
+        if torch_entries.MODEL in first.trainer:
+            return _of_torch(ranks, names)._of_step(step)
+        raise DataLoss("the values of the training state are of a trainer that this client does not know")
+
+    def _of_step(self, step: int) -> CheckpointValues:
+        return replace(self, objects={**self.objects, STEP_ENTRY: saved(step)})
+
+    def kept(self) -> RankValues:
+        """What a training state keeps of it, as the values of one rank."""
+        objects = {name: _tensor(content) for name, content in self.objects.items()}
+        common = None if self.common is None else _tensor(self.common)
+        checkpoint = {"format": self.format, "objects": objects, "paths": dict(self.paths), "common": common}
+        return RankValues(trainer={_CHECKPOINT: checkpoint})
+
+
+def _of_megatron(ranks: Sequence[RankValues], tensors: Sequence[str], step: int) -> CheckpointValues:
+    objects: dict[str, bytes] = {}
+    for rank, values in enumerate(ranks):
+        for key, data in values.trainer["objects"].items():
+            # of replicas Megatron has the first one be the main one
+            if key not in objects:
+                objects[key] = saved([as_data(data)])
+        if values.rank_state:
+            objects[f"{_RANK_STATE}/shard_{rank}_{len(ranks)}"] = saved([dict(values.rank_state)])
+    first = ranks[0]
+    common = megatron_common.common_state(first.trainer["optimizer"], first.state, tensors, step)
+    return CheckpointValues("torch_dist", objects, {}, saved(common))
+
+
+def _of_torch(ranks: Sequence[RankValues], tensors: Sequence[str]) -> CheckpointValues:
+    first = ranks[0]
+    entries, paths = torch_entries.entries_of(first.trainer, first.state, [each.rank_state for each in ranks])
+    model = torch_entries.MODEL
+    tied = {f"{model}.{name}": f"{model}.{kept}" for name, kept in first.trainer.get("tied", {}).items()}
+    paths |= torch_entries.paths_of_tensors(dict.fromkeys(tensors), tied)
+    return CheckpointValues("dcp", {name: saved(value) for name, value in entries.items()}, paths, None, tied)
+
+
+def _read(checkpoint: Any, name: str) -> CheckpointValues:
+    """What `CheckpointValues.kept` has kept in the training state of this name. Raises DataLoss if it is none."""
+    where = f"{_CHECKPOINT} of {name}"
+    found = blobs.by_name(checkpoint, where)
+    objects = {
+        key: _bytes(content, f"{key} of {where}")
+        for key, content in blobs.by_name(found.get("objects"), f"objects of {where}").items()
+    }
+    paths = blobs.by_name(found.get("paths"), f"paths of {where}")
+    for key, path in paths.items():
+        if not is_path(path):
+            raise DataLoss(f"the path of {key} of {where} is a {type(path).__name__}, and no tuple of keys")
+    kind: Any = found.get("format")
+    common = found.get("common")
+    if kind not in get_args(CheckpointFormat):
+        raise DataLoss(f"{where} has format {kind!r}, and not one of {', '.join(get_args(CheckpointFormat))}")
+    return CheckpointValues(
+        kind, objects, paths, None if common is None else _bytes(common, f"common of {where}")
+    )
+
+
+def common_state(content: bytes | None) -> dict[str, Any]:
+    """What lies in ``common.pt`` of a checkpoint of Megatron-core, as it is loaded without running code; empty if there is none.
+
+    Raises:
+        DataLoss: it is none, or has types in it that are not known.
+    """
+    return _common_of(CheckpointValues("torch_dist", {}, {}, content), "the checkpoint")
+
+
+def checkpoint_ranks(values: RankValues, name: str) -> int | None:
+    """Of how many ranks a checkpoint that was taken in has what is each rank's own; None if these values are of none.
+
+    Args:
+        values: of a rank.
+        name: of the version, for errors.
+
+    Raises:
+        DataLoss: they are not what this client has kept of a checkpoint.
+    """
+    if _CHECKPOINT not in values.trainer:
+        return None
+    found = _read(values.trainer[_CHECKPOINT], name)
+    if found.format == "torch_dist":
+        return max((int(match[2]) for key in found.objects if (match := _OWN.fullmatch(key))), default=0)
+    return len({path[1] for path in found.paths.values() if path[0] == _RANK_STATE and len(path) > 1})
+
+
+def opened(values: RankValues, name: str, own: int | None = None) -> RankValues:
+    """The values of a rank as its trainer wants them back: those of a checkpoint that was taken in are opened now, each when it is asked for.
+
+    Args:
+        values: of a rank.
+        name: of the version, for errors.
+        own: the rank whose own values are wanted of a checkpoint that was taken in, which has them of all; None for none.
+
+    Raises:
+        DataLoss: they are not what Megatron or torch writes.
+    """
+    if _CHECKPOINT not in values.trainer:
+        return values
+    found = _read(values.trainer[_CHECKPOINT], name)
+    if found.format == "torch_dist":
+        common = _common_of(found, name)
+        optimizer = megatron_common.optimizer_values(common, name)
+        objects = _Opened(found.objects, lambda key: _loaded(found.objects[key], f"{key} of {name}")[0])
+        keys = [key for key in objects if (match := _OWN.fullmatch(key)) and int(match[1]) == own]
+        of_rank = blobs.by_name(objects[keys[0]], f"{keys[0]} of {name}") if keys else {}
+        return RankValues(
+            {"optimizer": optimizer, "objects": objects}, megatron_common.named_values(common), of_rank
+        )
+    by_top: dict[str, dict[KeyPath, str]] = {}
+    for key in found.objects:
+        top, *below = found.paths.get(key, (key,))
+        by_top.setdefault(str(top), {})[tuple(below)] = key
+
+    def entries(top: str) -> dict[KeyPath, Any]:
+        keys = by_top.get(top, {}).items()
+        return {path: _loaded(found.objects[key], f"{key} of {name}") for path, key in keys}
+
+    model, of_optimizer = torch_entries.MODEL, entries(torch_entries.OPTIMIZER)
+    trainer: dict[str, Any] = {
+        model: {".".join(map(str, path)): value for path, value in entries(model).items()}
+    }
+    if of_optimizer:
+        trainer["optimizer"] = torch_entries.optimizer_values(of_optimizer)
+    others = by_top.keys() - {model, torch_entries.OPTIMIZER, _RANK_STATE, STEP_ENTRY}
+    state = _Opened(others, lambda top: torch_entries.nested(entries(top)))
+    kept = by_top.get(_RANK_STATE, {})
+    of_own: dict[KeyPath, Any] = {
+        path[1:]: _loaded(found.objects[key], f"{key} of {name}")
+        for path, key in kept.items()
+        if path and path[0] == str(own)
+    }
+    where = f"{_RANK_STATE}.{own} of {name}"
+    return RankValues(trainer, state, blobs.by_name(torch_entries.nested(of_own), where))
+
+
+def _common_of(found: CheckpointValues, name: str) -> dict[str, Any]:
+    """The common state; empty if there is none."""
+    content = found.objects.get(_COMMON_ENTRY) if found.common is None else found.common
+    common = {} if content is None else _loaded(content, f"the common state of {name}")
+    if isinstance(common, list) and len(common) == 1:  # as objects are
+        common = common[0]
+    if not isinstance(common, dict):
+        raise DataLoss(f"the common state of {name} holds a {type(common).__name__}, and no values by name")
+    return common
+
+
+class _Opened(Mapping[str, Any]):
+    """Values that are opened when they are asked for."""
+
+    def __init__(self, names: Iterable[str], opened: Callable[[str], Any]) -> None:
+        self._names = dict.fromkeys(names)
+        self._opened = opened
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._opened(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def saved(value: Any) -> bytes:
+    """A value as entries of checkpoints are: what ``torch.save`` writes."""
+    import torch
+
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()
+
+
+def _loaded(content: bytes, name: str) -> Any:
+    """What was saved, of the types that torch allows, and Megatron-core where it is installed."""
+    import argparse
+
+    allowed: list[Any] = [argparse.Namespace]
+    with contextlib.suppress(ImportError):
+        from megatron.core.safe_globals import SAFE_GLOBALS
+
+        allowed += SAFE_GLOBALS
+    return blobs.load(content, name, allowed)
+
+
+def _tensor(content: bytes) -> torch.Tensor:
+    import torch
+
+    # bytes themselves would be written as text of twice their size
+    return (
+        torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        if content
+        else torch.empty(0, dtype=torch.uint8, device="cpu")
+    )
+
+
+def _bytes(content: Any, name: str) -> bytes:
+    import torch
+
+    if not isinstance(content, torch.Tensor) or content.dtype != torch.uint8:
+        raise DataLoss(f"{name} is a {type(content).__name__}, and no tensor of bytes")
+    return content.numpy().tobytes()

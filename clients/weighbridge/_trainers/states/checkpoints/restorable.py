@@ -1,0 +1,202 @@
+"""Checkpoints that a training state can be restored from, by the names of their entries; refused otherwise when they are taken in, and not after a crash.
+
+A restore finds the module under ``model`` and its optimizer under ``optimizer``, by the names of parameters, as
+``torch.distributed.checkpoint.state_dict`` gives them; Megatron-core's optimizers by the keys of the model, as ``fully_reshardable`` and its plain
+optimizers write them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from weighbridge._core.text.counts import counted, first_lines
+from weighbridge._formats.naming.parameter_names import unwrapped_names
+from weighbridge._trainers.states.torch_entries import MODEL, OPTIMIZER
+from weighbridge._trainers.torch_dist.metadata import KeyPath
+from weighbridge.errors import InvalidArgument, LayoutError
+
+T = TypeVar("T")
+
+_MODEL, _STATE, _GROUPS = f"{MODEL}.", f"{OPTIMIZER}.state.", f"{OPTIMIZER}.param_groups."
+_BY_BUFFERS = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.")
+"""Keys of Megatron's distributed optimizer that are of its buffers, and not of parameters: of every form but ``fully_reshardable``."""
+_NO_WEIGHTS = re.compile(
+    r"(?:chained_\d+\.)?(?:optimizer|opt_param_scheduler|rng_state|rerun_state_machine|common_state)\b"
+)
+_SAVE_BOTH = (
+    "save module and optimizer as one checkpoint: model, optim = get_state_dict(module, optimizer) of torch.distributed.checkpoint.state_dict, "
+    'then dcp.save({"model": model, "optimizer": optim}, checkpoint_id=FOLDER)'
+)
+
+
+def check_megatron(names: Collection[str]) -> None:
+    """Refuse a checkpoint of Megatron-core from which no rank could be filled.
+
+    Args:
+        names: of all of its entries.
+
+    Raises:
+        InvalidArgument: its distributed optimizer is kept by buffers, or it has no model.
+    """
+    buffers = [name for name in names if _BY_BUFFERS.match(name)]
+    if buffers:
+        raise InvalidArgument(
+            f"the distributed optimizer is kept by the buffers of the ranks that saved it, in {counted(len(buffers), 'entry', 'entries')}, "
+            "and fits no others",
+            details=first_lines(buffers),
+            fix="save it as fully_reshardable: --dist-ckpt-optim-fully-reshardable of Megatron-LM; or push the state from the ranks, "
+            "which takes it as it is: trainer.push(..., optimizer=optimizer)",
+        )
+    if all(_NO_WEIGHTS.match(name) for name in names):
+        raise InvalidArgument(
+            "the checkpoint has no weights of a model",
+            details=first_lines(sorted(names)),
+            fix="save the model with its optimizer, in one checkpoint",
+        )
+
+
+@dataclass(frozen=True)
+class TorchEntries:
+    """The entries of a checkpoint of torch.
+
+    Attributes:
+        names: each entry's name, with that without what wrappers have put into it.
+        parameters: names of the module's tensors, likewise.
+        tensors: names of the entries that are tensors.
+        members: names of the entries that say which parameters a group has.
+        misplaced: under which names there are optimizers besides ``optimizer``.
+    """
+
+    names: Mapping[str, str]
+    parameters: Mapping[str, str]
+    tensors: tuple[str, ...]
+    members: tuple[str, ...]
+    misplaced: tuple[str, ...] = ()
+
+    @staticmethod
+    def of(tensors: Iterable[str], others: Iterable[str], paths: Mapping[str, KeyPath]) -> TorchEntries:
+        """The entries of a checkpoint.
+
+        Args:
+            tensors: names of those that are tensors.
+            others: names of the others.
+            paths: where in the nested state dict they are.
+
+        Raises:
+            LayoutError: two would have one name without those of wrappers.
+        """
+        tensors, others = tuple(tensors), tuple(others)
+        given = [name.removeprefix(_MODEL) for name in (*tensors, *others) if name.startswith(_MODEL)]
+        own = unwrapped_names(given)
+        names = {name: _renamed(name, own) for name in (*tensors, *others)}
+        if len(set(names.values())) < len(names):
+            raise LayoutError(
+                "the optimizer has state of several parameters that are one without the names of wrappers"
+            )
+        members = (
+            name
+            for name in others
+            if paths.get(name, ())[:2] == (OPTIMIZER, "param_groups") and paths[name][-1] == "params"
+        )
+        tops = {
+            str(path[0])
+            for name in others
+            if len(path := paths.get(name, ())) > 1 and str(path[1]).partition(".")[0] == "param_groups"
+        }
+        return TorchEntries(names, own, tensors, tuple(members), tuple(sorted(tops - {OPTIMIZER})))
+
+    def check(self, members: Mapping[str, Any]) -> None:
+        """Refuse a checkpoint from which no module could be filled, or not its optimizer.
+
+        Args:
+            members: what `members` are: lists of names.
+
+        Raises:
+            InvalidArgument: there is no module, or the optimizer has no names of its parameters.
+        """
+        if not self.parameters:
+            raise InvalidArgument(
+                "the checkpoint has no module under 'model', so no trainer could be filled from it",
+                details=list(self.tensors[:3]),
+                fix=_SAVE_BOTH,
+            )
+        if self.misplaced:
+            raise InvalidArgument(
+                f"there is an optimizer under {' and '.join(map(repr, self.misplaced))}: a restore finds one under 'optimizer'",
+                fix=_SAVE_BOTH,
+            )
+        states = [name for name in self.tensors if name.startswith(_STATE)]
+        numbered = [
+            name
+            for name in states
+            if name.removeprefix(_STATE).split(".")[0].isdigit()
+            and _parameter(name, _STATE, self.parameters) is None
+        ]
+        numbered += [
+            name
+            for name, value in members.items()
+            if isinstance(value, list) and any(type(each) is int for each in value)
+        ]
+        if numbered:
+            raise InvalidArgument(
+                "the optimizer numbers its parameters, and nothing says which they are: it is what optimizer.state_dict() gives",
+                details=numbered[:3],
+                fix=_SAVE_BOTH,
+            )
+        if states and all(_parameter(name, _STATE, self.parameters) is None for name in states):
+            raise InvalidArgument(
+                "the optimizer has state of other parameters than those of the module",
+                details=states[:3]
+                + [f"the module has {name}" for name in list(self.parameters.values())[:3]],
+                fix=_SAVE_BOTH,
+            )
+
+    def renamed(self, values: Mapping[str, T]) -> dict[str, T]:
+        """Values of entries, by the names without those of wrappers."""
+        return {self.names[name]: value for name, value in values.items()}
+
+    def renamed_paths(self, paths: Mapping[str, KeyPath]) -> dict[str, KeyPath]:
+        """Paths of entries, likewise, in names and keys."""
+        found: dict[str, KeyPath] = {}
+        for name, path in paths.items():
+            keys = [
+                self.parameters.get(key)
+                or _renamed(f"{OPTIMIZER}.{key}", self.parameters).removeprefix(f"{OPTIMIZER}.")
+                if isinstance(key, str)
+                else key
+                for key in path
+            ]
+            found[self.names.get(name, name)] = tuple(keys)
+        return found
+
+    def renamed_members(self, members: Mapping[str, Any]) -> dict[str, list[str]]:
+        """Those of `members` in which names have to be others."""
+        found = {}
+        for name, value in members.items():
+            if isinstance(value, list) and all(isinstance(each, str) for each in value):
+                own = [self.parameters.get(each, each) for each in value]
+                if own != value:
+                    found[name] = own
+        return found
+
+
+def _renamed(name: str, own: Mapping[str, str]) -> str:
+    """An entry's name with that of its parameter as the module has it."""
+    for prefix in (_MODEL, _STATE, _GROUPS):
+        given = _parameter(name, prefix, own)
+        if given is not None:
+            return prefix + own[given] + name[len(prefix) + len(given) :]
+    return name
+
+
+def _parameter(name: str, prefix: str, parameters: Collection[str]) -> str | None:
+    """The parameter whose name stands behind a prefix in an entry's name; None if there is none."""
+    if not name.startswith(prefix):
+        return None
+    parts = name.removeprefix(prefix).split(".")
+    ends = (end for end in range(len(parts), 0, -1) if ".".join(parts[:end]) in parameters)
+    end = next(ends, 0)
+    return ".".join(parts[:end]) if end else None

@@ -1,0 +1,242 @@
+"""Training state of a Megatron-core rank: the shards of its model, and of its optimizers' state by the keys of Megatron's own checkpoints.
+
+Keys are those that ``dist_checkpointing`` gives a model and its optimizer (the distributed one: as ``fully_reshardable``), without the
+prefixes of chained optimizers: ``optimizer.state.exp_avg.decoder.layers.mlp.linear_fc1.weight``.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from weighbridge._core import dtypes
+from weighbridge._core.boxes import Box
+from weighbridge._core.layouts import Layout, Shard, TensorSpec
+from weighbridge._core.tensor_spaces import TensorSpace
+from weighbridge._core.text.counts import counted, first_lines
+from weighbridge._formats.flat_ranges import Part
+from weighbridge._formats.megatron_state import Entry, ShardedTensors, is_main
+from weighbridge._formats.misfits import Misfit, told
+from weighbridge._trainers.states.megatron_optimizer import RankOptimizer, rank_optimizers
+from weighbridge._trainers.states.megatron_pieces import Piece, pieces_of
+from weighbridge._trainers.states.megatron_values import FittedValues, values_of
+from weighbridge._trainers.states.training_state import Filling, Fit, StoredState, TrainingTensors
+from weighbridge.errors import LayoutError
+
+if TYPE_CHECKING:
+    import torch
+
+_STATE = "optimizer.state."
+_NAMED = 20
+
+
+def training_tensors(model: ShardedTensors, optimizer: Any) -> TrainingTensors:
+    """What a rank pushes of its model and its optimizer. Does not communicate.
+
+    Args:
+        model: what `sharded_tensors` finds in the model's state dict.
+        optimizer: what ``get_megatron_optimizer`` returns; None pushes the model alone.
+
+    Raises:
+        InvalidArgument: that is no optimizer of Megatron's.
+        LayoutError: the optimizer updates parameters that are not in the state dict, or keeps what is not elementwise.
+        FailedPrecondition: the optimizer has made no step.
+    """
+    held = _Held.of(model, rank_optimizers(optimizer))
+    pushed = [index for index, (_, shard, _) in enumerate(held.states) if shard.main or held.alike[index]]
+    layout, tensors = held.joined(pushed)
+    values = {
+        "optimizer": values_of(held.optimizers),
+        # those without data, too: Megatron loads no checkpoint that lacks one
+        "objects": {each.unique_key: _plain(each.data) for each in model.objects},
+    }
+    return TrainingTensors(layout, tensors, values, TensorSpace.MEGATRON)
+
+
+def megatron_fit(model: ShardedTensors, optimizer: Any) -> Fit:
+    """How a rank is fitted to a stored training state, at whatever parallelism that was pushed.
+
+    An optimizer without state is given one. Rows of a vocabulary that is padded further than the stored one are left as they are.
+    ``ShardedObject``s get the data that is stored of their key, if there is any.
+
+    Args:
+        model, optimizer: as for `training_tensors`; filled in place.
+
+    Raises:
+        As `training_tensors`, but for FailedPrecondition. The returned function raises LayoutError if the state is not that of such a model
+        and such optimizers.
+    """
+    import torch
+
+    optimizers = rank_optimizers(optimizer)
+
+    def fitted(stored: StoredState) -> Filling:
+        _check_trainer(stored)
+        values = FittedValues(optimizers, stored.values["optimizer"])
+        fresh = [each for each in optimizers if each.allocate()]
+
+        def undo() -> None:
+            for each in fresh:
+                each.drop()
+
+        try:
+            held = _Held.of(model, optimizers)
+            layout, tensors = held.fitted(stored.tensors, stored.name)
+        except BaseException:
+            undo()
+            raise
+
+        @torch.no_grad()
+        def finish() -> None:
+            model.finish_restore()
+            for each in optimizers:
+                each.put_back()
+            values.give()
+            for found in model.objects:
+                if found.unique_key in stored.values["objects"]:
+                    found.data = as_data(stored.values["objects"][found.unique_key])
+
+        return Filling(layout, tensors, finish, undo)
+
+    return fitted
+
+
+@dataclass(frozen=True)
+class _Held:
+    """What a rank holds.
+
+    Attributes:
+        model: the shards of the model.
+        optimizers: those of the rank.
+        states: of their state the tensor that a shard is of, the shard, and a tensor of its elements.
+        alike: for each of them, whether replicas are alike on all ranks that hold them.
+        resizable: tensors whose shape may differ from job to job.
+    """
+
+    model: ShardedTensors
+    optimizers: Sequence[RankOptimizer]
+    states: Sequence[tuple[TensorSpec, Shard, torch.Tensor]]
+    alike: Sequence[bool]
+    resizable: frozenset[str]
+
+    @staticmethod
+    def of(model: ShardedTensors, optimizers: Sequence[RankOptimizer]) -> _Held:
+        """Read the state of optimizers. Raises as `training_tensors`."""
+        resizable = {
+            entry.declared.key
+            for entry in model.entries
+            if getattr(entry.declared, "allow_shape_mismatch", False)
+        }
+        of_parameter = {id(entry.declared.data): entry for entry in model.entries}
+        states: list[tuple[TensorSpec, Shard, torch.Tensor]] = []
+        alike: list[bool] = []
+        for optimizer in optimizers:
+            _check_known(optimizer, of_parameter)
+            parts: dict[int, list[tuple[Piece, Box, Part]]] = {}
+            for state in optimizer.states():
+                entry = of_parameter[id(state.parameter)]
+                # the states of a parameter are all of the same elements
+                found = parts.get(id(entry.declared))
+                if found is None:
+                    size = state.flat.numel()
+                    found = [
+                        (piece, *each)
+                        for piece in pieces_of(entry)
+                        for each in piece.parts(state.first, size)
+                    ]
+                    parts[id(entry.declared)] = found
+                main = is_main(optimizer.replica_id(entry.declared.replica_id))
+                dtype = dtypes.from_torch(state.flat.dtype)
+                for piece, box, part in found:
+                    spec = TensorSpec(f"{_STATE}{state.name}.{piece.key}", dtype, piece.shape)
+                    if piece.key in resizable:
+                        resizable.add(spec.name)
+                    states.append((spec, Shard(spec.name, box, main=main), part.of(state.flat)))
+                    alike.append(optimizer.replicas_alike)
+        return _Held(model, optimizers, states, alike, frozenset(resizable))
+
+    def joined(self, chosen: Sequence[int]) -> tuple[Layout, tuple[torch.Tensor, ...]]:
+        """The shards of the model and some of those of the optimizers' state as one stream, and their tensors."""
+        states = [self.states[index] for index in chosen]
+        layout = Layout.stream(
+            [*self.model.layout.tensors.values(), *(spec for spec, _, _ in states)],
+            [*(each.shard for each in self.model.layout.placements), *(shard for _, shard, _ in states)],
+        )
+        return layout, (*self.model.tensors, *(tensor for _, _, tensor in states))
+
+    def fitted(self, stored: Mapping[str, TensorSpec], of: str) -> tuple[Layout, tuple[torch.Tensor, ...]]:
+        """All shards as one stream of stored tensors, and their tensors.
+
+        Raises:
+            LayoutError: names tensors that are stored differently.
+        """
+        layout, tensors = self.joined(range(len(self.states)))
+        misfits = [
+            misfit
+            for spec in layout.tensors.values()
+            if (misfit := _misfit(spec, stored.get(spec.name), resizable=spec.name in self.resizable))
+        ]
+        if misfits:
+            raise LayoutError(
+                f"{of} is the training state of another model or optimizer, by {counted(len(misfits), 'tensor')}",
+                details=first_lines(told(misfits)),
+                fix="build model and optimizer by the configuration that the state was pushed with",
+            )
+        shards, clipped = [], []
+        for placement, tensor in zip(layout.placements, tensors, strict=True):
+            spec, box = stored[placement.shard.tensor], placement.shard.box
+            common = box.intersect(Box.whole(spec.shape))
+            if common is None:
+                continue
+            shards.append(placement.shard._replace(box=common))
+            clipped.append(tensor if common == box else _part(tensor, common.relative_to(box.offset)))
+        return Layout.stream(stored.values(), shards), tuple(clipped)
+
+
+def _check_trainer(stored: StoredState) -> None:
+    if "objects" not in stored.values:
+        raise LayoutError(
+            f"{stored.name} was not pushed of a Megatron-core model",
+            fix="restore it by restore_state_dict into the torch module that it was pushed of",
+        )
+
+
+def _check_known(optimizer: RankOptimizer, of_parameter: Mapping[int, Entry]) -> None:
+    unknown = [each for each in optimizer.parameters() if id(each) not in of_parameter]
+    if unknown:
+        raise LayoutError(
+            f"{counted(len(unknown), 'parameter')} of the {optimizer.kind} are not in the sharded state dict",
+            details=[f"one of shape {list(each.shape)}, {each.dtype}" for each in unknown[:_NAMED]],
+            fix="pass the sharded_state_dict() of the model that the optimizer was built of, all its chunks, as it returns it",
+        )
+
+
+def _misfit(spec: TensorSpec, stored: TensorSpec | None, *, resizable: bool) -> Misfit | None:
+    if stored is None:
+        return Misfit(f"{spec.name} is not stored", "are not stored", spec.name)
+    if stored.dtype != spec.dtype:
+        alike = f"{spec.dtype} here and {stored.dtype} stored"
+        return Misfit(f"{spec.name} is {alike}", f"are {alike}", spec.name)
+    if stored.shape != spec.shape and not (resizable and stored.shape[1:] == spec.shape[1:]):
+        return Misfit(f"{spec.name} has shape {list(spec.shape)} here and {list(stored.shape)} stored")
+    return None
+
+
+def _plain(data: Any) -> Any:
+    """What is kept of a ``ShardedObject``: of a file in memory, as Transformer Engine once gave its extra state, the bytes."""
+    return data.getvalue() if isinstance(data, io.BytesIO) else data
+
+
+def as_data(kept: Any) -> Any:
+    """The opposite of `_plain`."""
+    return io.BytesIO(kept) if isinstance(kept, bytes) else kept
+
+
+def _part(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    """A part of a shard's tensor, which lacks prepended axes."""
+    for axis in range(tensor.dim()):
+        at = len(box.offset) - tensor.dim() + axis
+        tensor = tensor.narrow(axis, box.offset[at], box.extent[at])
+    return tensor

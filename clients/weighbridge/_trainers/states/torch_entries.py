@@ -1,0 +1,115 @@
+"""Entries of torch's checkpoints that are no tensors of module or optimizer: values by their paths in the nested state dict that is saved.
+
+Names are those that torch.distributed.checkpoint gives: ``optimizer.param_groups.0.lr``, ``scheduler.last_epoch``. What is of a group of parameters has the
+names of its parameters, too, as ``flatten_optimizer_state_dict`` has it: ``optimizer.param_groups.<parameter>.lr``. Either is understood.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from weighbridge._trainers.torch_dist.metadata import KeyPath
+from weighbridge.errors import InvalidArgument
+
+MODEL, OPTIMIZER, RANK_STATE = "model", "optimizer", "rank_state"
+_GROUPS = "param_groups"
+_STATE = "state"
+_PARAMS = "params"
+
+
+def entries_of(
+    trainer: Mapping[str, Any], state: Mapping[str, Any], rank_states: Sequence[Mapping[str, Any]]
+) -> tuple[dict[str, Any], dict[str, KeyPath]]:
+    """The entries by name, and the path of each.
+
+    Args:
+        trainer: what `torch_training.training_tensors` gave.
+        state: what the trainer has named; at the top.
+        rank_states: what it has named of each rank; below ``rank_state`` and the rank.
+
+    Raises:
+        InvalidArgument: the trainer has given something the name of the module, the optimizer or the ranks' own values.
+    """
+    from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+
+    taken = sorted({MODEL, OPTIMIZER, RANK_STATE} & state.keys())
+    if taken:
+        raise InvalidArgument(
+            f"values called {', '.join(taken)} in state= have no place in a checkpoint of torch",
+            fix="push them under another name",
+        )
+    nested: dict[str, Any] = {MODEL: dict(trainer[MODEL]), **state}
+    optimizer = trainer.get(OPTIMIZER)
+    if optimizer is not None:
+        numbers = {name: _nested(found.items()) for name, found in optimizer[_STATE].items()}
+        by_parameter = {
+            f"{_GROUPS}.{name}.{option}": value
+            for group in optimizer[_GROUPS]
+            for name in group[_PARAMS]
+            for option, value in group.items()
+            if option != _PARAMS
+        }
+        nested[OPTIMIZER] = {_STATE: numbers, _GROUPS: optimizer[_GROUPS], **by_parameter}
+    if any(rank_states):
+        nested[RANK_STATE] = {str(rank): dict(each) for rank, each in enumerate(rank_states)}
+    return flatten_state_dict(nested)
+
+
+def paths_of_tensors(tensors: Mapping[str, Any], aliases: Mapping[str, str]) -> dict[str, KeyPath]:
+    """The paths of the tensors of module and optimizer: names of parameters have points in them, and are one key."""
+    parameters = {
+        name.removeprefix(f"{MODEL}.") for name in (*tensors, *aliases) if name.startswith(f"{MODEL}.")
+    }
+    paths: dict[str, KeyPath] = {f"{MODEL}.{name}": (MODEL, name) for name in parameters}
+    begin = f"{OPTIMIZER}.{_STATE}."
+    for name in tensors:
+        parts = name.removeprefix(begin).split(".")
+        ends = (end for end in range(len(parts) - 1, 0, -1) if ".".join(parts[:end]) in parameters)
+        if name.startswith(begin) and (end := next(ends, 0)):
+            paths[name] = (OPTIMIZER, _STATE, ".".join(parts[:end]), *parts[end:])
+    return paths
+
+
+def optimizer_values(entries: Mapping[KeyPath, Any]) -> dict[str, Any]:
+    """What `torch_optimizers.NamedOptimizers.values` gives, of the entries of an optimizer by their paths within it."""
+    groups = _nested({path[1:]: value for path, value in entries.items() if path[0] == _GROUPS}.items())
+    if not groups:
+        groups = _merged(entries)
+    numbers: dict[str, dict[KeyPath, Any]] = {}
+    for path, value in entries.items():
+        if path[0] == _STATE and len(path) > 2:
+            numbers.setdefault(str(path[1]), {})[path[2:]] = value
+    return {_STATE: numbers, _GROUPS: groups}
+
+
+def _merged(entries: Mapping[KeyPath, Any]) -> list[dict[str, Any]]:
+    """The groups of parameters whose options are entries of their own: those with equal options are one."""
+    options: dict[str, dict[str, Any]] = {}
+    for path, value in entries.items():
+        if len(path) == 1 and str(path[0]).startswith(f"{_GROUPS}."):
+            parameter, _, option = str(path[0]).removeprefix(f"{_GROUPS}.").rpartition(".")
+            options.setdefault(parameter, {})[option] = value
+    groups: list[dict[str, Any]] = []
+    for parameter, found in options.items():
+        alike = next((group for group in groups if {**group, _PARAMS: 0} == {**found, _PARAMS: 0}), None)
+        if alike is None:
+            groups.append({**found, _PARAMS: [parameter]})
+        else:
+            alike[_PARAMS].append(parameter)
+    return groups
+
+
+def nested(entries: Mapping[KeyPath, Any]) -> Any:
+    """What entries are together: dicts by text, lists by number; one with an empty path is all of it."""
+    return entries[()] if () in entries else _nested(entries.items())
+
+
+def _nested(entries: Any) -> Any:
+    below: dict[str | int, dict[KeyPath, Any]] = {}
+    for path, value in entries:
+        below.setdefault(path[0], {})[path[1:]] = value
+    made = {key: nested(found) for key, found in below.items()}
+    if made and all(isinstance(key, int) for key in made):
+        return [made[key] for key in sorted(made)]
+    return made

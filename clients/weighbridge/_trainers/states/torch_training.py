@@ -1,0 +1,266 @@
+"""Training state of a torch module and its optimizers: FSDP2, HSDP, tensor parallelism, DDP, DeepSpeed's ZeRO, or one process.
+
+Names are those of ``torch.distributed.checkpoint.state_dict``: ``model.<name>`` for ``get_model_state_dict``, ``optimizer.state.<name>.exp_avg`` for
+``get_optimizer_state_dict``. Of tied tensors, which share their memory, the first one is kept.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from weighbridge._core.tensor_spaces import TensorSpace
+from weighbridge._core.text.counts import counted, first_lines
+from weighbridge._formats import peft_models, zero3
+from weighbridge._formats.naming.parameter_names import unwrapped_name
+from weighbridge._formats.torch_state import check_not_copied
+from weighbridge._trainers.states.boxed_tensors import BoxedTensors, place, taken_twice
+from weighbridge._trainers.states.torch_optimizers import NamedOptimizers, OptimizerFit, fit_optimizers
+from weighbridge._trainers.states.training_state import Filling, Fit, StoredState, TrainingTensors
+from weighbridge._trainers.states.zero_optimizers import ZeroFit, ZeroOptimizer, is_zero
+from weighbridge.errors import InvalidArgument, LayoutError
+
+if TYPE_CHECKING:
+    import torch
+
+_MODEL, _OPTIMIZER = "model.", "optimizer."
+_ADAPTERS = "adapters"
+_SPACE = TensorSpace.HUGGING_FACE
+
+
+def training_tensors(module: object, optimizers: object | None) -> TrainingTensors:
+    """What this rank holds of a module and its optimizers.
+
+    Args:
+        module: a torch module, whose tensors are DTensors of any mesh, or plain ones, which every rank holds whole; on any device.
+        optimizers: one, several, or None.
+
+    Raises:
+        InvalidArgument: these are neither.
+        LayoutError: optimizers have other parameters than the module, tensors cannot be kept, or adapters are merged into weights; names each.
+    """
+    root = _root(module)
+    peft_models.check_apart(root)
+    boxed = BoxedTensors()
+    others: dict[str, Any] = {}
+    first: dict[tuple[object, ...], str] = {}
+    tied: dict[str, str] = {}
+    for name, value in _entries(root):
+        if not _is_tensor(name, value):
+            others[name] = value
+        elif (kept := first.setdefault(place(value), name)) == name:
+            boxed.take(_MODEL + name, value)
+        else:
+            tied[name] = kept
+    values: dict[str, Any] = {"model": others, "tied": tied}
+    if adapters := peft_models.adapter_names(root):
+        values[_ADAPTERS] = adapters
+    if optimizers is not None:
+        named = _named(root, optimizers)
+        boxed.problems += [_OPTIMIZER + each for each in named.problems()]
+        if isinstance(named, ZeroOptimizer):
+            for name, part in named.parts():
+                boxed.add(replace(part.spec, name=_OPTIMIZER + name), part.held)
+        else:
+            for name, value in named.tensors():
+                boxed.take(_OPTIMIZER + name, value)
+        values["optimizer"] = named.values()
+    if boxed.problems:
+        raise LayoutError(
+            f"the training state cannot be kept, for {counted(len(boxed.problems), 'entry', 'entries')}",
+            details=first_lines(boxed.problems),
+        )
+    return TrainingTensors(boxed.layout, tuple(boxed.tensors), values, _SPACE)
+
+
+def torch_fit(module: object, optimizers: object | None, *, strict: bool = True) -> Fit:
+    """Fits a module and its optimizers to a stored training state.
+
+    Args:
+        module, optimizers: as for `training_tensors`.
+        strict: whether both must have the same tensors and parameters. If not, what only one of them has stays as it is.
+
+    Raises:
+        InvalidArgument, LayoutError: as `training_tensors`.
+    """
+    root = _root(module)
+    named = None if optimizers is None else _named(root, optimizers)
+    return partial(_fit, root, named, strict)
+
+
+def _fit(
+    module: torch.nn.Module,
+    optimizers: NamedOptimizers | ZeroOptimizer | None,
+    strict: bool,
+    stored: StoredState,
+) -> Filling:
+    _check_adapters(module, stored)
+    tensors = {name: spec for name, spec in stored.tensors.items() if name.startswith(_MODEL)}
+    boxed = BoxedTensors()
+    problems: list[str] = []
+    own: dict[str, torch.Tensor] = {}
+    others: dict[str, Any] = {}
+    kept = stored.values.get("model", {})
+    for name, value in _entries(module):
+        if _is_tensor(name, value):
+            if place(own.setdefault(_MODEL + name, value)) != place(value):
+                problems.append(taken_twice(_MODEL + name))
+        elif name in kept:
+            others[name] = kept[name]
+        elif strict:
+            problems.append(f"{_MODEL}{name} is missing from the version")
+    filled = {place(value) for name, value in own.items() if name in tensors}
+    for name, value in own.items():
+        spec = tensors.get(name)
+        if spec is not None:
+            found = boxed.take(name, value, filled=True)
+            if found not in (spec, None):
+                problems.append(f"{found} of the module is {spec.dtype}{list(spec.shape)} in the version")
+        elif strict and place(value) not in filled:
+            problems.append(f"{name} is missing from the version")
+    check_not_copied(module, boxed.layout, boxed.tensors)
+    if strict:
+        problems += [f"the module has no {spec}" for name, spec in tensors.items() if name not in own]
+    finish_optimizers = None
+    if optimizers is not None:
+        values = stored.values.get("optimizer")
+        if values is None:
+            raise LayoutError(
+                f"{stored.name} has no optimizer's state",
+                fix="leave optimizer= out, or restore one that was pushed with it",
+            )
+        begin = len(_OPTIMIZER)
+        states = {name[begin:]: spec for name, spec in stored.tensors.items() if name.startswith(_OPTIMIZER)}
+        fit: ZeroFit | OptimizerFit
+        if isinstance(optimizers, ZeroOptimizer):
+            fit = optimizers.fit(states, values, strict=strict)
+            for part in fit.parts:
+                boxed.add(part.spec, part.held)
+        else:
+            fit = fit_optimizers(optimizers, states, values, strict=strict)
+            for name, value in fit.tensors.items():
+                boxed.take(name, value)
+        problems += fit.problems
+        finish_optimizers = fit.finish
+    problems += boxed.problems
+    if problems:
+        raise LayoutError(
+            f"{stored.name} is the training state of another model or optimizer, by {counted(len(problems), 'entry', 'entries')}",
+            details=first_lines(problems),
+            fix="build module and optimizer as they were when it was pushed, on any number of ranks; strict=False fills what both have",
+        )
+
+    def finish() -> None:
+        if others:
+            module.load_state_dict(others, strict=False)
+        if finish_optimizers is not None:
+            finish_optimizers()
+
+    return Filling(boxed.layout, tuple(boxed.tensors), finish)
+
+
+def _check_adapters(module: torch.nn.Module, stored: StoredState) -> None:
+    """Refuse a module whose adapters are not those of the state, or not where the state has them: in the weights, or beside them.
+
+    Raises:
+        LayoutError: they are not.
+    """
+    has, kept = peft_models.adapter_names(module), stored.values.get(_ADAPTERS)
+    there = any("base_layer" in name.split(".") for name in stored.tensors)
+    if there and not has:
+        raise LayoutError(
+            f"{stored.name} is of a model that peft has given adapters, and the module has none",
+            fix="wrap the module by get_peft_model with the same LoraConfig first; or take the merged weights alone: restore_state_dict(model, module) "
+            "without optimizer= and state=",
+        )
+    if has and not there:
+        raise LayoutError(
+            f"{stored.name} is of a model without adapters, and the module has {_quoted(has)}",
+            fix="restore before get_peft_model adds them, and begin the optimizer anew",
+        )
+    if kept is not None and list(kept) != has:
+        raise LayoutError(
+            f"{stored.name} has the adapters {_quoted(kept)}, and the module has {_quoted(has)}",
+            fix="give the module's adapters the same names: get_peft_model(..., adapter_name=...)",
+        )
+    # up to 0.1.0 a push took adapters only merged; what was pushed then has no list of them, and what was imported no list of ties
+    is_merged = there and kept is None and "tied" in stored.values
+    if not is_merged:
+        peft_models.check_apart(module)
+    elif not peft_models.merged_layers(module):
+        raise LayoutError(
+            f"{stored.name} was pushed with its adapters merged into the weights, as all states were then",
+            fix="call model.merge_adapter(), restore, and call model.unmerge_adapter()",
+        )
+
+
+def _quoted(names: Iterable[str]) -> str:
+    return ", ".join(repr(name) for name in names)
+
+
+def _root(given: object) -> torch.nn.Module:
+    """The module within DDP and torch.compile. Raises InvalidArgument if its state is not that of torch's own optimizers."""
+    import torch
+
+    if not isinstance(given, torch.nn.Module):
+        raise InvalidArgument(
+            f"a {type(given).__name__} has no optimizer's state",
+            fix="give the module itself with optimizer=, state= or rank_state=, and no state dict",
+        )
+    module, inner = given, _wrapped(given)
+    while inner is not None:
+        module, inner = inner, _wrapped(inner)
+    fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", ())
+    if any(isinstance(each, fsdp) for each in module.modules()):
+        raise InvalidArgument(
+            "the training state of FullyShardedDataParallel (FSDP1) is not supported",
+            fix="use fully_shard (FSDP2)",
+        )
+    return module
+
+
+def _named(module: torch.nn.Module, optimizers: object) -> NamedOptimizers | ZeroOptimizer:
+    """Optimizers by the names of their parameters."""
+    if is_zero(optimizers):
+        return ZeroOptimizer(optimizers, _parameter_names(module))
+    if any(zero3.is_partitioned(parameter) for parameter in module.parameters()):
+        raise InvalidArgument(
+            f"a {type(optimizers).__name__} does not have the state of a module that ZeRO-3 has partitioned",
+            fix="give DeepSpeed's own: optimizer=engine.optimizer",
+        )
+    return NamedOptimizers.of(optimizers, _parameter_names(module))
+
+
+def _wrapped(module: torch.nn.Module) -> torch.nn.Module | None:
+    """What DDP, torch.compile or DeepSpeed has wrapped; by the type, for any module may have a child of that name."""
+    import torch
+
+    # of a compiled module; it is there only if something was compiled
+    compiled = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", ())
+    engine = getattr(sys.modules.get("deepspeed.runtime.engine"), "DeepSpeedEngine", ())
+    if isinstance(module, (torch.nn.parallel.DistributedDataParallel, engine)):
+        inner = module.module
+    elif isinstance(module, compiled):
+        inner = module._orig_mod
+    else:
+        return None
+    return inner if isinstance(inner, torch.nn.Module) else None
+
+
+def _entries(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    for name, value in (zero3.partitioned_state(module) or module.state_dict()).items():
+        yield unwrapped_name(name), value
+
+
+def _parameter_names(module: torch.nn.Module) -> dict[torch.Tensor, str]:
+    return {parameter: unwrapped_name(name) for name, parameter in module.named_parameters()}
+
+
+def _is_tensor(name: str, value: Any) -> bool:
+    """Whether an entry of a state dict is a tensor of the model; a module's extra state is its own business, and each rank's."""
+    import torch
+
+    return isinstance(value, torch.Tensor) and name.rpartition(".")[2] != "_extra_state"

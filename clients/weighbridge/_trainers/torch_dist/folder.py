@@ -1,0 +1,388 @@
+"""Layout of a torch_dist checkpoint of Megatron-core: of existing folders, and of new ones.
+
+Such a folder is also a checkpoint of ``torch.distributed.checkpoint`` (DCP). It has ``.metadata``, which lists all entries
+and the parts (chunks) in which each tensor is stored; files ``__<rank>_<number>.distcp``, in which chunks lie one behind
+the other, each framed as ``torch.save`` frames a tensor; and what Megatron adds, ``metadata.json`` and ``common.pt``
+(since 0.19 the entry ``common_state/shard_0_1`` instead). Here this becomes a `Layout`: the raw bytes of every chunk are
+dense and row-major at some offset of some file, and a plan between two layouts moves them. No tensor passes through
+torch, and no bytes of a tensor through this module.
+
+- `metadata`: what the files besides ``.distcp`` say.
+- `items`: one framed chunk.
+- `pickles`: how pickles are read without running them.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from weighbridge._core.layouts import Layout, Placement, Shard, TensorSpec
+from weighbridge._core.text.counts import first_lines
+from weighbridge._core.text.shortening import shown
+from weighbridge._formats.naming.weight_files import check_finished
+from weighbridge._formats.side_files.regular import fault_of
+from weighbridge._trainers.torch_dist.items import ALIGNMENT, Framing, find_tensor, frame
+from weighbridge._trainers.torch_dist.metadata import (
+    COMMON_FILE,
+    CONFIG_FILE,
+    METADATA_FILE,
+    Entries,
+    Item,
+    KeyPath,
+    read_entries,
+    write_common,
+    write_config,
+    write_metadata,
+)
+from weighbridge.errors import DataLoss, InvalidArgument, LayoutError, NotFound
+
+DEFAULT_FILE_BYTES = 5_000_000_000
+"""Files are cut at this size unless asked otherwise, so that several can be written and read at once."""
+MAX_METADATA_BYTES = 256 << 20
+"""Largest ``.metadata`` that is read; one of 50,000 chunks has some ten megabytes."""
+
+
+@dataclass(frozen=True)
+class TorchDistCheckpoint:
+    """What an existing checkpoint holds, and where.
+
+    Attributes:
+        layout: all tensors, weights as well as optimizer states, and where each chunk's bytes lie. Buffers are named
+            like the files, relative to the folder. Chunks may overlap or leave gaps: a plan finds that.
+        others: the entries that are not tensors (``..._extra_state/shard_0_1``, ``rng_state/...``), and where each lies; None where that
+            cannot be read.
+        paths: where in the nested state dict that was saved an entry was, for those of which the checkpoint says so.
+        file_sizes: size in bytes of each file that the layout names.
+    """
+
+    layout: Layout
+    others: Mapping[str, Item | None]
+    paths: Mapping[str, KeyPath]
+    file_sizes: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class FramedFile:
+    """A file with tensors to be written.
+
+    Attributes:
+        name: its name.
+        nbytes: its whole size.
+        framing: ``(offset, bytes)`` of everything in it that is not the raw bytes of a tensor, in order. With the
+            placements of the layout it covers the file.
+    """
+
+    name: str
+    nbytes: int
+    framing: tuple[tuple[int, bytes], ...] = field(repr=False)
+
+
+@dataclass(frozen=True)
+class TorchDistFiles:
+    """A checkpoint to be written.
+
+    Attributes:
+        files: the ``.distcp`` files.
+        layout: where in them the raw bytes of each shard belong. Buffers are named like the files.
+        metadata_files: name and content of the other files. ``.metadata`` is to be written last: a folder that has one
+            is taken for complete.
+    """
+
+    files: tuple[FramedFile, ...]
+    layout: Layout
+    metadata_files: Mapping[str, bytes] = field(repr=False)
+
+    @property
+    def file_sizes(self) -> dict[str, int]:
+        """Size in bytes of each ``.distcp`` file."""
+        return {file.name: file.nbytes for file in self.files}
+
+
+def read_torch_dist(folder: Path) -> TorchDistCheckpoint:
+    """Find all tensors of a checkpoint, trusting nothing in it and reading no weights.
+
+    Raises:
+        NotFound: no such folder, no ``.metadata`` in it, or a file that it names is missing.
+        DataLoss: ``.metadata`` is damaged, names something that could run code, or contradicts itself; a chunk is not the
+            dense row-major tensor that it says, is compressed or cut short.
+        InvalidArgument: a tensor has a dtype, a name or a number of axes that no model here has.
+    """
+    if not folder.is_dir():
+        raise NotFound(f"there is no folder {folder}")
+    entries = read_entries(_read_metadata(folder))
+    offsets, sizes = _find_chunks(folder, entries)
+    placements = []
+    for (shard, item), offset in zip(entries.chunks, offsets, strict=True):
+        nbytes = shard.box.volume * entries.tensors[shard.tensor].dtype.itemsize
+        placements.append(Placement(shard, item.file, offset, nbytes))
+    layout = Layout(MappingProxyType(dict(entries.tensors)), tuple(placements))
+    return TorchDistCheckpoint(layout, entries.others, entries.paths, MappingProxyType(sizes))
+
+
+def read_objects(folder: Path, items: Mapping[str, Item | None], most: int) -> dict[str, bytes]:
+    """The content of entries that are not tensors, as it lies in the files.
+
+    Args:
+        folder: the checkpoint.
+        items: `TorchDistCheckpoint.others`.
+        most: how many bytes may be read.
+
+    Raises:
+        InvalidArgument: they are more.
+        DataLoss: a file of them is cut short, or the checkpoint does not say where one lies.
+        NotFound: a file is missing.
+    """
+    nbytes = sum(item.length for item in items.values() if item is not None)
+    if nbytes > most:
+        raise InvalidArgument(
+            f"the entries of {folder} that are no tensors have {nbytes} bytes, more than {most}"
+        )
+    found = {}
+    for name, item in items.items():
+        if item is None:
+            raise DataLoss(
+                f"{METADATA_FILE} of {folder} does not say where {shown(name)} lies in a way that can be read"
+            )
+        with open_file(folder, item.file) as (fd, _):
+            found[name] = os.pread(fd, item.length, item.offset)
+        if len(found[name]) != item.length:
+            raise DataLoss(
+                f"{shown(name)} in {item.file} at {item.offset}: it should have {item.length} bytes, but the file ends before"
+            )
+    return found
+
+
+def read_common(folder: Path, most: int) -> bytes | None:
+    """The content of ``common.pt``; None if there is none.
+
+    Raises:
+        InvalidArgument: it has more than ``most`` bytes.
+        DataLoss: it is no plain file.
+    """
+    try:
+        with open_file(folder, COMMON_FILE) as (fd, size), open(fd, "rb", closefd=False) as file:
+            if size > most:
+                raise InvalidArgument(f"{COMMON_FILE} in {folder} has {size} bytes, more than {most}")
+            return file.read(size)
+    except NotFound:
+        return None
+
+
+def iterations_in(folder: Path) -> list[str]:
+    """Names of the newest sub-folders that hold a checkpoint: training loops write one for each iteration."""
+    return sorted(path.parent.name for path in folder.glob(f"*/{METADATA_FILE}"))[-3:]
+
+
+def _read_metadata(folder: Path) -> bytes:
+    try:
+        with open_file(folder, METADATA_FILE) as (fd, size):
+            if size > MAX_METADATA_BYTES:
+                raise DataLoss(f"{METADATA_FILE} has {size} bytes, more than any checkpoint's")
+            with open(fd, "rb", closefd=False) as file:
+                return file.read(size)
+    except NotFound as error:
+        check_finished(folder, (path.name for path in folder.glob("*")))
+        inner = iterations_in(folder)
+        if inner:
+            fix = f"give the folder of one checkpoint, such as {', '.join(inner)}"
+        else:
+            fix = "give the folder that holds .metadata and the .distcp files, as Megatron-core (torch_dist) and torch.distributed.checkpoint write them"
+        found = f", only {CONFIG_FILE}" if (folder / CONFIG_FILE).exists() else ""
+        raise NotFound(
+            f"{folder} is no torch_dist or DCP checkpoint: it has no {METADATA_FILE}{found}", fix=fix
+        ) from error
+
+
+@contextmanager
+def open_file(folder: Path, name: str) -> Iterator[tuple[int, int]]:
+    """Descriptor and size of one file of a folder.
+
+    Raises:
+        NotFound: there is no such file.
+        DataLoss: it is not a plain file.
+        InvalidArgument: it is a link out of the folder.
+    """
+    fault = fault_of(folder / name, folder)
+    if isinstance(fault, InvalidArgument):
+        raise fault
+    try:
+        # A pipe would keep whoever opens it waiting.
+        fd = os.open(folder / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise NotFound(f"the file {shown(name)} is missing in {folder}") from error
+    except OSError as error:
+        raise DataLoss(f"{shown(name)} in {folder} cannot be read: {error.strerror}") from error
+    try:
+        state = os.fstat(fd)
+        if not stat.S_ISREG(state.st_mode):
+            raise DataLoss(f"{shown(name)} in {folder} is a folder or a device")
+        yield fd, state.st_size
+    finally:
+        os.close(fd)
+
+
+def _find_chunks(folder: Path, entries: Entries) -> tuple[list[int], dict[str, int]]:
+    """Where in its file each chunk's raw bytes begin, and the size of each file."""
+    offsets = [0] * len(entries.chunks)
+    sizes: dict[str, int] = {}
+    by_file: dict[str, list[int]] = {}
+    for index, (_, item) in enumerate(entries.chunks):
+        by_file.setdefault(item.file, []).append(index)
+    for file, indexes in by_file.items():
+        indexes.sort(key=lambda i: entries.chunks[i][1].offset)
+        with open_file(folder, file) as (fd, size):
+            sizes[file] = size
+            for index in indexes:
+                shard, item = entries.chunks[index]
+                try:
+                    offsets[index] = _find_chunk(fd, size, item, entries.tensors[shard.tensor], shard)
+                except (DataLoss, OSError) as error:
+                    message = error.message if isinstance(error, DataLoss) else f"it cannot be read ({error})"
+                    raise DataLoss(
+                        f"{entries.tensors[shard.tensor]} {shard.box} in {file} at {item.offset}: {message}"
+                    ) from error
+    return offsets, sizes
+
+
+def _find_chunk(fd: int, file_size: int, item: Item, spec: TensorSpec, shard: Shard) -> int:
+    if item.offset + item.length > file_size:
+        raise DataLoss(f"it should have {item.length} bytes, but the file has {file_size}")
+    found = find_tensor(fd, item.offset, item.length)
+    if found.dtype != spec.dtype.torch_name or found.shape != shard.box.extent:
+        raise DataLoss(f"a tensor {list(found.shape)} of {found.dtype} is there instead")
+    return item.offset + found.offset
+
+
+def lay_out_torch_dist(
+    shards: Sequence[Shard],
+    specs: Sequence[TensorSpec],
+    max_file_bytes: int = DEFAULT_FILE_BYTES,
+    *,
+    common: Mapping[str, Any] | bytes | None = None,
+    objects: Mapping[str, bytes] | None = None,
+    paths: Mapping[str, KeyPath] | None = None,
+    aliases: Mapping[str, str] | None = None,
+) -> TorchDistFiles:
+    """Lay shards out as a checkpoint that ``torch.distributed.checkpoint`` and Megatron's ``dist_checkpointing`` load.
+
+    Every shard becomes one chunk; they keep their order. Replicas (`Shard.main` is false) and shards without elements are
+    left out. A shard larger than ``max_file_bytes`` gets a file of its own. Raw bytes begin at multiples of 64. The same
+    arguments give the same bytes.
+
+    Args:
+        shards: the chunks; that they cover the tensors is for a plan to prove.
+        specs: all tensors.
+        max_file_bytes: about how large a ``.distcp`` file may become, framing included.
+        common: what ``common.pt`` holds, such as ``{"iteration": 100}``, plain Python values; or the file's content.
+        objects: entries that are not tensors, such as ``..._extra_state/shard_0_1``, with their content. Megatron expects
+            a ``torch.save`` of a list of the one object, torch one of the object.
+        paths: where in a nested state dict entries are, for torch's own tools; by default at its top.
+        aliases: further names of tensors, each with the name that they are stored by.
+
+    Raises:
+        LayoutError: a shard does not fit into its tensor or belongs to none; two begin at one place of one tensor; a tensor
+            has no shard; a name occurs twice or is out of bounds.
+        InvalidArgument: ``max_file_bytes`` is not positive, or there is no tensor.
+    """
+    if max_file_bytes <= 0:
+        raise InvalidArgument(f"the maximum file size must be positive, not {max_file_bytes}")
+    if not specs:
+        raise InvalidArgument("a checkpoint without tensors cannot be laid out")
+    tensors = Layout.stream(specs, shards).tensors
+    objects = objects or {}
+    chunks = _stored(shards, tensors, objects)
+    writer = _Files(max_file_bytes)
+    placements = []
+    stored = []
+    framings: dict[tuple[Any, ...], Framing] = {}
+    for shard in chunks:
+        dtype = tensors[shard.tensor].dtype
+        nbytes = shard.box.volume * dtype.itemsize
+        kind = dtype, shard.box.extent
+        if kind not in framings:
+            framings[kind] = frame(dtype, shard.box.extent, nbytes)
+        item = writer.add(framings[kind].head, nbytes, framings[kind].tail)
+        placements.append(Placement(shard, item.file, item.offset + len(framings[kind].head), nbytes))
+        stored.append((shard, item))
+    named = list(tensors.values())
+    for alias, name in (aliases or {}).items():
+        named.append(replace(tensors[name], name=alias))
+        stored += [(shard._replace(tensor=alias), item) for shard, item in stored if shard.tensor == name]
+    others = {name: writer.add(content, 0, b"") for name, content in sorted(objects.items())}
+    metadata_files = {
+        CONFIG_FILE: write_config(),
+        COMMON_FILE: common if isinstance(common, bytes) else write_common(common or {}),
+        METADATA_FILE: write_metadata(named, stored, others, paths or {}),
+    }
+    layout = Layout(tensors, tuple(placements))
+    return TorchDistFiles(tuple(writer.done()), layout, MappingProxyType(metadata_files))
+
+
+def _stored(
+    shards: Sequence[Shard], tensors: Mapping[str, TensorSpec], objects: Mapping[str, bytes]
+) -> list[Shard]:
+    """The shards that become chunks."""
+    seen: set[tuple[str, tuple[int, ...]]] = set()
+    chunks = []
+    for shard in shards:
+        if not shard.main or (shard.box.volume == 0 and tensors[shard.tensor].nbytes):
+            continue
+        place = shard.tensor, shard.box.offset
+        if place in seen:
+            raise LayoutError(f"two shards of {tensors[shard.tensor]} begin at {list(shard.box.offset)}")
+        seen.add(place)
+        chunks.append(shard)
+    bare = tensors.keys() - {shard.tensor for shard in chunks}
+    if bare:
+        raise LayoutError("there are tensors of which no shard is stored", details=first_lines(sorted(bare)))
+    both = objects.keys() & tensors.keys()
+    if both:
+        raise LayoutError("there are objects with the names of tensors", details=first_lines(sorted(both)))
+    return chunks
+
+
+class _Files:
+    """Files that are filled one after the other."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._files: list[FramedFile] = []
+        self._framing: list[tuple[int, bytes]] = []
+        self._nbytes = 0
+        self._padded: dict[bytes, bytes] = {}
+
+    def add(self, head: bytes, nbytes: int, tail: bytes) -> Item:
+        """Append an item of ``nbytes`` raw bytes between head and tail, and pad it for the next."""
+        length = len(head) + nbytes + len(tail)
+        if self._nbytes and self._nbytes + length > self._max_bytes:
+            self._close()
+        item = Item(self._name(), self._nbytes, length)
+        padding = bytes(-length % ALIGNMENT)
+        end = item.offset + len(head) + nbytes
+        self._framing.append((item.offset, head))
+        if padding or tail:
+            # One object for all chunks of a kind: their framing would otherwise be the larger part of a small model.
+            padded = tail + padding
+            self._framing.append((end, self._padded.setdefault(padded, padded)))
+        self._nbytes = item.offset + length + len(padding)
+        return item
+
+    def done(self) -> Iterator[FramedFile]:
+        if self._nbytes:
+            self._close()
+        yield from self._files
+
+    def _name(self) -> str:
+        return f"__{len(self._files)}_0.distcp"
+
+    def _close(self) -> None:
+        self._files.append(FramedFile(self._name(), self._nbytes, tuple(self._framing)))
+        self._framing = []
+        self._nbytes = 0

@@ -1,0 +1,317 @@
+"""Metadata of a torch_dist checkpoint: what ``.metadata``, ``metadata.json`` and ``common.pt`` say.
+
+``.metadata`` is a pickle of ``torch.distributed.checkpoint.metadata.Metadata``: ``state_dict_metadata``, a dict of entry
+name to ``TensorStorageMetadata(properties, size, chunks)`` or ``BytesStorageMetadata()``, and ``storage_data``, a dict of
+``MetadataIndex(fqn, offset)`` to ``_StorageInfo(relative_path, offset, length)``, the offset of an index being that of a
+chunk. Megatron-core adds all ranks' plans (``all_local_plans``), older versions ``mcore_data``, none of which is needed
+to find a tensor. ``metadata.json`` names Megatron's backends, ``common.pt`` holds what is not sharded. Sources:
+torch/distributed/checkpoint/{metadata,filesystem}.py of torch 2.13, megatron/core/dist_checkpointing of 0.16.1.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import pickle
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from weighbridge._core import dtypes
+from weighbridge._core.boxes import Box
+from weighbridge._core.layouts import MAX_RANK, Shard, TensorSpec, check_spec
+from weighbridge._core.text.shortening import shown
+from weighbridge._trainers.torch_dist.pickles import (
+    OTHER_DTYPES,
+    Instance,
+    Named,
+    allow,
+    are_sizes,
+    read_pickle,
+)
+from weighbridge.errors import DataLoss, InvalidArgument
+
+METADATA_FILE = ".metadata"
+CONFIG_FILE = "metadata.json"
+COMMON_FILE = "common.pt"
+_MAX_PATH = 64
+
+_METADATA = "torch.distributed.checkpoint.metadata.Metadata"
+_MCORE_METADATA = "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata"
+_TENSOR = "torch.distributed.checkpoint.metadata.TensorStorageMetadata"
+_BYTES = "torch.distributed.checkpoint.metadata.BytesStorageMetadata"
+_CHUNK = "torch.distributed.checkpoint.metadata.ChunkStorageMetadata"
+_PROPERTIES = (
+    "torch.distributed.checkpoint.metadata.TensorProperties",
+    "torch.distributed._shard.sharded_tensor.metadata.TensorProperties",
+)
+_INDEX = "torch.distributed.checkpoint.metadata.MetadataIndex"
+_INFO = "torch.distributed.checkpoint.filesystem._StorageInfo"
+_ALLOWED = allow(
+    *(_METADATA, _MCORE_METADATA, _TENSOR, _BYTES, _CHUNK, *_PROPERTIES, _INDEX, _INFO),
+    "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING",
+    "torch.distributed.checkpoint.metadata.StorageMeta",
+    "torch.distributed._shard.sharded_tensor.metadata.MEM_FORMAT_ENCODING",
+    # The plans of all ranks.
+    "torch.distributed.checkpoint.filesystem._StoragePrefix",
+    "torch.distributed.checkpoint.planner.BytesIOWriteData",
+    "torch.distributed.checkpoint.planner.SavePlan",
+    "torch.distributed.checkpoint.planner.TensorWriteData",
+    "torch.distributed.checkpoint.planner.WriteItem",
+    "torch.distributed.checkpoint.planner.WriteItemType",
+    "megatron.core.dist_checkpointing.strategies.torch.MCoreSavePlan",
+    # Parts of a tensor's properties, and the folder that the checkpoint was first written to.
+    "torch.device",
+    "torch.serialization._get_layout",
+    *(f"torch.{d.torch_name}" for d in dtypes.DTYPES),
+    *(f"torch.{name}" for name in OTHER_DTYPES),
+    *(f"pathlib.{name}" for name in ("Path", "PosixPath", "PurePath", "PurePosixPath", "WindowsPath")),
+    *("pathlib._local.Path", "pathlib._local.PosixPath", "pathlib._local.WindowsPath"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """Where a chunk's archive lies: file relative to the checkpoint's folder, first byte, and length in bytes."""
+
+    file: str
+    offset: int
+    length: int
+
+
+KeyPath: TypeAlias = tuple[str | int, ...]
+"""Keys of dicts and indexes of lists, from the outermost on."""
+
+
+@dataclass(frozen=True)
+class Entries:
+    """What a checkpoint consists of.
+
+    Attributes:
+        tensors: all tensors by name.
+        chunks: every part of them that is stored, and where.
+        others: the entries that are not tensors, by name, and where they lie; None where ``.metadata`` does not say so in a way that can
+            be read.
+        paths: where in the nested state dict that was saved an entry was, for those of which ``.metadata`` says so.
+    """
+
+    tensors: Mapping[str, TensorSpec]
+    chunks: Sequence[tuple[Shard, Item]]
+    others: Mapping[str, Item | None]
+    paths: Mapping[str, KeyPath]
+
+
+def read_entries(data: bytes) -> Entries:
+    """Read ``.metadata``, running nothing of it.
+
+    Raises:
+        DataLoss: it is not such a pickle or names something that is no part of one; a chunk does not fit into its tensor,
+            is there twice or has no storage, or its storage is transformed or outside of the folder.
+        InvalidArgument: a tensor has a dtype, a name or a number of axes that no model here has.
+    """
+    metadata = _instance(read_pickle(data, _ALLOWED, METADATA_FILE), _METADATA, _MCORE_METADATA)
+    entries, storage = metadata.fields("state_dict_metadata", "storage_data")
+    if type(entries) is not dict or type(storage) is not dict:
+        raise DataLoss(f"{METADATA_FILE} has no entries, or says of none where it is stored")
+    items = _read_storage(storage)
+    tensors: dict[str, TensorSpec] = {}
+    chunks: list[tuple[Shard, Item]] = []
+    others: dict[str, Item | None] = {}
+    counted = 0
+    for name, entry in entries.items():
+        if type(name) is not str:
+            raise DataLoss(f"{METADATA_FILE} has an entry whose name is not text")
+        if type(entry) is Instance and entry.kind == _BYTES:
+            item = items.get((name, None))
+            others[name] = item if isinstance(item, Item) else None
+            continue
+        spec, boxes = _read_tensor(name, entry)
+        counted += len(entry.state["chunks"])
+        if counted > len(data):
+            # a pickle may refer to one list again and again; what torch writes has some hundred bytes for each chunk
+            raise DataLoss(f"{METADATA_FILE} lists more chunks than can be in its {len(data)} bytes")
+        tensors[name] = spec
+        seen = set()
+        for box in boxes:
+            if box.offset in seen:
+                raise DataLoss(f"{METADATA_FILE} lists two chunks of {spec} at {list(box.offset)}")
+            seen.add(box.offset)
+            item = items.get((name, box.offset))
+            if item is None:
+                raise DataLoss(f"{METADATA_FILE} does not say where {spec} {box} is stored")
+            if isinstance(item, str):
+                raise DataLoss(f"{METADATA_FILE} stores {spec} {box} in a way that cannot be read: {item}")
+            chunks.append((Shard(name, box), item))
+    return Entries(tensors, chunks, others, _read_paths(metadata.state.get("planner_data"), entries))
+
+
+def _read_paths(paths: Any, entries: Mapping[str, Any]) -> dict[str, KeyPath]:
+    """Those of the entries that are paths; what planners of others keep there is not of interest."""
+    if type(paths) is not dict:
+        return {}
+    return {
+        name: path for name, path in paths.items() if type(name) is str and name in entries and is_path(path)
+    }
+
+
+def is_path(path: Any) -> bool:
+    """Whether what was read is a `KeyPath`."""
+    # a pickle may refer to one tuple again and again
+    return (
+        type(path) is tuple and 0 < len(path) <= _MAX_PATH and all(type(each) in (str, int) for each in path)
+    )
+
+
+def _instance(value: Any, *kinds: str) -> Instance:
+    if type(value) is not Instance or value.kind not in kinds:
+        raise DataLoss(f"{METADATA_FILE} has something else where a {kinds[0]} should be")
+    return value
+
+
+def _read_storage(storage: Mapping[Any, Any]) -> Mapping[tuple[str, tuple[int, ...] | None], Item | str]:
+    """Where chunks are stored, by entry and offset, which is None of what is no tensor; a sentence instead for what cannot be read."""
+    items: dict[tuple[str, tuple[int, ...] | None], Item | str] = {}
+    checked: dict[str, str] = {}
+    for index, info in storage.items():
+        fields = _instance(index, _INDEX).fields("fqn")
+        offset = index.state.get("offset")
+        if type(fields[0]) is not str or not (offset is None or (_is_short(offset) and are_sizes(offset))):
+            raise DataLoss(f"{METADATA_FILE} has an index whose name or offset is not one")
+        key = fields[0], offset
+        if key in items:
+            raise DataLoss(f"{METADATA_FILE} stores {shown(fields[0])} {list(offset or ())} twice")
+        items[key] = _read_item(_instance(info, _INFO), checked)
+    return items
+
+
+def _is_short(sizes: Any) -> bool:
+    """Whether there are no more than a tensor has axes: long ones that many entries share would take for ever."""
+    return type(sizes) is tuple and len(sizes) <= MAX_RANK
+
+
+def _read_item(info: Instance, checked: dict[str, str]) -> Item | str:
+    file, offset, length = info.fields("relative_path", "offset", "length")
+    if type(file) is not str or not are_sizes((offset, length)):
+        return "its file, offset or length is not one"
+    if file not in checked:
+        checked[file] = _outside(file)
+    if checked[file]:
+        return checked[file]
+    if info.state.get("transform_descriptors"):
+        return "it was transformed when it was written, for example compressed"
+    return Item(file, offset, length)
+
+
+def _outside(file: str) -> str:
+    """Why a relative path may not be opened; empty if it may."""
+    parts = file.split("/")
+    if len(file) > 1024 or not file.isprintable() or any(part in ("", ".", "..") for part in parts):
+        return f"its file {shown(file)} is not the plain name of one in the checkpoint's folder"
+    return ""
+
+
+def _read_tensor(name: str, entry: Any) -> tuple[TensorSpec, list[Box]]:
+    properties, size, chunks = _instance(entry, _TENSOR).fields("properties", "size", "chunks")
+    state = _instance(properties, *_PROPERTIES).state
+    if type(state) is not tuple or not state or type(state[0]) is not Named:
+        raise DataLoss(f"{METADATA_FILE} does not say of which dtype {shown(name)} is")
+    if not are_sizes(size) or type(chunks) is not list:
+        raise DataLoss(f"{METADATA_FILE} does not say of which shape {shown(name)} is, or of which chunks")
+    try:
+        dtype = dtypes.parse(state[0].name)
+    except InvalidArgument as error:
+        raise InvalidArgument(f"{shown(name)}: {error.message}", fix=error.fix) from error
+    spec = TensorSpec(name, dtype, size)
+    check_spec(spec)
+    boxes = []
+    for chunk in chunks:
+        offset, extent = _instance(chunk, _CHUNK).fields("offsets", "sizes")
+        if not (_is_short(offset) and _is_short(extent) and are_sizes(offset) and are_sizes(extent)):
+            raise DataLoss(f"{METADATA_FILE} has a chunk of {spec} without offset or size")
+        box = Box(offset, extent)
+        if len(offset) != len(extent) or not box.fits(size):
+            raise DataLoss(
+                f"{METADATA_FILE} has a chunk at {list(offset)[:9]} of size {list(extent)[:9]} that does not fit "
+                f"into {spec}"
+            )
+        # Ranks that have nothing of an unevenly cut tensor still list their part of it.
+        if box.volume or not math.prod(size):
+            boxes.append(box)
+    return spec, boxes
+
+
+def write_metadata(
+    specs: Iterable[TensorSpec],
+    chunks: Iterable[tuple[Shard, Item]],
+    objects: Mapping[str, Item],
+    paths: Mapping[str, KeyPath],
+) -> bytes:
+    """Make ``.metadata``: of the installed torch's own classes, because it is they who will read it.
+
+    The same arguments give the same bytes, with one version of torch and Python.
+
+    Args:
+        specs: all tensors.
+        chunks: their chunks and where these lie.
+        objects: entries that are not tensors, and where they lie.
+        paths: where in a nested state dict entries are; of those that are not named, at its top.
+    """
+    import torch
+    from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+    from torch.distributed.checkpoint.metadata import (
+        BytesStorageMetadata,
+        ChunkStorageMetadata,
+        Metadata,
+        MetadataIndex,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+
+    # A pickle refers back to an object that it has already: equal names must be one object here.
+    tensors = {}
+    for spec in specs:
+        properties = TensorProperties(dtype=spec.dtype.torch)
+        tensors[sys.intern(spec.name)] = TensorStorageMetadata(properties, torch.Size(spec.shape), [])
+    storage = {}
+    for shard, item in chunks:
+        chunk = ChunkStorageMetadata(torch.Size(shard.box.offset), torch.Size(shard.box.extent))
+        tensors[shard.tensor].chunks.append(chunk)
+        index = MetadataIndex(sys.intern(shard.tensor), chunk.offsets)
+        storage[index] = _StorageInfo(sys.intern(item.file), item.offset, item.length)
+    for name, item in objects.items():
+        index = MetadataIndex(sys.intern(name))
+        storage[index] = _StorageInfo(sys.intern(item.file), item.offset, item.length)
+    entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {
+        **tensors,
+        **{sys.intern(name): BytesStorageMetadata() for name in objects},
+    }
+    # With planner_data, torch's own dcp_to_torch_save can turn the checkpoint into a plain file.
+    metadata = Metadata(
+        state_dict_metadata=entries,
+        planner_data={name: paths.get(name, (name,)) for name in entries},
+        storage_data=storage,
+        version=CURRENT_DCP_VERSION,
+    )
+    return pickle.dumps(metadata, protocol=4)
+
+
+def write_config() -> bytes:
+    """Make ``metadata.json``, by which Megatron chooses how to load."""
+    backends = {
+        "sharded_backend": "torch_dist",
+        "sharded_backend_version": 1,
+        "common_backend": "torch",
+        "common_backend_version": 1,
+    }
+    return json.dumps(backends).encode()
+
+
+def write_common(common: Mapping[str, Any]) -> bytes:
+    """Make ``common.pt``, the part of a state dict that is not sharded."""
+    import torch
+
+    stream = io.BytesIO()
+    torch.save(dict(common), stream)
+    return stream.getvalue()

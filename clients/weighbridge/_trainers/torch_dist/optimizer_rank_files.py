@@ -1,0 +1,184 @@
+"""Optimizer of FSDP2 in checkpoints of which each rank has saved its own files by ``torch.save``, as verl's ``FSDPCheckpointManager`` does.
+
+Beside the files of the module (`rank_files`) are ``optim_world_size_<ranks>_rank_<rank>.pt``, what ``optimizer.state_dict()`` gives: the state by numbers of
+parameters, as DTensors and plain values, and the parameter groups. A number is the parameter's place among all that the optimizer has; verl gives it
+``module.parameters()``, whose order is that of the module's DTensors, a tied one counted once. ``extra_state_...`` has the scheduler and random states. Source: verl
+0.9 (``verl/utils/checkpoint/fsdp_checkpoint_manager.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from weighbridge._core.text.counts import counted, first_lines
+from weighbridge._core.text.shortening import shown
+from weighbridge._trainers.torch_dist.folder import TorchDistCheckpoint
+from weighbridge._trainers.torch_dist.pickles import Instance, allow
+from weighbridge._trainers.torch_dist.rank_files import (
+    files_of,
+    is_dtensor,
+    open_rank_file,
+    read_files,
+)
+from weighbridge._trainers.torch_dist.stored_tensors import TENSOR_NAMES, described
+from weighbridge.errors import DataLoss, InvalidArgument, LayoutError, NotFound
+
+_RANDOM = allow(
+    *TENSOR_NAMES,
+    "_codecs.encode",
+    "numpy.dtype",
+    "numpy.ndarray",
+    "numpy.core.multiarray._reconstruct",
+    "numpy._core.multiarray._reconstruct",
+)
+_FSDP1 = (
+    "save the optimizer of FSDP2 (fully_shard); of FSDP1 it keeps flat ranges that do not say whose they are"
+)
+
+
+@dataclass(frozen=True)
+class RankOptimizer:
+    """The optimizer of a checkpoint.
+
+    Attributes:
+        checkpoint: its tensors, by ``state.<parameter>.<key>``, and where they lie.
+        numbers: what is no tensor of its state, by parameter and path.
+        groups: its parameter groups, ``params`` by names.
+    """
+
+    checkpoint: TorchDistCheckpoint
+    numbers: Mapping[str, Mapping[tuple[str, ...], Any]]
+    groups: Sequence[Mapping[str, Any]]
+
+
+def read_optimizer(folder: Path, parameters: Mapping[str, tuple[int, ...]]) -> RankOptimizer | None:
+    """Find the state of an optimizer, trusting nothing in it and reading no tensors; None if there are no files of one.
+
+    Args:
+        folder: the checkpoint.
+        parameters: shapes of the module's parameters by name, in the module's order.
+
+    Raises:
+        NotFound: the file of a rank is missing.
+        DataLoss: a file is damaged, cut short, or names what is no part of such a checkpoint.
+        InvalidArgument: it is the optimizer of FSDP1.
+        LayoutError: it has other parameters, or ranks disagree.
+    """
+    try:
+        files = files_of(folder, "optim")
+    except NotFound as error:
+        if error.details:  # there are some
+            raise
+        return None
+    names = list(parameters)
+    checkpoint = read_files(folder, files, partial(_tensors, names))
+    problems = [
+        f"{shown(name)} is {list(spec.shape)}, of a parameter that is {list(parameters[_parameter(name)])}"
+        for name, spec in checkpoint.layout.tensors.items()
+        if spec.shape not in ((), parameters[_parameter(name)])
+    ]
+    if problems:
+        raise LayoutError(
+            f"the optimizer in {folder} is not that of the model beside it",
+            details=first_lines(problems),
+            fix="make the optimizer of all of module.parameters(), in their order",
+        )
+    with open_rank_file(folder, files[0]) as (_, root):
+        numbers: dict[str, dict[tuple[str, ...], Any]] = {}
+        for index, state in root["state"].items():
+            found: dict[tuple[str, ...], Any] = {
+                (key,): value for key, value in state.items() if type(value) is not Instance
+            }
+            if found:
+                numbers[names[index]] = found
+        return RankOptimizer(checkpoint, numbers, _groups(root.get("param_groups"), names))
+
+
+def read_scheduler(folder: Path) -> dict[str, Any] | None:
+    """The state of the scheduler that rank 0 has saved; None if there is none.
+
+    Raises:
+        DataLoss: the file is damaged, or has something else in it than a scheduler and random states.
+        InvalidArgument: the scheduler's state has more than plain values.
+    """
+    try:
+        file = files_of(folder, "extra_state")[0]
+    except NotFound:
+        return None
+    with open_rank_file(folder, file, _RANDOM) as (_, root):
+        found = root.get("lr_scheduler") if type(root) is dict else None
+    if found is not None and (type(found) is not dict or not _is_plain(found)):
+        raise InvalidArgument(
+            f"the scheduler in {file} of {folder} has more than plain values",
+            fix="move the files extra_state_* elsewhere to leave it out",
+        )
+    return found
+
+
+def _tensors(names: Sequence[str], root: Any) -> dict[str, Any]:
+    """The tensors of what one rank's optimizer gives."""
+    state = root.get("state") if type(root) is dict else None
+    if type(state) is not dict:
+        raise DataLoss(
+            "what a rank has saved of its optimizer is not what optimizer.state_dict() gives",
+            fix="save what optimizer.state_dict() gives, as verl's FSDP engine does",
+        )
+    found: dict[str, Any] = {}
+    for index, of in state.items():
+        if type(index) is not int or not 0 <= index < len(names) or type(of) is not dict:
+            raise LayoutError(
+                f"the optimizer has state of parameter {shown(str(index))}, and the model {counted(len(names), 'sharded parameter')}",
+                fix="make the optimizer of all of module.parameters(), in their order",
+            )
+        for key, value in of.items():
+            name = f"state.{names[index]}.{key}"
+            if type(key) is not str or "." in key:
+                raise DataLoss(f"{shown(name)}: a key of an optimizer's state is to be a text without dots")
+            if type(value) is not Instance:
+                if not _is_plain(value):
+                    raise InvalidArgument(f"{shown(name)} is neither a tensor nor a plain value")
+            elif not is_dtensor(value) and described(value).shape:
+                raise InvalidArgument(
+                    f"{shown(name)} is a plain tensor of one rank, and its parameter is shared", fix=_FSDP1
+                )
+            else:
+                found[name] = value
+    return found
+
+
+def _groups(groups: Any, names: Sequence[str]) -> list[dict[str, Any]]:
+    made: list[dict[str, Any]] = []
+    taken: list[int] = []
+    for number, group in enumerate(groups if type(groups) is list else ()):
+        members = group.get("params") if type(group) is dict else None
+        if type(members) is not list or any(type(each) is not int for each in members):
+            raise DataLoss(f"group {number} of the optimizer does not say which parameters it has")
+        options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        if not _is_plain(options):
+            raise InvalidArgument(f"group {number} of the optimizer has options that are no plain values")
+        taken += members
+        made.append(
+            {"params": [names[each] if 0 <= each < len(names) else "" for each in members], **options}
+        )
+    if sorted(taken) != list(range(len(names))):
+        raise LayoutError(
+            f"the optimizer has {counted(len(taken), 'parameter')}, and the model {counted(len(names), 'sharded one')}",
+            fix="make the optimizer of all of module.parameters(), in their order",
+        )
+    return made
+
+
+def _parameter(name: str) -> str:
+    return name.removeprefix("state.").rpartition(".")[0]
+
+
+def _is_plain(value: Any) -> bool:
+    if type(value) is dict:
+        return all(type(key) in (str, int) and _is_plain(child) for key, child in value.items())
+    if type(value) in (list, tuple):
+        return all(map(_is_plain, value))
+    return value is None or type(value) in (bool, int, float, str, bytes)

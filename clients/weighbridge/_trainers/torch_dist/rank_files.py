@@ -1,0 +1,457 @@
+"""Checkpoints of FSDP in which each rank has saved its state dict by ``torch.save``, as verl's ``FSDPCheckpointManager`` does.
+
+A folder has the files ``model_world_size_<ranks>_rank_<rank>.pt``; those of optimizers (``optim_...``) are read by `optimizer_rank_files`. In each is a dict of DTensors (FSDP2, and FSDP1 over a device mesh),
+ShardedTensors (FSDP1), and plain tensors, which all ranks have whole. Each says of which part of the whole tensor it is, so the files are a
+`Layout`. They are read as data, whichever classes they name: nothing of them is run, and none of their tensors is loaded. Sources: verl 0.9
+(``verl/utils/checkpoint/fsdp_checkpoint_manager.py``); ``torch.distributed.tensor``, ``device_mesh`` and ``_shard`` of torch 2.13.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
+
+from weighbridge._core import dtypes
+from weighbridge._core.boxes import Box
+from weighbridge._core.layouts import MAX_RANK, Layout, Placement, Shard, TensorSpec, check_spec
+from weighbridge._core.text.counts import counted, first_lines
+from weighbridge._core.text.shortening import shown
+from weighbridge._formats.dtensors import Cut, runs_after
+from weighbridge._trainers.torch_dist.archives import Archive
+from weighbridge._trainers.torch_dist.folder import TorchDistCheckpoint, open_file
+from weighbridge._trainers.torch_dist.pickles import GETATTR, Instance, Named, allow, are_sizes, read_pickle
+from weighbridge._trainers.torch_dist.stored_tensors import (
+    TENSOR_NAMES,
+    DescribedTensor,
+    described,
+    located,
+)
+from weighbridge.errors import DataLoss, InvalidArgument, LayoutError, NotFound
+
+_FILE = re.compile(r"(model|optim|extra_state)_world_size_(\d{1,7})_rank_(\d{1,7})\.pt")
+_MAX_PICKLE = 64 << 20
+"""Largest pickle that is read; one of 20,000 tensors has some 20 MB. What it describes takes up to 26 times as much memory."""
+_MOST_TIED = 4
+"""Names that each byte of a file may have on the average, by tensors that are tied."""
+_MAX_DIRECTORY = 64 << 20
+_FROM_TYPE, _WRAPPER = "torch._tensor._rebuild_from_type_v2", "torch._utils._rebuild_wrapper_subclass"
+_PARAMETER = "torch._utils._rebuild_parameter"
+_SHARDED = "torch.distributed._shard.sharded_tensor.api.ShardedTensor"
+_DTENSORS = (
+    "torch.distributed.tensor.DTensor",
+    "torch.distributed.tensor._api.DTensor",
+    "torch.distributed._tensor.api.DTensor",  # before torch 2.5
+)
+_PLACEMENTS = {
+    f"{module}.{name}": name
+    for module in ("torch.distributed.tensor.placement_types", "torch.distributed._tensor.placement_types")
+    for name in ("Shard", "_StridedShard", "Replicate", "Partial")
+}
+_ALLOWED = allow(
+    *TENSOR_NAMES,
+    *GETATTR,
+    *_DTENSORS,
+    *_PLACEMENTS,
+    _FROM_TYPE,
+    _WRAPPER,
+    _PARAMETER,
+    _SHARDED,
+    f"{_SHARDED}.ProcessGroupState",
+    "torch.device",
+    "torch.serialization._get_layout",
+    *(
+        f"torch.distributed.{name}"
+        for name in (
+            "device_mesh.DeviceMesh",
+            "_mesh_layout._FlatLayout",
+            "_mesh_layout._MeshLayout",
+            "tensor._dtensor_spec.DTensorSpec",
+            "tensor._dtensor_spec.ShardOrderEntry",
+            "tensor._dtensor_spec.TensorMeta",
+            "_tensor._dtensor_spec.DTensorSpec",
+            "_tensor.placement_types.DTensorSpec",
+            "_tensor.placement_types.TensorMeta",
+            "remote_device._remote_device",
+            "_shard.metadata.ShardMetadata",
+            "_shard.sharded_tensor.metadata.MEM_FORMAT_ENCODING",
+            "_shard.sharded_tensor.metadata.ShardedTensorMetadata",
+            "_shard.sharded_tensor.metadata.TensorProperties",
+            "_shard.sharded_tensor.shard.Shard",
+            "_shard.sharding_spec.api.EnumerableShardingSpec",
+            "_shard.sharding_spec.chunk_sharding_spec.ChunkShardingSpec",
+        )
+    ),
+)
+_NAMED = 20
+
+
+class _Piece(NamedTuple):
+    """A box of a tensor, and where in the local tensor it begins, in elements; its elements lie one behind the other."""
+
+    box: Box
+    local: DescribedTensor
+    first: int
+
+
+class _Most(NamedTuple):
+    """What no tensor of a checkpoint can be more than: spread over so many ranks, and of so many bytes."""
+
+    ranks: int
+    nbytes: int
+
+
+def has_rank_files(folder: Path) -> bool:
+    """Whether a folder has files of this form."""
+    return any(_FILE.fullmatch(path.name) for path in folder.glob("model_world_size_*_rank_*.pt"))
+
+
+def read_rank_files(folder: Path) -> TorchDistCheckpoint:
+    """Find all tensors of a checkpoint, trusting nothing in it and reading no weights.
+
+    Of what several ranks hold alike, the first one's is taken. Entries that are no tensors are among the others, without a place.
+
+    Raises:
+        NotFound: no such folder or file, or the file of a rank is missing.
+        DataLoss: a file is damaged, cut short, or names what is no part of such a checkpoint.
+        InvalidArgument: a tensor has a dtype or name that is not supported, or the folder has checkpoints of several numbers of ranks.
+        LayoutError: ranks disagree about a tensor, or what one holds of it is not told; names each.
+    """
+    return read_files(folder, files_of(folder), lambda root: root)
+
+
+def read_files(folder: Path, files: Sequence[str], entries_of: Callable[[Any], Any]) -> TorchDistCheckpoint:
+    """Find all tensors of the files of ranks, by order of these.
+
+    Args:
+        folder: where they lie.
+        files: their names.
+        entries_of: finds in what one holds its values by name.
+
+    Raises:
+        As `read_rank_files`.
+    """
+    specs: dict[str, TensorSpec] = {}
+    others: dict[str, None] = {}
+    placed: dict[Shard, Placement] = {}
+    sizes: dict[str, int] = {}
+    problems: dict[str, str] = {}
+    most = _Most(len(files), sum((folder / file).stat().st_size for file in files))
+    for file in files:
+        with open_rank_file(folder, file) as (archive, root):
+            sizes[file] = archive.length
+            entries = entries_of(root)
+            if type(entries) is not dict or any(type(name) is not str for name in entries):
+                raise DataLoss(f"{file} in {folder}: it holds no state dict")
+            lies: list[tuple[int, int, str]] = []
+            for name, value in entries.items():
+                try:
+                    found = _tensor(name, value, most)
+                    if found is None:
+                        others[name] = None
+                        continue
+                    spec, pieces = found
+                    known = specs.setdefault(name, spec)
+                    if known != spec:
+                        raise LayoutError(f"{file} has {spec}, and a file before it {known}")
+                    for piece in pieces:
+                        shard = Shard(name, piece.box)
+                        place = _placement(shard, spec, piece, archive, file)
+                        lies.append((place.offset, place.offset + place.nbytes, name))
+                        placed.setdefault(shard, place)
+                except (LayoutError, DataLoss) as error:
+                    problems.setdefault(name, f"{shown(name)} in {file}: {error.message}")
+            for one, other in _overlapping(lies):
+                problems.setdefault(
+                    other, f"{shown(other)} in {file}: its elements are in part those of {shown(one)}"
+                )
+    if problems:
+        raise LayoutError(
+            f"{counted(len(problems), 'tensor')} of {folder} cannot be read",
+            details=first_lines(list(problems.values())),
+            fix="save DTensors that are Shard or Replicate, and all ranks in one step",
+        )
+    nbytes = sum(spec.nbytes for spec in specs.values())
+    if nbytes > _MOST_TIED * most.nbytes:
+        raise DataLoss(f"the tensors of {folder} have {nbytes} bytes, and its files together {most.nbytes}")
+    layout = Layout(MappingProxyType(specs), tuple(placed.values()))
+    return TorchDistCheckpoint(layout, others, {}, MappingProxyType(sizes))
+
+
+@contextmanager
+def open_rank_file(
+    folder: Path, file: str, allowed: Mapping[str, Named] = _ALLOWED
+) -> Iterator[tuple[Archive, Any]]:
+    """The file of a rank as an archive, and what its pickle describes.
+
+    Args:
+        folder: where it lies.
+        file: its name.
+        allowed: what it may name; by default what tensors do.
+
+    Raises:
+        NotFound: it is not there.
+        DataLoss: it is damaged, cut short, or names something else.
+    """
+    with open_file(folder, file) as (fd, size):
+        try:
+            archive = Archive(fd, 0, size, _MAX_DIRECTORY)
+            root = read_pickle(archive.pickle(_MAX_PICKLE), allowed, "its pickle")
+        except DataLoss as error:
+            raise DataLoss(f"{file} in {folder}: {error.message}", fix=error.fix) from error
+        yield archive, root
+
+
+def sharded_parameters(folder: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
+    """The tensors of a module that ranks share as DTensors, with their shapes, in the module's order; and further names of tied ones, each with the first.
+
+    Raises:
+        As `read_rank_files`.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    tied: dict[str, str] = {}
+    first: dict[tuple[object, ...], str] = {}
+    with open_rank_file(folder, files_of(folder)[0]) as (_, root):
+        for name, value in _mapping(root).items():
+            if not is_dtensor(value):
+                continue
+            _, _, made_of, state = _items(value.args, 4)
+            shape = tuple(_list(_items(made_of, 3)[2]))
+            local = described(_fields_of(state).get("_local_tensor"))
+            kept = first.setdefault((local.key, local.begin, shape), name)
+            if kept == name:
+                shapes[name] = shape
+            else:
+                tied[name] = kept
+    return shapes, tied
+
+
+def is_dtensor(value: Any) -> bool:
+    """Whether what a pickle describes is a DTensor."""
+    if type(value) is not Instance or value.kind != _FROM_TYPE:
+        return False
+    kind = _items(value.args, 2)[1]
+    return type(kind) is Named and kind.name in _DTENSORS
+
+
+def _mapping(root: Any) -> Mapping[str, Any]:
+    if type(root) is not dict or any(type(name) is not str for name in root):
+        raise DataLoss("a file of a rank holds no state dict")
+    return root
+
+
+def _overlapping(lies: list[tuple[int, int, str]]) -> Iterator[tuple[str, str]]:
+    """Pairs of tensors that share some of their bytes and not all, as tied ones do."""
+    before = (0, 0, "")
+    for place in sorted(lies):
+        if place[0] < before[1] and place[:2] != before[:2]:
+            yield before[2], place[2]
+        before = max(before, place, key=lambda each: each[1])
+
+
+def files_of(folder: Path, kind: Literal["model", "optim", "extra_state"] = "model") -> list[str]:
+    """Names of the files of a kind, by rank.
+
+    Raises:
+        NotFound: no such folder, no files of that kind in it, or that of a rank is missing.
+        InvalidArgument: there are two files of one rank, or files of several numbers of ranks.
+    """
+    if not folder.is_dir():
+        raise NotFound(f"there is no folder {folder}")
+    found: dict[int, dict[int, str]] = {}
+    for path in folder.iterdir():
+        match = _FILE.fullmatch(path.name)
+        if match and match[1] == kind:
+            other = found.setdefault(int(match[2]), {}).setdefault(int(match[3]), path.name)
+            if other != path.name:
+                raise InvalidArgument(
+                    f"{folder} has two files of rank {int(match[3])}: {', '.join(sorted((other, path.name)))}",
+                    fix="keep the one that belongs to the others",
+                )
+    if not found:
+        raise NotFound(f"{folder} has no files of the form {kind}_world_size_4_rank_0.pt")
+    if len(found) > 1:
+        raise InvalidArgument(
+            f"{folder} has checkpoints of {' and of '.join(map(str, sorted(found)))} ranks",
+            fix="keep one of them in a folder",
+        )
+    ((ranks, files),) = found.items()
+    missing = [rank for rank in itertools.islice(range(ranks), len(files) + _NAMED) if rank not in files]
+    if missing:
+        raise NotFound(
+            f"of {counted(ranks, 'rank')}, {folder} has the files of {len(files)}",
+            details=[f"{kind}_world_size_{ranks}_rank_{rank}.pt is missing" for rank in missing[:_NAMED]],
+            fix="copy the files of all ranks into one folder",
+        )
+    return [files[rank] for rank in range(ranks)]
+
+
+def _tensor(name: str, value: Any, most: _Most) -> tuple[TensorSpec, Sequence[_Piece]] | None:
+    """A tensor of a state dict and the pieces of it that this rank has; None if it is none."""
+    if type(value) is not Instance:
+        return None
+    if value.kind == _PARAMETER:
+        value = _items(value.args, 1)[0]
+    if type(value) is not Instance or value.kind != _FROM_TYPE:
+        whole = described(value)
+        return _spec(name, whole.dtype, whole.shape), [_Piece(Box.whole(whole.shape), whole, 0)]
+    make, kind, made_of, state = _items(value.args, 4)
+    if type(make) is not Named or make.name != _WRAPPER or type(kind) is not Named:
+        raise DataLoss("it is a tensor of a class that is not known")
+    dtype, shape = _items(made_of, 3)[1:3]
+    if type(dtype) is not Named or not are_sizes(shape):
+        raise DataLoss("it does not say of which dtype and shape it is")
+    spec = _spec(name, dtype.name.removeprefix("torch."), shape)
+    if not spec.nbytes:
+        return spec, []
+    if spec.nbytes > most.nbytes:
+        raise DataLoss(f"it has {spec.nbytes} bytes, and all files together {most.nbytes}")
+    pieces = _of_sharded(state) if kind.name == _SHARDED else _of_dtensor(shape, state, most.ranks)
+    return spec, [piece for piece in pieces if piece.box.volume]
+
+
+def _spec(name: str, dtype: str, shape: tuple[int, ...]) -> TensorSpec:
+    try:
+        spec = TensorSpec(name, dtypes.parse(dtype), shape)
+    except InvalidArgument as error:
+        raise InvalidArgument(f"{shown(name)}: {error.message}", fix=error.fix) from error
+    check_spec(spec)
+    return spec
+
+
+def _placement(shard: Shard, spec: TensorSpec, piece: _Piece, archive: Archive, file: str) -> Placement:
+    stored = located(piece.local, archive)
+    if stored.dtype != spec.dtype.torch_name:
+        raise DataLoss(f"a part of it is {stored.dtype}, not {spec.dtype.torch_name}")
+    size = spec.dtype.itemsize
+    return Placement(shard, file, stored.offset + piece.first * size, piece.box.volume * size)
+
+
+# -- ShardedTensor --------------------------------------------------------------------------------------------------------
+
+
+def _of_sharded(state: Any) -> Iterator[_Piece]:
+    """The pieces of a ``ShardedTensor``, whose state begins with its local shards."""
+    for shard in _list(_items(state, 1)[0]):
+        fields = _fields(shard)
+        local = described(fields.get("tensor"))
+        metadata = _fields(fields.get("metadata"))
+        offset, extent = (tuple(_list(metadata.get(key))) for key in ("shard_offsets", "shard_sizes"))
+        if not (are_sizes(offset) and are_sizes(extent)) or extent != local.shape:
+            raise DataLoss("a shard of it is not of the size that it is said to have")
+        yield _Piece(Box(offset, extent), local, 0)
+
+
+# -- DTensor --------------------------------------------------------------------------------------------------------------
+
+
+def _of_dtensor(shape: tuple[int, ...], state: Any, most: int) -> Iterator[_Piece]:
+    """The pieces of a DTensor: by its placements and the coordinate of its rank in the mesh."""
+    fields = _fields_of(state)
+    local = described(fields.get("_local_tensor"))
+    spec = _fields(fields.get("_spec"))
+    mesh = _fields(spec.get("mesh"))
+    coordinate = mesh.get("_coordinate_on_dim")
+    if coordinate is None:
+        raise LayoutError("its mesh does not say where this rank is in it")
+    where = tuple(_list(coordinate))
+    extents, placements = _mesh_shape(mesh), _items(spec.get("placements"), 0)
+    if not are_sizes(where) or not len(where) == len(extents) == len(placements) <= MAX_RANK:
+        raise DataLoss("its mesh and its placements are of different numbers of axes")
+    for order in _list(spec.get("shard_order") or ()):
+        over = _items(getattr(order, "args", None), 2)[1]
+        if not are_sizes(over) or list(over) != sorted(over):
+            raise LayoutError("an axis of it is cut over the axes of the mesh in another order than theirs")
+    cuts: list[list[Cut]] = [[] for _ in shape]
+    parts = 1
+    for placement, ranks, rank in zip(placements, extents, where, strict=True):
+        kind = _PLACEMENTS.get(getattr(placement, "kind", ""))
+        if kind == "Replicate":
+            continue
+        if kind not in ("Shard", "_StridedShard"):
+            raise LayoutError(f"it is placed as {kind or 'nothing known'}: its parts have not been added up")
+        says = _fields(placement)
+        axis, pieces = says.get("dim", -1), says.get("split_factor", 1)
+        if (
+            not are_sizes((axis, pieces))
+            or axis >= len(shape)
+            or not (rank < ranks <= most and 0 < pieces <= most)
+        ):
+            raise DataLoss("a placement of it is not one")
+        parts *= pieces
+        if parts > most**2:  # each is of the ranks on further axes of the mesh
+            raise DataLoss("its placements cut it into more parts than there are ranks for")
+        cuts[axis].append(Cut(ranks, rank, pieces))
+    runs = [runs_after(length, tuple(each)) for length, each in zip(shape, cuts, strict=True)]
+    extent = tuple(sum(stop - start for start, stop in of_axis) for of_axis in runs)
+    if extent != local.shape:
+        raise DataLoss(f"its local tensor is {list(local.shape)}, and by its placements it is {list(extent)}")
+    if any(len(of_axis) > 1 for of_axis in runs[1:]):
+        raise LayoutError(
+            "what a rank has of it lies apart in the whole tensor, along another axis than the first"
+        )
+    if not all(runs):
+        return
+    first = 0
+    rest = tuple(of_axis[0] for of_axis in runs[1:])
+    row = math.prod(extent[1:])
+    for start, stop in runs[0] if runs else [(0, 0)]:
+        ends = ((start, stop), *rest) if runs else ()
+        box = Box(tuple(low for low, _ in ends), tuple(high - low for low, high in ends))
+        yield _Piece(box, local, first)
+        first += (stop - start) * row
+
+
+def _mesh_shape(mesh: Mapping[Any, Any]) -> tuple[int, ...]:
+    """Of a ``DeviceMesh``: until torch 2.8 by the tensor of its ranks, then by its layout, which in torch 2.13 has an entry for each axis."""
+    ranks = mesh.get("mesh")
+    if ranks is not None:
+        return described(ranks).shape
+    layout = _fields(mesh.get("_layout"))
+    axes = layout.get("axes")
+    if axes is None:
+        shape = layout.get("shape")
+        shape = shape if type(shape) is tuple else (shape,)
+    else:
+        shape = tuple(_fields(axis).get("shape") for axis in _items(axes, 0))
+    extents = tuple(math.prod(each) if are_sizes(each) and len(each) <= MAX_RANK else each for each in shape)
+    if not are_sizes(extents):
+        raise DataLoss("its mesh does not say how many ranks are on each axis")
+    return extents
+
+
+# -- what pickles hold ----------------------------------------------------------------------------------------------------
+
+
+def _items(value: Any, least: int) -> tuple[Any, ...]:
+    if type(value) is not tuple or len(value) < least:
+        raise DataLoss("its pickle has something else where values should be")
+    return value
+
+
+def _list(value: Any) -> Sequence[Any]:
+    if type(value) not in (list, tuple):
+        raise DataLoss("its pickle has something else where a list should be")
+    found: Sequence[Any] = value
+    return found
+
+
+def _fields(value: Any) -> Mapping[Any, Any]:
+    """Attributes of an instance."""
+    if type(value) is not Instance:
+        raise DataLoss("its pickle has something else where an object should be")
+    return _fields_of(value.state)
+
+
+def _fields_of(state: Any) -> Mapping[Any, Any]:
+    """Attributes in a state; of classes with slots it is a pair, of which the second are theirs."""
+    if type(state) is tuple and len(state) == 2:
+        state = state[1]
+    if type(state) is not dict:
+        raise DataLoss("its pickle has something else where attributes should be")
+    return state

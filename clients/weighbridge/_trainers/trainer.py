@@ -1,0 +1,316 @@
+"""Client of a trainer rank: pushes the shards it holds; folders, and restores, are its bases'."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, Unpack
+
+from weighbridge._clients.push_handle import PushHandle
+from weighbridge._clients.push_options import PushOptions, check_options, say
+from weighbridge._clients.pushing import PushTerms
+from weighbridge._core.tensor_spaces import TensorSpace
+from weighbridge._trainers.importer import ImportingClient
+from weighbridge.v1 import checkpoint_service_pb2 as pb
+
+if TYPE_CHECKING:
+    import torch
+
+    from weighbridge._formats.megatron_state import WeightShards
+    from weighbridge._formats.torch_state import TorchShards
+    from weighbridge._trainers.states.training_state import TrainingTensors
+
+
+class TrainerClient(ImportingClient):
+    """The trainer's side of the service; one for each rank.
+
+    Args:
+        server: ``host:port`` of the gRPC face; by default ``WEIGHBRIDGE_SERVER``, or 127.0.0.1:50051.
+        run: name of the training run, the same on all ranks; part of the version's lineage.
+        ahead_bytes: host memory for the copies of a push with a training state, page-locked if they are of a GPU. So many bytes are copied to
+            it while the service is asked where they go, and delivered from there behind the caller. Larger pushes are copied when that is known. Each of two
+            pushes that are on their way takes as much.
+        options: as for `Client`.
+    """
+
+    def push(
+        self,
+        model: str,
+        sharded_state_dict: Any,
+        *,
+        step: int,
+        rank: int | None = None,
+        world_size: int | None = None,
+        run: str | None = None,
+        request_id: str | None = None,
+        cast: str = "allow",
+        optimizer: Any = None,
+        state: Mapping[str, Any] | None = None,
+        rank_state: Mapping[str, Any] | None = None,
+        until: Any = None,
+        **options: Unpack[PushOptions],
+    ) -> PushHandle:
+        """Hand over this rank's shards as a new version. All ranks call it with the same step.
+
+        Returns once the shards are copied out: training may go on and change them. The bytes travel behind it. Of
+        shards that several ranks hold, each is pushed by one of them. The first push waits until all ranks have come.
+
+        With ``optimizer``, ``state`` or ``rank_state`` a training state is pushed behind the weights, as by `push_state_dict`: all that `restore`
+        needs to go on from here, by the keys of Megatron's own checkpoints. Ranks do not communicate: of what the distributed optimizer has shared
+        out, each pushes its ranges.
+
+        Args:
+            model: ``namespace/name``, registered before.
+            sharded_state_dict: what Megatron-core's ``model.sharded_state_dict()`` returns.
+            step: the training step.
+            rank: this rank, from 0; by default torch.distributed's, or 0.
+            world_size: number of ranks that push; by default torch.distributed's, or 1.
+            run: overrides the client's.
+            request_id: what makes the ranks of one push find each other; by default run and step.
+            cast: as for `push_state_dict`: Megatron-core keeps some tensors in float32 beside bf16, such as norms or routers, if so configured.
+            optimizer: what ``get_megatron_optimizer`` returned, after its first step: `FP32Optimizer`, `Float16OptimizerWithFloat16Params` or
+                `DistributedOptimizer`, chained or not.
+            state, rank_state, until: as for `push_state_dict`.
+            options: metadata, whether the version is held, and what the push may cost the loop: `PushOptions`. Where torch.distributed has
+                as many ranks as push, they agree by its store before anything is copied: all of them push, or none.
+
+        Returns:
+            The push of the weights. Its ``training`` is the one of the training state.
+
+        Raises:
+            NotFound: the model is not registered.
+            InvalidArgument: the optimizer is none of these, values are not plain data (names the entry), or ``until`` names no optimizer.
+            FailedPrecondition: the optimizer has made no step.
+            LayoutError: shapes, dtypes or names contradict the model, or the ranks together do not hold all of it.
+            AlreadyExists: another process pushes as this rank of this step.
+        """
+        check_options(options)
+        from weighbridge._formats.torch_state import check_cast, rank_and_world
+        from weighbridge._trainers.states.megatron_training import training_tensors
+
+        check_cast(cast)
+        rank, world_size = rank_and_world(rank, world_size)
+        opening = self._opening(model, step, run, world_size, request_id)
+        push = partial(
+            self._push_tensors,
+            opening,
+            rank,
+            TensorSpace.MEGATRON,
+            partial(self._weight_shards, model, sharded_state_dict, cast),
+            lambda shards: training_tensors(shards.held, optimizer),
+            options,
+            until=until,
+            optimizer=optimizer,
+            state=state,
+            rank_state=rank_state,
+        )
+        return self._on_terms(opening, options, push)
+
+    def push_state_dict(
+        self,
+        model: str,
+        state_dict_or_module: Any,
+        *,
+        step: int,
+        rank: int | None = None,
+        world_size: int | None = None,
+        run: str | None = None,
+        request_id: str | None = None,
+        cast: str = "allow",
+        optimizer: Any = None,
+        state: Mapping[str, Any] | None = None,
+        rank_state: Mapping[str, Any] | None = None,
+        until: Any = None,
+        **options: Unpack[PushOptions],
+    ) -> PushHandle:
+        """Hand over this rank's part of a torch model as a new version: FSDP2, HSDP, tensor parallelism, DDP, or one process.
+
+        As `push`, with Hugging Face's names. ``_orig_mod``, ``_fsdp_wrapped_module`` and a leading ``module`` are stripped from them.
+        Tied copies of other tensors, and rotary frequencies, are left out. What several ranks hold is pushed by one of them.
+
+        With ``optimizer``, ``state`` or ``rank_state`` a training state is pushed behind the weights: all that `restore_state_dict` needs to go
+        on from here. It is a version of ``namespace/name:training``, with the number of the weights' version if that is free. Weights do not
+        wait for it. Its parameters have the module's own dtypes.
+
+        Args:
+            model: ``namespace/name``, registered before.
+            state_dict_or_module: a module, of which the ``state_dict()`` is taken, with peft's adapters merged into copies; a state dict; or pairs of name and
+                tensor. Tensors are DTensors of any mesh, or plain ones, which every rank holds whole; on any device.
+            step: the training step.
+            rank: this rank; by default torch.distributed's, or 0.
+            world_size: number of ranks that push; by default torch.distributed's, or 1.
+            run: overrides the client's.
+            request_id: what makes the ranks of one push find each other; by default run and step.
+            cast: ``allow`` casts floating-point tensors of another dtype than the model's on the way (integers never); ``exact`` does so
+                if the model's is wider; ``never`` refuses them. The report says how many were cast.
+            optimizer: the ``torch.optim.Optimizer`` of the module's parameters, or several. Whether it has made a step or not, it is not changed.
+            state: values by name, the same on all ranks: plain data, or objects with ``state_dict()`` and ``load_state_dict()`` such as schedulers.
+            rank_state: likewise, of this rank alone, such as the state of a random number generator or a data loader.
+            until: ``"optimizer_step"`` returns once it is known what is to be copied: what nothing but the optimizer's step changes is copied
+                behind the caller, during the next forward and backward, and the step waits for what is left. Or an optimizer, where its
+                state is not pushed along. Nothing else may change parameters before: `PushHandle.copied` waits for that.
+            options: as for `push`.
+
+        Returns:
+            The push of the weights. Its ``training`` is the one of the training state.
+
+        Raises:
+            NotFound: the model is not registered.
+            InvalidArgument: that is no state dict, ``cast`` is none of these, values are not plain data (names the entry), or ``until`` names
+                no optimizer.
+            LayoutError: names, shapes, dtypes or placements contradict the model, LoRA adapters cannot be merged, or with a training state are merged in
+                place, or the ranks together do not hold all of it; names each tensor.
+            AlreadyExists: another process pushes as this rank of this step.
+        """
+        check_options(options)
+        from weighbridge._formats.torch_state import rank_and_world, torch_shards
+        from weighbridge._trainers.states.torch_training import training_tensors
+
+        rank, world_size = rank_and_world(rank, world_size)
+        opening = self._opening(model, step, run, world_size, request_id)
+        find = partial(torch_shards, cast=cast, whole=world_size == 1, of=model)
+        push = partial(
+            self._push_torch,
+            opening,
+            rank,
+            state_dict_or_module,
+            find,
+            lambda _: training_tensors(state_dict_or_module, optimizer),
+            options,
+            until=until,
+            optimizer=optimizer,
+            state=state,
+            rank_state=rank_state,
+        )
+        return self._on_terms(opening, options, push)
+
+    def push_gathered(
+        self,
+        model: str,
+        weights: Iterable[tuple[str, torch.Tensor]],
+        *,
+        step: int,
+        rank: int | None = None,
+        world_size: int | None = None,
+        run: str | None = None,
+        request_id: str | None = None,
+        cast: str = "allow",
+        buffer_bytes: int = 256 << 20,
+        held: Iterable[str] | None = None,
+        **options: Unpack[PushOptions],
+    ) -> PushHandle:
+        """Hand over whole tensors that all ranks gather one after another, as RL frameworks do, as a new version.
+
+        All ranks call it with the same tensors; each pushes its share of each, before it asks for the next one. So a tensor need not outlive
+        that, and no rank holds more than the one that it is given: on the local lane it is copied straight to its place in the version. Returns
+        when all have passed by. Of ``weights`` all are taken in any case, also if the push fails: other ranks may gather them together with
+        this one. Names are understood as by `push_state_dict`; a copy of a tied tensor may be among them, and is compared.
+
+        Args:
+            model: ``namespace/name``, registered before.
+            weights: ``(name, tensor)`` pairs, on any device; an iterator is taken to its end.
+            step: the training step.
+            rank: this rank; by default torch.distributed's, or 0.
+            world_size: number of ranks that push; by default torch.distributed's, or 1.
+            run: overrides the client's.
+            request_id: what makes the ranks of one push find each other; by default run and step.
+            cast: as for `push_state_dict`.
+            buffer_bytes: host memory that what goes by gRPC may take; 2 MiB at the least.
+            held: names of the tensors that this rank is given, where the ranks are given different ones, as by pipeline or expert parallelism; of
+                a tensor that several are given, the whole is pushed by one of them, and not compared; nor is a copy of a tied tensor on a rank
+                that is not given that one.
+            options: as for `push`.
+
+        Raises:
+            NotFound: the model is not registered.
+            InvalidArgument: ``cast`` is not known.
+            LayoutError: names, shapes or dtypes contradict the model, or tensors are missing; names each.
+            AlreadyExists: another process pushes as this rank of this step.
+        """
+        passing = iter(weights)
+        try:
+            check_options(options)
+            from weighbridge._formats.torch_state import check_cast, rank_and_world
+
+            check_cast(cast)
+            rank, ranks = rank_and_world(rank, world_size)
+            opening = self._opening(model, step, run, ranks, request_id)
+            push = partial(self._push_passing, opening, rank, passing, options, cast, buffer_bytes, held)
+            handle = self._on_terms(opening, options, push)
+        except Exception:
+            _take_all(passing)
+            raise
+        if handle.skipped is not None:
+            _take_all(passing)
+        return handle
+
+    def _weight_shards(self, model: str, sharded_state_dict: Any, cast: str) -> WeightShards:
+        from weighbridge._formats.megatron_state import as_registered, sharded_tensors
+
+        held = sharded_tensors(sharded_state_dict)
+        with self._registered(model, held.layout) as registered:
+            return as_registered(held, registered, cast)
+
+    def _push_torch(
+        self,
+        opening: pb.OpenVersionRequest,
+        rank: int,
+        source: Any,
+        find: Callable[..., TorchShards],
+        training_tensors: Callable[[TorchShards], TrainingTensors],
+        options: PushOptions,
+        terms: PushTerms,
+        **training: Any,
+    ) -> PushHandle:
+        from weighbridge._formats.peft_models import merges_together
+
+        with self._tensors(opening.model) as tensors:
+            if merges_together(source):
+                self._pusher.meet(opening.model, terms)
+            return self._push_tensors(
+                opening,
+                rank,
+                TensorSpace.HUGGING_FACE,
+                partial(find, source, tensors),
+                training_tensors,
+                options,
+                terms,
+                **training,
+            )
+
+    def _push_passing(
+        self,
+        opening: pb.OpenVersionRequest,
+        rank: int,
+        passing: Iterator[tuple[str, torch.Tensor]],
+        options: PushOptions,
+        cast: str,
+        buffer_bytes: int,
+        held: Iterable[str] | None,
+        terms: PushTerms,
+    ) -> PushHandle:
+        from weighbridge._formats.gathered_shards import (
+            GatheredShards,
+            OpenPassing,
+            held_layout,
+            share_layout,
+        )
+
+        with self._tensors(opening.model) as tensors:
+            with self._pusher.telling([opening], rank, terms):
+                say(opening, options)
+                if held is None:
+                    shares = share_layout(tensors, rank, opening.ranks)
+                    given = partial(GatheredShards, rank=rank, ranks=opening.ranks)
+                else:
+                    shares = held_layout(tensors, held)
+                    given = partial(GatheredShards, rank=0, ranks=1, expected=shares.tensors)
+            make = partial(given, passing, tensors, cast=cast)
+            passed = OpenPassing(make, buffer_bytes)
+            return self._pusher.push(opening, rank, shares, TensorSpace.HUGGING_FACE, passed, terms=terms)
+
+
+def _take_all(passing: Iterator[object]) -> None:
+    """Take what is left of tensors: the other ranks gather them together with this one, and would wait for it for ever."""
+    for _ in passing:
+        pass

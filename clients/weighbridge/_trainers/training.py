@@ -1,0 +1,244 @@
+"""Training states: pushed beside the weights as versions of a part of the model, and restored from that part alone."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import TYPE_CHECKING, Any
+
+from weighbridge._clients import restoring
+from weighbridge._clients.calls import pull_calls
+from weighbridge._clients.calls.known_layouts import KnownLayouts
+from weighbridge._clients.connection import Connection
+from weighbridge._clients.copying.copies import Copies
+from weighbridge._clients.push_handle import PushHandle
+from weighbridge._clients.pushing import ALONE, Pusher, PushTerms
+from weighbridge._core.boxes import Box
+from weighbridge._core.layouts import Layout, Shard, TensorSpec
+from weighbridge._core.references import Reference, training_of
+from weighbridge._core.resources import REF_LATEST, Version
+from weighbridge._core.slices import FullTensors
+from weighbridge._core.text.counts import counted
+from weighbridge._formats.push_sources import StagingPool
+from weighbridge._trainers.states import stateful
+from weighbridge.errors import DataLoss, InvalidArgument
+from weighbridge.v1 import checkpoint_service_pb2 as pb
+
+if TYPE_CHECKING:
+    from weighbridge._trainers.states.training_state import Fit, RankValues, TrainingState, TrainingTensors
+
+log = logging.getLogger(__name__)
+
+
+def training_state(
+    tensors: Callable[[], TrainingTensors],
+    rank: int,
+    *,
+    optimizer: Any,
+    state: Mapping[str, Any] | None,
+    rank_state: Mapping[str, Any] | None,
+    begin: Callable[[TrainingTensors], None] = lambda _: None,
+) -> TrainingState | None:
+    """What a rank pushes beside its weights; None if nothing of it was given.
+
+    Args:
+        tensors: gives what the rank holds of model and optimizer.
+        rank: which rank.
+        optimizer, state, rank_state: as for `TrainerClient.push_state_dict`.
+        begin: is given the tensors before anything else is looked at.
+
+    Raises:
+        InvalidArgument: values are not plain; names the entry.
+    """
+    if optimizer is state is rank_state is None:
+        return None
+    from weighbridge._trainers.states.training_state import RankValues, TrainingState
+
+    held = tensors()
+    begin(held)
+    values = RankValues(
+        state=stateful.values_of(state, "state"), rank_state=stateful.values_of(rank_state, "rank_state")
+    )
+    return TrainingState.of(held, values, rank)
+
+
+class TrainingPushes:
+    """The pushes of training states of one client. They have slots and staging buffers of their own, so that neither they nor weights wait
+    for the other's bytes.
+
+    Args:
+        connection: the client's.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._pusher = Pusher(connection)
+        self._staging = StagingPool()
+        self._ahead = StagingPool()
+
+    @staticmethod
+    def opening(weights: pb.OpenVersionRequest) -> pb.OpenVersionRequest:
+        """The opening of the training state that is pushed beside these weights, which have not been opened yet."""
+        own = pb.OpenVersionRequest()
+        own.CopyFrom(weights)
+        own.model = training_of(weights.model)
+        own.ClearField("cast_from")
+        # held versions are for engines to pass by; a trainer that goes on wants the newest state as it was
+        own.candidate, own.allow_nonfinite = False, True
+        return own
+
+    def begin(self, copies: Copies, model: str, held: TrainingTensors) -> None:
+        """Begin to copy what will probably be pushed of the state beside a model's weights."""
+        copies.begin(self._pusher.expected(training_of(model), held.layout, held.tensors), self._ahead)
+
+    def beside(
+        self,
+        weights: Callable[[pb.OpenVersionRequest | None], PushHandle],
+        opening: pb.OpenVersionRequest,
+        rank: int,
+        state: TrainingState | None,
+        copies: Copies,
+        terms: PushTerms = ALONE,
+    ) -> PushHandle:
+        """Push weights, and behind them the training state that belongs to them.
+
+        Args:
+            weights: pushes them; is given the opening of what comes behind.
+            opening: of the weights.
+            rank: which rank.
+            state: what is pushed beside them; None for nothing.
+            copies: how both are copied; begun by the caller, who ends them.
+            terms: of the weights' push.
+
+        Returns:
+            The handle of the weights.
+        """
+        if state is None:
+            return weights(None)
+        own = self.opening(opening)
+        handle = weights(own)
+        own.at_least = handle.number
+        try:
+            copies.keep(state.tensors[-1:])  # the blob
+            source, copying = copies.source(state.tensors, self._staging)
+            handle.training = self._pusher.push(
+                own, rank, state.layout, state.space, source, copying=copying, terms=terms.behind()
+            )
+        except Exception as error:
+            error.add_note(f"This rank had pushed the weights by then: {handle.model}@{handle.number}.")
+            if not terms.hold.policy.warns:
+                raise
+            log.error(
+                "%s: the training state of step %d was not pushed; the loop goes on. %s",
+                own.model,
+                own.step,
+                error,
+            )
+            handle.training = PushHandle.of_skipped(self._connection, own.model, error)
+        return handle
+
+    def close(self) -> None:
+        """Wait until what was pushed has arrived or failed."""
+        self._pusher.close()
+
+
+def restore_training(
+    connection: Connection,
+    model: str,
+    version: str | int | None,
+    fit: Fit,
+    ranks: tuple[int, int],
+    *,
+    state: MutableMapping[str, Any] | None,
+    rank_state: MutableMapping[str, Any] | None,
+) -> Version:
+    """Fill what a rank holds from a training state. Nothing is changed unless all of it fits; what breaks off after that says so.
+
+    Only the rank's boxes come, and one blob: its own, if as many ranks have pushed; otherwise that of rank 0.
+
+    Args:
+        connection: the client's.
+        model: ``namespace/name``, or the name of its part.
+        version: of the part: a number or a ref; by default the latest.
+        fit: fits what the rank holds to the state.
+        ranks: which rank, of how many.
+        state, rank_state: as for `TrainerClient.restore_state_dict`.
+
+    Returns:
+        The version of the part.
+
+    Raises:
+        NotFound: no such model or version.
+        InvalidArgument: it was pushed without what is asked for, or ``rank_state`` is asked for on another number of ranks.
+        LayoutError: it does not fit; names each tensor.
+        DataLoss: the blob is missing, or is none.
+    """
+    import torch
+
+    from weighbridge._trainers.states.checkpoints.checkpoint_values import checkpoint_ranks, opened
+    from weighbridge._trainers.states.training_state import StoredState, without_blobs
+
+    meant = Reference.of(model, version, REF_LATEST)
+    part = training_of(meant.model)
+    plan = connection.run(pull_calls.plan_pull(KnownLayouts(), part, meant.version, FullTensors(), None))
+    found, tensors = plan.version, plan.layout.tensors
+    others = without_blobs(tensors)
+    pushed_by = found.ranks or len(tensors) - len(others)
+    rank, world_size = ranks
+    name = f"{found.model}@{found.number}"
+    kept = rank_values(connection, found, tensors, rank if pushed_by == world_size else 0)
+    own = checkpoint_ranks(kept, name)
+    if rank_state is not None and (pushed_by if own is None else own) != world_size:
+        by = f"was pushed by {counted(pushed_by, 'rank')}"
+        of = f"was imported with what is their own of {counted(own or 0, 'rank')}"
+        raise InvalidArgument(
+            f"{name} {by if own is None else of}, and rank_state= is asked for on {world_size}",
+            fix="what is each rank's own fits as many ranks alone: leave rank_state= out (checkpoints.restore(rank_state=False)), and begin it anew",
+        )
+    values = opened(kept, name, None if rank_state is None else rank)
+    stateful.check_kept(state, values.state, "state", name)
+    stateful.check_kept(rank_state, values.rank_state, "rank_state", name)
+    filling = fit(StoredState(name, others, values.trainer))
+    left = stateful.left_out(state, values.state, "state") + stateful.left_out(
+        rank_state, values.rank_state, "rank_state"
+    )
+    if left and own is None and rank == 0:  # what was imported has entries that nobody asks for
+        log.warning("%s was pushed with %s, which this restore leaves out", name, ", ".join(left))
+    with torch.no_grad():
+        try:
+            restoring.hugging_face_shards(connection, part, filling.layout, filling.tensors, found.number)
+            filling.finish()
+        except BaseException as error:
+            filling.undo()
+            error.add_note(
+                f"Of {name} this rank has been filled in part: restore again before anything is trained or pushed."
+            )
+            raise
+    stateful.give_back(state, values.state)
+    stateful.give_back(rank_state, values.rank_state)
+    return found
+
+
+def rank_values(
+    connection: Connection, version: Version, tensors: Mapping[str, TensorSpec], rank: int
+) -> RankValues:
+    """What a rank's blob of a version holds.
+
+    Raises:
+        DataLoss: the blob is missing, or is none.
+    """
+    import torch
+
+    from weighbridge._trainers.states.training_state import blob_name, read_blob
+
+    name = blob_name(rank)
+    spec = tensors.get(name)
+    if spec is None or spec.dtype.torch != torch.uint8 or len(spec.shape) != 1:
+        raise DataLoss(
+            f"{version.model}@{version.number} has no {name}, the values of rank {rank}",
+            fix="restore another version; push training states by push or push_state_dict with optimizer= or state=",
+        )
+    blob = torch.empty(spec.shape, dtype=torch.uint8, device="cpu")
+    layout = Layout.stream([spec], [Shard(name, Box.whole(spec.shape))])
+    restoring.hugging_face_shards(connection, version.model, layout, [blob], version.number)
+    return read_blob(blob, f"{name} of {version.model}@{version.number}")

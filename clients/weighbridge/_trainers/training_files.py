@@ -1,0 +1,178 @@
+"""Training states as checkpoints on disk: of Megatron-core, and of torch. Tensors go through as a stream, in bounded memory."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from weighbridge._clients.calls import pull_calls
+from weighbridge._clients.calls.known_layouts import KnownLayouts
+from weighbridge._clients.connection import Connection
+from weighbridge._clients.pulling import PullRun
+from weighbridge._core.layouts import TensorSpec
+from weighbridge._core.references import Reference, training_of
+from weighbridge._core.resources import REF_LATEST, Version
+from weighbridge._core.slices import FullTensors
+from weighbridge._formats.hf_folder import check_free, unwritable
+from weighbridge._trainers.torch_dist.whole_folders import appearing
+from weighbridge._trainers.training import rank_values
+from weighbridge.errors import InvalidArgument, LayoutError
+
+if TYPE_CHECKING:
+    from weighbridge._trainers.states.checkpoints.checkpoint_values import CheckpointValues
+    from weighbridge._trainers.torch_dist.folder import TorchDistFiles
+
+log = logging.getLogger(__name__)
+
+TRACKER_FILE = "latest_checkpointed_iteration.txt"
+"""Where Megatron-LM's ``--load`` looks for the iteration to load."""
+
+
+@dataclass(frozen=True)
+class WrittenCheckpoint:
+    """A checkpoint that was written.
+
+    Attributes:
+        version: the training state.
+        format: ``torch_dist`` or ``dcp``.
+        folder: where the checkpoint is; of ``torch_dist`` the folder of the iteration.
+    """
+
+    version: Version
+    format: str
+    folder: Path
+
+
+def write_checkpoint(
+    connection: Connection,
+    model: str,
+    version: str | int | None,
+    folder: Path,
+    *,
+    checkpoint_format: str | None,
+    replaces: bool,
+    max_file_bytes: int,
+    on_progress: Callable[[int, int], None],
+) -> WrittenCheckpoint:
+    """Write a training state as a checkpoint; see `RestoringClient.export_training`."""
+    from weighbridge._trainers.states.checkpoints.checkpoint_folder import MAX_VALUES_BYTES
+    from weighbridge._trainers.states.checkpoints.checkpoint_values import CheckpointValues
+    from weighbridge._trainers.states.training_state import without_blobs
+    from weighbridge._trainers.torch_dist.metadata import METADATA_FILE
+    from weighbridge._trainers.torch_dist.writing import write_torch_dist
+
+    if not replaces:
+        check_free(
+            folder, fix="name a new folder, or replace the checkpoint that is there: --replace, replace=True"
+        )
+    meant = Reference.of(model, version, REF_LATEST)
+    part = training_of(meant.model)
+    known = KnownLayouts()
+    plan = connection.run(pull_calls.plan_pull(known, part, meant.version, FullTensors(), None))
+    found, all_tensors = plan.version, plan.layout.tensors
+    tensors = without_blobs(all_tensors)
+    ranks = found.ranks or len(all_tensors) - len(tensors)
+    nbytes = sum(spec.nbytes for name, spec in all_tensors.items() if name not in tensors)
+    if nbytes > MAX_VALUES_BYTES:
+        raise InvalidArgument(
+            f"{found.model}@{found.number} has {nbytes} bytes that are no tensors, and an export holds at most {MAX_VALUES_BYTES} in memory",
+            fix="give tensors to optimizer= rather than to state= or rank_state=; restore it as it is",
+        )
+    blobs = [rank_values(connection, found, all_tensors, rank) for rank in range(max(ranks, 1))]
+    values = CheckpointValues.of(blobs, tensors, found.step)
+    _check_format(found, values.format, checkpoint_format)
+    if not tensors:
+        raise LayoutError(
+            f"{found.model}@{found.number} has no tensors", fix="name a state of a model or an optimizer"
+        )
+    pull = connection.run(pull_calls.plan_pull(known, part, found.number, FullTensors(tuple(tensors)), None))
+    order = [tensors[placement.shard.tensor] for placement in pull.layout.placements]
+    files = _laid_out(order, values, max_file_bytes)
+
+    def write(into: Path) -> None:
+        into.mkdir(exist_ok=True)
+        write_torch_dist(into, files, PullRun(connection, pull).stream(), on_progress)
+
+    if values.format == "dcp":
+        if replaces:
+            _check_replaceable(folder, METADATA_FILE)
+        with appearing(folder, replace=replaces) as unfinished:
+            write(unfinished)
+        return WrittenCheckpoint(found, values.format, folder)
+    name = f"iter_{found.step:07d}"
+    if folder.exists() and any(folder.iterdir()):
+        _check_replaceable(folder / name, METADATA_FILE)
+        with appearing(folder / name, replace=True) as unfinished:
+            write(unfinished)
+        before = _tracked(folder / TRACKER_FILE)
+        if before > found.step:
+            log.warning("%s named iteration %d, and names %d now", folder / TRACKER_FILE, before, found.step)
+        _replace_file(folder / TRACKER_FILE, str(found.step))
+    else:
+        with appearing(folder) as unfinished:
+            write(unfinished / name)
+            (unfinished / TRACKER_FILE).write_text(str(found.step))
+    return WrittenCheckpoint(found, values.format, folder / name)
+
+
+def _laid_out(order: list[TensorSpec], values: CheckpointValues, max_file_bytes: int) -> TorchDistFiles:
+    """The files of a checkpoint whose chunks follow each other as the tensors' bytes do."""
+    from weighbridge._trainers.torch_dist.chunks import chunks_of
+    from weighbridge._trainers.torch_dist.folder import lay_out_torch_dist
+    from weighbridge._trainers.torch_dist.metadata import METADATA_FILE
+
+    files = lay_out_torch_dist(
+        [shard for spec in order for shard in chunks_of(spec)],
+        order,
+        max_file_bytes,
+        common=values.common,
+        objects=values.objects,
+        paths=values.paths,
+        aliases=values.aliases,
+    )
+    if values.format == "torch_dist":
+        return files
+    # torch's own has nothing of Megatron's
+    only: Mapping[str, bytes] = {METADATA_FILE: files.metadata_files[METADATA_FILE]}
+    return replace(files, metadata_files=only)
+
+
+def _check_format(version: Version, own: str, wanted: str | None) -> None:
+    if wanted not in (None, own):
+        trainer = "Megatron-core" if own == "torch_dist" else "torch"
+        raise InvalidArgument(
+            f"{version.model}@{version.number} is the training state of {trainer}, whose checkpoints are {own}, not {wanted}",
+            fix="leave --format out"
+            + ("; torch.distributed.checkpoint reads torch_dist as well" if own == "torch_dist" else ""),
+        )
+
+
+def _check_replaceable(folder: Path, metadata_file: str) -> None:
+    """Refuse to remove what is no checkpoint."""
+    if folder.exists() and (
+        not folder.is_dir() or (any(folder.iterdir()) and not (folder / metadata_file).exists())
+    ):
+        raise InvalidArgument(
+            f"{folder} is no checkpoint, and is not replaced by one", fix="name another folder"
+        )
+
+
+def _tracked(path: Path) -> int:
+    """The iteration that a tracker file names; 0 if there is none, or it names none."""
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return 0
+
+
+def _replace_file(path: Path, text: str) -> None:
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        unfinished.write_text(text)
+        unfinished.replace(path)
+    except OSError as error:
+        raise unwritable(path, error) from error

@@ -1,1 +1,0 @@
-"""Tests of `weighbridge._formats.torch_dist`."""
