@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-from weighbridge_service import service
+from weighbridge_service import core
 from weighbridge_storage.opening import open_store
 from weighbridge_storage.stores.objects import Buffer, ObjectStore, PutMode, pieces_of
 
@@ -127,7 +127,7 @@ def main() -> None:
         stores.append(CountingStore(open_store(location)))
         return stores[-1]
 
-    service.open_store = counting  # type: ignore[attr-defined, assignment]
+    core.open_store = counting  # type: ignore[attr-defined, assignment]
     threading.Thread(target=partial(_answer, stores), daemon=True).start()
     from weighbridge._cli import main as weighbridge
 

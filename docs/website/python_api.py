@@ -45,7 +45,7 @@ PAGES: Mapping[str, Page] = {
             "Engines": _public("EngineClient", "EngineReporter", "Pull", "PullPlan", "Filled", "HostSlices", "Slices"),
             "Asyncio": _public("AsyncEngineClient", "AsyncPull"),
             "Training states": _public("CheckpointManager", "RandomStates", "WrittenCheckpoint"),
-            "Any client": _public("Client", "ConnectionOptions", "Credentials"),
+            "Any client": _public("Client", "Signatures", "ConnectionOptions", "Credentials"),
         },
     ),
     "values": Page(

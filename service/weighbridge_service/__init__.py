@@ -1,4 +1,4 @@
-"""Weighbridge service. `server` is the process, `service` wires its parts.
+"""Weighbridge service. `server` is the process, `core` wires its parts, and `service` what other houses plug into it.
 
 May import: `weighbridge_storage`, `weighbridge`. A folder imports only those listed before it:
 

@@ -24,6 +24,7 @@ from starlette.types import ASGIApp
 from weighbridge._tracing.settings import OF_PROCESS
 from weighbridge.errors import InvalidArgument, Unavailable, WeighbridgeError
 from weighbridge_service.access.certificates import Certificates
+from weighbridge_service.api.grpc.engine_handlers import engine_service
 from weighbridge_service.api.grpc.server import OTHER_PORTS, GrpcListener, GrpcServer
 from weighbridge_service.api.http.app import create_app
 from weighbridge_service.api.http.connections import Listener, connections
@@ -32,6 +33,7 @@ from weighbridge_service.api.http.tracing import trace_requests
 from weighbridge_service.api.lane.server import LaneServer
 from weighbridge_service.exports.jobs import Exports
 from weighbridge_service.health import Health
+from weighbridge_service.metrics.instruments import CallInstruments
 from weighbridge_service.models.bridge_process import BridgeProcess
 from weighbridge_service.models.bridges import made_by
 from weighbridge_service.models.library_models import compare_with_library, compared_by
@@ -249,18 +251,26 @@ def run(config: ServiceConfig, grpc: str, http: str, log_level: str = "info") ->
             stack.callback(bridges.close)
             http_server = HttpServer(http, shares.http, certificates=certificates)
             stack.callback(http_server.stop)
-            listener = GrpcListener(grpc, shares.grpc, config.bulk_port, certificates)
+            calls = CallInstruments()
+            listener = GrpcListener(grpc, shares.grpc, config.bulk_port, certificates, calls.count)
             stack.callback(listener.stop, 0.0)
             service = Weighbridge(config, listener.port)
             stack.callback(service.close)
             lane = LaneServer(service, config.local_socket, shares.lane)
             stack.callback(lane.stop)
-            grpc_server = GrpcServer(listener, service, lane, http_server.address)
+            grpc_server = GrpcServer(
+                listener,
+                service,
+                lane,
+                http_server.address,
+                more=[engine_service(service.engines)],
+                heard=service.engines.heard,
+            )
             exports = Exports(service)
             stack.callback(exports.close)
             health = Health.of(service)
             stack.callback(health.close)
-            metrics = Metrics(service, lane, listener.calls, health)
+            metrics = Metrics(service, lane, calls, health)
         except (WeighbridgeError, OSError) as error:
             known = (
                 error_for(error, f"opening {error.filename or config.store}")

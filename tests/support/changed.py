@@ -31,6 +31,7 @@ ASSEMBLIES = frozenset(
         "weighbridge_storage.opening",
         "weighbridge_service.api.http.app",
         "weighbridge_service.families",
+        "weighbridge_service.core",
         "weighbridge_service.service",
         "weighbridge_service.server",
         "tests.conftest",

@@ -28,6 +28,7 @@ def serve(
     # the process that this one is forked from may be older than they are
     os.environ.update(credentials)
     from weighbridge._formats.safetensors_files import lay_out_files
+    from weighbridge_service.api.grpc.engine_handlers import engine_service
     from weighbridge_service.api.grpc.server import GrpcListener, GrpcServer
     from weighbridge_service.api.lane.server import LaneServer
     from weighbridge_service.models import registered_model
@@ -43,7 +44,9 @@ def serve(
     listener = GrpcListener(f"127.0.0.1:{port}", 4096, config.bulk_port)
     service = Weighbridge(config, listener.port)
     lane = LaneServer(service, config.local_socket, 1024)
-    server = GrpcServer(listener, service, lane)
+    server = GrpcServer(
+        listener, service, lane, more=[engine_service(service.engines)], heard=service.engines.heard
+    )
     server.start()
     parent = multiprocessing.parent_process()
     assert parent is not None

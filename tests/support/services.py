@@ -16,10 +16,12 @@ from tests.support.forked import ForkedPython
 from tests.support.raw_clients import TinyModel
 from weighbridge import TrainerClient
 from weighbridge_service.access.certificates import Certificates
+from weighbridge_service.api.grpc.engine_handlers import engine_service
 from weighbridge_service.api.grpc.server import DEFAULT_LIMITS, CallLimits, GrpcListener, GrpcServer
 from weighbridge_service.api.http.metrics import Metrics
 from weighbridge_service.api.lane.server import OFF, LaneServer
 from weighbridge_service.health import Health
+from weighbridge_service.metrics.instruments import CallInstruments
 from weighbridge_service.push.machine.phases import BEFORE_SEALED
 from weighbridge_service.runtime.config import ServiceConfig
 from weighbridge_service.service import Weighbridge
@@ -53,7 +55,8 @@ class RunningService:
         }
         config = ServiceConfig(store, **{**defaults, **settings})
         certificates = None if config.tls is None else Certificates(config.tls)
-        listener = GrpcListener("127.0.0.1:0", 4096, config.bulk_port, certificates)
+        calls = CallInstruments()
+        listener = GrpcListener("127.0.0.1:0", 4096, config.bulk_port, certificates, calls.count)
         try:
             self.service = Weighbridge(config, listener.port)
         except BaseException:
@@ -61,8 +64,11 @@ class RunningService:
             raise
         self.lane = LaneServer(self.service, config.local_socket, lane_clients)
         self.health = Health.of(self.service)
-        self.metrics = Metrics(self.service, self.lane, listener.calls, self.health)
-        self.grpc = GrpcServer(listener, self.service, self.lane, http, limits)
+        self.metrics = Metrics(self.service, self.lane, calls, self.health)
+        engines = self.service.engines
+        self.grpc = GrpcServer(
+            listener, self.service, self.lane, http, limits, [engine_service(engines)], engines.heard
+        )
         self.grpc.start()
         self.address = f"127.0.0.1:{self.grpc.port}"
 

@@ -83,3 +83,20 @@ def _check(manifest: ManifestText, signature: Signature, trusted: Trusted) -> st
     if contradictions:
         raise InvalidArgument("; ".join(contradictions))
     return by
+
+
+def check_about(manifest: ManifestText, content: bytes) -> str:
+    """The method and the signer of a signature, as text, if it is one of a version; keys are not checked.
+
+    Raises:
+        InvalidArgument: ``content`` is no signature, or not about this version.
+    """
+    bundle = Bundle.read(content)
+    contradictions = bundle.statement.contradictions(manifest)
+    if contradictions:
+        raise InvalidArgument(
+            f"the signature is not one of {manifest.title}",
+            details=contradictions,
+            fix="sign the version's own files: weighbridge sign, or model_signing in the folder of a download",
+        )
+    return f"{bundle.method} {bundle.signer[:16]}"

@@ -21,7 +21,11 @@ class Signatures:
     """
 
     def __init__(self, client: Client) -> None:
+        self._client = client
         self._connection = client._connection
+
+    def __repr__(self) -> str:
+        return f"<Signatures beside {self._client!r}>"
 
     def sign(self, model: str, version: str | int | None = None, *, signer: Signer) -> Signing:
         """Sign a version: its files, and its manifest, which says where it comes from. Repeating it is harmless.

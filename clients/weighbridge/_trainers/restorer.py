@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-from weighbridge._clients import restoring
 from weighbridge._clients.calls import push_calls
 from weighbridge._clients.client import Client
 from weighbridge._clients.transport import ConnectionOptions
@@ -17,6 +16,7 @@ from weighbridge._core.references import Reference, is_training
 from weighbridge._core.resources import REF_LATEST, Version
 from weighbridge._core.text.counts import counted, first_lines
 from weighbridge._formats.memory_forms import TensorForms
+from weighbridge._trainers import restoring
 from weighbridge._trainers.torch_dist.folder import DEFAULT_FILE_BYTES
 from weighbridge._trainers.training import restore_training
 from weighbridge._trainers.training_files import WrittenCheckpoint, write_checkpoint

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any
 
-from weighbridge._clients import restoring
 from weighbridge._clients.calls import pull_calls
 from weighbridge._clients.calls.known_layouts import KnownLayouts
 from weighbridge._clients.connection import Connection
@@ -20,6 +19,7 @@ from weighbridge._core.resources import REF_LATEST, Version
 from weighbridge._core.slices import FullTensors
 from weighbridge._core.text.counts import counted
 from weighbridge._formats.push_sources import StagingPool
+from weighbridge._trainers import restoring
 from weighbridge._trainers.states import stateful
 from weighbridge.errors import DataLoss, InvalidArgument
 from weighbridge.v1 import checkpoint_service_pb2 as pb

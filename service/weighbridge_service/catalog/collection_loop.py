@@ -32,7 +32,6 @@ class Collecting:
         catalog: which models there are.
         every_s: seconds between two collections of all models by this process, on average; 0 for none.
         on_collected: is told of each model that this process has collected, and its history.
-        served: says which engines serve which versions of a model, by number; these are kept.
 
     Attributes:
         versions_deleted: versions whose objects this process has deleted.
@@ -45,11 +44,10 @@ class Collecting:
         catalog: Catalog,
         every_s: float,
         on_collected: Callable[[ModelName, History], None],
-        served: Callable[[ModelName], Mapping[int, Sequence[str]]],
     ) -> None:
         self._catalog = catalog
         self._on_collected = on_collected
-        self._served = served
+        self._served: Callable[[ModelName], Mapping[int, Sequence[str]]] = lambda _: {}
         self._every_s = every_s
         self._counting = threading.Lock()
         self.versions_deleted = 0
@@ -58,6 +56,10 @@ class Collecting:
         self._thread = threading.Thread(target=self._run, name="collector", daemon=True)
         if every_s:
             self._thread.start()
+
+    def keep_served(self, served: Callable[[ModelName], Mapping[int, Sequence[str]]]) -> None:
+        """Keep the versions of a model that engines serve: ``served`` names the engines by the number of the version."""
+        self._served = served
 
     def retention(self, name: str) -> Retention:
         """Which versions of a model are kept. Raises NotFound."""

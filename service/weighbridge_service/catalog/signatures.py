@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 
 from weighbridge._core.manifest_text import ManifestText
 from weighbridge._core.resources import Signature, VersionState
-from weighbridge._signing.bundle import Bundle
 from weighbridge.errors import FailedPrecondition, InvalidArgument, NotFound
 from weighbridge_service.catalog.catalog import Catalog
 from weighbridge_storage.documents.names import MANIFEST_FILE, ModelName, version_key
@@ -16,16 +16,21 @@ from weighbridge_storage.versions.signatures import read_signatures, write_signa
 
 log = logging.getLogger(__name__)
 
+SignatureCheck = Callable[[ManifestText, bytes], str]
+"""The signer of a signature, as text. Raises InvalidArgument if it is none, or not about the version of the manifest."""
+
 
 class Signatures:
     """The signatures of all models' versions. Thread-safe; any number of replicas may add some at a time.
 
     Args:
         catalog: which versions there are.
+        check: checks signatures that are added.
     """
 
-    def __init__(self, catalog: Catalog) -> None:
+    def __init__(self, catalog: Catalog, check: SignatureCheck) -> None:
         self._catalog = catalog
+        self._check = check
         self._adding = threading.Lock()
 
     def manifest_part(self, name: str, number: int, offset: int, most: int) -> tuple[bytes, int]:
@@ -82,20 +87,13 @@ class Signatures:
             InvalidArgument: the content is too large, no signature, or not about this version.
             ResourceExhausted: the version has as many as one may have, or as many by this identity.
         """
-        bundle = Bundle.read(content)
         model = ModelName.parse(name)
         with self._catalog.reading_stored(name, str(number)) as found:
             if found.state is VersionState.RETIRED:
                 raise FailedPrecondition(f"{found} was taken out of history", fix="push its weights again")
             manifest = ManifestText.read(read_manifest_text(self._catalog.store, model, number))
-            contradictions = bundle.statement.contradictions(manifest)
-            if contradictions:
-                raise InvalidArgument(
-                    f"the signature is not one of {manifest.title}",
-                    details=contradictions,
-                    fix="sign the version's own files: weighbridge sign, or model_signing in the folder of a download",
-                )
+            signer = self._check(manifest, content)
             with self._adding:  # each counts those before it
                 added = write_signature(self._catalog.store, model, number, content, by)
-        log.info("%s was signed by %s %s: %s", found, bundle.method, bundle.signer[:16], added[:12])
+        log.info("%s was signed by %s: %s", found, signer, added[:12])
         return added

@@ -8,15 +8,16 @@ from itertools import groupby
 
 from weighbridge._core.engines.facts import MOST_BEHIND, Engine, EngineReport
 from weighbridge.errors import WeighbridgeError
+from weighbridge.v1 import replica_service_pb2 as pb
 from weighbridge_service.catalog.catalog import AWAY, Catalog
 from weighbridge_service.catalog.changes import Changes
 from weighbridge_service.catalog.head_versions import refs_of
 from weighbridge_service.catalog.snapshots import VersionSnapshot
-from weighbridge_service.engines.entries import Entry, Owner, RefView, ToldEngine, served, shown
+from weighbridge_service.engines.entries import Entry, Owner, RefView, served, shown
 from weighbridge_service.engines.fleets import Fleet, fleets
 from weighbridge_service.engines.pages import page_of
 from weighbridge_service.engines.registry import EngineRegistry
-from weighbridge_service.engines.reports import checked_report
+from weighbridge_service.engines.reports import checked_report, told_from_proto
 from weighbridge_service.runtime.clock import unix_ms
 from weighbridge_storage.documents.names import ModelName
 from weighbridge_storage.head.history import History
@@ -65,9 +66,9 @@ class KnownEngines:
             self.changes.notify(name)
         return self._shown([entry], refs)[0]
 
-    def heard(self, told: Iterable[ToldEngine]) -> None:
+    def heard(self, told: Iterable[pb.ReportedEngine]) -> None:
         """Take note of what another replica has heard. What cannot be kept is passed over: that one has said so to the agent, or will list it."""
-        for each in told:
+        for each in map(told_from_proto, told):
             if not 0.0 <= each.age_s < self.registry.leases.forgotten_s:
                 continue
             try:

@@ -30,6 +30,28 @@ class PushInstruments:
     def __iter__(self) -> Iterator[Collector]:
         yield from (self.outcomes, self.failures, self.effect_failures, self.phase, self.ready, self.durable)
 
+    def effect_failed(self, effect: str) -> None:
+        """See `PushFigures`."""
+        self.effect_failures.labels(effect).inc()
+
+    def phase_ended(self, phase: str, seconds: float) -> None:
+        """See `PushFigures`."""
+        self.phase.labels(phase).observe(seconds)
+
+    def version_ready(self, seconds: float) -> None:
+        """See `PushFigures`."""
+        self.ready.observe(seconds)
+
+    def version_durable(self, seconds: float) -> None:
+        """See `PushFigures`."""
+        self.durable.observe(seconds)
+
+    def push_ended(self, phase: str, reason: str) -> None:
+        """See `PushFigures`."""
+        self.outcomes.labels(phase).inc()
+        if reason:
+            self.failures.labels(reason).inc()
+
 
 @dataclass(frozen=True, slots=True)
 class CallInstruments:

@@ -12,7 +12,6 @@ from typing import Protocol
 
 from weighbridge._core.text.waits import ranks_have
 from weighbridge.errors import DeadlineExceeded, Unavailable, VersionFailed, WeighbridgeError
-from weighbridge_service.metrics.instruments import PushInstruments
 from weighbridge_service.plan.declarations import Agreement, Declaration, Home, numbers_of
 from weighbridge_service.push.declared_layouts import DeclaredLayouts
 from weighbridge_service.push.handover import HandedShare, HandedVersion, Successors
@@ -23,6 +22,7 @@ from weighbridge_service.push.machine import events as on
 from weighbridge_service.push.machine.phases import FINAL, Phase
 from weighbridge_service.push.machine.state import Limits, PushState
 from weighbridge_service.push.mappings import Mappings
+from weighbridge_service.push.observing.observer import PushFigures
 from weighbridge_service.push.publisher import Publisher
 from weighbridge_service.push.replica_exchange import Exchange
 from weighbridge_storage.documents.entries import OpenEntry
@@ -63,7 +63,7 @@ class Facilities:
     allocator: ImageAllocator
     mappings: Mappings
     successors: Successors
-    figures: PushInstruments
+    figures: PushFigures
 
 
 class EffectRunner:

@@ -15,7 +15,6 @@ from weighbridge._transport.request_parts import parts
 from weighbridge.errors import DataLoss, Unavailable
 from weighbridge.v1 import replica_service_pb2 as pb
 from weighbridge.v1 import replica_service_pb2_grpc
-from weighbridge_service.engines.entries import ToldEngine
 from weighbridge_service.plan.declarations import Home
 from weighbridge_service.replicas.progress import (
     Progress,
@@ -23,7 +22,6 @@ from weighbridge_service.replicas.progress import (
     home_to_proto,
     progress_from_proto,
     progress_to_proto,
-    told_to_proto,
 )
 
 _EXCHANGE_SECONDS = 5.0
@@ -58,7 +56,7 @@ class Links:
         self,
         other: Home,
         progress: Sequence[tuple[Progress, bool]] = (),
-        engines: Sequence[ToldEngine] = (),
+        engines: Sequence[pb.ReportedEngine] = (),
         *,
         leaving: bool = False,
     ) -> tuple[Home, list[Progress]]:
@@ -81,7 +79,7 @@ class Links:
         request = pb.ExchangeRequest(
             sender=home_to_proto(self.home),
             versions=[progress_to_proto(each, with_files=files) for each, files in progress],
-            engines=map(told_to_proto, engines),
+            engines=engines,
             leaving=leaving or self.leaving,
         )
         with rpc.translated_errors(other.address, self._credentials):

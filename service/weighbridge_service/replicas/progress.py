@@ -6,10 +6,8 @@ import re
 from dataclasses import dataclass
 from enum import IntEnum
 
-from weighbridge._transport.wire_engines import report_from_proto, report_to_proto
 from weighbridge.errors import InvalidArgument
 from weighbridge.v1 import replica_service_pb2 as pb
-from weighbridge_service.engines.entries import Owner, ToldEngine
 from weighbridge_service.plan.declarations import Home
 from weighbridge_storage.versions.writing import Written
 
@@ -137,19 +135,3 @@ def progress_from_proto(message: pb.VersionProgress) -> Progress | None:
         *(message.share, message.handovers, written, message.error),
         nonfinite=message.nonfinite_elements,
     )
-
-
-def told_to_proto(told: ToldEngine) -> pb.ReportedEngine:
-    """What an agent has reported here as a message."""
-    return pb.ReportedEngine(
-        report=report_to_proto(told.report),
-        identity=told.owner.identity,
-        host=told.owner.host,
-        age_seconds=told.age_s,
-    )
-
-
-def told_from_proto(message: pb.ReportedEngine) -> ToldEngine:
-    """A message as what an agent has reported to another replica."""
-    owner = Owner(message.identity, message.host)
-    return ToldEngine(owner, report_from_proto(message.report), message.age_seconds)

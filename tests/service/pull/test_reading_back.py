@@ -26,7 +26,7 @@ from weighbridge._core.megatron_rank import MegatronRank
 from weighbridge._core.slices import LayoutRequest
 from weighbridge._formats.safetensors_files import lay_out_files
 from weighbridge.errors import DataLoss, Unavailable, WeighbridgeError
-from weighbridge_service import service
+from weighbridge_service import core
 from weighbridge_service.exports import tensors
 from weighbridge_service.exports.jobs import Exports, ExportState
 from weighbridge_service.models import registered_model
@@ -83,7 +83,7 @@ def small_files() -> Iterator[None]:
     """Models are laid out in files of 200 kB, and read a little ahead."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(registered_model, "lay_out_files", partial(lay_out_files, max_shard_bytes=200_000))
-        patch.setattr(service, "BlockCache", partial(BlockCache, block=BLOCK))
+        patch.setattr(core, "BlockCache", partial(BlockCache, block=BLOCK))
         patch.setattr(read_ahead, "STEP_BYTES", 3 * BLOCK)
         patch.setattr(tensors, "STEP_BYTES", 3 * BLOCK)
         yield

@@ -16,7 +16,7 @@ from weighbridge import Engine, EngineClient, EngineReporter, Retention, Trainer
 from weighbridge._clients.calls.engine_calls import report_engine
 from weighbridge._core.engines.facts import EngineReport
 from weighbridge_service.engines.entries import Owner, after_report
-from weighbridge_service.replicas.engine_exchange import due
+from weighbridge_service.engines.exchange import due
 
 MODEL = "acme/tiny"
 REPORT = EngineReport("e1", MODEL, "vllm", "http://node7:8000", "latest", 1, state="serving", beat=1)

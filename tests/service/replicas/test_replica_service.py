@@ -39,7 +39,6 @@ from weighbridge_service.api.grpc.requests import RequestLimits
 from weighbridge_service.api.grpc.server import GrpcListener
 from weighbridge_service.api.grpc.weight_handlers import BulkHandlers
 from weighbridge_service.api.grpc.workers import Workers
-from weighbridge_service.engines.entries import ToldEngine
 from weighbridge_service.plan.declarations import Home
 from weighbridge_service.push.handover import HandedVersion
 from weighbridge_service.replicas.heartbeat import Heartbeat
@@ -92,7 +91,7 @@ class Replica:
         self.ended: Progress | None = None
         self.met: list[Home] = []
         self.left: list[Home] = []
-        self.engines: list[ToldEngine] = []
+        self.engines: list[pb.ReportedEngine] = []
         self.reads = 0
         self.leases = 0
         self.links = Links(self.home, left=self.left.append)
@@ -107,7 +106,7 @@ class Replica:
             workers,
             workers,
             workers,
-            self._listener.calls.count,
+            lambda *_: None,
             self._waits,
             Access(),
             Audit(None),

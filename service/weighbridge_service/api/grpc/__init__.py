@@ -1,6 +1,6 @@
 """gRPC face: control calls on an event loop, streams of weights in threads.
 
-May import: `api.lane`, `service`, and folders below.
+May import: `api.lane`, `core`, and folders below.
 
 - `server`: the ports and their services.
 - `methods`: reads a request, runs its handler, answers.
@@ -14,9 +14,9 @@ May import: `api.lane`, `service`, and folders below.
 - `bulk_server`: the port for streams of weights.
 - `bulk_streams`: messages with weights, within a budget.
 - `model_handlers`: `ModelService`.
+- `engine_handlers`: `EngineService`, which the house of the engines plugs in.
 - `checkpoint_handlers`: `CheckpointService`.
 - `weight_handlers`: `WeightService`, `BulkService`, `LocalLaneService`.
-- `engine_handlers`: `EngineService`.
 - `replica_handlers`: `ReplicaService`.
 - `health_handlers`: health checks and reflection.
 """

@@ -20,10 +20,10 @@ from weighbridge_service.admission.byte_budget import Direction
 from weighbridge_service.api.grpc.bulk_streams import BulkStreams, received, sent
 from weighbridge_service.api.grpc.call import Call
 from weighbridge_service.api.grpc.methods import Methods, streamed
+from weighbridge_service.core import Core
 from weighbridge_service.push.machine.answers import Declared
 from weighbridge_service.push.pending import Pending
 from weighbridge_service.push.replica_checksums import ReplicaChecksum
-from weighbridge_service.service import Weighbridge
 from weighbridge_storage.head.open_versions import Said
 
 T = TypeVar("T")
@@ -35,7 +35,7 @@ _SEAL_SECONDS = 60.0
 class CheckpointHandlers:
     """`CheckpointService`."""
 
-    def __init__(self, service: Weighbridge, methods: Methods, streams: BulkStreams) -> None:
+    def __init__(self, service: Core, methods: Methods, streams: BulkStreams) -> None:
         self._methods = methods
         self._streams = streams
         self._intake = service.intake

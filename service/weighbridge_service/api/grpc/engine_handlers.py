@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from weighbridge._transport.wire_engines import engine_to_proto, report_from_proto
 from weighbridge.v1 import engine_service_pb2 as pb
 from weighbridge_service.api.grpc.call import Call
@@ -30,3 +32,8 @@ class EngineHandlers:
         limit = min(request.page_size or LARGEST_PAGE, LARGEST_PAGE)
         found, more = self._engines.page(request.model, call.peer.sees, request.page_token, limit)
         return pb.ListEnginesResponse(engines=map(engine_to_proto, found), next_page_token=more)
+
+
+def engine_service(engines: KnownEngines) -> tuple[Any, str, object]:
+    """`EngineService` for the server of the gRPC face."""
+    return pb, "EngineService", EngineHandlers(engines)

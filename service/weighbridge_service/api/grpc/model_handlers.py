@@ -18,8 +18,8 @@ from weighbridge_service.admission.quotas import HostQuota
 from weighbridge_service.api.grpc.call import Call
 from weighbridge_service.api.grpc.methods import Methods, takes_long
 from weighbridge_service.api.grpc.watches import Watches, merged
+from weighbridge_service.core import Core
 from weighbridge_service.push.image_allocator import IMAGES_OF_A_MODEL
-from weighbridge_service.service import Weighbridge
 from weighbridge_storage.documents.names import ModelName
 
 _PAGE = 100
@@ -58,7 +58,7 @@ def _files(messages: Iterable[resources_pb2.ModelFile]) -> dict[str, bytes]:
 class ModelHandlers:
     """`ModelService`."""
 
-    def __init__(self, service: Weighbridge, methods: Methods, watches: Watches, most_watches: int) -> None:
+    def __init__(self, service: Core, methods: Methods, watches: Watches, most_watches: int) -> None:
         self._catalog = service.catalog
         self._collecting = service.collecting
         self._gates = service.gates

@@ -11,7 +11,6 @@ from weighbridge.v1 import replica_service_pb2 as pb
 from weighbridge_service.admission.byte_budget import Direction
 from weighbridge_service.api.grpc.bulk_streams import BulkStreams
 from weighbridge_service.api.grpc.call import Call
-from weighbridge_service.engines.entries import ToldEngine
 from weighbridge_service.plan.declarations import Home
 from weighbridge_service.push.handover import HandedVersion
 from weighbridge_service.replicas.heartbeat import SharedPushes
@@ -20,7 +19,6 @@ from weighbridge_service.replicas.progress import (
     home_to_proto,
     progress_from_proto,
     progress_to_proto,
-    told_from_proto,
 )
 from weighbridge_service.replicas.takeovers import handed_from_proto
 from weighbridge_storage.memory.images import Hold
@@ -73,7 +71,7 @@ class ReplicaHandlers:
         left: Callable[[Home], None],
         leaving: Callable[[], bool],
         takeovers: VersionTaker,
-        heard: Callable[[Iterable[ToldEngine]], None],
+        heard: Callable[[Iterable[pb.ReportedEngine]], None],
     ) -> None:
         self._home = home
         self._met = met
@@ -93,7 +91,7 @@ class ReplicaHandlers:
             raise InvalidArgument(error.message) from error
         sender = home_from_proto(request.sender)
         self._met(sender)
-        self._heard(map(told_from_proto, request.engines))
+        self._heard(request.engines)
         for progress in told:
             if progress is not None:
                 self._pushes.heard(sender, progress)

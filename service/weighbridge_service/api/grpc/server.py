@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +16,6 @@ from weighbridge.errors import InvalidArgument, Unavailable
 from weighbridge.v1 import (
     bulk_service_pb2,
     checkpoint_service_pb2,
-    engine_service_pb2,
     local_lane_pb2,
     model_service_pb2,
     replica_service_pb2,
@@ -28,7 +27,6 @@ from weighbridge_service.admission.tickets import Tickets
 from weighbridge_service.api.grpc.bulk_server import BulkListener
 from weighbridge_service.api.grpc.bulk_streams import BulkStreams
 from weighbridge_service.api.grpc.checkpoint_handlers import CheckpointHandlers
-from weighbridge_service.api.grpc.engine_handlers import EngineHandlers
 from weighbridge_service.api.grpc.event_loop import EventLoop
 from weighbridge_service.api.grpc.health_handlers import (
     HEALTH,
@@ -36,7 +34,7 @@ from weighbridge_service.api.grpc.health_handlers import (
     HealthHandlers,
     reflection_handlers,
 )
-from weighbridge_service.api.grpc.methods import Methods
+from weighbridge_service.api.grpc.methods import Count, Methods
 from weighbridge_service.api.grpc.model_handlers import ModelHandlers
 from weighbridge_service.api.grpc.replica_handlers import ReplicaHandlers
 from weighbridge_service.api.grpc.requests import RequestLimits
@@ -44,8 +42,7 @@ from weighbridge_service.api.grpc.watches import Watches
 from weighbridge_service.api.grpc.weight_handlers import BulkHandlers, LocalLaneHandlers, WeightHandlers
 from weighbridge_service.api.grpc.workers import Workers
 from weighbridge_service.api.lane.server import LaneServer
-from weighbridge_service.metrics.instruments import CallInstruments
-from weighbridge_service.service import Weighbridge
+from weighbridge_service.core import Core
 
 _QUICK_THREADS = 32
 _LONG_THREADS = 8
@@ -120,6 +117,7 @@ class GrpcListener:
         connections: most at one time, at each port.
         bulk: see `bulk_ports`.
         certificates: of the service; None to answer without TLS.
+        count: observes calls that have ended.
 
     Raises:
         InvalidArgument: there cannot be such a port.
@@ -128,14 +126,19 @@ class GrpcListener:
     Attributes:
         port: for all calls.
         bulk: for streams of weights; None if they have no port of their own.
-        calls: figures of calls that have ended.
+        count: observes calls that have ended.
         loop: on which control calls are answered.
     """
 
     def __init__(
-        self, address: str, connections: int, bulk: str = OFF, certificates: Certificates | None = None
+        self,
+        address: str,
+        connections: int,
+        bulk: str = OFF,
+        certificates: Certificates | None = None,
+        count: Count = lambda *_: None,
     ) -> None:
-        self.calls = CallInstruments()
+        self.count = count
         options = (*_OPTIONS, ("grpc.max_allowed_incoming_connections", connections))
         self.bulk: BulkListener | None = None
         logging.getLogger("grpc._cython.cygrpc").addFilter(_is_news)
@@ -146,9 +149,7 @@ class GrpcListener:
             for i, port in enumerate(ports):
                 try:
                     where = f"{address.rpartition(':')[0]}:{port}"
-                    self.bulk = BulkListener(
-                        where, options, self.calls.count, certificates, known_port=self.port
-                    )
+                    self.bulk = BulkListener(where, options, self.count, certificates, known_port=self.port)
                     break
                 except Unavailable:
                     if i + 1 == len(ports):
@@ -228,15 +229,19 @@ class GrpcServer:
         lane: what processes of this machine are told of.
         http: ``host:port`` of the HTTP face, of which clients are told; empty without one.
         limits: how much calls may take.
+        more: services of other houses: the module of the contract, the service's name there, and its handlers.
+        heard: takes note of engines that have reported to another replica.
     """
 
     def __init__(
         self,
         listener: GrpcListener,
-        service: Weighbridge,
+        service: Core,
         lane: LaneServer,
         http: str = "",
         limits: CallLimits = DEFAULT_LIMITS,
+        more: Iterable[tuple[Any, str, object]] = (),
+        heard: Callable[[Iterable[replica_service_pb2.ReportedEngine]], None] = lambda _: None,
     ) -> None:
         self._limits = limits
         self._listener = listener
@@ -260,7 +265,7 @@ class GrpcServer:
             long,
             replicas,
             streams,
-            listener.calls.count,
+            listener.count,
             self._waits,
             service.access,
             service.audit,
@@ -281,7 +286,6 @@ class GrpcServer:
             (model_service_pb2, "ModelService", ModelHandlers(service, methods, watches, limits.watches)),
             (checkpoint_service_pb2, "CheckpointService", CheckpointHandlers(service, methods, bulk)),
             (weight_service_pb2, "WeightService", WeightHandlers(service, bulk)),
-            (engine_service_pb2, "EngineService", EngineHandlers(service.engines)),
             (local_lane_pb2, "LocalLaneService", LocalLaneHandlers(lane, service.access, http)),
             (
                 replica_service_pb2,
@@ -295,9 +299,10 @@ class GrpcServer:
                     service.replica_left,
                     service.is_leaving,
                     service.takeovers,
-                    service.engines.heard,
+                    heard,
                 ),
             ),
+            *more,
         ]
         contract = self._contract = [
             (module.DESCRIPTOR.services_by_name[name], handlers) for module, name, handlers in found

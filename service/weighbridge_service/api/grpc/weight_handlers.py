@@ -14,13 +14,13 @@ from weighbridge_service.admission.tickets import VALID_SECONDS, Tickets
 from weighbridge_service.api.grpc.bulk_streams import BulkStreams, sent
 from weighbridge_service.api.grpc.call import Call
 from weighbridge_service.api.lane.server import LaneServer
-from weighbridge_service.service import Weighbridge
+from weighbridge_service.core import Core
 
 
 class WeightHandlers:
     """`WeightService`."""
 
-    def __init__(self, service: Weighbridge, streams: BulkStreams) -> None:
+    def __init__(self, service: Core, streams: BulkStreams) -> None:
         self._serving = service.serving
         self._streams = streams
 

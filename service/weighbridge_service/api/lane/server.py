@@ -20,7 +20,7 @@ from weighbridge_service.admission.quotas import HostQuota
 from weighbridge_service.admission.rates import Rates
 from weighbridge_service.api.lane.session import LaneSession
 from weighbridge_service.api.lane.trust import Writers
-from weighbridge_service.service import Weighbridge
+from weighbridge_service.core import Core
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class LaneServer:
 
     def __init__(
         self,
-        service: Weighbridge,
+        service: Core,
         where: str,
         most: int,
         *,

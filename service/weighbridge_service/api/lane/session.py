@@ -24,9 +24,9 @@ from weighbridge_service.access.scopes import Verb
 from weighbridge_service.admission.reader_shares import LentImages
 from weighbridge_service.api.lane.peer_process import PeerProcess
 from weighbridge_service.api.lane.plans import fill_plan
+from weighbridge_service.core import Core
 from weighbridge_service.pull.serving import LentVersion
 from weighbridge_service.push.image_writer import MemoryGrant
-from weighbridge_service.service import Weighbridge
 from weighbridge_storage.memory.file_bytes import Place
 from weighbridge_storage.memory.images import Image
 from weighbridge_storage.memory.regions import Region, why_not_lent
@@ -64,7 +64,7 @@ class LaneSession:
 
     def __init__(
         self,
-        service: Weighbridge,
+        service: Core,
         connection: socket.socket,
         service_id: str,
         room: protocol.Room,

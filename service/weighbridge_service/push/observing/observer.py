@@ -3,14 +3,33 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from typing import Protocol
 
 from weighbridge._tracing.span import Span
-from weighbridge_service.metrics.instruments import PushInstruments
 from weighbridge_service.push.machine import effects as do
 from weighbridge_service.push.machine import events as on
 from weighbridge_service.push.machine.phases import FINAL, Phase
 from weighbridge_service.push.machine.state import Moment, PushState
 from weighbridge_service.push.observing.push_spans import PushSpans
+
+
+class PushFigures(Protocol):
+    """Figures of all pushes. Called from any thread."""
+
+    def effect_failed(self, effect: str) -> None:
+        """An effect of this kind has failed."""
+
+    def phase_ended(self, phase: str, seconds: float) -> None:
+        """A push has left a phase after this long."""
+
+    def version_ready(self, seconds: float) -> None:
+        """A version is ready, this long after it was opened."""
+
+    def version_durable(self, seconds: float) -> None:
+        """A version is durable, this long after it was opened."""
+
+    def push_ended(self, phase: str, reason: str) -> None:
+        """A push has ended in this phase. ``reason`` is that of the error which ended it, or empty."""
 
 
 class PushObserver:
@@ -22,7 +41,7 @@ class PushObserver:
         began: when.
     """
 
-    def __init__(self, figures: PushInstruments, state: PushState, began: Moment) -> None:
+    def __init__(self, figures: PushFigures, state: PushState, began: Moment) -> None:
         self._figures = figures
         self._entered = began
         self._spans = PushSpans(state)
@@ -36,18 +55,17 @@ class PushObserver:
         match event:
             # memory that is not there yet is asked for all the time
             case on.EffectFailed(effect, _) if not isinstance(effect, do.AcquireImage):
-                self._figures.effect_failures.labels(type(effect).__name__).inc()
+                self._figures.effect_failed(type(effect).__name__)
         if after.phase is before.phase:
             return
-        self._figures.phase.labels(before.phase.value).observe(now.seconds - self._entered.seconds)
+        self._figures.phase_ended(before.phase.value, now.seconds - self._entered.seconds)
         self._entered = now
         opened_ms = after.opened.create_time_ms
         if after.ready_ms and not before.ready_ms:
-            self._figures.ready.observe(max(after.ready_ms - opened_ms, 0) / 1000)
+            self._figures.version_ready(max(after.ready_ms - opened_ms, 0) / 1000)
         if after.phase is Phase.PUBLISHED:
-            self._figures.durable.observe(max(after.durable_ms - opened_ms, 0) / 1000)
+            self._figures.version_durable(max(after.durable_ms - opened_ms, 0) / 1000)
         if after.phase in FINAL:
-            self._figures.outcomes.labels(after.phase.value).inc()
-            if after.phase in (Phase.FAILED, Phase.ABORTED) and after.error is not None:
-                self._figures.failures.labels(after.error.reason).inc()
+            failed = after.phase in (Phase.FAILED, Phase.ABORTED) and after.error is not None
+            self._figures.push_ended(after.phase.value, after.error.reason if failed and after.error else "")
         self._spans.stepped(before, after)

@@ -18,6 +18,7 @@ from weighbridge._core.engines.facts import EngineFacts
 from weighbridge.errors import WeighbridgeError
 from weighbridge_service.engines.entries import Entry, ToldEngine
 from weighbridge_service.engines.known_engines import KnownEngines
+from weighbridge_service.engines.reports import told_to_proto
 from weighbridge_service.plan.declarations import Home
 from weighbridge_service.replicas.links import Links
 
@@ -118,7 +119,7 @@ class EngineExchange:
             for begin in range(0, len(found), _AT_ONCE):
                 part = found[begin : begin + _AT_ONCE]
                 told = [ToldEngine(e.owner, e.report, max(self._clock() - e.heard_s, 0.0)) for e in part]
-                self._links.exchange(home, (), told)
+                self._links.exchange(home, (), list(map(told_to_proto, told)))
                 peer.facts |= {each.key: each.facts for each in part}
             if everything:
                 peer.all_s = now_s

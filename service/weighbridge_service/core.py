@@ -1,0 +1,330 @@
+"""Core of the service: what there is, what comes in, what goes out. The faces translate to it and decide nothing."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import uuid
+from dataclasses import dataclass
+
+from weighbridge._core.checks import CheckStatus
+from weighbridge._transport.credentials import Credentials
+from weighbridge_service.access.access import Access
+from weighbridge_service.access.audit import Audit
+from weighbridge_service.admission.byte_budget import ByteBudget
+from weighbridge_service.admission.identity_quotas import IdentityQuotas
+from weighbridge_service.admission.reader_shares import ReaderShares
+from weighbridge_service.admission.tickets import ticket_key
+from weighbridge_service.catalog.catalog import Catalog
+from weighbridge_service.catalog.collection_loop import Collecting
+from weighbridge_service.catalog.gate import Gates
+from weighbridge_service.catalog.head_versions import approved_since
+from weighbridge_service.catalog.refs import Refs
+from weighbridge_service.catalog.signatures import SignatureCheck, Signatures
+from weighbridge_service.catalog.stored_bytes import StoredBytes
+from weighbridge_service.plan.declarations import Home
+from weighbridge_service.pull.serving import Serving
+from weighbridge_service.push.effect_runner import Facilities
+from weighbridge_service.push.image_allocator import ImageAllocator
+from weighbridge_service.push.intake import Intake
+from weighbridge_service.push.machine.state import Limits
+from weighbridge_service.push.mappings import Mappings
+from weighbridge_service.push.observing.observer import PushFigures
+from weighbridge_service.push.opener import Opener
+from weighbridge_service.push.quotas import Quotas
+from weighbridge_service.push.registry import Registry
+from weighbridge_service.push.taking_over import TakingOver
+from weighbridge_service.replicas.directory import Directory
+from weighbridge_service.replicas.heartbeat import Heartbeat
+from weighbridge_service.replicas.links import Links
+from weighbridge_service.replicas.peer_files import PeerFiles
+from weighbridge_service.replicas.sessions import SharedSessions
+from weighbridge_service.replicas.takeovers import KnownReplicas, Takeovers
+from weighbridge_service.runtime.config import ServiceConfig
+from weighbridge_service.runtime.memory_plan import (
+    PROCESS_BYTES,
+    MemoryReport,
+    Needs,
+    check_budget,
+    check_limits,
+    choose_budget,
+    room_for_images,
+)
+from weighbridge_service.runtime.tls_files import TlsFiles
+from weighbridge_storage.cache.block_cache import BlockCache
+from weighbridge_storage.cache.block_file import check_holes
+from weighbridge_storage.documents.names import ModelName
+from weighbridge_storage.head.history import History
+from weighbridge_storage.memory.image_pool import ImagePool
+from weighbridge_storage.memory.memory_limits import UNLIMITED, read_disk, read_memory
+from weighbridge_storage.opening import is_remote, open_store
+from weighbridge_storage.stores.guarded import Count, GuardedStore
+from weighbridge_storage.stores.probe import probe
+
+log = logging.getLogger(__name__)
+
+_OPENINGS_SECONDS = 1.0
+"""Longest time for which a replica that stops waits for the versions that another one is opening."""
+_LOG_LEVELS = {
+    CheckStatus.OK: logging.INFO,
+    CheckStatus.WARN: logging.WARNING,
+    CheckStatus.FAIL: logging.ERROR,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Plugged:
+    """What other houses plug into the core.
+
+    Attributes:
+        pushes: observes pushes.
+        count_store_call: observes small calls of the store.
+        check_signature: whether a signature is one, and about a version.
+    """
+
+    pushes: PushFigures
+    count_store_call: Count
+    check_signature: SignatureCheck
+
+
+class Core:
+    """One service over one object store. Everything it has is safe to use from many threads.
+
+    Args:
+        config: its settings.
+        port: at which it answers gRPC calls.
+        plugged: what observes and checks.
+
+    Raises:
+        FailedPrecondition: the store does not keep conditional writes, or the scratch folder's file system cannot hold a
+            read cache for it.
+        InvalidArgument: a setting cannot be.
+        WeighbridgeError: the store cannot be opened or used.
+        OSError: the scratch folder cannot be made.
+
+    Attributes:
+        catalog: models, versions and refs.
+        intake: versions on their way in.
+        registry: their sessions.
+        serving: versions on their way out.
+        collecting: which versions are kept.
+        gates: which versions are held.
+        refs: changes of refs.
+        signatures: who has signed which version.
+        images: where versions are put together.
+        memory_budget: how much memory these may take.
+        mappings: which processes of this machine have them mapped.
+        reader_shares: how much of them each reader may keep.
+        byte_budget: what may be in flight over gRPC.
+        read_cache: what was brought from a store that is no folder.
+        store_readers: who is reading from the store.
+        shared: versions that other replicas take part in.
+        peer_files: files of these that are read from other replicas.
+        directory: which other replicas there are.
+        links: connections to them.
+        taking_over: owns what those hand over that leave.
+        takeovers: reads it out of their images.
+        key: secret that all replicas over the store share.
+        access: knows who calls.
+        quotas: what identities and namespaces may have, and what they use.
+        audit: where it is written down who did what.
+    """
+
+    def __init__(self, config: ServiceConfig, port: int, plugged: Plugged) -> None:
+        self.config = config
+        grace = config.grace
+        self.byte_budget = ByteBudget(config.byte_budget)
+        scratch = config.scratch_folder / ".images"
+        scratch.mkdir(parents=True, exist_ok=True)
+        self.read_cache = BlockCache(scratch, config.read_cache)
+        # files of a remote store go through it, and those of other replicas
+        self._uses_cache = is_remote(config.store) or bool(config.advertise)
+        self._cache_in_memory = self._uses_cache and read_disk(scratch).in_memory
+        if self._uses_cache:
+            check_holes(scratch)
+        self.audit = Audit(config.audit)
+        self._store = open_store(config.store)
+        try:
+            probe(self._store)
+        except BaseException:
+            self._store.close()
+            raise
+        self._scratch = scratch
+        self.memory_budget = choose_budget(config.memory_budget, read_memory(), self._needs())
+        self.mappings = Mappings()
+        self.images = ImagePool(
+            self.memory_budget.nbytes,
+            scratch,
+            self.mappings.recall,
+            spill_bytes=UNLIMITED if config.spill_budget is None else config.spill_budget,
+            memory_room=lambda: room_for_images(read_memory(), self._needs()),
+        )
+        self.reader_shares = ReaderShares(self.memory_budget.nbytes, spill=config.spill_budget != 0)
+        for check in (
+            check_limits(read_memory(), self._needs()),
+            check_budget(self.memory_budget, self.images.spaces()[0]),
+        ):
+            log.log(_LOG_LEVELS[check.status], "%s", check)
+        # what moves weights waits for the store as long as it takes, in threads of its own; control calls do not
+        hasty = self._store.with_time_limit(config.store_patience)
+        self._guarded = GuardedStore(hasty, config.store_patience, count=plugged.count_store_call)
+        self.catalog = Catalog(
+            self._store,
+            grace,
+            self._guarded,
+            kept_models=config.kept_models,
+            kept_shards=config.kept_shards,
+            open_names=config.policy is None,
+        )
+        self.key = ticket_key(self.catalog.store)
+        asks_clients = config.tls is not None and config.tls.client_ca is not None
+        self.access = access = Access(
+            config.policy,
+            self.key,
+            certificates=asks_clients,
+            lane=config.local_socket != "off",
+            look_seconds=config.policy_look,
+            standing_seconds=config.standing_look,
+        )
+        home = Home(_address(config.advertise, port), uuid.uuid4().hex)
+        news = threading.Event()
+        heads = self.catalog.heads
+        registry = self.registry = Registry(
+            self.catalog.snapshots,
+            news,
+            lambda name, number: approved_since(heads.last_read(name), number),
+            kept_images=config.kept_images,
+            kept_pushes=config.kept_pushes,
+        )
+        self.links = links = Links(home, _proofs(config.tls, access), self.replica_left)
+        self.directory = Directory(self._store, home, lambda other: links.exchange(other, ()))
+        successors = KnownReplicas(self.directory, self.links)
+        stored = StoredBytes(self._guarded, heads, access.stored_limits, rest=config.count_rest)
+        self.quotas = Quotas(IdentityQuotas(), stored, access.limited)
+        allocator = ImageAllocator(self.images)
+        facilities = Facilities(home, _limits(config), allocator, self.mappings, successors, plugged.pushes)
+        opener = Opener(self.catalog, registry, facilities, config.max_receiving, self.quotas)
+        self.intake = Intake(self.catalog, registry, opener, facilities)
+        self.taking_over = TakingOver(self.catalog, registry, opener, facilities)
+        self.takeovers = Takeovers(self.taking_over, self.links)
+        self.store_readers = self.catalog.readers
+        self.shared = SharedSessions(registry)
+        self.peer_files = PeerFiles(self.links, self.read_cache, self._store)
+        self._heartbeat: Heartbeat | None = None
+        if config.advertise:
+            self._heartbeat = Heartbeat(self.links, self.shared, news, config.peer_patience)
+            self.directory.start()
+        self.serving = Serving(
+            self.catalog, self.read_cache, self.store_readers, self.shared, self.peer_files
+        )
+        self.gates = Gates(self.catalog, registry.approved)
+        self.refs = Refs(self.catalog, self.access.named)
+        self.signatures = Signatures(self.catalog, plugged.check_signature)
+        self.collecting = Collecting(self.catalog, config.collect_every, self._on_collected)
+
+    def replica_left(self, home: Home) -> None:
+        """Count on a replica that stops for no further version."""
+        if self.directory.left(home):
+            self.intake.opener.wait_for_openings(_OPENINGS_SECONDS)  # they may count on it
+        self.shared.count_on(self.directory.staying())
+
+    def is_leaving(self) -> bool:
+        """Whether this replica stops, and the others know."""
+        return self.links.leaving
+
+    def _on_collected(self, name: ModelName, history: History) -> None:
+        self.registry.forget_deleted_model(name, history.head.first_version)
+        self.serving.close_gone(name, history)
+        self.quotas.stored.note(name)
+
+    def _needs(self) -> Needs:
+        """What this service needs of memory besides images."""
+        cache = self.config.read_cache if self._cache_in_memory else 0
+        return Needs(
+            PROCESS_BYTES + self.config.byte_budget, cache and cache - self.read_cache.usage().nbytes
+        )
+
+    @property
+    def store_silent_seconds(self) -> float:
+        """For how long the store has not answered, so that what needs it fails at once; 0 while it answers."""
+        return self._guarded.silent_seconds
+
+    def memory(self) -> MemoryReport:
+        """How the service stands with memory now. Asks nothing of the store.
+
+        Raises:
+            WeighbridgeError: the scratch folder cannot be asked.
+        """
+        memory, disk = self.images.spaces()
+        return MemoryReport(
+            budget=self.memory_budget,
+            needs=self._needs(),
+            reading=read_memory(),
+            memory=memory,
+            disk=disk,
+            scratch=read_disk(self._scratch),
+            read_cache=self.read_cache.usage().nbytes,
+            read_cache_budget=self.config.read_cache if self._uses_cache else 0,
+            holdings=tuple(self.images.holdings()),
+            waiting=tuple(self.images.waiting()),
+        )
+
+    @property
+    def draining(self) -> bool:
+        """Whether the service is shutting down."""
+        return self.intake.opener.draining
+
+    def drain(self) -> bool:
+        """Refuse new versions, wait for those under way or hand them over, and stop; whether none of them is lost."""
+        finished = self.intake.drain(self.config.drain_seconds)
+        self._stop()
+        return finished
+
+    def close(self) -> None:
+        """Let go of files and memory. Call `drain` before."""
+        self._stop()
+        self.links.close()
+        self.catalog.readers.close()
+        self.images.trim()
+        self.read_cache.close()
+        self._guarded.close()
+        self._store.close()
+        self.audit.close()
+
+    def _stop(self) -> None:
+        self.catalog.stopping.set()
+        self.catalog.changes.notify()
+        if self._heartbeat is not None:
+            self._heartbeat.close()
+            self.directory.close()
+        self.intake.stop()
+        self.collecting.join()
+
+
+def _limits(config: ServiceConfig) -> Limits:
+    """What pushes go by."""
+    return Limits(
+        receive_timeout=config.receive_timeout,
+        opening_wait=config.opening_wait,
+        image_wait=config.image_wait,
+        unmap_wait=config.unmap_wait,
+        lease=config.open_lease,
+        spreading=bool(config.advertise),
+        sha256=config.sha256,
+    )
+
+
+def _proofs(tls: TlsFiles | None, access: Access) -> Credentials:
+    """What this service shows to other replicas, which have certificates of the same authorities."""
+    token = None if access.open else access.replica_token
+    if tls is None:
+        return Credentials(token=token, insecure=True)
+    authority = Credentials.from_environment().ca or str(tls.client_ca or tls.certificate)
+    return Credentials(authority, str(tls.certificate), str(tls.key), token=token)
+
+
+def _address(advertise: str, port: int) -> str:
+    """Where other replicas reach this process; the parts that ``advertise`` leaves open are completed."""
+    host, _, advertised = advertise.rpartition(":")
+    return f"{host or socket.gethostname()}:{port if advertised in ('', '0') else advertised}"
