@@ -175,7 +175,7 @@ serve: $(SERVICE_STAMP) ## run the service on localhost, keeping versions in .we
 # One thread of arithmetic per worker: two workers that each start a thread per core are slower than one.
 # A worker takes a file at a time, and imports it then.
 # Bytecode is kept: otherwise each process that a test starts would compile what it imports.
-test: $(STAMP) ## run the tests; ARGS="-k name" narrows, ARGS=--changed runs what the changes since main reach, WORKERS=0 runs them in one process
+test: $(STAMP) ## run the tests; ARGS="-k name" narrows, ARGS=--changed runs what the changes since main reach, ARGS=--core the tests of the core, WORKERS=0 runs them in one process
 	@env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 \
 		$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --session-timeout=$(TEST_SECONDS) $(ARGS)
 

@@ -23,6 +23,7 @@ pytest_plugins = (
     "tests.support.costs",
     "tests.support.cells",
     "tests.support.changed",
+    "tests.support.core",
     "tests.support.file_items",
 )
 
