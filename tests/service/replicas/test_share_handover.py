@@ -269,7 +269,7 @@ def test_the_directory_being_empty_does_not_keep_replicas_that_take_part_from_be
 @contextmanager
 def answers_lost(running: RunningService, times: int) -> Iterator[list[int]]:
     """While a replica takes over what it is asked to, and the answers of the first calls do not arrive; counts the calls."""
-    links, calls = running.service._links, [0]
+    links, calls = running.service.links, [0]
     take_over = links.take_over
 
     def ask(*arguments: Any) -> None:
