@@ -20,7 +20,6 @@ from weighbridge_service.catalog.catalog import Catalog
 from weighbridge_service.catalog.collection_loop import Collecting
 from weighbridge_service.catalog.gate import Gates
 from weighbridge_service.catalog.head_versions import approved_since
-from weighbridge_service.catalog.refs import Refs
 from weighbridge_service.catalog.signatures import SignatureCheck, Signatures
 from weighbridge_service.catalog.stored_bytes import StoredBytes
 from weighbridge_service.plan.declarations import Home
@@ -109,8 +108,7 @@ class Core:
         registry: their sessions.
         serving: versions on their way out.
         collecting: which versions are kept.
-        gates: which versions are held.
-        refs: changes of refs.
+        gates: which versions are held and which refs protected.
         signatures: who has signed which version.
         images: where versions are put together.
         memory_budget: how much memory these may take.
@@ -218,8 +216,7 @@ class Core:
         self.serving = Serving(
             self.catalog, self.read_cache, self.store_readers, self.shared, self.peer_files
         )
-        self.gates = Gates(self.catalog, registry.approved)
-        self.refs = Refs(self.catalog, self.access.named)
+        self.gates = Gates(self.catalog, registry.approved, self.access.named)
         self.signatures = Signatures(self.catalog, plugged.check_signature)
         self.collecting = Collecting(self.catalog, config.collect_every, self._on_collected)
 

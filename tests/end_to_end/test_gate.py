@@ -192,7 +192,7 @@ def test_what_was_not_known_when_a_version_was_approved_holds_it_still(
     assert engine.wait_for(MODEL, 1, VersionState.DURABLE).held == ("candidate", "nonfinite")
     # who looked before the elements were found asks, and repeats it, for what was there to be seen
     for _ in range(2):
-        found = service.service.gates.approve(MODEL, 1, by="ann", note="", reasons=("candidate",))
+        found = service.service.gates.approve_version(MODEL, 1, by="ann", note="", reasons=("candidate",))
         assert (found.held, found.approved_reasons) == (("nonfinite",), ("candidate",))
     assert engine.refs(MODEL) == {}
     assert engine.approve(MODEL, 1).held == ()

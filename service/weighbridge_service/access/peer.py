@@ -11,7 +11,7 @@ from urllib.parse import unquote
 from weighbridge.errors import PermissionDenied, Unauthenticated
 from weighbridge_service.access.identities import EVERYBODY, Identity
 from weighbridge_service.access.scopes import ALL, WITH_REF, Scope, Verb, whole_model
-from weighbridge_storage.head.ref_requests import Asker
+from weighbridge_storage.head.requests import Asker
 
 
 @dataclass(frozen=True, slots=True)

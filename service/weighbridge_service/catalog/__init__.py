@@ -8,8 +8,7 @@ May import: `models`, `plan`, `runtime`, `weighbridge_storage`, `weighbridge`.
 - `snapshots`: what this process knows of versions beyond the store.
 - `head_versions`: versions and refs as a head has them; pure.
 - `holding`: why a version is held that is not in history yet; pure.
-- `refs`: changes of refs, and requests for those that are protected.
-- `gate`: which versions are held, and approval of these.
+- `gate`: which versions are held and which refs protected, and approval of either.
 - `signatures`: signatures of versions.
 - `changes`: news of models for those that follow them.
 - `store_readers`: leases of versions that are being read.

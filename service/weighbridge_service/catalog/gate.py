@@ -1,36 +1,65 @@
-"""Gate of models: which versions are held, and approval of those that are."""
+"""Gates of models: which versions are held and which refs are protected, and what others approve of either."""
 
 from __future__ import annotations
 
 import logging
+import secrets
+import uuid
 from collections.abc import Callable, Iterable
+from functools import partial
+from typing import TypeVar
 
-from weighbridge._core.resources import REQUEST_DONE, Gate, Version, VersionState
+from weighbridge._core.resources import (
+    REQUEST_DONE,
+    REQUEST_MOVE,
+    REQUEST_PROTECT,
+    REQUEST_UNPROTECT,
+    Gate,
+    Protection,
+    RefApproval,
+    RefRequest,
+    Version,
+    VersionState,
+)
 from weighbridge.errors import FailedPrecondition, NotFound, VersionFailed, WeighbridgeError
 from weighbridge_service.access.audit import note as note_change
+from weighbridge_service.access.identities import Identity
+from weighbridge_service.access.peer import Peer
+from weighbridge_service.access.scopes import Verb
 from weighbridge_service.catalog.catalog import Catalog
 from weighbridge_service.runtime.clock import unix_ms
-from weighbridge_storage.documents.entries import Approval
-from weighbridge_storage.documents.names import ModelName
-from weighbridge_storage.head.head_changes import approve, set_gate
+from weighbridge_storage.documents.entries import Approval, RequestEntry
+from weighbridge_storage.documents.names import ModelName, check_request_id
+from weighbridge_storage.head import requests
+from weighbridge_storage.head.head import Head
+from weighbridge_storage.head.head_changes import set_gate
 from weighbridge_storage.head.history import History
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class Gates:
     """The gates of all models. Thread-safe; any number of replicas may change them at a time.
 
+    A change of a ref that may wait has a ``request_id``: if it takes approvals, it becomes a request of that name. Without one it is refused then.
+
     Args:
         catalog: which models there are.
         on_approved: is told of each version that was approved here, and for which reasons.
+        named: the identity that the policy has under a name now; None if there is none.
     """
 
     def __init__(
-        self, catalog: Catalog, on_approved: Callable[[ModelName, int, tuple[str, ...]], None]
+        self,
+        catalog: Catalog,
+        on_approved: Callable[[ModelName, int, tuple[str, ...]], None],
+        named: Callable[[str], Identity | None],
     ) -> None:
         self._catalog = catalog
         self._on_approved = on_approved
+        self._named = named
 
     @property
     def held(self) -> int:
@@ -64,13 +93,15 @@ class Gates:
 
     def set_gate(self, name: str, gate: Gate) -> Gate:
         """Say which versions of a model are held, of those that are opened from now on. Raises NotFound."""
-        model = ModelName.parse(name)
-        before = self._catalog.heads.update(model, lambda head: (set_gate(head, gate), head.gate))
-        note_change(before=before.to_json(), after=gate.to_json(), state=REQUEST_DONE)
-        self._catalog.changes.notify(model)
-        return gate
+        return self._change(
+            ModelName.parse(name),
+            lambda history: (set_gate(history.head, gate), gate),
+            lambda head, _: head.gate.to_json(),
+        )
 
-    def approve(self, name: str, number: int, *, by: str, note: str, reasons: Iterable[str] = ()) -> Version:
+    def approve_version(
+        self, name: str, number: int, *, by: str, note: str, reasons: Iterable[str] = ()
+    ) -> Version:
         """Hold a version no longer for some of the reasons for which it is held. One that is not held for these stays as it is.
 
         Args:
@@ -98,11 +129,184 @@ class Gates:
         approved = tuple(reason for reason in found.held if reason in wanted)
         if not approved:
             return found
-        approval = Approval(approved, by, unix_ms(), note)
-        self._catalog.heads.edit(model, lambda history: (approve(history, number, approval), None))
+        approval = Approval(by, unix_ms(), note, approved)
+        self._catalog.heads.edit(
+            model, lambda history: (requests.approve_version(history, number, approval), None)
+        )
         log.info("%s was approved by %s: %s", found, by or "nobody who is named", note or "no note")
         self._on_approved(model, number, approved)
         self._catalog.changes.notify(model)
         after = self._catalog.resolve(model, str(number))
         note_change(after=list(after.held), state=REQUEST_DONE)
         return after
+
+    def move(
+        self, name: str, ref: str, version: str, peer: Peer, *, request_id: str = "", note: str = ""
+    ) -> tuple[Version, RefRequest]:
+        """Let a tag name a durable version, or ask for it.
+
+        Returns:
+            The version, and the request as it stands: done or pending.
+
+        Raises:
+            NotFound: no such version.
+            FailedPrecondition: it is not durable yet; or as `ask`.
+            WeighbridgeError: as `ask`.
+        """
+        note_change(version=version)
+        found = self._catalog.resolve(ModelName.parse(name), version)
+        note_change(version=found.number)
+        if not found.state.stored:
+            raise FailedPrecondition(
+                f"{found} is not in the object store yet", fix="wait until it is durable"
+            )
+        return found, self.ask(
+            name, ref, REQUEST_MOVE, peer, number=found.number, request_id=request_id, note=note
+        )
+
+    def ask(
+        self,
+        name: str,
+        ref: str,
+        action: str,
+        peer: Peer,
+        *,
+        number: int = 0,
+        request_id: str = "",
+        note: str = "",
+    ) -> RefRequest:
+        """Change a ref, take it away or protect it no longer, or ask for that; for `REQUEST_MOVE` see `move`. Raises NotFound, and as `requests.ask`."""
+        asker = peer.asker(Verb.TAG, name, ref)
+        wanted = _wanted(ref, action, asker.name, request_id, note, number)
+        return self._change_ref(
+            ModelName.parse(name),
+            lambda history: requests.ask(history, wanted, asker, may_wait=bool(request_id)),
+            f"asked for by {asker.name}",
+        )
+
+    def approve_ref(self, name: str, ref: str, request_id: str, peer: Peer, *, note: str = "") -> RefRequest:
+        """Approve a request; the last approval that it takes carries it out. Raises as `requests.approve_request`."""
+        model, asker = ModelName.parse(name), peer.asker(Verb.APPROVE, name, ref)
+        standing = self._standing(model, ref)
+        return self._change_ref(
+            model,
+            lambda history: requests.approve_request(
+                history, ref, request_id, asker, standing, now_ms=unix_ms(), note=note
+            ),
+            f"approved by {asker.name}",
+        )
+
+    def withdraw_ref(self, name: str, ref: str, request_id: str, peer: Peer) -> RefRequest:
+        """End a request without carrying it out. Raises as `requests.withdraw_request`."""
+        asker = peer.asker(Verb.TAG, name, ref)
+        return self._change_ref(
+            ModelName.parse(name),
+            lambda history: requests.withdraw_request(history.head, ref, request_id, asker, now_ms=unix_ms()),
+            f"withdrawn by {asker.name}",
+        )
+
+    def protect(self, name: str, ref: str, approvals: int, peer: Peer) -> tuple[Protection, ...]:
+        """Protect a ref, or raise what its changes take. Raises NotFound, and as `requests.protect`.
+
+        Returns:
+            All protections of the model.
+        """
+        model, asker = ModelName.parse(name), peer.asker(Verb.TAG, name, ref)
+        wanted = _wanted(ref, REQUEST_PROTECT, asker.name, "", "")
+
+        def change(history: History) -> tuple[Head, Head]:
+            after = requests.protect(history.head, wanted, approvals, asker)
+            return after, after
+
+        after = self._change(model, change, lambda head, _: _value(head, wanted))
+        log.info("%s: %s is protected by %d approvals, says %s", model, ref, approvals, asker.name)
+        return _protections(after)
+
+    def protections(self, name: str) -> tuple[Protection, ...]:
+        """What it takes to change those refs of a model that are protected. Raises NotFound."""
+        return _protections(self._catalog.head(ModelName.parse(name)))
+
+    def ref_requests(self, name: str) -> tuple[RefRequest, ...]:
+        """Requests to change protected refs: those that are pending, and the last ones that have ended, in the order of asking. Raises NotFound."""
+        model = ModelName.parse(name)
+        head = requests.expire(self._catalog.head(model), unix_ms())
+        return tuple(self._shown(model, head, each) for each in head.requests)
+
+    def _change(
+        self,
+        model: ModelName,
+        change: Callable[[History], tuple[Head, T]],
+        value: Callable[[Head, T], object],
+    ) -> T:
+        """Change a head, and note in the audit the value that was changed."""
+
+        def noted(history: History) -> tuple[Head, tuple[T, object, object]]:
+            head, result = change(history)
+            return head, (result, value(history.head, result), value(head, result))
+
+        result, before, after = self._catalog.heads.edit(model, noted)
+        asked = result if isinstance(result, RefRequest) else None
+        if asked is not None and asked.version:
+            note_change(version=asked.version)
+        note_change(before=before, after=after, state=REQUEST_DONE if asked is None else asked.state)
+        self._catalog.changes.notify(model)
+        return result
+
+    def _change_ref(
+        self, model: ModelName, change: Callable[[History], tuple[Head, RequestEntry]], what: str
+    ) -> RefRequest:
+        def shown(history: History) -> tuple[Head, RefRequest]:
+            head, entry = change(history)
+            return head, self._shown(model, head, entry)
+
+        found = self._change(model, shown, _value)
+        to = f" to {found.version}" if found.version else ""
+        log.info("%s: to %s %s%s: %s, %s", model, found.action, found.ref, to, what, found.state)
+        return found
+
+    def _standing(self, model: ModelName, ref: str) -> requests.Standing:
+        def may(verb: Verb, name: str) -> bool:
+            identity = self._named(name)
+            return identity is not None and identity.names(verb, str(model), ref)
+
+        return requests.Standing(partial(may, Verb.TAG), partial(may, Verb.APPROVE))
+
+    def _shown(self, model: ModelName, head: Head, entry: RequestEntry) -> RefRequest:
+        """A request as clients see it."""
+        return RefRequest(
+            model=str(model),
+            ref=entry.ref,
+            action=entry.action,
+            state=entry.state,
+            version=entry.version,
+            request_id=entry.request_id,
+            by=entry.by,
+            note=entry.note,
+            ask_time_ms=entry.asked_ms,
+            expire_time_ms=entry.until_ms,
+            close_time_ms=entry.closed_ms,
+            closed_by=entry.closed_by,
+            previous=entry.previous,
+            approvals=tuple(RefApproval(each.by, each.approved_ms, each.note) for each in entry.approvals),
+            missing=requests.missing(head, entry, self._standing(model, entry.ref)),
+        )
+
+
+def _wanted(ref: str, action: str, by: str, request_id: str, note: str, number: int = 0) -> RequestEntry:
+    now_ms = unix_ms()
+    named = requests.request_name(check_request_id(request_id or uuid.uuid4().hex), by, secrets.token_hex(8))
+    return RequestEntry(
+        named, ref, action, by, now_ms, now_ms + requests.LIFETIME_MS, version=number, note=note
+    )
+
+
+def _value(head: Head, wanted: RequestEntry | RefRequest) -> object:
+    """What a request changes, as a head has it: the number that the ref names, or what its changes take; None if there is none."""
+    if wanted.action in (REQUEST_PROTECT, REQUEST_UNPROTECT):
+        protection = head.protected.get(wanted.ref)
+        return None if protection is None else {"approvals": protection.approvals}
+    return head.ref_numbers.get(wanted.ref)
+
+
+def _protections(head: Head) -> tuple[Protection, ...]:
+    return tuple(Protection(ref, each.approvals) for ref, each in sorted(head.protected.items()))

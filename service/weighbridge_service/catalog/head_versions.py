@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from weighbridge._core.resources import REF_LIVE, Version, VersionState
 from weighbridge.errors import NotFound
-from weighbridge_service.catalog.holding import approved, with_approval
+from weighbridge_service.catalog.holding import with_approval
 from weighbridge_service.catalog.snapshots import VersionSnapshot
 from weighbridge_storage.documents.entries import Approval, VersionEntry
 from weighbridge_storage.documents.names import ModelName
@@ -165,7 +165,7 @@ def version_of_entry(name: ModelName, head: Head, entry: VersionEntry) -> Versio
         metadata=entry.metadata,
         traceparent=entry.traceparent,
     )
-    return version if entry.approval is None else approved(version, entry.approval)
+    return with_approval(version, entry.approval)
 
 
 def _tensor_bytes(head: Head) -> int:

@@ -90,17 +90,12 @@ class HoldReasons:
 
 
 def with_approval(version: Version, approval: Approval | None) -> Version:
-    """A version as this process knows it, with what head.json says of its approval."""
+    """A version with what head.json says of its approval."""
     if approval is None:
         return version
-    held = tuple(reason for reason in version.held if reason not in approval.reasons)
-    return approved(replace(version, held=held), approval)
-
-
-def approved(version: Version, approval: Approval) -> Version:
-    """A version with what was said for it."""
     return replace(
         version,
+        held=tuple(reason for reason in version.held if reason not in approval.reasons),
         approved_reasons=approval.reasons,
         approved_by=approval.by,
         approved_time_ms=approval.approved_ms,

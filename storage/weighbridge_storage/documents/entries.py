@@ -31,23 +31,23 @@ _COUNTS_AND_TIMES = (
 
 @dataclass(frozen=True, slots=True)
 class Approval:
-    """What was said for a version that was held.
+    """The approval of a version that was held, or of a request to change a protected ref.
 
     Attributes:
-        reasons: for which it was held: it is not held for these any more.
-        by: who said so, in their own words; may be empty.
-        approved_ms: when they last did, in milliseconds since 1970 UTC.
+        by: the identity that approves; of a version, in their own words, and may be empty.
+        approved_ms: when, in milliseconds since 1970 UTC; of a version, when it was approved last.
         note: what they noted; may be empty.
+        reasons: of a version, those for which it is not held any more; empty for a request.
         extra: the fields that this release does not know.
 
     Raises:
-        InvalidArgument: a time is out of bounds, a text longer than `MAX_TEXT` or not printable, or there is no reason.
+        InvalidArgument: a time is out of bounds, or a text longer than `MAX_TEXT` or not printable.
     """
 
-    reasons: tuple[str, ...]
     by: str
     approved_ms: int
     note: str = ""
+    reasons: tuple[str, ...] = ()
     extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
@@ -55,8 +55,6 @@ class Approval:
         check_number("approved_ms", self.approved_ms)
         for name in ("by", "note"):
             check_text(name, getattr(self, name))
-        if not self.reasons:
-            raise InvalidArgument("no reason is approved")
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +116,7 @@ class VersionEntry:
             check_text(name, getattr(self, name))
         if not self.write_id:
             raise InvalidArgument(f"version {self.number} has no write_id")
-        check_reasons(self.held)
+        _check_held(self.held, self.approval)
         checked_metadata(self.metadata)
 
     @property
@@ -193,7 +191,7 @@ class OpenEntry:
             check_text(name, getattr(self, name))
         for dtype in self.cast_from:
             check_text("a dtype", dtype)
-        check_reasons(self.held)
+        _check_held(self.held, self.approval)
         checked_metadata(self.metadata)
 
     def holding(self, reasons: Iterable[str] = ()) -> tuple[str, ...]:
@@ -274,28 +272,6 @@ class ProtectionEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class RefApproval:
-    """The approval of a request by one identity.
-
-    Attributes:
-        by: which one.
-        approved_ms: when, in milliseconds since 1970 UTC.
-        note: what they noted; may be empty.
-        extra: the fields that this release does not know.
-    """
-
-    by: str
-    approved_ms: int
-    note: str = ""
-    extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
-
-    def __post_init__(self) -> None:
-        check_number("approved_ms", self.approved_ms)
-        for name in ("by", "note"):
-            check_text(name, getattr(self, name))
-
-
-@dataclass(frozen=True, slots=True)
 class RequestEntry:
     """A request to change a ref that is protected, and what has become of it.
 
@@ -327,7 +303,7 @@ class RequestEntry:
     until_ms: int
     version: int = 0
     note: str = ""
-    approvals: tuple[RefApproval, ...] = ()
+    approvals: tuple[Approval, ...] = ()
     state: str = REQUEST_PENDING
     closed_ms: int = 0
     closed_by: str = ""
@@ -363,6 +339,12 @@ def check_text(name: str, value: object) -> None:
     """Raise InvalidArgument if ``value`` is not a text of up to `MAX_TEXT` printable characters."""
     if not isinstance(value, str) or len(value) > MAX_TEXT or not value.isprintable():
         raise InvalidArgument(f"{name} is {shown(value)}, not up to {MAX_TEXT} printable characters")
+
+
+def _check_held(held: Iterable[str], approval: Approval | None) -> None:
+    check_reasons(held)
+    if approval is not None and not approval.reasons:
+        raise InvalidArgument("no reason is approved")
 
 
 def check_reasons(reasons: Iterable[str]) -> None:

@@ -14,13 +14,12 @@ from weighbridge_storage.documents.entries import (
     OpenEntry,
     ProtectionEntry,
     Ref,
-    RefApproval,
     RequestEntry,
     VersionEntry,
 )
 
 Numbered = VersionEntry | OpenEntry | FailedEntry
-Entry = Numbered | Ref | Approval | ProtectionEntry | RefApproval | RequestEntry
+Entry = Numbered | Ref | Approval | ProtectionEntry | RequestEntry
 E = TypeVar("E", bound=Entry)
 N = TypeVar("N", VersionEntry, OpenEntry, FailedEntry)
 
@@ -37,7 +36,7 @@ def to_json(entry: Entry) -> dict[str, Any]:
 
 def _value_to_json(value: Any) -> Any:
     match value:
-        case Approval() | RefApproval():
+        case Approval():
             return to_json(value)
         case tuple():
             return [_value_to_json(each) for each in value]
@@ -55,9 +54,8 @@ _READERS: Mapping[Any, Callable[[strict_json.Fields, str], Any]] = {
     "bool": strict_json.Fields.boolean,
     "tuple[str, ...]": strict_json.Fields.texts,
     "Metadata": strict_json.Fields.table,
-    "tuple[RefApproval, ...]": lambda found, name: tuple(
-        from_json(RefApproval, each, f"{found.where}, {name}[{i}]")
-        for i, each in enumerate(found.array(name))
+    "tuple[Approval, ...]": lambda found, name: tuple(
+        from_json(Approval, each, f"{found.where}, {name}[{i}]") for i, each in enumerate(found.array(name))
     ),
     "Approval | None": lambda found, name: from_json(Approval, found.table(name), f"{found.where}, {name}"),
 }

@@ -17,7 +17,7 @@ from weighbridge.errors import (
     NotFound,
     ResourceExhausted,
 )
-from weighbridge_storage.documents.entries import Approval, Ref, VersionEntry
+from weighbridge_storage.documents.entries import Ref, VersionEntry
 from weighbridge_storage.documents.names import check_ref_name
 from weighbridge_storage.head.head import REMEMBERED_WRITES, Deletion, Head, Mark
 from weighbridge_storage.head.history import History
@@ -50,47 +50,13 @@ def publish(history: History, entry: VersionEntry) -> Head:
         entry, held=opened.holding(entry.held), approval=opened.approval, metadata=opened.metadata
     )
     without = {other: there for other, there in head.open.items() if other != number}
-    return _with_entry(replace(head, open=without), entry)
+    return with_entry(replace(head, open=without), entry)
 
 
-def _with_entry(head: Head, entry: VersionEntry) -> Head:
+def with_entry(head: Head, entry: VersionEntry) -> Head:
     """A head with an entry of its history; ``latest`` names that, unless the version is held or ``latest`` names a higher one."""
     refs = head.refs if entry.held else _moved(head, REF_LATEST, max(entry.number, head.latest))
     return replace(head, recent={**head.recent, entry.number: entry}, refs=refs)
-
-
-def approve(history: History, number: int, approval: Approval) -> Head:
-    """Hold a version no longer for reasons for which it was held. ``latest`` moves to it if it is part of history and the highest one.
-
-    Nothing changes if it is held for none of these reasons.
-
-    Args:
-        history: before.
-        number: which version; it is part of history, or open and complete.
-        approval: says for which reasons, by whom and when. Others for which it is held stay.
-
-    Raises:
-        NotFound: it is neither open nor part of history.
-    """
-    head = history.head
-    opened = head.open.get(number)
-    if opened is not None:
-        approved = _merged(opened.approval, approval)
-        if opened.approval is not None and approved.reasons == opened.approval.reasons:
-            return head
-        return replace(head, open={**head.open, number: replace(opened, approval=approved)})
-    entry = _check_there(history, number)
-    left = tuple(reason for reason in entry.held if reason not in approval.reasons)
-    if left == entry.held:
-        return head
-    return _with_entry(head, replace(entry, held=left, approval=_merged(entry.approval, approval)))
-
-
-def _merged(before: Approval | None, after: Approval) -> Approval:
-    """The last of two approvals, for the reasons of both."""
-    if before is None:
-        return after
-    return replace(after, reasons=tuple(sorted({*before.reasons, *after.reasons})), extra=before.extra)
 
 
 def set_ref(history: History, name: str, number: int) -> Head:
@@ -102,7 +68,7 @@ def set_ref(history: History, name: str, number: int) -> Head:
         ResourceExhausted: the model has `MAX_REFS` others.
     """
     check_ref_name(name)
-    _check_there(history, number)
+    check_there(history, number)
     head = history.head
     if name not in head.refs and len(head.refs) >= MAX_REFS:
         raise ResourceExhausted(f"the model has {len(head.refs)} refs", fix="delete one that nobody needs")
@@ -150,7 +116,7 @@ def delete_versions(
         raise FailedPrecondition(
             f"version {number} is still being received", fix="abort it, or wait until it is durable"
         )
-    found = {number: history.find(number) or _check_there(history, number) for number in numbers}
+    found = {number: history.find(number) or check_there(history, number) for number in numbers}
     gone = {
         number: replace(entry, retired_ms=max(retired_ms, 1))
         for number, entry in found.items()
@@ -248,7 +214,8 @@ def stamp(changed: Head, base: Head, write_id: str) -> Head:
     )
 
 
-def _check_there(history: History, number: int) -> VersionEntry:
+def check_there(history: History, number: int) -> VersionEntry:
+    """A version that is part of history. Raises NotFound."""
     entry = history.durable(number)
     if entry is None:
         raise NotFound(f"there is no version {shown(number)}")

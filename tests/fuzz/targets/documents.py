@@ -49,7 +49,7 @@ def _heads() -> list[bytes]:
         registration={"model_type": "llama", "dtype": "BF16", "tensor_count": 3, "tensor_bytes": 1000, "files": ["config.json"], "identity": "x", "dtypes": {}, "absent": [], "block": [128, 128]},
         recent={
             10: _entry(10, held=("candidate",), metadata={"reward": 0.5, "run": "x"}),
-            11: _entry(11, approval=Approval(("candidate",), "me", 5, "fine"), nonfinite_elements=3),
+            11: _entry(11, approval=Approval("me", 5, "fine", ("candidate",)), nonfinite_elements=3),
             12: _entry(12, retired_ms=7),
         },
         removed=frozenset((4,)),

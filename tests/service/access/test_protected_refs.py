@@ -353,23 +353,23 @@ def test_a_request_and_an_approval_whose_answers_are_lost_are_made_once(
     lost: list[str] = []
 
     def losing(name: str) -> None:
-        carry_out = getattr(fleet.one.service.refs, name)
+        carry_out = getattr(fleet.one.service.gates, name)
 
         def answer(*args: Any, **said: Any) -> None:
             carry_out(*args, **said)
             lost.append(name)
             raise Unavailable("the answer is lost")
 
-        monkeypatch.setattr(fleet.one.service.refs, name, answer)
+        monkeypatch.setattr(fleet.one.service.gates, name, answer)
 
     losing("move")
-    losing("approve")
+    losing("approve_ref")
     addresses = f"{fleet.one.address},{fleet.two.address}"
     with Client(addresses, credentials=Credentials(token=token("ann"))) as there:
         request = there.request_ref(MODEL, "prod", 2)
     with Client(addresses, credentials=Credentials(token=token("bob"))) as there:
         done = there.approve_ref(MODEL, "prod", request.request_id)
-    assert (done.state, lost) == ("done", ["move", "approve"])
+    assert (done.state, lost) == ("done", ["move", "approve_ref"])
     assert fleet.refs()["prod"] == 2
     with client(fleet.two, "root") as there:
         assert [(each.action, each.state) for each in there.ref_requests(MODEL)] == [

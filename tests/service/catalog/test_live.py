@@ -11,7 +11,7 @@ from weighbridge_storage.documents.entries import Approval, OpenEntry, Ref, Vers
 from weighbridge_storage.head.head import Head
 
 CANDIDATE = ("candidate",)
-APPROVAL = Approval(CANDIDATE, "eva", 5)
+APPROVAL = Approval("eva", 5, reasons=CANDIDATE)
 
 
 def here(number: int, state: VersionState, *held: str) -> dict[int, VersionSnapshot]:

@@ -46,7 +46,7 @@ from weighbridge_service.push.machine.state import Limits, Moment, PushState
 from weighbridge_service.push.machine.transitions import step
 from weighbridge_storage.documents.entries import Approval, OpenEntry, VersionEntry
 from weighbridge_storage.head.head import Head
-from weighbridge_storage.head.head_changes import approve, publish
+from weighbridge_storage.head.head_changes import publish
 from weighbridge_storage.head.open_versions import (
     Said,
     claim_version,
@@ -55,6 +55,7 @@ from weighbridge_storage.head.open_versions import (
     open_version,
     renew_version,
 )
+from weighbridge_storage.head.requests import approve_version
 
 STEPS = 200
 LIMITS = Limits(receive_timeout=300.0, image_wait=60.0, lease=120.0)
@@ -292,10 +293,10 @@ class World:
             return
         if push.number not in self.head.open and history(self.head).find(push.number) is None:
             return
-        approval = Approval(version.held, "somebody", self.now.unix_ms)
+        approval = Approval("somebody", self.now.unix_ms, reasons=version.held)
         before = history(self.head)
-        self.head = approve(before, push.number, approval)
-        assert approve(history(self.head), push.number, approval) == self.head, "approved again"
+        self.head = approve_version(before, push.number, approval)
+        assert approve_version(history(self.head), push.number, approval) == self.head, "approved again"
         self.check_latest()
         if self.dice.random() < 0.5:
             for part in replica.parts_of(push.number):

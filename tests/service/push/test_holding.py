@@ -100,7 +100,7 @@ def test_a_version_is_what_its_entry_in_history_says() -> None:
     state, _ = ready(begun(), 3)
     entry = VersionEntry(
         1, 0, "r", 1, 1, 1, "", "claim", ready_ms=1, verified_ms=1, durable_ms=1, nonfinite_elements=3,
-        approval=Approval(("nonfinite",), "ann", 5), metadata={"reward": 1},
+        approval=Approval("ann", 5, reasons=("nonfinite",)), metadata={"reward": 1},
     )  # fmt: skip
     state = replace(state, running=state.running | {do.WriteManifestAndPublish()})
     state, effects = step(state, on.Published(entry), NOW)

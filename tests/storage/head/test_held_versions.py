@@ -15,8 +15,9 @@ from weighbridge.errors import DataLoss, FailedPrecondition, InvalidArgument, No
 from weighbridge_storage.documents.entries import Approval, VersionEntry
 from weighbridge_storage.head import head as head_module
 from weighbridge_storage.head.head import HELD_VERSIONS, Head
-from weighbridge_storage.head.head_changes import approve, delete_versions, publish, set_gate, set_ref, stamp
+from weighbridge_storage.head.head_changes import delete_versions, publish, set_gate, set_ref, stamp
 from weighbridge_storage.head.open_versions import Said, claim_version, open_version
+from weighbridge_storage.head.requests import approve_version
 from weighbridge_storage.head.retention import decide, retire
 
 CLAIM = "claim"
@@ -43,7 +44,7 @@ def published(nodes: Nodes, head: Head, *held: str, said: Said | None = None) ->
 
 
 def approval(*reasons: str, at: int = 7) -> Approval:
-    return Approval(reasons, "ann", at, "looked at it")
+    return Approval("ann", at, "looked at it", reasons)
 
 
 def written(head: Head) -> Head:
@@ -70,8 +71,8 @@ def test_latest_names_the_highest_version_that_is_not_held_in_every_order_of_cha
             case "approve" if versions or receiving:
                 number = dice.choice([*versions, *receiving])
                 said = approval(*dice.choice((("candidate",), ("nonfinite",), ("candidate", "nonfinite"))))
-                head = approve(nodes.history(head), number, said)
-                assert approve(nodes.history(head), number, said) == head, "approved again"
+                head = approve_version(nodes.history(head), number, said)
+                assert approve_version(nodes.history(head), number, said) == head, "approved again"
             case "retire":
                 head = replace(head, retention=Retention(keep_last=dice.choice((1, 3))))
                 good = [n for n, entry in versions.items() if not entry.held]
@@ -93,8 +94,8 @@ def test_publishing_and_approving_lead_to_the_same_head_in_either_order() -> Non
     nodes = Nodes()
     head, number = opened(published(nodes, Head()), Said(candidate=True))
     both, entry = approval("candidate", "nonfinite"), entry_of(number, "nonfinite")
-    first = publish(nodes.history(approve(nodes.history(head), number, both)), entry)
-    last = approve(nodes.history(publish(nodes.history(head), entry)), number, both)
+    first = publish(nodes.history(approve_version(nodes.history(head), number, both)), entry)
+    last = approve_version(nodes.history(publish(nodes.history(head), entry)), number, both)
     assert first == last
     assert first.latest == number
     assert first.recent[number].approval == both
@@ -103,22 +104,22 @@ def test_publishing_and_approving_lead_to_the_same_head_in_either_order() -> Non
 def test_what_is_found_after_the_approval_of_a_candidate_holds_it_again() -> None:
     nodes = Nodes()
     head, number = opened(Head(), Said(candidate=True))
-    head = approve(nodes.history(head), number, approval("candidate"))
+    head = approve_version(nodes.history(head), number, approval("candidate"))
     head = publish(nodes.history(head), entry_of(number, "nonfinite"))
     assert (head.recent[number].held, head.latest) == (("nonfinite",), 0)
-    head = approve(nodes.history(head), number, approval("nonfinite", at=9))
+    head = approve_version(nodes.history(head), number, approval("nonfinite", at=9))
     assert head.latest == number
-    assert head.recent[number].approval == Approval(("candidate", "nonfinite"), "ann", 9, "looked at it")
+    assert head.recent[number].approval == Approval("ann", 9, "looked at it", ("candidate", "nonfinite"))
 
 
 def test_nothing_is_approved_that_is_not_there() -> None:
     nodes = Nodes()
     head = published(nodes, published(nodes, Head()), "nonfinite")
     with pytest.raises(NotFound):
-        approve(nodes.history(head), 3, approval("nonfinite"))
+        approve_version(nodes.history(head), 3, approval("nonfinite"))
     gone = delete_versions(nodes.history(head), [2], 10)
     with pytest.raises(NotFound):
-        approve(nodes.history(gone), 2, approval("nonfinite"))
+        approve_version(nodes.history(gone), 2, approval("nonfinite"))
 
 
 def test_a_model_whose_gate_requires_approval_holds_what_is_opened_from_then_on() -> None:
@@ -191,7 +192,7 @@ def test_a_release_that_knows_no_held_versions_refuses_a_head_that_has_some(
 def test_a_head_requires_nothing_any_more_once_all_is_approved_and_published() -> None:
     nodes = Nodes()
     head = nodes.settle(published(nodes, Head(generation=1), "nonfinite"), 0)
-    head = approve(nodes.history(head), 1, approval("nonfinite"))
+    head = approve_version(nodes.history(head), 1, approval("nonfinite"))
     assert (head.requires, head.latest) == ((HELD_VERSIONS,), 1)  # the tree says so until it is written anew
     head = nodes.settle(replace(head, generation=2), 0)
     assert head.requires == ()

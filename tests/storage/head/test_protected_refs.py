@@ -28,7 +28,7 @@ from weighbridge_storage.head import head as head_module
 from weighbridge_storage.head.head import PROTECTED_REFS, REMEMBERED_REQUESTS, Head
 from weighbridge_storage.head.head_changes import delete_model, delete_versions
 from weighbridge_storage.head.history import History
-from weighbridge_storage.head.ref_requests import (
+from weighbridge_storage.head.requests import (
     LIFETIME_MS,
     MAX_PROTECTED,
     Asker,

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import uuid
 from functools import partial
+from typing import Any
 
 from weighbridge._clients.calls.steps import Steps, call_method
 from weighbridge._clients.calls.version_calls import get_version
 from weighbridge._core.references import Reference
-from weighbridge._core.resources import (
-    REF_LATEST,
-    Protection,
-    RefRequest,
-    Version,
-)
+from weighbridge._core.resources import REF_LATEST, Protection, RefRequest, Version
 from weighbridge._transport import wire
 from weighbridge.v1 import model_service_pb2 as pb
 
@@ -47,8 +43,7 @@ def request_ref(
     request = pb.SetRefRequest(
         model=meant.model, ref=ref, version=str(number), request_id=request_id or uuid.uuid4().hex, note=note
     )
-    response = yield from _call("SetRef", request)
-    return wire.read(RefRequest, response.request)
+    return (yield from _asked("SetRef", request))
 
 
 def delete_ref(model: str, ref: str) -> Steps[None]:
@@ -59,20 +54,19 @@ def delete_ref(model: str, ref: str) -> Steps[None]:
 def request_ref_deletion(model: str, ref: str, note: str, request_id: str) -> Steps[RefRequest]:
     """Take a tag away, or ask for it."""
     request = pb.DeleteRefRequest(model=model, ref=ref, request_id=request_id or uuid.uuid4().hex, note=note)
-    response = yield from _call("DeleteRef", request)
-    return wire.read(RefRequest, response.request)
+    return (yield from _asked("DeleteRef", request))
 
 
 def approve_ref(model: str, ref: str, request_id: str, note: str) -> Steps[RefRequest]:
     """Approve a change of a ref that another identity has asked for."""
     request = pb.ApproveRefRequest(model=model, ref=ref, request_id=request_id, note=note)
-    return wire.read(RefRequest, (yield from _call("ApproveRef", request)).request)
+    return (yield from _asked("ApproveRef", request))
 
 
 def withdraw_ref(model: str, ref: str, request_id: str) -> Steps[RefRequest]:
     """End a request without carrying it out."""
     request = pb.WithdrawRefRequest(model=model, ref=ref, request_id=request_id)
-    return wire.read(RefRequest, (yield from _call("WithdrawRef", request)).request)
+    return (yield from _asked("WithdrawRef", request))
 
 
 def protections(model: str) -> Steps[list[Protection]]:
@@ -93,4 +87,9 @@ def unprotect_ref(model: str, ref: str, note: str, request_id: str) -> Steps[Ref
     request = pb.DeleteProtectionRequest(
         model=model, ref=ref, request_id=request_id or uuid.uuid4().hex, note=note
     )
-    return wire.read(RefRequest, (yield from _call("DeleteProtection", request)).request)
+    return (yield from _asked("DeleteProtection", request))
+
+
+def _asked(method: str, request: Any) -> Steps[RefRequest]:
+    """The request that a call has made or changed, as it stands after that."""
+    return wire.read(RefRequest, (yield from _call(method, request)).request)

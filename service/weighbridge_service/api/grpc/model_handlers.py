@@ -8,12 +8,11 @@ from functools import lru_cache, partial
 from itertools import groupby
 
 from weighbridge._core.metadata import conditions
-from weighbridge._core.resources import Gate, Retention, Version
+from weighbridge._core.resources import REQUEST_DELETE, REQUEST_UNPROTECT, Gate, Retention, Version
 from weighbridge._transport import wire
 from weighbridge.errors import InvalidArgument
 from weighbridge.v1 import model_service_pb2 as pb
 from weighbridge.v1 import resources_pb2
-from weighbridge_service.access.scopes import Verb
 from weighbridge_service.admission.quotas import HostQuota
 from weighbridge_service.api.grpc.call import Call
 from weighbridge_service.api.grpc.methods import Methods, takes_long
@@ -62,7 +61,6 @@ class ModelHandlers:
         self._catalog = service.catalog
         self._collecting = service.collecting
         self._gates = service.gates
-        self._refs = service.refs
         self._intake = service.intake
         self._registry = service.registry
         self._quotas = service.quotas
@@ -149,11 +147,11 @@ class ModelHandlers:
                         yield _watched(index, version)
 
     def SetRef(self, request: pb.SetRefRequest, call: Call) -> pb.SetRefResponse:
-        version, found = self._refs.move(
+        version, found = self._gates.move(
             request.model,
             request.ref,
             request.version,
-            call.peer.asker(Verb.TAG, request.model, request.ref),
+            call.peer,
             request_id=request.request_id,
             note=request.note,
         )
@@ -162,52 +160,40 @@ class ModelHandlers:
         )
 
     def DeleteRef(self, request: pb.DeleteRefRequest, call: Call) -> pb.DeleteRefResponse:
-        found = self._refs.delete(
-            request.model,
-            request.ref,
-            call.peer.asker(Verb.TAG, request.model, request.ref),
-            request_id=request.request_id,
-            note=request.note,
-        )
-        return pb.DeleteRefResponse(request=wire.ref_request_to_proto(found))
+        return pb.DeleteRefResponse(request=self._asked(REQUEST_DELETE, request, call))
 
     def ApproveRef(self, request: pb.ApproveRefRequest, call: Call) -> pb.ApproveRefResponse:
-        found = self._refs.approve(
-            request.model,
-            request.ref,
-            request.request_id,
-            call.peer.asker(Verb.APPROVE, request.model, request.ref),
-            note=request.note,
+        found = self._gates.approve_ref(
+            request.model, request.ref, request.request_id, call.peer, note=request.note
         )
         return pb.ApproveRefResponse(request=wire.ref_request_to_proto(found))
 
     def WithdrawRef(self, request: pb.WithdrawRefRequest, call: Call) -> pb.WithdrawRefResponse:
-        asker = call.peer.asker(Verb.TAG, request.model, request.ref)
-        found = self._refs.withdraw(request.model, request.ref, request.request_id, asker)
+        found = self._gates.withdraw_ref(request.model, request.ref, request.request_id, call.peer)
         return pb.WithdrawRefResponse(request=wire.ref_request_to_proto(found))
 
     def SetProtection(self, request: pb.SetProtectionRequest, call: Call) -> pb.SetProtectionResponse:
-        asker = call.peer.asker(Verb.TAG, request.model, request.ref)
-        found = self._refs.protect(request.model, request.ref, request.approvals, asker)
+        found = self._gates.protect(request.model, request.ref, request.approvals, call.peer)
         return pb.SetProtectionResponse(protections=map(wire.protection_to_proto, found))
 
     def DeleteProtection(
         self, request: pb.DeleteProtectionRequest, call: Call
     ) -> pb.DeleteProtectionResponse:
-        found = self._refs.unprotect(
-            request.model,
-            request.ref,
-            call.peer.asker(Verb.TAG, request.model, request.ref),
-            request_id=request.request_id,
-            note=request.note,
+        return pb.DeleteProtectionResponse(request=self._asked(REQUEST_UNPROTECT, request, call))
+
+    def _asked(
+        self, action: str, request: pb.DeleteRefRequest | pb.DeleteProtectionRequest, call: Call
+    ) -> resources_pb2.RefRequest:
+        found = self._gates.ask(
+            request.model, request.ref, action, call.peer, request_id=request.request_id, note=request.note
         )
-        return pb.DeleteProtectionResponse(request=wire.ref_request_to_proto(found))
+        return wire.ref_request_to_proto(found)
 
     def ListRefs(self, request: pb.ListRefsRequest, call: Call) -> pb.ListRefsResponse:
         return pb.ListRefsResponse(
             refs=self._catalog.refs(request.model),
-            requests=map(wire.ref_request_to_proto, self._refs.requests(request.model)),
-            protections=map(wire.protection_to_proto, self._refs.protections(request.model)),
+            requests=map(wire.ref_request_to_proto, self._gates.ref_requests(request.model)),
+            protections=map(wire.protection_to_proto, self._gates.protections(request.model)),
         )
 
     @takes_long
@@ -250,7 +236,7 @@ class ModelHandlers:
 
     def ApproveVersion(self, request: pb.ApproveVersionRequest, call: Call) -> pb.ApproveVersionResponse:
         by = call.peer.called(request.by)
-        version = self._gates.approve(
+        version = self._gates.approve_version(
             request.model, request.number, by=by, note=request.note, reasons=request.reasons
         )
         return pb.ApproveVersionResponse(version=wire.version_to_proto(version))

@@ -266,7 +266,9 @@ def _models_router(service: Weighbridge) -> APIRouter:
         changes nothing."""
         by = peer_of(request).called(body.by)
         return VersionOut.model_validate(
-            service.gates.approve(f"{namespace}/{name}", version, by=by, note=body.note, reasons=body.reasons)
+            service.gates.approve_version(
+                f"{namespace}/{name}", version, by=by, note=body.note, reasons=body.reasons
+            )
         )
 
     @router.delete("/{namespace}/{name}/versions/{version}", tags=["versions"])

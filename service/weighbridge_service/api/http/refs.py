@@ -8,15 +8,13 @@ from typing import Literal
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
-from weighbridge._core.resources import REQUEST_DELETE, RefRequest
-from weighbridge_service.access.scopes import Verb
+from weighbridge._core.resources import REQUEST_DELETE, REQUEST_UNPROTECT, RefRequest
 from weighbridge_service.api.http.callers import peer_of
 from weighbridge_service.api.http.parameters import Name, Namespace, Ref, RequestId
 from weighbridge_service.api.http.resources import In, Out, VersionField, VersionOut
 from weighbridge_service.service import Weighbridge
 from weighbridge_storage.documents.entries import MAX_APPROVALS, MAX_TEXT
 from weighbridge_storage.documents.names import REQUEST_PATTERN
-from weighbridge_storage.head.ref_requests import Asker
 
 
 class ProtectionOut(Out):
@@ -121,7 +119,7 @@ def refs_router(service: Weighbridge) -> APIRouter:
         service: whose refs they are.
     """
     router = APIRouter(prefix="/v1/models/{namespace}/{name}/refs", tags=["refs"])
-    refs = service.refs
+    gates = service.gates
 
     @router.get("")
     def list_refs(namespace: Namespace, name: Name) -> RefsOut:
@@ -130,35 +128,32 @@ def refs_router(service: Weighbridge) -> APIRouter:
         return RefsOut.model_validate(
             {
                 "refs": service.catalog.refs(model),
-                "protections": refs.protections(model),
-                "requests": refs.requests(model),
+                "protections": gates.protections(model),
+                "requests": gates.ref_requests(model),
             }
         )
 
     @router.put("/{ref}")
     def set_ref(namespace: Namespace, name: Name, ref: Ref, body: SetRefIn, request: Request) -> VersionOut:
         """Let a tag name a durable version; answers with that version. One that takes approvals is refused: `/requests` asks for it."""
-        model = f"{namespace}/{name}"
-        version, _ = refs.move(model, ref, body.version, _asker(request, Verb.TAG, model, ref))
+        version, _ = gates.move(f"{namespace}/{name}", ref, body.version, peer_of(request))
         return VersionOut.model_validate(version)
 
     @router.delete("/{ref}", status_code=204)
     def delete_ref(namespace: Namespace, name: Name, ref: Ref, request: Request) -> None:
         """Take a tag away. One that takes approvals is refused: `/requests` asks for it."""
-        model = f"{namespace}/{name}"
-        refs.delete(model, ref, _asker(request, Verb.TAG, model, ref))
+        gates.ask(f"{namespace}/{name}", ref, REQUEST_DELETE, peer_of(request))
 
     @router.post("/{ref}/requests")
     def request_ref(
         namespace: Namespace, name: Name, ref: Ref, body: RequestRefIn, request: Request, response: Response
     ) -> RefRequestOut:
         """Change a tag, or ask for it if that takes the approval of other identities: 200 if it is done, 202 if it is pending."""
-        model = f"{namespace}/{name}"
-        asker = _asker(request, Verb.TAG, model, ref)
+        model, peer, named = f"{namespace}/{name}", peer_of(request), body.request_id
         if body.action == REQUEST_DELETE:
-            found = refs.delete(model, ref, asker, request_id=body.request_id, note=body.note)
+            found = gates.ask(model, ref, REQUEST_DELETE, peer, request_id=named, note=body.note)
         else:
-            _, found = refs.move(model, ref, body.version, asker, request_id=body.request_id, note=body.note)
+            _, found = gates.move(model, ref, body.version, peer, request_id=named, note=body.note)
         return _answer(found, response)
 
     @router.post("/{ref}/requests/{request_id}/approve")
@@ -172,26 +167,23 @@ def refs_router(service: Weighbridge) -> APIRouter:
         response: Response,
     ) -> RefRequestOut:
         """Approve a change that another identity has asked for: 200 if it is done with that, 202 if it takes more approvals."""
-        model = f"{namespace}/{name}"
-        asker = _asker(request, Verb.APPROVE, model, ref)
-        return _answer(refs.approve(model, ref, request_id, asker, note=body.note), response)
+        model, peer = f"{namespace}/{name}", peer_of(request)
+        return _answer(gates.approve_ref(model, ref, request_id, peer, note=body.note), response)
 
     @router.delete("/{ref}/requests/{request_id}")
     def withdraw_ref(
         namespace: Namespace, name: Name, ref: Ref, request_id: RequestId, request: Request
     ) -> RefRequestOut:
         """End a request without carrying it out."""
-        model = f"{namespace}/{name}"
-        asker = _asker(request, Verb.TAG, model, ref)
-        return RefRequestOut.model_validate(refs.withdraw(model, ref, request_id, asker))
+        found = gates.withdraw_ref(f"{namespace}/{name}", ref, request_id, peer_of(request))
+        return RefRequestOut.model_validate(found)
 
     @router.put("/{ref}/protection")
     def protect_ref(
         namespace: Namespace, name: Name, ref: Ref, body: ProtectRefIn, request: Request
     ) -> ProtectionsOut:
         """Protect a ref, whether it exists or not, or raise what its changes take."""
-        model = f"{namespace}/{name}"
-        found = refs.protect(model, ref, body.approvals, _asker(request, Verb.TAG, model, ref))
+        found = gates.protect(f"{namespace}/{name}", ref, body.approvals, peer_of(request))
         return ProtectionsOut.model_validate({"protections": found})
 
     @router.delete("/{ref}/protection")
@@ -199,15 +191,10 @@ def refs_router(service: Weighbridge) -> APIRouter:
         namespace: Namespace, name: Name, ref: Ref, request: Request, response: Response
     ) -> RefRequestOut:
         """Protect a ref no longer, or ask for it: it takes what it takes to move the ref. 200 if it is done, 202 if it is pending."""
-        model = f"{namespace}/{name}"
-        asker = _asker(request, Verb.TAG, model, ref)
-        return _answer(refs.unprotect(model, ref, asker, request_id=uuid.uuid4().hex), response)
+        model, peer = f"{namespace}/{name}", peer_of(request)
+        return _answer(gates.ask(model, ref, REQUEST_UNPROTECT, peer, request_id=uuid.uuid4().hex), response)
 
     return router
-
-
-def _asker(request: Request, verb: Verb, model: str, ref: str) -> Asker:
-    return peer_of(request).asker(verb, model, ref)
 
 
 def _answer(found: RefRequest, response: Response) -> RefRequestOut:

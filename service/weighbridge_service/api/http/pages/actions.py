@@ -11,6 +11,7 @@ from anyio import CapacityLimiter
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import HTMLResponse, RedirectResponse
 
+from weighbridge._core.resources import REQUEST_DELETE
 from weighbridge.errors import InvalidArgument
 from weighbridge_service.access.identities import Evidence
 from weighbridge_service.access.scopes import Verb
@@ -56,13 +57,12 @@ def add_actions(
     ) -> Response:
         """Hold a version no longer."""
         by, model = peer_of(request).called(""), f"{namespace}/{name}"
-        service.gates.approve(model, version, by=by, note=form.get("note", ""))
+        service.gates.approve_version(model, version, by=by, note=form.get("note", ""))
         return _back(model, f"/versions/{version}" if form.get("to") == "version" else "")
 
     def move(request: Request, model: str, ref: str, form: _Form) -> Response:
-        asker = peer_of(request).asker(Verb.TAG, model, ref)
-        note, version = form.get("note", ""), form.get("version", "")
-        service.refs.move(model, ref, version, asker, request_id=uuid.uuid4().hex, note=note)
+        note, version, named = form.get("note", ""), form.get("version", ""), uuid.uuid4().hex
+        service.gates.move(model, ref, version, peer_of(request), request_id=named, note=note)
         return _back(model, "#refs")
 
     @router.post(of_model + "/refs")
@@ -85,9 +85,8 @@ def add_actions(
     @acting
     def delete_ref_form(namespace: Namespace, name: Name, ref: Ref, form: Form, request: Request) -> Response:
         """Take a tag away, or ask for it."""
-        model = f"{namespace}/{name}"
-        asker = peer_of(request).asker(Verb.TAG, model, ref)
-        service.refs.delete(model, ref, asker, request_id=uuid.uuid4().hex, note=form.get("note", ""))
+        model, note, named = f"{namespace}/{name}", form.get("note", ""), uuid.uuid4().hex
+        service.gates.ask(model, ref, REQUEST_DELETE, peer_of(request), request_id=named, note=note)
         return _back(model, "#refs")
 
     @router.post(of_model + "/refs/{ref}/requests/{request_id}/approve")
@@ -97,8 +96,7 @@ def add_actions(
     ) -> Response:
         """Approve what another identity has asked for."""
         model = f"{namespace}/{name}"
-        asker = peer_of(request).asker(Verb.APPROVE, model, ref)
-        service.refs.approve(model, ref, request_id, asker, note=form.get("note", ""))
+        service.gates.approve_ref(model, ref, request_id, peer_of(request), note=form.get("note", ""))
         return _back(model, "#refs")
 
     @router.post(of_model + "/refs/{ref}/requests/{request_id}/withdraw")
@@ -108,7 +106,7 @@ def add_actions(
     ) -> Response:
         """End a request without carrying it out."""
         model = f"{namespace}/{name}"
-        service.refs.withdraw(model, ref, request_id, peer_of(request).asker(Verb.TAG, model, ref))
+        service.gates.withdraw_ref(model, ref, request_id, peer_of(request))
         return _back(model, "#refs")
 
     @router.post(of_model + "/exports")

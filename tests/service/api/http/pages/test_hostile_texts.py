@@ -69,7 +69,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
             raw.push(MODEL, number, cut(stream_of(found.source.arrays, layout, assigned)))
             raw.seal(MODEL, number)
             eventually(lambda: service.catalog.get_version(MODEL, "1").state.stored)
-            service.gates.approve(MODEL, 1, by=EVIL, note=EVIL)
+            service.gates.approve_version(MODEL, 1, by=EVIL, note=EVIL)
             aborted = raw.open(MODEL, run=EVIL)
             service.intake.abort_version(MODEL, aborted, EVIL, 20.0)
             raw.open(MODEL, run=EVIL, step=9, ranks=2)

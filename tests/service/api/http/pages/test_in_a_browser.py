@@ -17,6 +17,7 @@ from tests.support.waiting import eventually
 from weighbridge import Credentials, TrainerClient
 from weighbridge._core.engines.facts import EngineReport
 from weighbridge_service.access import tokens
+from weighbridge_service.access.peer import Peer
 from weighbridge_service.engines.entries import Owner
 
 MODEL = "acme/smol"
@@ -144,7 +145,7 @@ def test_what_somebody_is_typing_outlives_a_change(place: Place, opened: Tab) ->
     page.locator("#new-tag summary").click()
     page.locator("#new-ref").fill("half-a-na")
     page.locator("#new-version").select_option("1")
-    place.running.service.refs.move(MODEL, "other", "1", _nobody())
+    place.running.service.gates.move(MODEL, "other", "1", Peer("me"))
     page.locator(".refline .ref", has_text="other").wait_for()
     assert page.locator("#new-ref").input_value() == "half-a-na"
     assert page.evaluate("document.activeElement.id") in ("new-ref", "new-version")
@@ -180,9 +181,3 @@ def test_a_page_says_that_the_service_is_gone_and_goes_on_when_it_is_back(
         opened.page.context.set_offline(False)
         opened.page.locator("#live.on").wait_for(timeout=30_000)
         eventually(lambda: opened.page.locator("#lost").is_hidden())
-
-
-def _nobody() -> Any:
-    from weighbridge_storage.head.ref_requests import Asker
-
-    return Asker("me", True, False, "tag:acme/smol@other")

@@ -1,4 +1,7 @@
-"""Transitions of refs that a model's gate protects: a request, its approvals, and its effect. Everything here is pure.
+"""Requests that take the approval of others, and their approvals: of versions that are held, and of refs that are protected. All of it is pure.
+
+A held version needs no request: it waits for an approval of each reason for which it is held. One approval of a reason is enough, and the
+scopes of the caller say whether it may give one.
 
 A protected ref is changed for those alone of whose scopes one names it. If that takes approvals, the change is a request, of which there
 is one at a time for each ref: a newer one supersedes it. An approval names the request that it answers, so one that is repeated or late
@@ -9,9 +12,8 @@ that was taken away since takes the request and the approvals along that were ma
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NoReturn
 
 from weighbridge._core.resources import (
     REQUEST_DELETE,
@@ -34,13 +36,14 @@ from weighbridge.errors import (
 )
 from weighbridge_storage.documents.entries import (
     MAX_APPROVALS,
+    Approval,
+    OpenEntry,
     ProtectionEntry,
-    RefApproval,
     RequestEntry,
 )
 from weighbridge_storage.documents.names import check_ref_name
 from weighbridge_storage.head.head import REMEMBERED_REQUESTS, Head
-from weighbridge_storage.head.head_changes import delete_ref, set_ref
+from weighbridge_storage.head.head_changes import check_there, delete_ref, set_ref, with_entry
 from weighbridge_storage.head.history import History
 
 LIFETIME_MS = 7 * 86_400_000
@@ -81,6 +84,33 @@ class Standing:
 
     asks: Callable[[str], bool]
     approves: Callable[[str], bool]
+
+
+def approve_version(history: History, number: int, approval: Approval) -> Head:
+    """Hold a version no longer for reasons for which it was held. ``latest`` moves to it if it is part of history and the highest one.
+
+    Nothing changes if it is held for none of these reasons.
+
+    Args:
+        history: before.
+        number: which version; it is part of history, or open and complete.
+        approval: says for which reasons, by whom and when. Others for which it is held stay.
+
+    Raises:
+        NotFound: it is neither open nor part of history.
+    """
+    head = history.head
+    there = head.open.get(number) or check_there(history, number)
+    before = () if there.approval is None else there.approval.reasons
+    # the last of two approvals, for the reasons of both
+    merged = replace(approval, reasons=tuple(sorted({*before, *approval.reasons})))
+    if there.approval is not None:
+        merged = replace(merged, extra=there.approval.extra)
+    if isinstance(there, OpenEntry):
+        opened = replace(there, approval=merged)
+        return head if merged.reasons == before else replace(head, open={**head.open, number: opened})
+    left = tuple(reason for reason in there.held if reason not in approval.reasons)
+    return head if left == there.held else with_entry(head, replace(there, held=left, approval=merged))
 
 
 def request_name(key: str, by: str, nonce: str) -> str:
@@ -127,23 +157,19 @@ def ask(
             raise AlreadyExists(
                 f"another request is named {shown(there.request_id)}", fix="name each request anew"
             )
-        if there.state not in (REQUEST_PENDING, REQUEST_DONE):
-            _ended(head, there)
+        _check_pending(head, there, REQUEST_DONE)
         return head, there
-    done = replace(
-        _closed(wanted, REQUEST_DONE, asker.name, wanted.asked_ms), previous=head.ref_numbers.get(ref, 0)
-    )
     protection = head.protected.get(ref)
-    if protection is None:
-        return _effect(history, wanted), done
-    _check_named(asker, ref)
-    pending = _pending(head, ref)
-    if pending is not None and may_wait and _meaning(pending) == _meaning(wanted):
-        return head, pending
-    if pending is not None:
-        head = _with(head, _closed(pending, REQUEST_SUPERSEDED, asker.name, wanted.asked_ms))
-    after = _effect(history.under(_with(head, done)), wanted)  # also says what could never be done
-    if not protection.approvals:
+    if protection is not None:
+        _check_named(asker, ref)
+        pending = _pending(head, ref)
+        if pending is not None and may_wait and _meaning(pending) == _meaning(wanted):
+            return head, pending
+        if pending is not None:
+            head = _with(head, _closed(pending, REQUEST_SUPERSEDED, asker.name, wanted.asked_ms))
+    # also says what could never be done
+    after, done = _carried_out(history.under(head), wanted, asker.name, wanted.asked_ms)
+    if protection is None or not protection.approvals:
         return after, done
     _check_proven(asker)
     if not may_wait:
@@ -192,22 +218,19 @@ def approve_request(
         raise PermissionDenied(
             f"{asker.name} has asked for this, and cannot approve it", fix="have another identity approve it"
         )
-    if there.state == REQUEST_DONE:
-        return head, there
+    _check_pending(head, there, REQUEST_DONE)
     if not there.pending:
-        _ended(head, there)
+        return head, there
     if not standing.asks(there.by):
         raise FailedPrecondition(
             f"{there.by} has asked for this, and has no scope any longer that names the ref {ref}",
             fix="let somebody ask for it who has one: weighbridge tag MODEL@VERSION REF",
         )
-    approved = there
-    if not any(each.by == asker.name for each in there.approvals):
-        approved = replace(there, approvals=(*there.approvals, RefApproval(asker.name, now_ms, note)))
-    if missing(head, approved, standing):
-        return _with(head, approved), approved
-    done = replace(_closed(approved, REQUEST_DONE, asker.name, now_ms), previous=head.ref_numbers.get(ref, 0))
-    return _effect(history.under(_with(head, done)), there), done
+    if all(each.by != asker.name for each in there.approvals):
+        there = replace(there, approvals=(*there.approvals, Approval(asker.name, now_ms, note)))
+    if missing(head, there, standing):
+        return _with(head, there), there
+    return _carried_out(history, there, asker.name, now_ms)
 
 
 def withdraw_request(
@@ -223,10 +246,9 @@ def withdraw_request(
     head = expire(head, now_ms)
     there = _named(head, ref, request_id)
     _check_named(asker, ref)
-    if there.state == REQUEST_WITHDRAWN:
-        return head, there
+    _check_pending(head, there, REQUEST_WITHDRAWN)
     if not there.pending:
-        _ended(head, there)
+        return head, there
     withdrawn = _closed(there, REQUEST_WITHDRAWN, asker.name, now_ms)
     return _with(head, withdrawn), withdrawn
 
@@ -283,8 +305,14 @@ def missing(head: Head, request: RequestEntry, standing: Standing) -> int:
     return max(protection.approvals - sum(standing.approves(each.by) for each in request.approvals), 0)
 
 
+def _carried_out(history: History, request: RequestEntry, by: str, now_ms: int) -> tuple[Head, RequestEntry]:
+    """The head after a request is carried out by a call of ``by``, and the request."""
+    previous = history.head.ref_numbers.get(request.ref, 0)
+    done = replace(_closed(request, REQUEST_DONE, by, now_ms), previous=previous)
+    return _effect(history.under(_with(history.head, done)), done), done
+
+
 def _effect(history: History, request: RequestEntry) -> Head:
-    """The head after a request is carried out."""
     head = history.head
     if request.action == REQUEST_MOVE:
         return set_ref(history, request.ref, request.version)
@@ -302,17 +330,16 @@ def _effect(history: History, request: RequestEntry) -> Head:
 
 
 def _with(head: Head, request: RequestEntry) -> Head:
-    """A head with a request, in place of what stood under its name, or behind all others; the oldest that have ended go for it."""
+    """A head with a request, in place of what stood under its name, or behind all others; the oldest that have ended go for it. Those of refs
+    that are not protected are not kept."""
+    if request.ref not in head.protected:
+        return head
     there = [request if each.request_id == request.request_id else each for each in head.requests]
     if request not in there:
         there.append(request)
-    return replace(head, requests=tuple(_remembered(there)))
-
-
-def _remembered(requests: list[RequestEntry]) -> Iterable[RequestEntry]:
-    ended = [each.request_id for each in requests if not each.pending]
+    ended = [each.request_id for each in there if not each.pending]
     forgotten = {*ended[:-REMEMBERED_REQUESTS]}
-    return (each for each in requests if each.request_id not in forgotten)
+    return replace(head, requests=tuple(each for each in there if each.request_id not in forgotten))
 
 
 def _closed(request: RequestEntry, state: str, by: str, now_ms: int) -> RequestEntry:
@@ -322,10 +349,6 @@ def _closed(request: RequestEntry, state: str, by: str, now_ms: int) -> RequestE
 def _meaning(request: RequestEntry) -> tuple[str, str, int, str]:
     """What a request asks for, and who: two of which this is the same are one."""
     return request.ref, request.action, request.version, request.by
-
-
-def _find(head: Head, request_id: str) -> RequestEntry | None:
-    return next((each for each in head.requests if each.request_id == request_id), None)
 
 
 def _repeated(head: Head, request_id: str) -> RequestEntry | None:
@@ -343,16 +366,18 @@ def _pending(head: Head, ref: str) -> RequestEntry | None:
 
 
 def _named(head: Head, ref: str, request_id: str) -> RequestEntry:
-    there = _find(head, request_id)
-    if there is None or there.ref != ref:
+    there = next((each for each in head.requests if (each.request_id, each.ref) == (request_id, ref)), None)
+    if there is None:
         raise NotFound(
             f"there is no request {shown(request_id)} for the ref {shown(ref)}{_instead(head, ref)}"
         )
     return there
 
 
-def _ended(head: Head, request: RequestEntry) -> NoReturn:
-    """Raise, for a request that is no longer pending."""
+def _check_pending(head: Head, request: RequestEntry, also: str) -> None:
+    """Raise FailedPrecondition if a request has ended, and not in the state ``also``."""
+    if request.state in (REQUEST_PENDING, also):
+        return
     by = f" by {request.closed_by}" if request.closed_by else ""
     state = "has expired" if request.state == REQUEST_EXPIRED else f"was {request.state}{by}"
     if request.state == REQUEST_DONE:
