@@ -14,14 +14,15 @@ from weighbridge_service.access.access import Access
 from weighbridge_service.access.audit import Audit
 from weighbridge_service.admission.byte_budget import ByteBudget
 from weighbridge_service.admission.identity_quotas import IdentityQuotas
+from weighbridge_service.admission.policy_quotas import Quotas
 from weighbridge_service.admission.reader_shares import ReaderShares
+from weighbridge_service.admission.stored_bytes import StoredBytes
 from weighbridge_service.admission.tickets import ticket_key
 from weighbridge_service.catalog.catalog import Catalog
 from weighbridge_service.catalog.collection_loop import Collecting
 from weighbridge_service.catalog.gate import Gates
 from weighbridge_service.catalog.head_versions import approved_since
 from weighbridge_service.catalog.signatures import SignatureCheck, Signatures
-from weighbridge_service.catalog.stored_bytes import StoredBytes
 from weighbridge_service.plan.declarations import Home
 from weighbridge_service.pull.serving import Serving
 from weighbridge_service.push.effect_runner import Facilities
@@ -31,7 +32,6 @@ from weighbridge_service.push.machine.state import Limits
 from weighbridge_service.push.mappings import Mappings
 from weighbridge_service.push.observing.observer import PushFigures
 from weighbridge_service.push.opener import Opener
-from weighbridge_service.push.quotas import Quotas
 from weighbridge_service.push.registry import Registry
 from weighbridge_service.push.taking_over import TakingOver
 from weighbridge_service.replicas.directory import Directory

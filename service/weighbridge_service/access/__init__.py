@@ -8,8 +8,7 @@ May import: `runtime`, `weighbridge_storage`, `weighbridge`; nothing here knows 
 - `identities`: evidence, and the identities that it proves.
 - `tokens`: secrets that are kept as digests.
 - `issuers`: issuers of JSON web tokens, and their keys.
-- `limits`: how much an identity may have, and a namespace hold.
-- `policy`: the file that says who may do what.
+- `policy`: the file that says who may do what, and how much.
 - `access`: which identity a piece of evidence proves, now.
 - `certificates`: the service's own certificate, renewed while it runs.
 - `peer`: who has made a call, and whether they may: the place where every face asks.

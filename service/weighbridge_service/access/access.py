@@ -15,9 +15,8 @@ from pathlib import Path
 from weighbridge._core.lru import Cache
 from weighbridge.errors import InvalidArgument, Unavailable
 from weighbridge_service.access import issuers, tokens
-from weighbridge_service.access.identities import EVERYBODY, REPLICA, Evidence, Identity
+from weighbridge_service.access.identities import EVERYBODY, NO_LIMITS, REPLICA, Evidence, Identity
 from weighbridge_service.access.issuers import KeyRing
-from weighbridge_service.access.limits import NO_LIMITS
 from weighbridge_service.access.policy import Policy
 
 log = logging.getLogger(__name__)

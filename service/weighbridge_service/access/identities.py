@@ -1,11 +1,10 @@
-"""Identities, and the evidence that proves them."""
+"""Identities, how much each may have, and the evidence that proves them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from weighbridge_service.access.limits import NO_LIMITS, Limits
 from weighbridge_service.access.scopes import Scope, Verb
 
 _SEVERAL = "several"
@@ -32,6 +31,24 @@ class Evidence:
         return Evidence(
             authorizations[0] if len(authorizations) == 1 else _SEVERAL if authorizations else "", certificate
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What an identity may have; None is no limit.
+
+    Attributes:
+        streams: of weights, at one time, at each replica of the service.
+        bytes_per_second: of weights, over all of its streams, at each replica.
+        versions_per_hour: that it opens, at each replica.
+    """
+
+    streams: int | None = None
+    bytes_per_second: int | None = None
+    versions_per_hour: int | None = None
+
+
+NO_LIMITS = Limits()
 
 
 @dataclass(frozen=True, slots=True)

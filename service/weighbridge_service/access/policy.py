@@ -1,4 +1,4 @@
-"""Policy: the file that says who may do what (TOML).
+"""Policy: the file that says who may do what, and how much (TOML).
 
 ::
 
@@ -25,20 +25,28 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from weighbridge._core.text.sizes import parse_size
 from weighbridge.errors import InvalidArgument
-from weighbridge_service.access import issuers, limits, tokens
-from weighbridge_service.access.identities import Identity
+from weighbridge_service.access import issuers, tokens
+from weighbridge_service.access.identities import Identity, Limits
 from weighbridge_service.access.issuers import Issuer
-from weighbridge_service.access.limits import Limits
 from weighbridge_service.access.scopes import Scope, matches
 
 _IDENTITY = {"name", "may", "tokens", "certificates", "users", "subjects", "anybody", "limits"}
 _ISSUER = {"name", "issuer", "audience", "algorithms", "keys"}
+_LIMITS = {"streams", "bytes_per_second", "versions_per_hour"}
+_MOST_STREAMS = 65_536
+_MOST_VERSIONS = 100_000
+_LEAST_RATE = 1_000_000
+"""Bytes a second: a message of 1 MiB takes a second then, and the other side does not take the stream for dead."""
+_MOST_BYTES = 2**53
+_NAMESPACE = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9_])?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +128,9 @@ class Policy:
                     raise InvalidArgument(f"{where} is a second one for anybody", fix="leave one of them")
                 anybody = replace(entry.identity, proven=False)
             entries.append(entry)
-        return Policy(tuple(entries), by_token, by_user, trusted, anybody, _stored(found))
+        return Policy(
+            tuple(entries), by_token, by_user, trusted, anybody, _stored(_tables(found, "namespace"))
+        )
 
 
 def _entry(table: Mapping[str, Any], issuer_names: set[str]) -> Entry:
@@ -154,15 +164,68 @@ def _limits(table: Mapping[str, Any], where: str) -> Limits:
     found = table.get("limits", {})
     if not isinstance(found, dict):
         raise InvalidArgument(f"limits of {where} are no table", fix="write limits = {streams = 8}")
-    _check_keys(found, limits.OF_IDENTITY, f"limits of {where}")
-    return limits.limits_of(found, f"limits of {where}")
+    where = f"limits of {where}"
+    _check_keys(found, _LIMITS, where)
+    limits = Limits(
+        _count(found, "streams", where, _MOST_STREAMS),
+        _size(found, "bytes_per_second", where, _LEAST_RATE),
+        _count(found, "versions_per_hour", where, _MOST_VERSIONS),
+    )
+    if limits.bytes_per_second is not None and limits.streams is None:
+        raise InvalidArgument(
+            f"{where} limit bytes_per_second and no streams: each stream that is slowed keeps a thread of the service",
+            fix="write streams = 8, or as many as it needs at one time",
+        )
+    return limits
 
 
-def _stored(found: Mapping[str, Any]) -> dict[str, int]:
-    tables = list(_tables(found, "namespace"))
+def _stored(tables: Iterator[Mapping[str, Any]]) -> dict[str, int]:
+    """Bytes that each namespace may hold, by its name."""
+    found: dict[str, int] = {}
     for table in tables:
-        _check_keys(table, limits.OF_NAMESPACE, f"the namespace {str(table.get('name', ''))[:80]!r}")
-    return limits.stored_limits(tables)
+        name = table.get("name")
+        _check_keys(table, {"name", "stored"}, f"the namespace {str(name or '')[:80]!r}")
+        if not isinstance(name, str) or not _NAMESPACE.fullmatch(name):
+            raise InvalidArgument(
+                f"{str(name)[:80]!r} of the policy is no namespace",
+                fix='write name = "acme", the first half of the names of its models',
+            )
+        where = f"the namespace {name!r}"
+        if name in found:
+            raise InvalidArgument(f"{where} stands there twice", fix="name each once")
+        stored = _size(table, "stored", where, 1)
+        if stored is None:
+            raise InvalidArgument(f"{where} has no limit", fix='write stored = "20TB"')
+        found[name] = stored
+    return found
+
+
+def _count(table: Mapping[str, Any], key: str, where: str, most: int) -> int | None:
+    value = table.get(key)
+    if value is not None and (type(value) is not int or not 1 <= value <= most):
+        raise InvalidArgument(
+            f"{key} of {where} is {str(value)[:80]!r}, not a whole number from 1 to {most}",
+            fix=f"write {key} = 8, or leave it out for no limit",
+        )
+    return value
+
+
+def _size(table: Mapping[str, Any], key: str, where: str, least: int) -> int | None:
+    value = table.get(key)
+    if value is None:
+        return None
+    try:
+        # a bare number could be meant in any unit
+        size = parse_size(value) if isinstance(value, str) and value[-1:].isalpha() else 0
+    except InvalidArgument:
+        size = 0
+    if not least <= size <= _MOST_BYTES:
+        more = f", from {least // 1_000_000}MB on" if least > 1 else ""
+        raise InvalidArgument(
+            f"{key} of {where} is {str(value)[:80]!r}, not a size with a unit{more}",
+            fix=f'write {key} = "2GB", or leave it out for no limit' if more else f'write {key} = "20TB"',
+        )
+    return size
 
 
 def _issuer(table: Mapping[str, Any]) -> Issuer:

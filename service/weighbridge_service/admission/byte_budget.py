@@ -18,15 +18,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TypeVar
 
 from weighbridge._transport import rpc
 from weighbridge.errors import InvalidArgument, ResourceExhausted, Unavailable
 from weighbridge_service.access.peer import Peer
-from weighbridge_service.admission.quotas import RETRY_SECONDS, may_have
+from weighbridge_service.admission.quotas import RETRY_SECONDS, Shares
 from weighbridge_service.admission.turns import Turns
-
-K = TypeVar("K")
 
 MESSAGE_ROOM = 2 * rpc.MESSAGE_BYTES
 """What a message takes at most: it lies in our memory once and in gRPC's once."""
@@ -61,33 +58,16 @@ class InFlight:
 
 
 @dataclass(eq=False, slots=True)
-class _Waiter:
-    nbytes: int
-    granted: bool = False
-
-
-@dataclass(eq=False, slots=True)
 class _Side:
-    """One direction: what it holds, and who waits."""
+    """One direction: what its hosts and connections hold, and who waits."""
 
-    direction: Direction
-    nbytes: int = 0
-    by_peer: dict[Peer, int] = field(default_factory=dict)
-    by_host: dict[str, int] = field(default_factory=dict)
-    waiting: Turns[_Waiter] = field(default_factory=Turns)
+    hosts: Shares[str]
+    peers: Shares[Peer]
+    waiting: Turns[Reservation] = field(default_factory=Turns)
 
     def add(self, peer: Peer, nbytes: int) -> None:
-        self.nbytes += nbytes
-        _add(self.by_peer, peer, nbytes)
-        _add(self.by_host, peer.host, nbytes)
-
-
-def _add(held: dict[K, int], key: K, nbytes: int) -> None:
-    left = held.get(key, 0) + nbytes
-    if left:
-        held[key] = left
-    else:
-        held.pop(key, None)
+        self.hosts.add(peer.host, nbytes)
+        self.peers.add(peer, nbytes)
 
 
 class ByteBudget:
@@ -106,56 +86,41 @@ class ByteBudget:
                 f"a budget of {capacity} bytes in flight is too small", fix=f"allow {LEAST_BYTES} or more"
             )
         self.capacity = capacity
-        self._most_of_side = capacity // 8 * 3  # of three: a quarter is left when two have all they may
         self._most_of_peer = capacity // 4
         self._changed = threading.Condition()
         self._nbytes = 0
         self._holding: dict[Reservation, None] = {}  # the one that has held its room for longest stands first
         # the side that was served last stands last
-        self._sides = OrderedDict((direction, _Side(direction)) for direction in Direction)
+        most_of_side = capacity // 8 * 3  # of three: a quarter is left when two have all they may
+        self._sides = OrderedDict(
+            (direction, _Side(Shares(most_of_side), Shares(most_of_side))) for direction in Direction
+        )
 
     @property
     def in_flight(self) -> InFlight:
         """How the budget is used now."""
         with self._changed:
             return InFlight(
-                {direction: self._sides[direction].nbytes for direction in Direction},
+                {direction: self._sides[direction].hosts.held for direction in Direction},
                 {direction: len(self._sides[direction].waiting) for direction in Direction},
             )
 
-    def stream(
-        self,
-        direction: Direction,
-        peer: Peer,
-        patience: Callable[[], float],
-        end: Callable[[], object] = lambda: None,
-    ) -> Reservation:
-        """What one stream holds; to be closed after use.
-
-        Args:
-            direction: which way it goes.
-            peer: the connection that it comes over.
-            patience: for how many seconds it can wait for room now.
-            end: ends the stream, from any thread, if its client does not get on while others wait.
-        """
-        return Reservation(self, direction, peer, patience, end)
-
-    def _take(self, reservation: Reservation, nbytes: int) -> None:
+    def take(self, reservation: Reservation) -> None:
+        """Wait for the room that a stream wants; see `Reservation.take`."""
         side = self._sides[reservation.direction]
-        waiter = _Waiter(nbytes)
         with self._changed:
-            side.waiting.add(reservation.peer, waiter)
+            side.waiting.add(reservation.peer, reservation)
             self._grant()
-            if not waiter.granted:
-                self._wait(side, reservation, waiter)
+            if not reservation.granted:
+                self._wait(side, reservation)
             self._holding[reservation] = None
 
-    def _wait(self, side: _Side, reservation: Reservation, waiter: _Waiter) -> None:
+    def _wait(self, side: _Side, reservation: Reservation) -> None:
         deadline = time.monotonic() + reservation.patience()
-        while not waiter.granted:
+        while not reservation.granted:
             now = time.monotonic()
             if reservation.gone or now >= deadline:
-                side.waiting.discard(reservation.peer, waiter)
+                side.waiting.discard(reservation.peer, reservation)
                 self._grant()  # a smaller one behind it may fit
                 if reservation.gone:
                     raise Unavailable("the caller has gone")
@@ -182,18 +147,20 @@ class ByteBudget:
             if len(found) == len(side.waiting):
                 break
             since = reservation.with_client_since
-            if reservation.direction is side.direction and since and now - since > _STUCK_SECONDS:
+            if self._sides[reservation.direction] is side and since and now - since > _STUCK_SECONDS:
                 reservation.with_client_since = 0.0
                 found.append(reservation)
         return found
 
-    def _give(self, reservation: Reservation, nbytes: int) -> None:
+    def give(self, reservation: Reservation) -> None:
+        """A stream needs its room no more; see `Reservation.give`."""
         with self._changed:
             self._holding.pop(reservation, None)
-            self._add(self._sides[reservation.direction], reservation.peer, -nbytes)
+            self._add(self._sides[reservation.direction], reservation.peer, -reservation.nbytes)
             self._grant()
 
-    def _wake(self) -> None:
+    def look(self) -> None:
+        """Something is different for those that wait."""
         with self._changed:
             self._changed.notify_all()
 
@@ -205,60 +172,55 @@ class ByteBudget:
         """Give room to those whose turn it is, as long as there is some."""
         granted = False
         while (found := self._next()) is not None:
-            side, peer, waiter = found
-            waiter.granted = granted = True
-            side.waiting.take_of(peer)
-            self._add(side, peer, waiter.nbytes)
-            self._sides.move_to_end(side.direction)
+            side, reservation = found
+            reservation.granted = granted = True
+            side.waiting.take_of(reservation.peer)
+            self._add(side, reservation.peer, reservation.nbytes)
+            self._sides.move_to_end(reservation.direction)
         if granted:
             self._changed.notify_all()
 
-    def _next(self) -> tuple[_Side, Peer, _Waiter] | None:
+    def _next(self) -> tuple[_Side, Reservation] | None:
         """Who comes next; None if nobody waits or there is no room for whoever comes next."""
         for side in self._sides.values():
             for peer, waiter in side.waiting:
-                if side.by_peer.get(peer, 0) + waiter.nbytes > self._most_of_peer:
+                if side.peers.of.get(peer, 0) + waiter.nbytes > self._most_of_peer:
                     continue
                 if self._nbytes + waiter.nbytes > self.capacity:
                     return None  # what is small does not overtake what is large
-                if side.nbytes + waiter.nbytes > self._most_of_side:
+                if side.hosts.held + waiter.nbytes > side.hosts.total:
                     break
-                of_host = side.by_host.get(peer.host, 0)
-                if not may_have(self._most_of_side, side.nbytes, of_host, waiter.nbytes):
-                    continue
-                return side, peer, waiter
+                if side.hosts.has_room(peer.host, waiter.nbytes):
+                    return side, waiter
         return None
 
 
+@dataclass(eq=False, slots=True)
 class Reservation:
     """What one stream holds of a budget. For one thread, but for `abandon`.
 
     Attributes:
+        budget: of which it is.
         direction: which way the stream goes.
         peer: the connection that it comes over.
         patience: for how many seconds it can wait for room now.
-        end: ends the stream.
+        end: ends the stream, from any thread, if its client does not get on while others wait.
         gone: whether the caller has gone.
         with_client_since: when the client was given a message to read, or began to be waited for, in seconds of the monotonic clock; 0 while
             the service itself is at work.
+        nbytes: the room that it has, or waits for.
+        granted: whether it has that.
     """
 
-    def __init__(
-        self,
-        budget: ByteBudget,
-        direction: Direction,
-        peer: Peer,
-        patience: Callable[[], float],
-        end: Callable[[], object],
-    ) -> None:
-        self.direction = direction
-        self.peer = peer
-        self.patience = patience
-        self.end = end
-        self.gone = False
-        self.with_client_since = 0.0
-        self._budget = budget
-        self._held = 0
+    budget: ByteBudget
+    direction: Direction
+    peer: Peer
+    patience: Callable[[], float]
+    end: Callable[[], object] = lambda: None
+    gone: bool = False
+    with_client_since: float = 0.0
+    nbytes: int = 0
+    granted: bool = False
 
     def take(self, data_bytes: int = rpc.MESSAGE_BYTES) -> None:
         """Wait until there is room for a message with so many bytes of weights. The message before is given back first.
@@ -268,9 +230,8 @@ class Reservation:
             Unavailable: the caller has gone.
         """
         self.give()
-        nbytes = MESSAGE_ROOM // rpc.MESSAGE_BYTES * data_bytes
-        self._budget._take(self, nbytes)
-        self._held = nbytes
+        self.nbytes = MESSAGE_ROOM // rpc.MESSAGE_BYTES * data_bytes
+        self.budget.take(self)
 
     @contextmanager
     def with_client(self) -> Iterator[None]:
@@ -282,16 +243,12 @@ class Reservation:
             self.with_client_since = 0.0
 
     def give(self) -> None:
-        """The message is not in memory any more."""
-        if self._held:
-            nbytes, self._held = self._held, 0
-            self._budget._give(self, nbytes)
-
-    def close(self) -> None:
-        """Nothing more comes."""
-        self.give()
+        """The message is not in memory any more, or nothing more comes."""
+        if self.granted:
+            self.granted = False
+            self.budget.give(self)
 
     def abandon(self) -> None:
         """The caller has gone: it need not be waited for room."""
         self.gone = True
-        self._budget._wake()
+        self.budget.look()

@@ -1,6 +1,6 @@
 """Quotas of identities, by the limits that the policy gives them: streams, bytes a second, versions an hour.
 
-They are those of this process. What is decided is decided by values (`Places`, `buckets.Bucket`, `seconds_until_next`). Streams that are
+They are those of this process. What is decided is decided by values (`Places`, `rates.Bucket`, `seconds_until_next`). Streams that are
 slowed wait before they take anything that others could need. Whoever is refused streams and asks again without a pause is slowed as well: each
 refusal takes time of the service that others could need.
 """
@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from weighbridge._core.striping import WHOLE, Striping
 from weighbridge._core.text.counts import counted
 from weighbridge._core.text.durations import readable_duration
 from weighbridge.errors import ResourceExhausted, Unavailable
-from weighbridge_service.access.identities import Identity
-from weighbridge_service.admission.buckets import Bucket
+from weighbridge_service.access.identities import Identity, Limits
 from weighbridge_service.admission.quotas import RETRY_SECONDS
+from weighbridge_service.admission.rates import Rates
 
 _HOUR = 3600.0
 _KEPT_SECONDS = 5.0
@@ -88,36 +88,11 @@ def seconds_until_next(times: Sequence[float], limit: int, now: float) -> float:
     return max(times[-limit] + _HOUR - now, 0.0) if len(times) >= limit else 0.0
 
 
-@dataclass(slots=True)
-class _Used:
-    """What an identity uses."""
-
-    places: Places = field(default_factory=Places)
-    bucket: Bucket | None = None
-    refusals: Bucket | None = None
-    opened: deque[float] = field(default_factory=deque)
-
-
-@dataclass(frozen=True, slots=True)
-class Use:
-    """How much of its limits an identity uses.
-
-    Attributes:
-        streams: that go on.
-        bytes_per_second: of a second's bytes, how many are taken.
-        versions_per_hour: that it has opened within an hour.
-    """
-
-    streams: int
-    bytes_per_second: int
-    versions_per_hour: int
-
-
 class Streaming:
     """A stream of an identity, which may be slowed.
 
     Args:
-        quotas: of identities.
+        rates: of identities, in bytes.
         identity: whose it is.
         striping: the part of it that this call brings.
 
@@ -125,16 +100,18 @@ class Streaming:
         striping: as given.
     """
 
-    def __init__(self, quotas: IdentityQuotas, identity: Identity, striping: Striping) -> None:
+    def __init__(self, rates: Rates, identity: Identity, striping: Striping) -> None:
         self.striping = striping
-        self._quotas = quotas
-        self._identity = identity
-        self._paced = identity.limits.bytes_per_second is not None
+        self._rates = rates
+        self._name = identity.name
+        self._rate = identity.limits.bytes_per_second
         self._ended = threading.Event()
 
     def delay(self, nbytes: int = 0) -> float:
         """Count bytes that come next, unless they have to wait: then seconds after which to ask again. 0 where they need not."""
-        return self._quotas.delay(self._identity, nbytes) if self._paced else 0.0
+        if self._rate is None:
+            return 0.0
+        return self._rates.take(self._name, nbytes, least=0.0, rate=self._rate, slack=_SLACK_SECONDS)
 
     def wait(self, nbytes: int = 0) -> None:
         """Wait, in a thread, until bytes may come next, and count them. Raises Unavailable if the stream ends meanwhile."""
@@ -144,30 +121,23 @@ class Streaming:
 
     def count(self, nbytes: int) -> None:
         """Bytes have come whose number was not known before: what comes next waits for them."""
-        if self._paced:
-            self._quotas.count(self._identity, nbytes)
+        if self._rate is not None:
+            self._rates.take(self._name, nbytes, rate=self._rate)
 
     def end(self) -> None:
         """It ends, and need not be waited for; from any thread."""
         self._ended.set()
 
 
+@dataclass(slots=True)
 class Opening:
     """A version that is about to be opened, in the hour's number of its identity.
 
-    Args:
-        new: whether it may be one that was not open before; otherwise there was no room for one.
-
     Attributes:
-        new: as given, until it `joined` one.
+        new: whether it may be one that was not open before; not set where there was no room for one, or it was found open: nothing is counted then.
     """
 
-    def __init__(self, *, new: bool = True) -> None:
-        self.new = new
-
-    def joined(self) -> None:
-        """It was open before: nothing is counted."""
-        self.new = False
+    new: bool = True
 
 
 class IdentityQuotas:
@@ -178,12 +148,16 @@ class IdentityQuotas:
 
     Attributes:
         clock: as given.
+        rates: in bytes of weights.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
         self._lock = threading.Lock()
-        self._used: dict[str, _Used] = {}
+        self._places: defaultdict[str, Places] = defaultdict(Places)
+        self._opened: defaultdict[str, deque[float]] = defaultdict(deque)
+        self.rates = Rates(clock=self._now)
+        self._refusals = Rates(_REFUSALS_A_SECOND, _REFUSALS_AT_ONCE, self._now)
 
     @contextmanager
     def streaming(
@@ -199,60 +173,35 @@ class IdentityQuotas:
         Raises:
             ResourceExhausted: there is none; says when to try again.
         """
-        limit = identity.limits.streams
+        name, limit = identity.name, identity.limits.streams
         if limit is None:
-            yield Streaming(self, identity, asked)
+            yield Streaming(self.rates, identity, asked)
             return
         with self._lock:
-            used = self._of(identity)
-            begun = used.places.begun(asked, limit, self.clock(), whole=whole)
+            begun = self._places[name].begun(asked, limit, self.clock(), whole=whole)
             if begun is not None:
-                used.places = begun[0]
-            else:
-                self._note_refusal(used)
+                self._places[name] = begun[0]
         if begun is None:
-            raise _no_more_streams(identity, limit)
-        streaming = Streaming(self, identity, begun[1])
+            # of many that were begun together no more than a second's worth: then it is looked at again what the identity has
+            self._refusals.take(name, least=1 - _REFUSALS_A_SECOND)
+            raise _no_more_streams(identity)
+        streaming = Streaming(self.rates, identity, begun[1])
         try:
             yield streaming
         finally:
             streaming.end()
             with self._lock:
-                used.places = used.places.ended()
+                self._places[name] = self._places[name].ended()
 
     def put_off(self, identity: Identity) -> float:
         """Seconds for which a call of an identity is put off, as it was refused too many streams lately; 0 for nearly everybody."""
-        if identity.limits.streams is None:
-            return 0.0
-        with self._lock:
-            refused_too_often = self._refusals_of(self._of(identity)).level < 0.0
-        return RETRY_SECONDS if refused_too_often else 0.0
+        limited = identity.limits.streams is not None
+        return RETRY_SECONDS if limited and self._refusals.left(identity.name) < 0.0 else 0.0
 
     def check_put_off(self, identity: Identity) -> None:
         """Raise ResourceExhausted if a stream of an identity is not even looked at, as `put_off` says."""
-        if identity.limits.streams is not None and self.put_off(identity):
-            raise _no_more_streams(identity, identity.limits.streams)
-
-    def delay(self, identity: Identity, nbytes: int) -> float:
-        """As `Streaming.delay`."""
-        rate = identity.limits.bytes_per_second
-        if rate is None:
-            return 0.0
-        with self._lock:
-            used, bucket = self._of(identity), self._filled(identity, rate)
-            seconds = bucket.seconds_until(0.0, rate)
-            if seconds > _SLACK_SECONDS:
-                used.bucket = bucket
-                return seconds
-            used.bucket = bucket.without(nbytes)
-            return 0.0
-
-    def count(self, identity: Identity, nbytes: int) -> None:
-        """As `Streaming.count`."""
-        rate = identity.limits.bytes_per_second
-        if rate is not None:
-            with self._lock:
-                self._of(identity).bucket = self._filled(identity, rate).without(nbytes)
+        if self.put_off(identity):
+            raise _no_more_streams(identity)
 
     @contextmanager
     def opening(self, identity: Identity) -> Iterator[Opening]:
@@ -266,7 +215,7 @@ class IdentityQuotas:
             yield opening
             return
         with self._lock:
-            now, opened = self.clock(), self._of(identity).opened
+            now, opened = self.clock(), self._opened[identity.name]
             while opened and opened[0] <= now - _HOUR:
                 opened.popleft()
             seconds = seconds_until_next(opened, limit, now)
@@ -287,39 +236,23 @@ class IdentityQuotas:
                 with self._lock:
                     opened.remove(now)
 
-    def use_of(self, identity: Identity) -> Use:
-        """How much an identity uses now."""
+    def _now(self) -> float:
+        return self.clock()
+
+    def use_of(self, identity: Identity) -> Limits:
+        """How much of its limits an identity uses now: the streams that go on, the bytes that are taken of a second's, the versions of this hour."""
+        name, rate = identity.name, identity.limits.bytes_per_second
+        taken = 0 if rate is None else round(min(rate - self.rates.left(name, rate), rate))
         with self._lock:
-            used, now = self._of(identity), self.clock()
-            rate = identity.limits.bytes_per_second
-            taken = 0 if rate is None else round(min(rate - self._filled(identity, rate).level, rate))
-            return Use(used.places.held, taken, sum(each > now - _HOUR for each in used.opened))
-
-    def _of(self, identity: Identity) -> _Used:
-        """The lock is held."""
-        return self._used.setdefault(identity.name, _Used())
-
-    def _refusals_of(self, used: _Used) -> Bucket:
-        now = self.clock()
-        bucket = used.refusals or Bucket(_REFUSALS_AT_ONCE, now)
-        return bucket.filled(now, _REFUSALS_A_SECOND, _REFUSALS_AT_ONCE)
-
-    def _note_refusal(self, used: _Used) -> None:
-        """The lock is held."""
-        bucket = self._refusals_of(used)
-        # of many that were begun together no more than a second's worth: then it is looked at again what the identity has
-        used.refusals = bucket.without(1) if bucket.level > -_REFUSALS_A_SECOND else bucket
-
-    def _filled(self, identity: Identity, rate: int) -> Bucket:
-        """The bucket of an identity now, which holds the bytes of a second. The lock is held."""
-        now = self.clock()
-        bucket = self._of(identity).bucket or Bucket(rate, now)
-        return bucket.filled(now, rate, rate)
+            now = self.clock()
+            return Limits(
+                self._places[name].held, taken, sum(each > now - _HOUR for each in self._opened[name])
+            )
 
 
-def _no_more_streams(identity: Identity, limit: int) -> ResourceExhausted:
+def _no_more_streams(identity: Identity) -> ResourceExhausted:
     return ResourceExhausted(
-        f"{identity.name} has {counted(limit, 'stream')} of weights, and may have no more at one time",
+        f"{identity.name} has {counted(identity.limits.streams or 0, 'stream')} of weights, and may have no more at one time",
         fix="wait until one ends, or let the service's policy give it more `streams`",
         retry_after=RETRY_SECONDS,
     )

@@ -1,12 +1,15 @@
-"""Quotas of hosts in what there is a limited number of: calls, watches, streams, bytes, connections."""
+"""Shares in what there is a limited number of: calls, watches, streams, bytes, connections. A host that holds much leaves a fourth to others."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Generic, TypeVar
 
 from weighbridge.errors import ResourceExhausted
+
+K = TypeVar("K")
 
 _RESERVED = 4
 """The part of a whole that is left to those who have little: a fourth."""
@@ -30,7 +33,36 @@ def may_have(total: int, held: int, held_by_host: int, more: int = 1) -> bool:
     return held_by_host + more <= total // _RESERVED or held + more <= total - total // _RESERVED
 
 
-class HostQuota:
+class Shares(Generic[K]):
+    """Amounts that holders have of something limited. Not thread-safe.
+
+    Args:
+        total: how much there is.
+
+    Attributes:
+        total: as given.
+        held: how much all have together.
+        of: how much each has; those that have nothing are not there.
+    """
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self.held = 0
+        self.of: dict[K, int] = {}
+
+    def has_room(self, holder: K, more: int = 1) -> bool:
+        """Whether a holder may have more; see `may_have`."""
+        return may_have(self.total, self.held, self.of.get(holder, 0), more)
+
+    def add(self, holder: K, more: int = 1) -> None:
+        """A holder has more, or less, from now on."""
+        self.held += more
+        self.of[holder] = self.of.get(holder, 0) + more
+        if not self.of[holder]:
+            del self.of[holder]
+
+
+class HostQuota(Shares[str]):
     """Quota of each host in one thing, and what it holds. Thread-safe.
 
     Args:
@@ -39,36 +71,22 @@ class HostQuota:
     """
 
     def __init__(self, what: str, total: int) -> None:
+        super().__init__(total)
         self._what = what
-        self._total = total
         self._lock = threading.Lock()
-        self._held: dict[str, int] = {}
-        self._sum = 0
-
-    @property
-    def held(self) -> int:
-        """How many are held."""
-        return self._sum
 
     def try_take(self, host: str, count: int = 1) -> bool:
         """Take some, unless others need them; whether that was so."""
         with self._lock:
-            there = self._held.get(host, 0)
-            if not may_have(self._total, self._sum, there, count):
-                return False
-            self._held[host] = there + count
-            self._sum += count
-            return True
+            there = self.has_room(host, count)
+            if there:
+                self.add(host, count)
+            return there
 
     def give(self, host: str, count: int = 1) -> None:
         """Give some back."""
         with self._lock:
-            self._sum -= count
-            left = self._held[host] - count
-            if left:
-                self._held[host] = left
-            else:
-                del self._held[host]
+            self.add(host, -count)
 
     def take(self, host: str, count: int = 1) -> None:
         """As `try_take`. Raises ResourceExhausted, which says when to try again."""
@@ -77,9 +95,8 @@ class HostQuota:
 
     def refusal(self, host: str) -> ResourceExhausted:
         """What a host is told that can have no more."""
-        held = self._held.get(host, 0)
         return ResourceExhausted(
-            f"{self._sum} of {self._total} {self._what} are taken, {held} of them by {host or 'you'}",
+            f"{self.held} of {self.total} {self._what} are taken, {self.of.get(host, 0)} of them by {host or 'you'}",
             fix="try again later, or ask another replica",
             retry_after=RETRY_SECONDS,
         )

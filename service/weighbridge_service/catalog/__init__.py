@@ -12,6 +12,5 @@ May import: `models`, `plan`, `runtime`, `weighbridge_storage`, `weighbridge`.
 - `signatures`: signatures of versions.
 - `changes`: news of models for those that follow them.
 - `store_readers`: leases of versions that are being read.
-- `stored_bytes`: what namespaces hold, and whether there is room for more.
 - `collection_loop`: collection, when asked for and by itself.
 """

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 
 from weighbridge._core.engines.facts import EngineReport
 from weighbridge.errors import ResourceExhausted
-from weighbridge_service.admission.quotas import may_have
+from weighbridge_service.admission.quotas import Shares
 from weighbridge_service.engines.entries import Entry, Leases, Owner, after_report
 from weighbridge_service.runtime.clock import unix_ms
 
@@ -41,10 +40,9 @@ class EngineRegistry:
         self.leases = leases
         self.clock = clock
         self._time_ms = time_ms
-        self._most = most
         self._lock = threading.Lock()
         self._entries: dict[tuple[str, str], Entry] = {}
-        self._of_quota: Counter[str] = Counter()
+        self._shares: Shares[str] = Shares(most)
 
     def take(
         self, owner: Owner, report: EngineReport, *, age_s: float = 0.0, here: bool = True
@@ -69,26 +67,15 @@ class EngineRegistry:
             if before is None:
                 self._make_room(entry, now_s)
             else:
-                self._count(before, -1)
-            self._count(entry, 1)
+                self._shares.add(before.owner.quota, -1)
+            self._shares.add(entry.owner.quota)
             self._entries[entry.key] = entry
         return entry, before is None or before.facts != entry.facts
-
-    def _has_room(self, quota: str) -> bool:
-        """The lock is held."""
-        return may_have(self._most, len(self._entries), self._of_quota[quota])
 
     def _forget(self, entry: Entry) -> None:
         """The lock is held."""
         del self._entries[entry.key]
-        self._count(entry, -1)
-
-    def _count(self, entry: Entry, more: int) -> None:
-        """The lock is held."""
-        quota = entry.owner.quota
-        self._of_quota[quota] += more
-        if not self._of_quota[quota]:
-            del self._of_quota[quota]
+        self._shares.add(entry.owner.quota, -1)
 
     def _make_room(self, entry: Entry, now_s: float) -> None:
         """Forget who is not there any more, and those whose place another agent has taken. The lock is held."""
@@ -97,15 +84,14 @@ class EngineRegistry:
             forgotten = now_s - there.heard_s >= self.leases.forgotten_s
             if forgotten or (replaced and there.is_gone(now_s, self.leases)):
                 self._forget(there)
-        quota = entry.owner.quota
-        if not self._has_room(quota):
+        quota, shares = entry.owner.quota, self._shares
+        if not shares.has_room(quota):
             for there in list(self._entries.values()):
                 if there.is_gone(now_s, self.leases):
                     self._forget(there)
-        if not self._has_room(quota):
-            held = self._of_quota[quota]
+        if not shares.has_room(quota):
             raise ResourceExhausted(
-                f"{len(self._entries)} engines of {self._most} have reported, {held} of them by {quota or 'you'}",
+                f"{shares.held} engines of {shares.total} have reported, {shares.of.get(quota, 0)} of them by {quota or 'you'}",
                 fix="let each engine have one agent; those that report no more are forgotten",
                 retry_after=self.leases.report_s,
             )

@@ -4,7 +4,7 @@ May import: `admission`, `catalog`, `metrics`, `models`, `plan`, `runtime`, `wei
 
 - `machine`: events in, the next state and effects out; pure.
 - `opener`: the session of a version, found or begun.
-- `quotas`: what identities and namespaces may have when a version is opened, and what they use.
+- `refusals`: ranks that cannot take part in a push, told to those that come later.
 - `intake`: what ranks and other replicas call.
 - `registry`: the sessions of this process.
 - `session`: owner of the state of one version.

@@ -22,8 +22,8 @@ from weighbridge.errors import (
 from weighbridge_service.access.identities import EVERYBODY
 from weighbridge_service.access.peer import Peer
 from weighbridge_service.admission.identity_quotas import Opening
+from weighbridge_service.admission.policy_quotas import Quotas
 from weighbridge_service.admission.quotas import may_have
-from weighbridge_service.admission.refusals import Refusals
 from weighbridge_service.catalog.catalog import Catalog
 from weighbridge_service.catalog.head_versions import invisible_version
 from weighbridge_service.catalog.holding import HoldReasons
@@ -38,7 +38,7 @@ from weighbridge_service.push.machine.opening import OpeningRequest, check_not_r
 from weighbridge_service.push.machine.state import PushState
 from weighbridge_service.push.observing.observer import PushObserver
 from weighbridge_service.push.publisher import Publisher, give_up
-from weighbridge_service.push.quotas import Quotas
+from weighbridge_service.push.refusals import Refusals
 from weighbridge_service.push.registry import Push, Registry, WaitsSaid
 from weighbridge_service.push.replica_exchange import Exchange
 from weighbridge_service.push.session import PushSession, now
@@ -150,7 +150,7 @@ class Opener:
                 fix="push weights first: a training state has the number of those that it is pushed with",
             )
         model = self._catalog.model(model_name)
-        nbytes = self._quotas.room_for(model, partial(self._newest_bytes, model_name))
+        nbytes = self._room_for(model)
         with self.opening(model_name):
             if (there := find()) is not None:
                 return there
@@ -180,7 +180,7 @@ class Opener:
                 told,
                 frozenset(each.address for each in self._facilities.successors.others()),
             )
-            with self._quotas.opening(identity, model, nbytes, is_open) as room:
+            with self._quotas.opening(identity, model_name, nbytes, is_open) as room:
                 entry, head = self._open(model_name, asked, room)
             if is_alone_elsewhere(entry, self._home):  # its ranks are sent there when they declare
                 return replace(version_opened(model, entry), held=entry.held)
@@ -202,9 +202,18 @@ class Opener:
         """Whether this replica stops."""
         return self.leaving is not None
 
-    def _newest_bytes(self, name: ModelName) -> int:
-        """Bytes of the newest version of a model; 0 if there is none."""
-        return next((entry.nbytes for entry in self._catalog.history(name).newest(1)), 0)
+    def _room_for(self, model: RegisteredModel) -> int:
+        """Bytes that a version of a model takes of what its namespace may hold; 0 if there is no limit, or that is not known yet.
+
+        Where each version has tensors of its own, the next one counts as many as the newest until it is durable.
+        """
+        if not self._quotas.stored.is_limited(model.name):
+            return 0
+        if model.by_version:
+            return next((entry.nbytes for entry in self._catalog.history(model.name).newest(1)), 0)
+        return sum(
+            model.files.file_sizes.values()
+        )  # their layout takes seconds the first time, for some models
 
     def _is_open(self, name: ModelName, request_id: str, given_up: Container[int]) -> bool:
         """Whether this request has opened a version, at whatever replica, that was not given up here since."""
@@ -230,7 +239,7 @@ class Opener:
 
         entry, head, new = self._catalog.heads.update(name, open_new)
         if not new:
-            room.joined()
+            room.new = False
             return entry, head
         try:
             self._quotas.stored.take_room(name, entry.nbytes)

@@ -11,8 +11,7 @@ from tests.support.identities import identity, policy_file
 from weighbridge.errors import InvalidArgument
 from weighbridge_service.access import tokens
 from weighbridge_service.access.access import Access
-from weighbridge_service.access.identities import Evidence
-from weighbridge_service.access.limits import NO_LIMITS, Limits
+from weighbridge_service.access.identities import NO_LIMITS, Evidence, Limits
 from weighbridge_service.access.policy import Policy
 
 

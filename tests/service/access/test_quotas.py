@@ -399,7 +399,7 @@ def slow_stream(running: RunningService) -> Iterator[None]:
     clock = quotas.clock
     assert isinstance(clock, Clock)
     a = next(each for each in running.service.access.limited() if each.name == "a")
-    quotas.count(a, 3 * 10**6)
+    quotas.rates.take(a.name, 3 * 10**6, rate=a.limits.bytes_per_second)
     with EngineClient(running.address, credentials=A) as engine, ThreadPoolExecutor(1) as pool:
         pulled = pool.submit(lambda: dict(engine.pull(MODEL)))
         eventually(lambda: quotas.use_of(a).streams == 1)
@@ -516,7 +516,7 @@ def test_limits_that_change_count_for_what_is_under_way(tmp_path: Path, source: 
         register(running, source, MODEL)
         push(running.address, source, 1, shown=B)
         a = next(each for each in running.service.access.limited() if each.name == "a")
-        quotas.count(a, 3 * 10**6)
+        quotas.rates.take(a.name, 3 * 10**6, rate=a.limits.bytes_per_second)
         with EngineClient(running.address, credentials=A) as engine, ThreadPoolExecutor(1) as pool:
             pulled = pool.submit(lambda: dict(engine.pull(MODEL)))
             eventually(lambda: quotas.use_of(a).streams == 1)
@@ -565,7 +565,7 @@ def test_a_download_that_is_slowed_waits_for_its_pace_and_holds_up_nothing(
         register(running, source, MODEL)
         push(running.address, source, 1, shown=B)
         a = next(each for each in running.service.access.limited() if each.name == "a")
-        quotas.count(a, 3 * 10**6)
+        quotas.rates.take(a.name, 3 * 10**6, rate=a.limits.bytes_per_second)
 
         def download() -> bytes:
             headers = {"authorization": "Bearer token-of-a"}
@@ -618,7 +618,7 @@ def test_a_download_that_is_slowed_ends_when_its_caller_may_not_go_on(
         register(running, source, MODEL)
         push(running.address, source, 1, shown=B)
         a = next(each for each in running.service.access.limited() if each.name == "a")
-        quotas.count(a, 3 * 10**6)
+        quotas.rates.take(a.name, 3 * 10**6, rate=a.limits.bytes_per_second)
 
         def download() -> int:
             headers = {"authorization": "Bearer token-of-a"}

@@ -6,7 +6,7 @@ import random
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import grpc
@@ -38,7 +38,7 @@ MIB = 1 << 20
 def reserve(
     budget: ByteBudget, peer: str, direction: Direction = Direction.OUT, seconds: float = 60.0
 ) -> Reservation:
-    return budget.stream(direction, Peer(peer, peer), lambda: seconds)
+    return Reservation(budget, direction, Peer(peer, peer), lambda: seconds)
 
 
 class Taker:
@@ -57,7 +57,7 @@ class Taker:
 
     def leave(self) -> None:
         self.thread.join(60)
-        self.reservation.close()
+        self.reservation.give()
 
 
 def test_connections_take_turns_however_many_streams_one_of_them_has() -> None:
@@ -68,13 +68,13 @@ def test_connections_take_turns_however_many_streams_one_of_them_has() -> None:
     order: list[str] = []
     takers = [Taker(budget, peer, order) for peer in ("greedy", "greedy", "greedy", "greedy", "b", "c")]
     in_turn = [takers[0], takers[4], takers[5], takers[1], takers[2], takers[3]]
-    holders[0].close()
+    holders[0].give()
     for i, taker in enumerate(in_turn):
         eventually(lambda i=i: len(order) == i + 1)
         taker.leave()
     assert order == ["greedy", "b", "c", "greedy", "greedy", "greedy"]
     for holder in holders[1:]:
-        holder.close()
+        holder.give()
     assert not any(budget.in_flight.nbytes.values())
     assert not any(budget.in_flight.waiting.values())
 
@@ -105,11 +105,11 @@ def test_one_connection_and_one_direction_leave_room_for_the_others() -> None:
     assert take_all("replica", Direction.REPLICAS) * MESSAGE_ROOM == LEAST_BYTES // 4
     waiting = Taker(budget, "one", got)
     for mine in held[:3]:  # of the same connection: another host can have a fourth
-        mine.close()
+        mine.give()
     eventually(lambda: got == ["one"])
     waiting.leave()
     for one in held:
-        one.close()
+        one.give()
     assert not any(budget.in_flight.nbytes.values())
 
 
@@ -124,7 +124,7 @@ def test_a_small_message_does_not_overtake_a_large_one_for_ever() -> None:
     large = Taker(budget, "large", order)
     with pytest.raises(ResourceExhausted):
         reserve(budget, "small", seconds=0.0).take(MIB // 4)  # half a message is free
-    holders[1].close()
+    holders[1].give()
     eventually(lambda: order == ["large"])
     large.leave()
 
@@ -161,19 +161,17 @@ def test_never_more_than_the_budget_is_held_and_all_are_served() -> None:
     def stream(number: int) -> None:
         nonlocal held, most, served
         dice = random.Random(number)
-        with closing(
-            reserve(budget, f"peer {number % 5}", Direction.IN if number % 3 else Direction.OUT)
-        ) as mine:
-            for _ in range(40):
-                size = dice.randint(1, MIB)
-                mine.take(size)
-                with lock:
-                    held += 2 * size
-                    most = max(most, held)
-                with lock:
-                    held -= 2 * size
-                    served += 1
-                mine.give()
+        mine = reserve(budget, f"peer {number % 5}", Direction.IN if number % 3 else Direction.OUT)
+        for _ in range(40):
+            size = dice.randint(1, MIB)
+            mine.take(size)
+            with lock:
+                held += 2 * size
+                most = max(most, held)
+            with lock:
+                held -= 2 * size
+                served += 1
+            mine.give()
 
     with ThreadPoolExecutor(24) as pool:
         list(pool.map(stream, range(24)))
@@ -208,7 +206,8 @@ def all_room_taken(service: RunningService) -> Iterator[None]:
     """Other streams hold all that streams in this direction may hold."""
     with ExitStack() as stack:
         for i in range(6):
-            holder = stack.enter_context(closing(reserve(service.service.byte_budget, f"other {i}")))
+            holder = reserve(service.service.byte_budget, f"other {i}")
+            stack.callback(holder.give)
             holder.take()
         yield
 

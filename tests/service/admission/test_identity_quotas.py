@@ -10,10 +10,9 @@ import pytest
 
 from weighbridge._core.striping import WHOLE, Striping
 from weighbridge.errors import ResourceExhausted, Unavailable
-from weighbridge_service.access.identities import EVERYBODY, Identity
-from weighbridge_service.access.limits import Limits
-from weighbridge_service.admission.buckets import Bucket
+from weighbridge_service.access.identities import EVERYBODY, Identity, Limits
 from weighbridge_service.admission.identity_quotas import IdentityQuotas, Places, seconds_until_next
+from weighbridge_service.admission.rates import Bucket
 
 MB = 1_000_000
 
@@ -229,7 +228,7 @@ def test_a_version_that_was_not_opened_or_was_open_is_not_counted() -> None:
     with pytest.raises(ZeroDivisionError), quotas.opening(trainer):
         raise ZeroDivisionError
     with quotas.opening(trainer) as opening:
-        opening.joined()
+        opening.new = False
     with quotas.opening(trainer):
         pass
     with pytest.raises(ResourceExhausted), quotas.opening(trainer):

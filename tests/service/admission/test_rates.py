@@ -66,7 +66,7 @@ def test_no_pattern_of_calls_gets_more_than_the_rate(steps: list[float]) -> None
 
 
 def test_memory_of_hosts_is_bounded() -> None:
-    rates = Rates(1.0, 1.0, Clock(), most_hosts=3)
+    rates = Rates(1.0, 1.0, Clock(), most_names=3)
     assert [allowed(rates, host, 1) for host in ("a", "b", "c", "a", "d")] == [1, 1, 1, 0, 1]
     assert allowed(rates, "a", 1) == 0  # still known: it has called later than b, which is forgotten
     assert allowed(rates, "b", 1) == 1

@@ -16,7 +16,7 @@ from tests.support.waiting import eventually
 from weighbridge import TrainerClient
 from weighbridge._core.resources import VersionState
 from weighbridge.errors import InvalidArgument, LayoutError, VersionFailed
-from weighbridge_service.admission.refusals import Refusals
+from weighbridge_service.push.refusals import Refusals
 
 MODEL = "acme/tiny"
 PATIENCE = 60.0

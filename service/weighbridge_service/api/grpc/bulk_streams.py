@@ -68,13 +68,15 @@ class BulkStreams:
             self._quotas.streaming(call.peer.identity, asked, whole=begins) as streaming,
             self._places[direction].taking(call.peer.host),
         ):
-            reservation = self._budget.stream(
-                direction, call.peer, lambda: call.patience(self._wait), call.cancel
+            reservation = Reservation(
+                self._budget, direction, call.peer, lambda: call.patience(self._wait), call.cancel
             )
-            with closing(reservation):
-                call.add_callback(reservation.abandon)
-                call.add_callback(streaming.end)
+            call.add_callback(reservation.abandon)
+            call.add_callback(streaming.end)
+            try:
                 yield Share(streaming, reservation)
+            finally:
+                reservation.give()
 
     def plan(self, call: Call, work: Callable[[], Reading]) -> Reading:
         """What a stream reads, planned in its turn. Raises what ``work`` raises."""

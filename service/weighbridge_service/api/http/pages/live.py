@@ -12,7 +12,6 @@ import asyncio
 import json
 import logging
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from dataclasses import dataclass, field
 from anyio import CapacityLimiter
 
 from weighbridge.errors import WeighbridgeError
-from weighbridge_service.admission.quotas import may_have
+from weighbridge_service.admission.quotas import Shares
 from weighbridge_service.api.http.threads import in_thread
 from weighbridge_service.catalog.changes import Changes
 from weighbridge_storage.documents.names import ModelName
@@ -113,7 +112,7 @@ class LiveViews:
         self._changes = changes
         self._stopping = stopping
         self._live: dict[Hashable, _Live] = {}
-        self._of_quota: Counter[str] = Counter()
+        self._shares: Shares[str] = Shares(_MOST_VIEWS)
         self._threads: CapacityLimiter | None = None
 
     async def follow(
@@ -135,7 +134,7 @@ class LiveViews:
             ended: whether to end; is asked now and then.
             quota: whose views are counted together. One that has too many is told so, as trouble, and nothing else: its browser asks again.
         """
-        if key not in self._live and not may_have(_MOST_VIEWS, len(self._live), self._of_quota[quota]):
+        if key not in self._live and not self._shares.has_room(quota):
             yield json.dumps({TROUBLE: "too many different pages are open to be kept up to date; close some"})
             return
         with self._entered(key, model, make, quota) as live:
@@ -158,7 +157,7 @@ class LiveViews:
         live = self._live.get(key)
         if live is None:
             live = self._live[key] = _Live(model, make, quota)
-            self._of_quota[quota] += 1
+            self._shares.add(quota)
             live.task = asyncio.get_running_loop().create_task(self._keep(live))
         live.viewers += 1
         try:
@@ -167,9 +166,7 @@ class LiveViews:
             live.viewers -= 1
             if not live.viewers:
                 del self._live[key]
-                self._of_quota[live.quota] -= 1
-                if not self._of_quota[live.quota]:
-                    del self._of_quota[live.quota]
+                self._shares.add(live.quota, -1)
                 if live.task is not None:
                     live.task.cancel()
 
@@ -187,7 +184,8 @@ class LiveViews:
             while not self._stopping():
                 live.wanted.clear()
                 busy, cost = await self._make(live)
-                least = cost * self._of_quota[live.quota] * len(self._of_quota) / _SHARE
+                of = self._shares.of
+                least = cost * of.get(live.quota, 0) * len(of) / _SHARE
                 await asyncio.sleep(max(_BUSY_PERIOD, least))
                 with suppress(TimeoutError):
                     async with asyncio.timeout(0 if busy else max(_PERIOD, least)):

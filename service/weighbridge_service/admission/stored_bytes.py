@@ -78,7 +78,7 @@ class StoredBytes:
         if limit is None:
             return
         held = self.held(name.namespace)
-        if held + nbytes > limit and self._may_count(name.namespace):
+        if held + nbytes > limit and time.monotonic() >= self._rests.get(name.namespace, 0.0):
             held = self._count(name.namespace)
         if held + nbytes > limit:
             raise _full(name, held, nbytes, limit)
@@ -122,9 +122,6 @@ class StoredBytes:
 
     def _amount(self, history: History) -> Amount:
         return Amount(history.head.generation, history.nbytes(self._below))
-
-    def _may_count(self, namespace: str) -> bool:
-        return time.monotonic() >= self._rests.get(namespace, 0.0)
 
     def _count(self, namespace: str) -> int:
         """Read all heads of a namespace, and write what they say into its ledger."""

@@ -4,21 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 
-from weighbridge._core.reports.usage import (
-    QUOTA_BYTES_PER_SECOND,
-    QUOTA_STORED,
-    QUOTA_STREAMS,
-    QUOTA_VERSIONS_PER_HOUR,
-    Quota,
-    Usage,
-)
+from weighbridge._core.reports.usage import QUOTA_STORED, Quota, Usage
 from weighbridge.errors import ResourceExhausted
 from weighbridge_service.access.identities import Identity
 from weighbridge_service.access.peer import Peer
 from weighbridge_service.admission.identity_quotas import IdentityQuotas, Opening
-from weighbridge_service.catalog.stored_bytes import StoredBytes
-from weighbridge_service.models.registered_model import RegisteredModel
+from weighbridge_service.admission.stored_bytes import StoredBytes
+from weighbridge_storage.documents.names import ModelName
 
 
 class Quotas:
@@ -40,28 +34,16 @@ class Quotas:
         self.stored = stored
         self._limited = limited
 
-    def room_for(self, model: RegisteredModel, newest: Callable[[], int]) -> int:
-        """Bytes that a version of a model takes of what its namespace may hold; 0 if there is no limit, or nobody can know yet.
-
-        Args:
-            model: the model.
-            newest: bytes of its newest version. Where each version has tensors of its own, the next one counts as many until it is durable.
-        """
-        if not self.stored.is_limited(model.name):
-            return 0
-        # the layout of the files takes seconds the first time, for some models
-        return newest() if model.by_version else sum(model.files.file_sizes.values())
-
     @contextmanager
     def opening(
-        self, by: Identity, model: RegisteredModel, nbytes: int, is_open: Callable[[], bool]
+        self, by: Identity, name: ModelName, nbytes: int, is_open: Callable[[], bool]
     ) -> Iterator[Opening]:
         """A version is opened in the block, or found open, which takes nothing.
 
         Args:
             by: who opens it.
-            model: of which it will be.
-            nbytes: as `room_for` says.
+            name: of its model.
+            nbytes: what it takes of what its namespace may hold; 0 if there is no limit, or that is not known yet.
             is_open: says whether it is open already.
 
         Raises:
@@ -73,7 +55,7 @@ class Quotas:
             opening = Opening(new=not limited)
             if limited and not is_open():
                 try:
-                    self.stored.check_room(model.name, nbytes)
+                    self.stored.check_room(name, nbytes)
                     opening = stack.enter_context(self.identities.opening(by))
                 except ResourceExhausted:
                     # another rank may have opened it meanwhile, at another replica, and have taken the room
@@ -107,14 +89,10 @@ class Quotas:
                 yield Quota(QUOTA_STORED, namespace, held, limits[namespace])
 
     def _of(self, identity: Identity) -> Iterator[Quota]:
-        limits, use = identity.limits, self.identities.use_of(identity)
-        for kind, used, limit in (
-            (QUOTA_STREAMS, use.streams, limits.streams),
-            (QUOTA_BYTES_PER_SECOND, use.bytes_per_second, limits.bytes_per_second),
-            (QUOTA_VERSIONS_PER_HOUR, use.versions_per_hour, limits.versions_per_hour),
-        ):
+        used = asdict(self.identities.use_of(identity))
+        for kind, limit in asdict(identity.limits).items():
             if limit is not None:
-                yield Quota(kind, identity.name, used, limit)
+                yield Quota(kind, identity.name, used[kind], limit)
 
     def _sees(self, peer: Peer, namespace: str) -> bool:
         return peer.sees(f"{namespace}/*") or any(map(peer.sees, self.stored.models(namespace)))
