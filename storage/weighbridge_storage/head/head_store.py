@@ -37,6 +37,7 @@ from weighbridge_storage.head.history import MOST_RECENT, History, NodeMissing, 
 from weighbridge_storage.head.history_nodes import Node, NodeRef
 from weighbridge_storage.head.history_store import NodeStore
 from weighbridge_storage.stores.objects import IfMatch, ObjectStore, PutMode
+from weighbridge_storage.stores.outcomes import outcome, unknown
 
 _CACHED_BYTES = 8 << 20
 """Text of the heads that are remembered; parsed, it takes about four times as much."""
@@ -230,18 +231,22 @@ class HeadStore:
                 time.sleep(pause_s)
                 found = self._read_back(model, deadline)
                 now = Head() if found is None else found[0]
-                for landed in results.keys() & set(now.writes):
-                    return results[landed]
+                landed = results.keys() & set(now.writes)
                 # Once the generation has moved on, no write that was made for an earlier one can land any more.
-                if seen == base.generation and now.generation > seen:
-                    if doubtful and now.generation > seen + REMEMBERED_WRITES:
-                        raise _unknown_outcome(model, "it was changed too often meanwhile")
-                    doubtful = unsure = False
+                moved = seen == base.generation and now.generation > seen
+                forgotten = now.generation > seen + REMEMBERED_WRITES
+                match outcome(landed=bool(landed), doubtful=doubtful, moved=moved, forgotten=forgotten):
+                    case "written":
+                        return results[landed.pop()]
+                    case "unknown" if moved:
+                        raise _unknown(model, "it was changed too often meanwhile")
+                    case "conflict":
+                        doubtful = unsure = False
                 seen = now.generation
             stuck = seen == base.generation
             if time.monotonic() > deadline or (stuck and isinstance(failure, DataLoss)):
                 if stuck:
-                    raise (_unknown_outcome(model, failure.message) if unsure else failure) from failure
+                    raise (_unknown(model, failure.message) if unsure else failure) from failure
                 raise Conflict(
                     f"other writers of {model} were faster for {self._patience_s:g} s", fix="try again"
                 ) from failure
@@ -255,7 +260,7 @@ class HeadStore:
                 return self.read_any(model)
             except (Unavailable, DeadlineExceeded) as error:
                 if time.monotonic() > deadline:
-                    raise _unknown_outcome(model, error.message) from error
+                    raise _unknown(model, error.message) from error
             time.sleep(_pause_s(attempt))
             attempt += 1
 
@@ -340,11 +345,8 @@ def _missing(what: object) -> DataLoss:
     return DataLoss(f"{what} is missing from the store, or a part of it", fix=document_digests.REPAIR)
 
 
-def _unknown_outcome(model: ModelName, why: str) -> DeadlineExceeded:
-    return DeadlineExceeded(
-        f"whether {model} was changed could not be found out: {why}",
-        fix="read the model's state, then decide",
-    )
+def _unknown(model: ModelName, why: str) -> DeadlineExceeded:
+    return unknown(f"changing {model}", why)
 
 
 def _name_or_none(namespace: str, name: str, part: str) -> ModelName | None:

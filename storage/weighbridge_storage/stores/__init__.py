@@ -3,6 +3,7 @@
 May import: `documents`, `weighbridge`.
 
 - `objects`: the port, and the promises.
+- `outcomes`: outcome of a write whose response was lost; pure.
 - `local`: a local folder.
 - `hidden_folders`: temporary files and locks of a local folder.
 - `s3`: a bucket of an S3 server.

@@ -30,6 +30,7 @@ from weighbridge_storage.stores.objects import (
     check_folder_prefix,
     check_prefix,
 )
+from weighbridge_storage.stores.outcomes import unknown
 
 log = logging.getLogger(__name__)
 
@@ -201,10 +202,7 @@ class GuardedStore(ObjectStore):
             busy = f"no thread was free for it for {readable_duration(seconds, rough=True)}: too much waits for the object store"
             raise _not_tried(what, _silent(seconds) if is_silent else busy)
         if changes:
-            raise DeadlineExceeded(
-                f"the outcome of {what} could not be found out: {_silent(seconds)}",
-                fix="read it, then decide",
-            )
+            raise unknown(what, _silent(seconds))
         raise Unavailable(f"{what} failed: {_silent(seconds)}", fix=_FIX)
 
     def _observed(self, do: Callable[[], T], asked: float) -> T:

@@ -31,7 +31,7 @@ from contextlib import contextmanager, suppress
 import xxhash
 
 from weighbridge._core.text.shortening import shown
-from weighbridge.errors import Conflict, FailedPrecondition, InvalidArgument, NotFound, Unavailable
+from weighbridge.errors import FailedPrecondition, InvalidArgument, NotFound, Unavailable
 from weighbridge_storage.stores.hidden_folders import (
     FOLDER_FLAGS,
     TEMP,
@@ -51,6 +51,7 @@ from weighbridge_storage.stores.objects import (
     is_key,
     pieces_of,
 )
+from weighbridge_storage.stores.outcomes import refused
 
 ETAG_BY_CONTENT_LIMIT = 64 << 20
 """Objects of up to this many bytes have an etag made from their content, larger ones from the file's identity.
@@ -400,14 +401,11 @@ def _check_condition(folder: int, name: str, key: str, mode: PutMode) -> None:
     if mode == "create":
         with suppress(FileNotFoundError):
             os.stat(name, dir_fd=folder, follow_symlinks=False)
-            raise Conflict(f"{key} exists already", fix="read it, or choose another key")
+            raise refused(f"writing {key}", mode, there=True)
         return
     found = _current_etag(folder, name)
     if found != mode.etag:
-        raise Conflict(
-            f"{key} is no longer there" if found is None else f"{key} was changed by another writer",
-            fix="read it again and repeat the change",
-        )
+        raise refused(f"writing {key}", mode, there=found is not None)
 
 
 def _current_etag(folder: int, name: str) -> str | None:

@@ -31,7 +31,6 @@ from weighbridge_storage.stores.local import LocalStore
 from weighbridge_storage.stores.objects import IfMatch, PutMode
 from weighbridge_storage.stores.s3.client import ObjectState
 from weighbridge_storage.stores.s3.errors import s3_error
-from weighbridge_storage.stores.s3.outcomes import decide
 from weighbridge_storage.stores.s3.parts import PartReader, PartsBudget, part_size
 from weighbridge_storage.stores.s3.settings import (
     LARGEST_PART,
@@ -41,6 +40,7 @@ from weighbridge_storage.stores.s3.settings import (
     parse_location,
 )
 from weighbridge_storage.stores.s3.store import S3Store
+from weighbridge_storage.stores.s3.uploads import decide
 
 REPOSITORY = Path(__file__).parents[3]
 MIB = 1 << 20
@@ -321,9 +321,9 @@ OURS, THEIRS = ObjectState(1, '"a"', "ours", 0), ObjectState(1, '"b"', "theirs",
         (answer(412, "PreconditionFailed", 1), THEIRS, "create", "unknown"),
         (answer(404, "NoSuchKey"), None, IfMatch('"b"'), "conflict"),
         (answer(404, "NoSuchBucket"), None, IfMatch('"b"'), "failed"),
-        (answer(409), None, "create", "busy"),
+        (answer(409), None, "create", "nothing"),
         (answer(409), THEIRS, "create", "conflict"),
-        (answer(409), THEIRS, IfMatch('"b"'), "busy"),
+        (answer(409), THEIRS, IfMatch('"b"'), "nothing"),
         (answer(409), THEIRS, IfMatch('"c"'), "conflict"),
         (TIMEOUT, None, "create", "unknown"),
         (TIMEOUT, THEIRS, IfMatch('"b"'), "unknown"),

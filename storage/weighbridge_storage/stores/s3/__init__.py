@@ -8,6 +8,5 @@ May import: `stores.objects`, `documents`, `weighbridge`; boto3 in `client` alon
 - `reads`: reads of one object.
 - `uploads`: uploads in one request or in parts.
 - `parts`: how an object is cut, within a bound on memory.
-- `outcomes`: outcome of a write whose response was lost.
 - `errors`: what the server's errors mean.
 """

@@ -160,15 +160,16 @@ class S3Client:
         """Remove an object, if it is there."""
         self._s3.delete_object(Bucket=self._bucket, Key=name)
 
-    def copy(self, source: str, target: str, write_id: str) -> None:
-        """Copy an object within the bucket."""
-        self._s3.copy_object(
+    def copy(self, source: str, target: str, write_id: str) -> str:
+        """Copy an object within the bucket; gives the copy's etag, where the server says it."""
+        response = self._s3.copy_object(
             Bucket=self._bucket,
             Key=target,
             CopySource={"Bucket": self._bucket, "Key": source},
             MetadataDirective="REPLACE",  # a copied write id would say that another write has made the target
             Metadata={WRITE_ID: write_id},
         )
+        return str(response.get("CopyObjectResult", {}).get("ETag", ""))
 
     def list(self, prefix: str) -> Iterator[str]:
         """Names of all objects that begin with ``prefix``."""

@@ -14,12 +14,21 @@ from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 from weighbridge.errors import DeadlineExceeded, Unavailable
-from weighbridge_storage.stores.objects import Buffer, PutMode
-from weighbridge_storage.stores.s3.client import Body, S3Client, UploadedPart, pause
-from weighbridge_storage.stores.s3.errors import S3_ERRORS, code_of, s3_error, status_of
-from weighbridge_storage.stores.s3.outcomes import settle
+from weighbridge_storage.stores.objects import Buffer, IfMatch, PutMode
+from weighbridge_storage.stores.outcomes import Outcome, outcome, refused, unknown
+from weighbridge_storage.stores.s3.client import Body, ObjectState, S3Client, UploadedPart, pause
+from weighbridge_storage.stores.s3.errors import (
+    S3_ERRORS,
+    code_of,
+    is_missing,
+    is_unanswered,
+    s3_error,
+    status_of,
+    was_retried,
+)
 from weighbridge_storage.stores.s3.parts import (
     HeldPart,
     PartReader,
@@ -122,15 +131,7 @@ class Uploads:
 
     def _put_whole(self, name: str, body: Body, mode: PutMode, what: str) -> str:
         write_id = uuid.uuid4().hex
-        for attempt in range(_ATTEMPTS):
-            try:
-                return self._client.put(name, body, write_id, mode)
-            except S3_ERRORS as error:
-                etag = settle(self._client, name, write_id, mode, error, what)
-            if etag is not None:
-                return etag
-            pause(attempt)
-        raise _busy(what)
+        return self._made(name, write_id, mode, what, partial(self._client.put, name, body, write_id, mode))
 
     def _put_parts(self, name: str, first: HeldPart, reader: PartReader, mode: PutMode, what: str) -> str:
         with self._begun(name, what, checksums=True) as upload:
@@ -147,15 +148,7 @@ class Uploads:
 
     def _copy_whole(self, source: str, target: str, what: str) -> None:
         write_id = uuid.uuid4().hex
-        for attempt in range(_ATTEMPTS):
-            try:
-                self._client.copy(source, target, write_id)
-                return
-            except S3_ERRORS as error:
-                if settle(self._client, target, write_id, "overwrite", error, what) is not None:
-                    return
-            pause(attempt)
-        raise _busy(what)
+        self._made(target, write_id, "overwrite", what, partial(self._client.copy, source, target, write_id))
 
     def _copy_parts(self, source: str, etag: str, size: int, target: str, what: str) -> bool:
         """Whether it is copied; if not, the source has changed."""
@@ -196,13 +189,57 @@ class Uploads:
             raise
 
     def _complete(self, upload: _Upload, parts: Sequence[UploadedPart], mode: PutMode, what: str) -> str:
-        try:
-            return self._client.complete(upload.name, upload.id, parts, mode)
-        except S3_ERRORS as error:
-            etag = settle(self._client, upload.name, upload.write_id, mode, error, what)
-        if etag is None:
-            raise _busy(what)
-        return etag
+        send = partial(self._client.complete, upload.name, upload.id, parts, mode)
+        return self._made(upload.name, upload.write_id, mode, what, send, attempts=1)
+
+    def _made(
+        self,
+        name: str,
+        write_id: str,
+        mode: PutMode,
+        what: str,
+        send: Callable[[], str],
+        attempts: int = _ATTEMPTS,
+    ) -> str:
+        """The etag of an object that a request makes, whatever becomes of its response.
+
+        Args:
+            name: of the object.
+            write_id: that it will have.
+            mode: the condition.
+            what: what is being done, for messages.
+            send: sends the request; gives the etag.
+            attempts: how often, while another write is under way.
+
+        Raises:
+            Conflict: the condition does not hold; nothing was written.
+            DeadlineExceeded: whether it was written could not be found out.
+            WeighbridgeError: as `s3_error`; nothing was written.
+        """
+        for attempt in range(attempts):
+            if attempt:
+                pause(attempt - 1)
+            try:
+                return send()
+            except S3_ERRORS as error:
+                try:
+                    found = self._client.head(name)
+                except S3_ERRORS as second:
+                    if not is_missing(second):
+                        if decide(error, None, write_id, mode) == "failed":
+                            raise s3_error(error, what) from error
+                        raise unknown(what, s3_error(second, "reading back").message) from second
+                    found = None
+                match decide(error, found, write_id, mode):
+                    case "written" if found is not None:
+                        return found.etag
+                    case "unknown":
+                        raise unknown(what, s3_error(error, "the request").message) from error
+                    case "conflict":
+                        raise refused(what, mode, there=found is not None) from error
+                    case "failed":
+                        raise s3_error(error, what) from error
+        raise Unavailable(f"{what} failed: another write was under way; nothing was written", fix="try again")
 
     def _abort(self, upload: _Upload) -> None:
         try:
@@ -223,5 +260,32 @@ def _translated(what: str) -> Iterator[None]:
         raise s3_error(error, what) from error
 
 
-def _busy(what: str) -> Unavailable:
-    return Unavailable(f"{what} failed: another write was under way; nothing was written", fix="try again")
+def decide(
+    error: Exception, found: ObjectState | None, write_id: str, mode: PutMode
+) -> Outcome | Literal["failed"]:
+    """Outcome of a write that ended in an error of boto3, by the rule of `outcome`.
+
+    Args:
+        error: what was raised.
+        found: the object as it was found after that; None if there was none.
+        write_id: of the write.
+        mode: its condition.
+
+    Returns:
+        As `outcome`, where ``nothing`` says that another write was under way; or ``failed``: nothing was written, and the error says why.
+    """
+    # AWS answers 404 to If-Match where there is no object, others 412
+    refusal = status_of(error) in (409, 412) or (is_missing(error) and isinstance(mode, IfMatch))
+    found_outcome = outcome(
+        landed=found is not None and found.write_id == write_id,
+        doubtful=is_unanswered(error) or was_retried(error),
+        moved=refusal and not (status_of(error) == 409 and _holds(mode, found)),
+        forgotten=True,
+    )
+    return "failed" if found_outcome == "nothing" and not refusal else found_outcome
+
+
+def _holds(mode: PutMode, found: ObjectState | None) -> bool:
+    if isinstance(mode, IfMatch):
+        return found is not None and found.etag == mode.etag
+    return mode == "overwrite" or found is None
