@@ -6,7 +6,8 @@ An entry keeps the fields of its object that this release does not know, and wri
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from functools import cache
 from typing import Any
 
 from weighbridge._core.metadata import Metadata, checked_metadata
@@ -23,10 +24,7 @@ MAX_APPROVALS = 16
 """Most approvals that a change of a ref can take."""
 FAILED, ABORTED = "failed", "aborted"
 """The states of `FailedEntry`."""
-_COUNTS_AND_TIMES = (
-    *("step", "created_ms", "nbytes", "tensor_count", "retired_ms", "ranks", "ready_ms", "verified_ms"),
-    *("durable_ms", "nonfinite_elements", "tensor_bytes"),
-)
+_NUMBER = (1, MAX_VERSION)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +49,8 @@ class Approval:
     extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
+        check_fields(self)
         check_reasons(self.reasons)
-        check_number("approved_ms", self.approved_ms)
-        for name in ("by", "note"):
-            check_text(name, getattr(self, name))
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,11 +105,7 @@ class VersionEntry:
     extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        check_number("number", self.number, 1, MAX_VERSION)
-        for name in _COUNTS_AND_TIMES:
-            check_number(name, getattr(self, name))
-        for name in ("run", "files_id", "write_id", "traceparent"):
-            check_text(name, getattr(self, name))
+        check_fields(self, number=_NUMBER)
         if not self.write_id:
             raise InvalidArgument(f"version {self.number} has no write_id")
         _check_held(self.held, self.approval)
@@ -183,12 +175,7 @@ class OpenEntry:
     extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        check_number("number", self.number, 1, MAX_VERSION)
-        check_number("ranks", self.ranks, 1)
-        for name in ("step", "created_ms", "until_ms", "parent", "nbytes"):
-            check_number(name, getattr(self, name))
-        for name in ("request_id", "run", "files_id", "claim", "holder", "by", "traceparent"):
-            check_text(name, getattr(self, name))
+        check_fields(self, number=_NUMBER, ranks=(1,))
         for dtype in self.cast_from:
             check_text("a dtype", dtype)
         _check_held(self.held, self.approval)
@@ -227,11 +214,7 @@ class FailedEntry:
     extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        check_number("number", self.number, 1, MAX_VERSION)
-        for name in ("failed_ms", "step", "ranks", "created_ms"):
-            check_number(name, getattr(self, name))
-        for name in ("reason", "state", "run"):
-            check_text(name, getattr(self, name))
+        check_fields(self, number=_NUMBER)
 
     @property
     def aborted(self) -> bool:
@@ -252,7 +235,7 @@ class Ref:
     extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        check_number("version", self.version, 1, MAX_VERSION)
+        check_fields(self, version=_NUMBER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,7 +251,7 @@ class ProtectionEntry:
     extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        check_number("approvals", self.approvals, 0, MAX_APPROVALS)
+        check_fields(self, approvals=(0, MAX_APPROVALS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,12 +296,7 @@ class RequestEntry:
     def __post_init__(self) -> None:
         check_request_id(self.request_id)
         check_ref_name(self.ref)
-        for name in ("asked_ms", "until_ms", "closed_ms"):
-            check_number(name, getattr(self, name))
-        for name in ("version", "previous"):
-            check_number(name, getattr(self, name), 0, MAX_VERSION)
-        for name in ("action", "by", "note", "state", "closed_by"):
-            check_text(name, getattr(self, name))
+        check_fields(self, version=(0, MAX_VERSION), previous=(0, MAX_VERSION))
         if len(self.approvals) > MAX_APPROVALS:
             raise InvalidArgument(f"the request {self.request_id} has more than {MAX_APPROVALS} approvals")
 
@@ -326,6 +304,22 @@ class RequestEntry:
     def pending(self) -> bool:
         """Whether it waits for approvals, unless it has expired since."""
         return self.state == REQUEST_PENDING
+
+
+def check_fields(entry: object, **bounds: tuple[int, ...]) -> None:
+    """Raise InvalidArgument if a number of an entry is not an integer within its bounds, by default from 0 on, or a text not as `check_text` says."""
+    of: Any = type(entry)
+    for name, kind in _checked(of):
+        value = getattr(entry, name)
+        if kind == "int":
+            check_number(name, value, *bounds.get(name, ()))
+        else:
+            check_text(name, value)
+
+
+@cache
+def _checked(kind: Any) -> tuple[tuple[str, str], ...]:
+    return tuple((item.name, str(item.type)) for item in fields(kind) if item.type in ("int", "str"))
 
 
 def check_number(name: str, value: int, low: int = 0, high: int = strict_json.MAX_INTEGER) -> int:

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, Field, fields
-from typing import Any, TypeVar
+from functools import cache, partial
+from typing import Any, ClassVar, Protocol, TypeVar
 
+from weighbridge._core.text.shortening import shown
 from weighbridge.errors import DataLoss
 from weighbridge_storage.documents import strict_json
-from weighbridge_storage.documents.entries import (
-    Approval,
-    FailedEntry,
-    OpenEntry,
-    ProtectionEntry,
-    Ref,
-    RequestEntry,
-    VersionEntry,
-)
+from weighbridge_storage.documents.entries import Approval, FailedEntry, OpenEntry, VersionEntry
+
+
+class Entry(Protocol):
+    """A dataclass that is stored."""
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+
+    @property
+    def extra(self) -> Mapping[str, Any]:
+        """The fields that this release does not know."""
+
 
 Numbered = VersionEntry | OpenEntry | FailedEntry
-Entry = Numbered | Ref | Approval | ProtectionEntry | RequestEntry
+Reader = Callable[[strict_json.Fields, str], Any]
 E = TypeVar("E", bound=Entry)
 N = TypeVar("N", VersionEntry, OpenEntry, FailedEntry)
 
@@ -27,28 +32,32 @@ N = TypeVar("N", VersionEntry, OpenEntry, FailedEntry)
 def to_json(entry: Entry) -> dict[str, Any]:
     """An entry as a JSON object."""
     document = dict(entry.extra)
-    for item in fields(entry):
-        value = getattr(entry, item.name)
-        if item.name != "extra" and value != _default(item):
-            document[item.name] = _value_to_json(value)
+    for name, default, _ in _fields(type(entry)):
+        value = getattr(entry, name)
+        if value != default:
+            document[name] = _value_to_json(value)
     return document
 
 
 def _value_to_json(value: Any) -> Any:
-    match value:
-        case Approval():
-            return to_json(value)
-        case tuple():
-            return [_value_to_json(each) for each in value]
-    return value
+    if isinstance(value, tuple):
+        return [_value_to_json(each) for each in value]
+    return to_json(value) if hasattr(value, "extra") else value
+
+
+@cache
+def _fields(kind: type[Any]) -> tuple[tuple[str, Any, Reader], ...]:
+    """The fields of a kind of entry that are stored: name, the value with which it is left out or `MISSING`, and what reads it."""
+    return tuple(
+        (item.name, _default(item), _READERS[str(item.type)]) for item in fields(kind) if item.name != "extra"
+    )
 
 
 def _default(item: Field[Any]) -> Any:
-    """The value with which a field is left out; `MISSING` if there is none."""
     return item.default if item.default_factory is MISSING else item.default_factory()
 
 
-_READERS: Mapping[Any, Callable[[strict_json.Fields, str], Any]] = {
+_READERS: dict[str, Reader] = {
     "str": strict_json.Fields.text,
     "int": strict_json.Fields.integer,
     "bool": strict_json.Fields.boolean,
@@ -57,9 +66,20 @@ _READERS: Mapping[Any, Callable[[strict_json.Fields, str], Any]] = {
     "tuple[Approval, ...]": lambda found, name: tuple(
         from_json(Approval, each, f"{found.where}, {name}[{i}]") for i, each in enumerate(found.array(name))
     ),
-    "Approval | None": lambda found, name: from_json(Approval, found.table(name), f"{found.where}, {name}"),
 }
 """How a field is read, by its type."""
+
+
+def nested(kind: type[E]) -> type[E]:
+    """Let entries have one of this kind, or none."""
+    _READERS[f"{kind.__name__} | None"] = partial(nullable, kind)
+    return kind
+
+
+def nullable(kind: type[E], found: strict_json.Fields, name: str) -> E | None:
+    """The entry that is a field of others; None if that is null. Raises as `from_json`."""
+    value = found.nullable_table(name)
+    return None if value is None else from_json(kind, value, f"{found.where}, {name}")
 
 
 def from_json(kind: type[E], value: object, where: str) -> E:
@@ -71,11 +91,22 @@ def from_json(kind: type[E], value: object, where: str) -> E:
     """
     found = strict_json.Fields(value, where)
     values: dict[str, Any] = {
-        item.name: _READERS[item.type](found, item.name)
-        for item in fields(kind)
-        if item.name != "extra" and (_default(item) is MISSING or item.name in found)
+        name: read(found, name)
+        for name, default, read in _fields(kind)
+        if default is MISSING or name in found
     }
-    return kind(**values, extra=found.rest())
+    values["extra"] = found.rest()
+    return kind(**values)
+
+
+def named_to_json(entries: Mapping[str, Entry]) -> dict[str, dict[str, Any]]:
+    """Entries by name as a JSON object."""
+    return {name: to_json(entry) for name, entry in entries.items()}
+
+
+def named_from_json(kind: type[E], items: Mapping[str, object], where: str) -> dict[str, E]:
+    """What `named_to_json` gave; raises as `from_json`."""
+    return {name: from_json(kind, item, f"{where} {shown(name)}") for name, item in items.items()}
 
 
 def list_to_json(entries: Mapping[int, Numbered]) -> list[dict[str, Any]]:
@@ -92,3 +123,6 @@ def list_from_json(kind: type[N], items: Iterable[object], where: str) -> dict[i
             raise DataLoss(f"{where} lists version {entry.number} twice")
         found[entry.number] = entry
     return found
+
+
+nested(Approval)

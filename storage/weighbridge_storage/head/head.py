@@ -7,9 +7,9 @@ tree that holds the others (`history`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from weighbridge._core.resources import REF_LATEST, Gate, Retention
 from weighbridge._core.text.shortening import shown
@@ -22,6 +22,7 @@ from weighbridge_storage.documents.entries import (
     Ref,
     RequestEntry,
     VersionEntry,
+    check_fields,
     check_number,
     check_text,
 )
@@ -52,8 +53,6 @@ REMEMBERED_REQUESTS = 32
 _KEEP_EVERYTHING = Retention()
 _OPEN_GATE = Gate()
 
-T = TypeVar("T")
-
 
 @dataclass(frozen=True, slots=True)
 class Mark:
@@ -72,28 +71,7 @@ class Mark:
     extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        check_number("generation", self.generation)
-        check_number("marked_ms", self.marked_ms)
-
-    def to_json(self) -> dict[str, Any]:
-        """The mark as a JSON object."""
-        return {
-            **self.extra,
-            "root": None if self.root is None else self.root.to_json(),
-            "generation": self.generation,
-            "marked_ms": self.marked_ms,
-        }
-
-    @staticmethod
-    def from_json(value: object, where: str) -> Mark:
-        """What `to_json` gave. Raises DataLoss, InvalidArgument."""
-        found = strict_json.Fields(value, where)
-        return Mark(
-            _read_nullable(found, "root", NodeRef.from_json),
-            found.integer("generation"),
-            found.integer("marked_ms"),
-            found.rest(),
-        )
+        check_fields(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,37 +88,12 @@ class Deletion:
 
     deleted_ms: int
     below: int
-    request_id: str = ""
-    versions: int = 0
+    request_id: str
+    versions: int
     extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        check_number("deleted_ms", self.deleted_ms)
-        check_number("below", self.below, 1, MAX_VERSION + 1)
-        check_text("request_id", self.request_id)
-        check_number("versions", self.versions)
-
-    def to_json(self) -> dict[str, Any]:
-        """The deletion as a JSON object."""
-        return {
-            **self.extra,
-            "deleted_ms": self.deleted_ms,
-            "below": self.below,
-            "request_id": self.request_id,
-            "versions": self.versions,
-        }
-
-    @staticmethod
-    def from_json(value: object, where: str) -> Deletion:
-        """What `to_json` gave. Raises DataLoss, InvalidArgument."""
-        found = strict_json.Fields(value, where)
-        return Deletion(
-            found.integer("deleted_ms"),
-            found.integer("below"),
-            found.text("request_id"),
-            found.integer("versions"),
-            found.rest(),
-        )
+        check_fields(self, below=(1, MAX_VERSION + 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,11 +306,11 @@ class Head:
                 "registration": dict(self.registration),
                 "recent": entry_json.list_to_json(self.recent),
                 "removed": sorted(self.removed),
-                "root": None if self.root is None else self.root.to_json(),
-                "mark": None if self.mark is None else self.mark.to_json(),
+                "root": None if self.root is None else entry_json.to_json(self.root),
+                "mark": None if self.mark is None else entry_json.to_json(self.mark),
                 "open": entry_json.list_to_json(self.open),
                 "failed": entry_json.list_to_json(self.failed),
-                "refs": {name: entry_json.to_json(ref) for name, ref in self.refs.items()},
+                "refs": entry_json.named_to_json(self.refs),
                 "retention": {**self.retention_extra, **self.retention.to_json()},
                 "writes": list(self.writes),
                 **self._gate_to_json(),
@@ -366,14 +319,14 @@ class Head:
                     if self.requests
                     else {}
                 ),
-                **({} if self.deletion is None else {"deletion": self.deletion.to_json()}),
+                **({} if self.deletion is None else {"deletion": entry_json.to_json(self.deletion)}),
             }
         )
 
     def _gate_to_json(self) -> dict[str, Any]:
         """The gate as a field of the text; none if nothing was ever said of it."""
         said = {name: value for name, value in self.gate.to_json().items() if value}
-        protected = {name: entry_json.to_json(each) for name, each in self.protected.items()}
+        protected = entry_json.named_to_json(self.protected)
         found = {**self.gate_extra, **said, **({"protected": protected} if protected else {})}
         return {"gate": found} if found else {}
 
@@ -408,36 +361,23 @@ class Head:
                 registration=document.table("registration"),
                 recent=entry_json.list_from_json(VersionEntry, document.array("recent"), f"{where}, recent"),
                 removed=frozenset(removed),
-                root=_read_nullable(document, "root", NodeRef.from_json),
-                mark=_read_nullable(document, "mark", Mark.from_json),
+                root=entry_json.nullable(NodeRef, document, "root"),
+                mark=entry_json.nullable(Mark, document, "mark"),
                 open=entry_json.list_from_json(OpenEntry, document.array("open"), f"{where}, open"),
                 failed=entry_json.list_from_json(FailedEntry, document.array("failed"), f"{where}, failed"),
-                refs={
-                    name: entry_json.from_json(Ref, value, f"{where}, ref {shown(name)}")
-                    for name, value in document.table("refs").items()
-                },
+                refs=entry_json.named_from_json(Ref, document.table("refs"), f"{where}, ref"),
                 retention=Retention(**{name: retention.integer(name) for name in _KEEP_EVERYTHING.to_json()}),
                 retention_extra=retention.rest(),
                 gate=Gate(**{name: gate.boolean(name) for name in _OPEN_GATE.to_json() if name in gate}),
                 gate_extra=gate.rest(),
-                protected={
-                    name: entry_json.from_json(
-                        ProtectionEntry, value, f"{where}, protected ref {shown(name)}"
-                    )
-                    for name, value in protected.items()
-                },
+                protected=entry_json.named_from_json(ProtectionEntry, protected, f"{where}, protected ref"),
                 requests=tuple(
                     entry_json.from_json(RequestEntry, value, f"{where}, requests[{i}]")
                     for i, value in enumerate(requests)
                 ),
                 writes=tuple(document.array("writes")),
-                deletion=_read_nullable(document, "deletion", Deletion.from_json)
+                deletion=entry_json.nullable(Deletion, document, "deletion")
                 if "deletion" in document
                 else None,
                 extra=document.rest(),
             )
-
-
-def _read_nullable(document: strict_json.Fields, name: str, read: Callable[[object, str], T]) -> T | None:
-    found = document.nullable_table(name)
-    return None if found is None else read(found, f"{document.where}, {name}")

@@ -33,6 +33,7 @@ def span(level: int) -> int:
     return int(FANOUT ** (level + 1))
 
 
+@entry_json.nested
 @dataclass(frozen=True, slots=True)
 class NodeRef:
     """A reference to a node, with a summary of the entries below it.
@@ -72,32 +73,6 @@ class NodeRef:
     def first(self) -> int:
         """The lowest number that the node covers."""
         return self.last - self.last % span(self.level)
-
-    def to_json(self) -> dict[str, Any]:
-        """The reference as a JSON object."""
-        return {
-            **self.extra,
-            "name": self.name,
-            "level": self.level,
-            "last": self.last,
-            "durable": self.durable,
-            "retired": self.retired,
-            **({"held": self.held} if self.held else {}),
-        }
-
-    @staticmethod
-    def from_json(value: object, where: str) -> NodeRef:
-        """What `to_json` gave. Raises DataLoss, InvalidArgument."""
-        found = strict_json.Fields(value, where)
-        return NodeRef(
-            found.text("name"),
-            found.integer("level"),
-            found.integer("last"),
-            found.integer("durable"),
-            found.integer("retired"),
-            found.integer("held") if "held" in found else 0,
-            found.rest(),
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +130,7 @@ def to_json(node: Node) -> bytes:
     if isinstance(node, Leaf):
         document |= {"level": 0, "entries": entry_json.list_to_json(node.entries)}
     else:
-        children = [node.children[first].to_json() for first in sorted(node.children)]
+        children = [entry_json.to_json(node.children[first]) for first in sorted(node.children)]
         document |= {"level": node.level, "children": children}
     return strict_json.encode(document)
 
@@ -192,7 +167,7 @@ def _from_json(data: bytes, ref: NodeRef, where: str) -> Node:
             node = Leaf(listed, document.rest())
         else:
             references = [
-                NodeRef.from_json(item, f"{where}, children[{i}]")
+                entry_json.from_json(NodeRef, item, f"{where}, children[{i}]")
                 for i, item in enumerate(document.array("children"))
             ]
             if any(child.level != level - 1 for child in references):

@@ -16,8 +16,8 @@ from typing import Any
 
 from weighbridge._core.pauses import Pauses
 from weighbridge.errors import Conflict, DataLoss, DeadlineExceeded, NotFound, Unavailable
-from weighbridge_storage.documents import document_digests, strict_json
-from weighbridge_storage.documents.entries import check_number
+from weighbridge_storage.documents import document_digests, entry_json, strict_json
+from weighbridge_storage.documents.entries import check_fields
 from weighbridge_storage.documents.names import ledger_key
 from weighbridge_storage.stores.objects import IfMatch, ObjectStore, PutMode
 
@@ -34,14 +34,15 @@ class Amount:
     Attributes:
         generation: that of the head which says so.
         nbytes: bytes of the weights of its versions (`History.nbytes`).
+        extra: the fields that this release does not know.
     """
 
     generation: int
     nbytes: int
+    extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        check_number("generation", self.generation)
-        check_number("nbytes", self.nbytes)
+        check_fields(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +93,7 @@ class Ledger:
                 "format": FORMAT,
                 "requires": [],
                 "counted_ms": self.counted_ms,
-                "amounts": {
-                    name: {"generation": each.generation, "nbytes": each.nbytes}
-                    for name, each in self.amounts.items()
-                },
+                "amounts": entry_json.named_to_json(self.amounts),
             }
         )
 
@@ -111,17 +109,10 @@ class Ledger:
         document.required(FEATURES)
         with strict_json.malformed_as_data_loss(where):
             return Ledger(
-                {
-                    name: _amount(strict_json.Fields(value, f"{where}, {name}"))
-                    for name, value in document.table("amounts").items()
-                },
+                entry_json.named_from_json(Amount, document.table("amounts"), f"{where}, model"),
                 document.integer("counted_ms"),
                 document.rest(),
             )
-
-
-def _amount(found: strict_json.Fields) -> Amount:
-    return Amount(found.integer("generation"), found.integer("nbytes"))
 
 
 class LedgerStore:

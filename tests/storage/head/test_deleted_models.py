@@ -165,7 +165,7 @@ def test_a_head_says_when_it_was_deleted_and_heads_of_before_say_nothing() -> No
     deleted = delete_model(Head(generation=3, next_version=5, files_id="f", extra={"new": 1}), 17)
     deleted = replace(deleted, generation=4)
     assert Head.from_json(deleted.to_json()) == deleted
-    assert (deleted.deletion, deleted.deleted, deleted.extra) == (Deletion(17, 5), True, {"new": 1})
+    assert (deleted.deletion, deleted.deleted, deleted.extra) == (Deletion(17, 5, "", 0), True, {"new": 1})
     before = Head(generation=1)
     assert "deletion" not in json.loads(before.to_json())
     assert Head.from_json(text_of(json.loads(before.to_json()))).first_version == 1
@@ -174,11 +174,11 @@ def test_a_head_says_when_it_was_deleted_and_heads_of_before_say_nothing() -> No
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"deletion": Deletion(1, 6)},
-        {"deletion": Deletion(1, 4)},
+        {"deletion": Deletion(1, 6, "", 0)},
+        {"deletion": Deletion(1, 4, "", 0)},
         {
             "files_id": "f",
-            "deletion": Deletion(1, 5),
+            "deletion": Deletion(1, 5, "", 0),
             "recent": {4: VersionEntry(4, 1, "r", 1, 1, 1, "f", "w")},
         },
     ],

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from tests.support.heads import Nodes, text_of_node
 from weighbridge.errors import DataLoss, FailedPrecondition
+from weighbridge_storage.documents import entry_json
 from weighbridge_storage.documents.entries import VersionEntry
 from weighbridge_storage.documents.names import MAX_VERSION
 from weighbridge_storage.head import history_nodes
@@ -154,7 +155,7 @@ def signed(nodes: Nodes, ref: NodeRef) -> NodeRef:
     document = {**json.loads(nodes.texts[ref.name]), "signed": ref.first}
     node = nodes.load(ref)
     if isinstance(node, Inner):
-        document["children"] = [signed(nodes, child).to_json() for child in node.children.values()]
+        document["children"] = [entry_json.to_json(signed(nodes, child)) for child in node.children.values()]
     text, after = text_of_node(document, ref)
     nodes.texts[after.name] = text
     return after
