@@ -19,7 +19,7 @@ from weighbridge._core.dtypes import DType, from_safetensors
 from weighbridge._core.layouts import TensorSpec, check_spec
 from weighbridge._core.text.shortening import shown
 from weighbridge.errors import DataLoss, InvalidArgument
-from weighbridge_storage.documents import document_digests, strict_json
+from weighbridge_storage.documents import document_digests, entry_json, strict_json
 from weighbridge_storage.documents.entries import check_number, check_reasons, check_text
 from weighbridge_storage.documents.names import (
     BLOCKS_SUFFIX,
@@ -185,7 +185,7 @@ class Manifest:
         """
         weights = {
             **self.weights_extra,
-            "files": files_to_json(self.files),
+            "files": entry_json.named_to_json(self.files),
             "tensors": tensors_to_json(self.tensors),
         }
         return document_digests.encode(
@@ -225,7 +225,7 @@ class Manifest:
                 step=fields.integer("step"),
                 run=fields.text("run"),
                 created_ms=fields.integer("created_ms"),
-                files=files_from_json(weights.table("files"), where),
+                files=entry_json.named_from_json(FileEntry, weights.table("files"), f"{where}, file"),
                 tensors=tensors_from_json(weights.table("tensors"), where),
                 lineage=fields.table("lineage"),
                 metadata=fields.table("metadata"),
@@ -262,25 +262,6 @@ class Manifest:
         for (file, _, end, name), (next_file, start, _, next_name) in itertools.pairwise(places):
             if file == next_file and start < end:
                 raise InvalidArgument(f"tensors {name} and {next_name} share bytes of {file}")
-
-
-def files_to_json(files: Mapping[str, FileEntry]) -> dict[str, Any]:
-    """Entries of files as JSON values."""
-    return {
-        name: {
-            **file.extra,
-            "size": file.size,
-            "xxh3_128": file.xxh3_128,
-            "blake3": file.blake3,
-            **({"sha256": file.sha256} if file.sha256 else {}),
-        }
-        for name, file in files.items()
-    }
-
-
-def files_from_json(table: Mapping[str, Any], where: str) -> dict[str, FileEntry]:
-    """What `files_to_json` gave; ``where`` names it in errors. Raises DataLoss."""
-    return {name: _read_file(value, f"{where}, file {shown(name)}") for name, value in table.items()}
 
 
 def tensors_to_json(tensors: Mapping[str, TensorEntry]) -> dict[str, Any]:
@@ -331,17 +312,6 @@ def _check_metadata(metadata: Metadata) -> None:
                 f"metadata {shown(name)} is {shown(value)}",
                 fix=f"use a text of up to {MAX_METADATA_TEXT} characters, a finite number, an integer of 64 bits, or a boolean",
             )
-
-
-def _read_file(value: object, where: str) -> FileEntry:
-    fields = strict_json.Fields(value, where)
-    return FileEntry(
-        size=fields.integer("size"),
-        xxh3_128=fields.text("xxh3_128"),
-        blake3=fields.text("blake3"),
-        sha256=fields.text("sha256") if "sha256" in fields else "",
-        extra=fields.rest() or _NOTHING,
-    )
 
 
 def _read_tensor(value: object, where: str) -> TensorEntry:

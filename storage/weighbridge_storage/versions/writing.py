@@ -18,7 +18,7 @@ from weighbridge._core.file_names import folders_of
 from weighbridge._core.resources import HELD_NONFINITE
 from weighbridge._formats.safetensors_files import INDEX_FILE, FilesLayout
 from weighbridge.errors import Conflict, DataLoss, NotFound
-from weighbridge_storage.documents import strict_json
+from weighbridge_storage.documents import entry_json, strict_json
 from weighbridge_storage.documents.entries import OpenEntry, VersionEntry
 from weighbridge_storage.documents.names import (
     MANIFEST_FILE,
@@ -40,8 +40,6 @@ from weighbridge_storage.versions.manifest import (
     FileEntry,
     Manifest,
     TensorEntry,
-    files_from_json,
-    files_to_json,
     tensors_from_json,
     tensors_to_json,
 )
@@ -70,7 +68,7 @@ class Written:
             {
                 "requires": [],
                 "claim": claim,
-                "files": files_to_json(self.files),
+                "files": entry_json.named_to_json(self.files),
                 "tensors": tensors_to_json(self.tensors),
             }
         )
@@ -90,7 +88,7 @@ class Written:
         fields.required(FEATURES)
         with strict_json.malformed_as_data_loss(where):
             return fields.text("claim"), Written(
-                files_from_json(fields.table("files"), where),
+                entry_json.named_from_json(FileEntry, fields.table("files"), f"{where}, file"),
                 tensors_from_json(fields.table("tensors"), where),
             )
 
