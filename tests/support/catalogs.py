@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tests.support.heads import open_version
 from weighbridge._core.resources import Version, VersionState
 from weighbridge.errors import Unavailable
 from weighbridge_service.catalog.catalog import Catalog
@@ -16,7 +17,7 @@ from weighbridge_storage.documents.entries import VersionEntry
 from weighbridge_storage.documents.names import ModelName
 from weighbridge_storage.head.head import Head
 from weighbridge_storage.head.head_changes import publish, register
-from weighbridge_storage.head.open_versions import claim_version, open_version
+from weighbridge_storage.head.open_versions import claim_version
 from weighbridge_storage.memory.images import Image
 from weighbridge_storage.stores.local import LocalStore
 

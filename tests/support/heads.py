@@ -12,13 +12,13 @@ from blake3 import blake3
 
 from weighbridge_storage.documents.entries import OpenEntry, VersionEntry
 from weighbridge_storage.documents.names import ModelName
-from weighbridge_storage.head import history_nodes
+from weighbridge_storage.head import history_nodes, open_versions
 from weighbridge_storage.head.head import Head
 from weighbridge_storage.head.head_changes import publish
 from weighbridge_storage.head.head_store import HeadStore
 from weighbridge_storage.head.history import History, NodeMissing, settled
 from weighbridge_storage.head.history_nodes import Node, NodeRef
-from weighbridge_storage.head.open_versions import claim_version, give_up_version, open_version
+from weighbridge_storage.head.open_versions import Asked, claim_version, give_up_version
 from weighbridge_storage.stores.objects import ObjectStore
 
 
@@ -109,6 +109,11 @@ def entry(number: int, write_id: str = "w") -> VersionEntry:
         files_id="f",
         write_id=f"{write_id}{number}",
     )
+
+
+def open_version(head: Head, *, now_ms: int, **asked: Any) -> tuple[Head, OpenEntry]:
+    """The head after a version was opened as it is `Asked`."""
+    return open_versions.open_version(head, Asked(**asked), now_ms)
 
 
 def opened(head: Head, request_id: str = "", now_ms: int = 1000) -> tuple[Head, OpenEntry]:

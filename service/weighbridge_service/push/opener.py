@@ -165,20 +165,21 @@ class Opener:
                 if self.draining and not is_open():
                     raise _shutting_down()
                 self._check_room(called)
-            lease_ms = round(self._limits.lease * 1000)
             asked = OpeningRequest(
-                request_id,
-                *asked_for,
-                self._home,
-                lease_ms,
-                said,
-                given_up,
-                receiving,
-                nbytes,
-                called,
-                at_least,
-                told,
-                frozenset(each.address for each in self._facilities.successors.others()),
+                request_id=request_id,
+                step=step,
+                run=run,
+                ranks=ranks,
+                lease_ms=round(self._limits.lease * 1000),
+                said=said,
+                nbytes=nbytes,
+                by=called,
+                at_least=at_least,
+                other=told,
+                home=self._home,
+                given_up=given_up,
+                receiving=receiving,
+                reached=frozenset(each.address for each in self._facilities.successors.others()),
             )
             with self._quotas.opening(identity, model_name, nbytes, is_open) as room:
                 entry, head = self._open(model_name, asked, room)

@@ -39,47 +39,58 @@ class Said:
 _NOTHING_SAID = Said()
 
 
-def open_version(
-    head: Head,
-    *,
-    request_id: str,
-    step: int,
-    run: str,
-    ranks: int,
-    now_ms: int,
-    lease_ms: int,
-    said: Said = _NOTHING_SAID,
-    nbytes: int = 0,
-    by: str = "",
-    at_least: int = 0,
-    other: str = "",
-) -> tuple[Head, OpenEntry]:
-    """Take the next number for a version, or find the one that this request has opened before and that is still open.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A request to open a version.
 
-    A number is given once, whatever becomes of the version.
-
-    Args:
-        head: the model's.
-        request_id: which request this is; not empty.
-        step, run, ranks: what the version will say of itself.
-        now_ms: milliseconds since 1970 UTC.
+    Attributes:
+        request_id: all ranks of a push send the same; not empty.
+        step: the trainer's step.
+        run: the trainer's name for its run.
+        ranks: how many ranks will push.
         lease_ms: how long the version stays open unless it is renewed.
         said: what else is said of it; is added to what was said before.
         nbytes: size that its safetensors files will have together; 0 if that is not known.
         by: who opens it, as the service knows them; stays who came first.
         at_least: the lowest number that a new version gets; those that are passed by are never given.
         other: which version another job has pushed since the one that opens this one has; kept in the metadata of a new version.
+    """
+
+    request_id: str
+    step: int
+    run: str
+    ranks: int
+    lease_ms: int
+    said: Said = _NOTHING_SAID
+    nbytes: int = 0
+    by: str = ""
+    at_least: int = 0
+    other: str = ""
+
+
+def open_version(head: Head, asked: Asked, now_ms: int) -> tuple[Head, OpenEntry]:
+    """Take the next number for a version, or find the one that this request has opened before and that is still open.
+
+    A number is given once, whatever becomes of the version.
+
+    Args:
+        head: the model's.
+        asked: what is asked for.
+        now_ms: milliseconds since 1970 UTC.
 
     Raises:
         InvalidArgument: the request has opened a version of another step or run, with another number of ranks, or with other metadata.
         ResourceExhausted: all numbers up to `MAX_VERSION` have been given, or too many versions are open.
     """
+    said = asked.said
     for there in head.open.values():
-        if there.request_id == request_id:
-            check_same_request(there.number, (there.step, there.run, there.ranks), (step, run, ranks))
+        if there.request_id == asked.request_id:
+            check_same_request(
+                there.number, (there.step, there.run, there.ranks), (asked.step, asked.run, asked.ranks)
+            )
             entry = _with_said(there, said)
             return (head if entry == there else replace(head, open={**head.open, entry.number: entry})), entry
-    number = max(head.next_version, at_least)
+    number = max(head.next_version, asked.at_least)
     if number > MAX_VERSION:
         raise ResourceExhausted(f"all version numbers up to {MAX_VERSION} have been given")
     if len(head.open) >= MAX_OPEN:
@@ -90,19 +101,19 @@ def open_version(
         )
     entry = OpenEntry(
         number=number,
-        request_id=request_id,
-        step=step,
-        run=run,
-        ranks=ranks,
+        request_id=asked.request_id,
+        step=asked.step,
+        run=asked.run,
+        ranks=asked.ranks,
         created_ms=now_ms,
-        until_ms=now_ms + lease_ms,
+        until_ms=now_ms + asked.lease_ms,
         files_id=head.files_id,
         parent=head.latest,
         held=(HELD_CANDIDATE,) if said.candidate or head.gate.approval_required else (),
         allow_nonfinite=said.allow_nonfinite or head.gate.allow_nonfinite,
-        metadata=with_other_writer(said.metadata, other),
-        nbytes=nbytes,
-        by=by,
+        metadata=with_other_writer(said.metadata, asked.other),
+        nbytes=asked.nbytes,
+        by=asked.by,
         cast_from=tuple(sorted(said.cast_from)),
         traceparent=said.traceparent,
     )

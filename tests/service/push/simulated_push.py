@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tests.support.agreements import home_of
-from tests.support.heads import history
+from tests.support.heads import history, open_version
 from weighbridge._core.resources import Version, VersionState
 from weighbridge.errors import (
     AlreadyExists,
@@ -52,7 +52,6 @@ from weighbridge_storage.head.open_versions import (
     claim_version,
     give_up_abandoned,
     give_up_version,
-    open_version,
     renew_version,
 )
 from weighbridge_storage.head.requests import approve_version

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from tests.support.alone import alone
+from tests.support.heads import open_version
 from tests.support.raw_clients import RawClient, TinyModel, assert_equal, stream_of, tiny_folder, whole_layout
 from tests.support.services import RunningService, running_service
 from tests.support.waiting import eventually
@@ -42,7 +43,6 @@ from weighbridge_storage.documents.names import ModelName
 from weighbridge_storage.head.head import Head
 from weighbridge_storage.head.head_store import HeadStore
 from weighbridge_storage.head.history import History
-from weighbridge_storage.head.open_versions import open_version
 from weighbridge_storage.memory.images import Image
 from weighbridge_storage.memory.regions import Region
 from weighbridge_storage.versions.manifest import TensorEntry

@@ -25,6 +25,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from tests.support.heads import open_version
 from tests.support.s3_server import S3Server
 from weighbridge._core.reports.collection import Collection, DeletedVersion, SweptVersion, WaitingVersion
 from weighbridge._core.resources import Retention
@@ -52,7 +53,7 @@ from weighbridge_storage.head.head_store import HeadStore
 from weighbridge_storage.head.history import History
 from weighbridge_storage.head.history_tree import names
 from weighbridge_storage.head.leases import Grace, read_lease, write_lease
-from weighbridge_storage.head.open_versions import claim_version, open_version
+from weighbridge_storage.head.open_versions import claim_version
 from weighbridge_storage.opening import open_store
 from weighbridge_storage.stores.local import LocalStore
 from weighbridge_storage.stores.objects import Buffer, ByteArray, ObjectStore, PutMode

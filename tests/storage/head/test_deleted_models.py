@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.support.heads import text_of
+from tests.support.heads import open_version, text_of
 from weighbridge._core.resources import Retention
 from weighbridge.errors import FailedPrecondition, InvalidArgument, NotFound
 from weighbridge_storage.documents.entries import VersionEntry
@@ -26,7 +26,7 @@ from weighbridge_storage.head.head import Deletion, Head
 from weighbridge_storage.head.head_changes import delete_model, publish, register
 from weighbridge_storage.head.head_store import HeadStore
 from weighbridge_storage.head.leases import Grace, write_lease
-from weighbridge_storage.head.open_versions import claim_version, give_up_version, open_version
+from weighbridge_storage.head.open_versions import claim_version, give_up_version
 from weighbridge_storage.stores.objects import ObjectStore
 
 SMOL = ModelName("acme", "smol")

@@ -14,6 +14,7 @@ from tests.support.heads import (
     entry,
     head_with,
     history,
+    open_version,
     opened,
 )
 from weighbridge._core.resources import Retention
@@ -44,7 +45,6 @@ from weighbridge_storage.head.open_versions import (
     claim_version,
     give_up_abandoned,
     give_up_version,
-    open_version,
     renew_version,
     still_open,
 )

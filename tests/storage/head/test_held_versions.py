@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from tests.support.heads import Nodes, text_of
+from tests.support.heads import Nodes, open_version, text_of
 from weighbridge._core.resources import Gate, Retention
 from weighbridge.errors import DataLoss, FailedPrecondition, InvalidArgument, NotFound
 from weighbridge_storage.documents.entries import Approval, VersionEntry
 from weighbridge_storage.head import head as head_module
 from weighbridge_storage.head.head import HELD_VERSIONS, Head
 from weighbridge_storage.head.head_changes import delete_versions, publish, set_gate, set_ref, stamp
-from weighbridge_storage.head.open_versions import Said, claim_version, open_version
+from weighbridge_storage.head.open_versions import Said, claim_version
 from weighbridge_storage.head.requests import approve_version
 from weighbridge_storage.head.retention import decide, retire
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.heads import stored, text_of
+from tests.support.heads import open_version, stored, text_of
 from tests.support.rounds import rounds
 from weighbridge._core.resources import Retention
 from weighbridge.errors import AlreadyExists, Conflict, DataLoss, FailedPrecondition, Unavailable
@@ -38,7 +38,7 @@ from weighbridge_storage.head.head_store import HeadStore
 from weighbridge_storage.head.history import MOST_RECENT, History
 from weighbridge_storage.head.history_tree import names
 from weighbridge_storage.head.leases import Grace
-from weighbridge_storage.head.open_versions import claim_version, give_up_version, open_version
+from weighbridge_storage.head.open_versions import claim_version, give_up_version
 from weighbridge_storage.stores.local import LocalStore
 from weighbridge_storage.stores.objects import Buffer, IfMatch, ObjectStore, PutMode
 

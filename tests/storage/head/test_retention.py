@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.heads import Nodes, history
+from tests.support.heads import Nodes, history, open_version
 from weighbridge._core.resources import Retention
 from weighbridge.errors import InvalidArgument
 from weighbridge_storage.documents.entries import OpenEntry, Ref, VersionEntry
@@ -22,7 +22,7 @@ from weighbridge_storage.head.head_changes import (
     set_ref,
     set_retention,
 )
-from weighbridge_storage.head.open_versions import claim_version, give_up_version, open_version
+from weighbridge_storage.head.open_versions import claim_version, give_up_version
 from weighbridge_storage.head.retention import Decision, decide, retire
 
 NOW = 1_000_000

@@ -11,7 +11,7 @@ from weighbridge_service.plan.declarations import Home, alone_at, is_alone_elsew
 from weighbridge_storage.documents.entries import OpenEntry
 from weighbridge_storage.head.head import Head
 from weighbridge_storage.head.open_versions import (
-    Said,
+    Asked,
     give_up_abandoned,
     give_up_ended,
     give_up_version,
@@ -19,40 +19,20 @@ from weighbridge_storage.head.open_versions import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class OpeningRequest:
-    """A request to open a version.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpeningRequest(Asked):
+    """A request to open a version, and what the process knows that is asked.
 
     Attributes:
-        request_id: all ranks of a push send the same.
-        step: the trainer's step.
-        run: the trainer's name for its run.
-        ranks: how many ranks will push.
         home: the process that is asked.
-        lease_ms: how long the version stays open unless it is renewed.
-        said: what else is said of it.
         given_up: versions that were given up at that process, by number, whether or not the head knows.
         receiving: numbers of versions that it is receiving.
-        nbytes: size that the version's safetensors files will have together.
-        by: who asks, as the service knows them; empty if it knows nobody by name.
-        at_least: the lowest number that a new version gets.
-        other: which version another job has pushed since the one that asks has.
         reached: addresses of the replicas to which ranks can be sent.
     """
 
-    request_id: str
-    step: int
-    run: str
-    ranks: int
     home: Home
-    lease_ms: int
-    said: Said
     given_up: Mapping[int, Version]
     receiving: Collection[int] = ()
-    nbytes: int = 0
-    by: str = ""
-    at_least: int = 0
-    other: str = ""
     reached: Collection[str] = ()
 
     def open(self, head: Head, now_ms: int) -> tuple[Head, tuple[OpenEntry, Head]]:
@@ -69,31 +49,15 @@ class OpeningRequest:
         for number in self.given_up.keys() & head.open.keys():
             if head.open[number].request_id == self.request_id:
                 head = give_up_ended(head, self.given_up[number], now_ms)
-        changed, entry = self._opened(head, now_ms)
+        changed, entry = open_version(head, self, now_ms)
         alone = alone_at(entry)
         if alone == self.home.address and entry.number not in self.receiving:
             # this process does not know it: one before it, at the same address, has died with what it had received
             head = give_up_version(head, entry.number, "the replica that received it was restarted", now_ms)
-            changed, entry = self._opened(head, now_ms)
+            changed, entry = open_version(head, self, now_ms)
         if alone not in self.reached:
             check_not_received_alone(entry, self.home)
         return changed, (entry, changed)
-
-    def _opened(self, head: Head, now_ms: int) -> tuple[Head, OpenEntry]:
-        return open_version(
-            head,
-            request_id=self.request_id,
-            step=self.step,
-            run=self.run,
-            ranks=self.ranks,
-            now_ms=now_ms,
-            lease_ms=self.lease_ms,
-            said=self.said,
-            nbytes=self.nbytes,
-            by=self.by,
-            at_least=self.at_least,
-            other=self.other,
-        )
 
 
 class ReceivedElsewhere(AlreadyExists):

@@ -23,6 +23,7 @@ from tests.support.catalogs import (
     show,
     snapshot,
 )
+from tests.support.heads import open_version
 from tests.support.images import acquire
 from tests.support.waiting import eventually
 from weighbridge._core.resources import Version, VersionState
@@ -40,7 +41,6 @@ from weighbridge_storage.head.head_changes import (
     register,
     set_ref,
 )
-from weighbridge_storage.head.open_versions import open_version
 from weighbridge_storage.memory.image_pool import ImagePool
 from weighbridge_storage.stores.local import LocalStore
 
