@@ -291,13 +291,9 @@ class HeadStore:
         for namespace in sorted(self._store.folders("models/")):
             if namespace < namespace_before:
                 continue
-            for model in self.models_of(namespace):
+            for model in self._names(namespace, ""):
                 if (namespace, model.name) > (namespace_before, name_before):
                     yield model
-
-    def models_of(self, namespace: str) -> list[ModelName]:
-        """As `models`, all of one namespace."""
-        return self._names(namespace, "")
 
     def everything(self) -> Iterator[ModelName]:
         """What has a head, or had one: all models, then all parts of models. Raises as `models`."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from botocore.exceptions import (
     BotoCoreError,
     ClientError,
@@ -129,6 +132,15 @@ def s3_error(error: Exception, what: str) -> WeighbridgeError:
     if isinstance(error, ParamValidationError) or 400 <= status < 500:
         return InvalidArgument(failed, fix="check the key and the store's settings")
     return Unavailable(failed, fix="check the store's settings")
+
+
+@contextmanager
+def translated(what: str) -> Iterator[None]:
+    """Errors of boto3 become ours; what the caller's stream raises passes through."""
+    try:
+        yield
+    except S3_ERRORS as error:
+        raise s3_error(error, what) from error
 
 
 def _reason(error: Exception) -> str:

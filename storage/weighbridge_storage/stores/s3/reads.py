@@ -19,7 +19,7 @@ from urllib3.exceptions import HTTPError
 from weighbridge.errors import InvalidArgument, Unavailable
 from weighbridge_storage.stores.objects import check_whole
 from weighbridge_storage.stores.s3.client import ObjectState, S3Client, pause
-from weighbridge_storage.stores.s3.errors import S3_ERRORS, s3_error, status_of
+from weighbridge_storage.stores.s3.errors import S3_ERRORS, s3_error, status_of, translated
 from weighbridge_storage.stores.s3.settings import S3Settings
 
 T = TypeVar("T")
@@ -54,10 +54,8 @@ class Reads:
 
     def head(self, name: str, what: str) -> ObjectState:
         """Size and etag of an object."""
-        try:
+        with translated(what):
             return self._client.head(name)
-        except S3_ERRORS as error:
-            raise s3_error(error, what) from error
 
     def get(self, name: str, what: str) -> tuple[bytes, str]:
         """Content and etag of an object."""

@@ -24,7 +24,7 @@ from weighbridge_storage.stores.objects import (
     is_key,
 )
 from weighbridge_storage.stores.s3.client import S3Client
-from weighbridge_storage.stores.s3.errors import S3_ERRORS, s3_error
+from weighbridge_storage.stores.s3.errors import S3_ERRORS, s3_error, translated
 from weighbridge_storage.stores.s3.reads import Reads
 from weighbridge_storage.stores.s3.settings import S3Settings
 from weighbridge_storage.stores.s3.uploads import Uploads
@@ -93,10 +93,8 @@ class S3Store(ObjectStore):
 
     def presigned_url(self, key: str, seconds: int) -> str:
         """See `ObjectStore.presigned_url`: signed with SigV4, for the public endpoint if there is one."""
-        try:
+        with translated(f"signing a URL of {key}"):
             return self._client.presigned_url(self._name(key), seconds)
-        except S3_ERRORS as error:
-            raise s3_error(error, f"signing a URL of {key}") from error
 
     def list(self, prefix: str) -> Iterator[str]:
         """See `ObjectStore.list`."""
@@ -108,11 +106,8 @@ class S3Store(ObjectStore):
 
     def delete(self, key: str) -> None:
         """See `ObjectStore.delete`. In a bucket that keeps versions, the server goes on holding the bytes."""
-        name = self._name(key)
-        try:
-            self._client.delete(name)
-        except S3_ERRORS as error:
-            raise s3_error(error, f"deleting {key}") from error
+        with translated(f"deleting {key}"):
+            self._client.delete(self._name(key))
 
     def copy(self, source: str, target: str) -> None:
         """See `ObjectStore.copy`. The server does it; no bytes come here."""
@@ -140,19 +135,11 @@ class S3Store(ObjectStore):
         return name
 
     def _list(self, prefix: str) -> Iterator[str]:
-        try:
-            for name in self._client.list(self._prefix + prefix):
-                key = name.removeprefix(self._prefix)
-                if is_key(key):
-                    yield key
-        except S3_ERRORS as error:
-            raise s3_error(error, f"listing {shown(prefix)}") from error
+        with translated(f"listing {shown(prefix)}"):
+            names = (name.removeprefix(self._prefix) for name in self._client.list(self._prefix + prefix))
+            yield from filter(is_key, names)
 
     def _folders(self, prefix: str) -> Iterator[str]:
-        try:
-            for name in self._client.folders(self._prefix + prefix):
-                folder = name[len(self._prefix + prefix) : -1]
-                if is_key(folder):
-                    yield folder
-        except S3_ERRORS as error:
-            raise s3_error(error, f"listing {shown(prefix)}") from error
+        whole = self._prefix + prefix
+        with translated(f"listing {shown(prefix)}"):
+            yield from filter(is_key, (name[len(whole) : -1] for name in self._client.folders(whole)))

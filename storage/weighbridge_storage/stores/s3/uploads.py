@@ -27,6 +27,7 @@ from weighbridge_storage.stores.s3.errors import (
     is_unanswered,
     s3_error,
     status_of,
+    translated,
     was_retried,
 )
 from weighbridge_storage.stores.s3.parts import (
@@ -97,10 +98,8 @@ class Uploads:
     def copy(self, source: str, target: str, what: str) -> None:
         """Copy an object on the server, as `ObjectStore.copy`; ``what`` is being done, for messages."""
         for attempt in range(_ATTEMPTS):
-            try:
+            with translated(what):
                 found = self._client.head(source)
-            except S3_ERRORS as error:
-                raise s3_error(error, what) from error
             if found.size <= self._settings.single_copy_bytes:
                 self._copy_whole(source, target, what)
                 return
@@ -111,14 +110,12 @@ class Uploads:
 
     def discard_unfinished(self, prefix: str, older_than_s: float, chosen: Callable[[str], bool]) -> int:
         """As `ObjectStore.discard_unfinished`, for full names."""
-        try:
+        with translated("listing unfinished uploads"):
             found = [
                 upload
                 for upload in self._client.uploads(prefix)
                 if upload.age_s >= older_than_s and chosen(upload.name)
             ]
-        except S3_ERRORS as error:
-            raise s3_error(error, "listing unfinished uploads") from error
         removed = 0
         for upload in found:
             try:
@@ -135,7 +132,7 @@ class Uploads:
 
     def _put_parts(self, name: str, first: HeldPart, reader: PartReader, mode: PutMode, what: str) -> str:
         with self._begun(name, what, checksums=True) as upload:
-            with _translated(what), Sending[UploadedPart](self._pool) as sending:
+            with translated(what), Sending[UploadedPart](self._pool) as sending:
                 number, part = 1, first
                 while part.body:
                     send = partial(self._client.upload_part, name, upload.id, number, part.body)
@@ -176,7 +173,7 @@ class Uploads:
     def _begun(self, name: str, what: str, *, checksums: bool) -> Iterator[_Upload]:
         """An upload, aborted if the block fails, unless its last request may still be under way."""
         write_id = uuid.uuid4().hex
-        with _translated(what):
+        with translated(what):
             upload = _Upload(name, self._client.begin_upload(name, write_id, checksums=checksums), write_id)
         try:
             yield upload
@@ -249,15 +246,6 @@ class Uploads:
                 log.warning(
                     "an upload of %s is left: %s", upload.name, s3_error(error, "aborting it").message
                 )
-
-
-@contextmanager
-def _translated(what: str) -> Iterator[None]:
-    """Errors of boto3 become ours; what the caller's stream raises passes through."""
-    try:
-        yield
-    except S3_ERRORS as error:
-        raise s3_error(error, what) from error
 
 
 def decide(
