@@ -21,19 +21,18 @@ class PieceRoom:
     Args:
         nbytes: how much there is.
         largest: bytes of the largest piece.
+
+    Attributes:
+        nbytes, largest: as given.
+        held: bytes of all pieces on their way; changes under `lock`.
+        lock: for that.
     """
 
     def __init__(self, nbytes: int, largest: int) -> None:
-        self._nbytes = nbytes
-        self._largest = largest
-        self._lock = threading.Lock()
-        self._held = 0
-
-    @property
-    def held(self) -> int:
-        """Bytes of all pieces on their way."""
-        with self._lock:
-            return self._held
+        self.nbytes = nbytes
+        self.largest = largest
+        self.held = 0
+        self.lock = threading.Lock()
 
     @contextmanager
     def reader(self) -> Iterator[PieceReader]:
@@ -44,25 +43,15 @@ class PieceRoom:
         finally:
             reader.give_back(reader.held)
 
-    def take(self, wanted: int) -> int:
-        """Bytes of a piece of what is left of a file; give them back when it has gone."""
-        with self._lock:
-            left = max(self._nbytes - self._held, 0) // _SHARES
-            taken = min(wanted, self._largest, max(left, SMALLEST_BYTES))
-            self._held += taken
-            return taken
-
-    def give_back(self, nbytes: int) -> None:
-        """Say that these bytes have gone."""
-        with self._lock:
-            self._held -= nbytes
-
 
 class PieceReader:
     """The pieces of one reader.
 
     Args:
         room: where they come from.
+
+    Attributes:
+        held: bytes of those that have not gone.
     """
 
     def __init__(self, room: PieceRoom) -> None:
@@ -70,12 +59,17 @@ class PieceReader:
         self.held = 0
 
     def take(self, wanted: int) -> int:
-        """See `PieceRoom.take`."""
-        taken = self._room.take(wanted)
+        """Bytes of a piece of what is left of a file; give them back when it has gone."""
+        room = self._room
+        with room.lock:
+            left = max(room.nbytes - room.held, 0) // _SHARES
+            taken = min(wanted, room.largest, max(left, SMALLEST_BYTES))
+            room.held += taken
         self.held += taken
         return taken
 
     def give_back(self, nbytes: int) -> None:
-        """See `PieceRoom.give_back`."""
+        """These bytes have gone."""
         self.held -= nbytes
-        self._room.give_back(nbytes)
+        with self._room.lock:
+            self._room.held -= nbytes

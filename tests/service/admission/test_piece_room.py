@@ -32,7 +32,8 @@ def test_a_few_readers_get_pieces_of_full_size() -> None:
 
 @pytest.mark.parametrize("left", [0, 1, 1000])
 def test_the_end_of_a_file_takes_what_it_has(left: int) -> None:
-    assert PieceRoom(MIB, MIB).take(left) == left
+    with PieceRoom(MIB, MIB).reader() as reader:
+        assert reader.take(left) == left
 
 
 def test_what_has_gone_makes_room() -> None:
