@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Iterator
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 from weighbridge_service.access.peer import Peer
+from weighbridge_storage.threads import Line
 
 T = TypeVar("T")
 
 
-class Turns(Generic[T]):
+class Turns(Line[T]):
     """A queue of what peers wait for. Not thread-safe."""
 
     def __init__(self) -> None:

@@ -1,6 +1,6 @@
 """Object stores behind one port, which keep one set of promises.
 
-May import: `documents`, `weighbridge`.
+May import: `documents`, `threads`, `weighbridge`.
 
 - `objects`: the port, and the promises.
 - `outcomes`: outcome of a write whose response was lost; pure.
@@ -9,6 +9,5 @@ May import: `documents`, `weighbridge`.
 - `s3`: a bucket of an S3 server.
 - `guarded`: deadlines for a store that may hang.
 - `breaker`: circuit breaker of a store.
-- `call_threads`: threads for calls that may hang.
 - `probe`: whether a store keeps its promises about conditional writes.
 """

@@ -1,7 +1,7 @@
 """Store whose small calls have a deadline: what waits for a store that hangs waits for seconds, and no caller's thread hangs with it.
 
 A folder on a network file system hangs in system calls for as long as its server is away, and S3 clients try for minutes. Here the calls are
-made by threads of their own (`call_threads`), and a caller that has waited for the patience is told that nothing came. From then on a
+made by threads of their own, and a caller that has waited for the patience is told that nothing came. From then on a
 breaker (`breaker`) refuses calls at once. No caller is sent ahead to see whether the store is back: one thread of the guard asks it again
 and again until it answers.
 
@@ -14,15 +14,14 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import islice
 from typing import TypeVar
 
 from weighbridge._core.text.durations import readable_duration
-from weighbridge.errors import DeadlineExceeded, NotFound, Unavailable
+from weighbridge.errors import DeadlineExceeded, NotFound, ResourceExhausted, Unavailable
 from weighbridge_storage.stores.breaker import Breaker
-from weighbridge_storage.stores.call_threads import CallThreads
 from weighbridge_storage.stores.objects import (
     Buffer,
     ObjectStore,
@@ -31,6 +30,7 @@ from weighbridge_storage.stores.objects import (
     check_prefix,
 )
 from weighbridge_storage.stores.outcomes import unknown
+from weighbridge_storage.threads import ThreadPool
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class GuardedStore(ObjectStore):
         self._store = store
         self._count = count
         self._patience = patience
-        self._threads = CallThreads(threads, "store-call")
+        self._threads = ThreadPool("store-call", threads)
         self._lock = threading.Lock()
         self._breaker = Breaker(patience)
         self._asking = False
@@ -190,15 +190,25 @@ class GuardedStore(ObjectStore):
             if self._breaker.is_open:
                 self._ask_again()
                 raise _not_tried(what, _silent(self._breaker.silence(asked)))
-        call = self._threads.submit(partial(self._observed, do, asked))
-        if call.wait(asked + seconds - time.monotonic()):
-            return call.result()
+        try:
+            call = self._threads.submit(partial(self._observed, do, asked))
+        except ResourceExhausted as error:
+            raise _not_tried(what, error.message) from error
+        with suppress(TimeoutError):
+            call.exception(
+                asked + seconds - time.monotonic()
+            )  # not `result`: a call may raise a TimeoutError itself
+        if call.done():
+            try:
+                return call.result()
+            finally:
+                del call  # its error's traceback leads back here
         with self._lock:
             self._breaker = self._breaker.given_up(asked, time.monotonic())
             is_silent = self._breaker.is_open
             if is_silent:
                 self._ask_again()
-        if self._threads.drop(call):
+        if call.cancel():
             busy = f"no thread was free for it for {readable_duration(seconds, rough=True)}: too much waits for the object store"
             raise _not_tried(what, _silent(seconds) if is_silent else busy)
         if changes:

@@ -27,8 +27,8 @@ from weighbridge.v1 import resources_pb2
 from weighbridge_service.models.registered_model import RegisteredModel
 from weighbridge_service.plan.declarations import Home
 from weighbridge_service.plan.push_plan import PreparedPush
-from weighbridge_service.push import effect_pools, effect_runner
-from weighbridge_service.push.effect_pools import IMAGES, DaemonPool, EffectPools
+from weighbridge_service.push import effect_runner
+from weighbridge_service.push.effect_pools import IMAGES, EffectPools
 from weighbridge_service.push.ended import EndedPush
 from weighbridge_service.push.handover import HandedVersion
 from weighbridge_service.push.image_allocator import VersionRequest
@@ -383,8 +383,10 @@ def test_a_timer_calls_at_the_earliest_time_that_was_asked_for_and_holds_nothing
 def test_calls_of_the_store_that_hang_keep_no_others_from_it() -> None:
     pools = EffectPools()
     kinds: tuple[do.Effect, ...] = (
-        do.LookAtHead(), do.Claim(), do.Confirm(), do.WriteManifestAndPublish(), do.GiveUp(Unavailable(""), False)
+        do.MakePlan(), do.AcquireImage(), do.Digest("a"), do.Upload("a"), do.LookAtHead(), do.Claim(), do.Confirm(),
+        do.WriteManifestAndPublish(), do.GiveUp(Unavailable(""), False), do.HandOver(Home("h", "b")),
     )  # fmt: skip
+    assert {kind.POOL for kind in kinds} == set(do.Pool)
     hung = {kind: threading.Event() for kind in kinds}
     try:
         for hang in kinds:
@@ -401,23 +403,6 @@ def test_calls_of_the_store_that_hang_keep_no_others_from_it() -> None:
         for hanging in hung.values():
             hanging.set()
         pools.stop(10.0)
-
-
-def test_a_pool_recovers_from_a_system_without_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool, done = DaemonPool(1, "test"), threading.Event()
-
-    class NoThread(threading.Thread):
-        def start(self) -> None:
-            raise RuntimeError("can't start new thread")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(effect_pools.threading, "Thread", NoThread)
-        with pytest.raises(RuntimeError):
-            pool.submit(done.set)
-    assert not done.is_set()
-    pool.submit(done.set)
-    assert done.wait(60)
-    pool.stop()
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,6 @@ from weighbridge_service.api.grpc.replica_handlers import ReplicaHandlers
 from weighbridge_service.api.grpc.requests import RequestLimits
 from weighbridge_service.api.grpc.server import GrpcListener
 from weighbridge_service.api.grpc.weight_handlers import BulkHandlers
-from weighbridge_service.api.grpc.workers import Workers
 from weighbridge_service.plan.declarations import Home
 from weighbridge_service.push.handover import HandedVersion
 from weighbridge_service.replicas.heartbeat import Heartbeat
@@ -57,6 +56,7 @@ from weighbridge_storage.documents.names import ModelName, version_key
 from weighbridge_storage.memory.images import Hold
 from weighbridge_storage.stores.local import LocalStore
 from weighbridge_storage.stores.objects import ByteArray
+from weighbridge_storage.threads import ThreadPool
 from weighbridge_storage.versions.manifest import FileEntry
 from weighbridge_storage.versions.writing import Written
 
@@ -80,7 +80,7 @@ class Replica:
     ) -> None:
         self.budget = ByteBudget(LEAST_BYTES)
         self._listener = GrpcListener(address, 64)
-        self._workers = Workers("replica", 16, 64)
+        self._workers = ThreadPool("replica", 16, most_waiting=64)
         port = self._listener.port
         self.home = Home(advertised or f"127.0.0.1:{port}", boot)
         self.pushes: list[SharedPush] = []

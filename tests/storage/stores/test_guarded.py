@@ -26,7 +26,6 @@ from weighbridge_storage.head.head import Head
 from weighbridge_storage.head.head_changes import set_retention
 from weighbridge_storage.head.head_store import HeadStore
 from weighbridge_storage.stores.breaker import Breaker
-from weighbridge_storage.stores.call_threads import CallThreads
 from weighbridge_storage.stores.guarded import GuardedStore
 from weighbridge_storage.stores.local import LocalStore
 from weighbridge_storage.stores.objects import IfMatch, ObjectStore
@@ -317,21 +316,6 @@ def test_a_listing_is_whole_and_given_up_where_it_hangs(hung: HungStore) -> None
     assert len(seen) == 2000
 
 
-def test_threads_that_have_nothing_to_do_end() -> None:
-    since, pool = NewThreads(), CallThreads(8, "idle-call", idle_s=0.05)
-    release = threading.Event()
-    calls = [pool.submit(release.wait) for _ in range(20)]
-    eventually(lambda: len(since.named("idle-call")) == 8)
-    release.set()
-    assert all(call.wait(60) and call.result() for call in calls)
-    eventually(lambda: not since.named("idle-call"))
-    again = pool.submit(lambda: 7)
-    assert again.wait(60)
-    assert again.result() == 7
-    pool.close()
-    eventually(lambda: not since.named("idle-call"))
-
-
 def test_a_head_is_changed_once_although_its_write_was_given_up_and_landed_later(
     hung: HungStore, guarded: GuardedStore
 ) -> None:
@@ -369,7 +353,9 @@ def test_a_store_on_s3_whose_answers_are_held_is_left_and_found_again(seaweed: S
         guarded = GuardedStore(held.with_time_limit(PATIENCE), PATIENCE)
         stack.callback(guarded.close)
         etag = guarded.put("k", b"1", mode="create")
-        eventually(lambda: guarded._threads._pending == 0)  # its thread is free for the next call
+        eventually(
+            lambda: guarded._threads._idle == guarded._threads._threads
+        )  # its thread is free for the next call
         since = NewThreads()
         gate.hold_after(0)
         with pytest.raises(DeadlineExceeded):
@@ -379,7 +365,7 @@ def test_a_store_on_s3_whose_answers_are_held_is_left_and_found_again(seaweed: S
         # the server has carried it out; only its answer is held
         assert direct.get("k")[0] == b"2"
         # requests end by their own time limit, which is no answer of the store
-        eventually(lambda: guarded._threads._pending == 0)
+        eventually(lambda: guarded._threads._idle == guarded._threads._threads)
         with pytest.raises(Unavailable, match="not tried"):
             guarded.get("k")
         assert not since.named("store-call")

@@ -8,7 +8,6 @@ May import: `api.lane`, `core`, and folders below.
 - `asking`: verb, models and refs of a request.
 - `call`: what a handler knows of its caller.
 - `errors`: errors as ``google.rpc`` status details.
-- `workers`: threads for calls that touch the store or compute.
 - `event_loop`: event loop in a thread of its own.
 - `watches`: watches of refs and waits for states.
 - `bulk_server`: the port for streams of weights.

@@ -37,7 +37,7 @@ from weighbridge_service.api.grpc.methods import (
     encoded,
     known_error,
 )
-from weighbridge_service.api.grpc.workers import Workers
+from weighbridge_storage.threads import ThreadPool
 
 _REFUSING_THREADS = 2
 _ANYBODY = Peer("bulk")
@@ -90,7 +90,7 @@ class BulkListener:
         self,
         contract: Iterable[tuple[ServiceDescriptor, object]],
         tickets: Tickets,
-        workers: Workers,
+        workers: ThreadPool,
         waits: MessageWaits,
         access: Access,
         audit: Audit,
@@ -273,7 +273,7 @@ class _Gate(grpc.ServerInterceptor):  # type: ignore[type-arg]
 
 
 class _Threads(ThreadPoolExecutor):
-    """`Workers` as gRPC knows pools of threads; they are given once there is a service.
+    """A `ThreadPool` as gRPC knows pools of threads; it is given once there is a service.
 
     gRPC's thread that accepts calls does not outlive an error of `submit`. So a call for which there is no thread is refused by its own
     behaviour, in the pool for refusals, where `check` raises.
@@ -281,7 +281,7 @@ class _Threads(ThreadPoolExecutor):
 
     def __init__(self, refusing: ThreadPoolExecutor) -> None:
         super().__init__(1)
-        self.workers: Workers | None = None
+        self.workers: ThreadPool | None = None
         self._refusing = refusing
         self._refusal = threading.local()
 
@@ -289,7 +289,7 @@ class _Threads(ThreadPoolExecutor):
         if self.workers is None:
             raise RuntimeError("there is no service yet")
         try:
-            return self.workers.submit(_ANYBODY, lambda: work(*args, **kwargs))
+            return self.workers.submit(lambda: work(*args, **kwargs), _ANYBODY)
         except WeighbridgeError as error:
             return self._refusing.submit(self._refuse, error, lambda: work(*args, **kwargs))
 

@@ -20,8 +20,8 @@ from weighbridge_service.admission.byte_budget import ByteBudget, Direction, Res
 from weighbridge_service.admission.identity_quotas import IdentityQuotas, Streaming
 from weighbridge_service.admission.quotas import HostQuota
 from weighbridge_service.api.grpc.call import Call
-from weighbridge_service.api.grpc.workers import Workers
 from weighbridge_service.pull.reading import Reading
+from weighbridge_storage.threads import ThreadPool
 
 R = TypeVar("R", checkpoint_service_pb2.RestoreResponse, weight_service_pb2.PullResponse)
 
@@ -40,7 +40,7 @@ class BulkStreams:
     """
 
     def __init__(
-        self, budget: ByteBudget, most: int, wait: float, planners: Workers, quotas: IdentityQuotas
+        self, budget: ByteBudget, most: int, wait: float, planners: ThreadPool, quotas: IdentityQuotas
     ) -> None:
         self._budget = budget
         own, replicas = HostQuota("streams of weights", most), HostQuota("streams to replicas", most)
@@ -80,7 +80,7 @@ class BulkStreams:
 
     def plan(self, call: Call, work: Callable[[], Reading]) -> Reading:
         """What a stream reads, planned in its turn. Raises what ``work`` raises."""
-        return call.wait(self._planners.submit(call.peer, work))
+        return call.wait(self._planners.submit(work, call.peer))
 
 
 class Share:

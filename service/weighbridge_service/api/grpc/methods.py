@@ -36,7 +36,7 @@ from weighbridge_service.api.grpc.asking import VERBS, check_allowed, record
 from weighbridge_service.api.grpc.call import Call
 from weighbridge_service.api.grpc.errors import to_status
 from weighbridge_service.api.grpc.requests import RequestLimits, Requests
-from weighbridge_service.api.grpc.workers import Workers
+from weighbridge_storage.threads import ThreadPool
 
 log = logging.getLogger(__name__)
 
@@ -123,10 +123,10 @@ class Methods:
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
-        quick: Workers,
-        long: Workers,
-        replicas: Workers,
-        streams: Workers,
+        quick: ThreadPool,
+        long: ThreadPool,
+        replicas: ThreadPool,
+        streams: ThreadPool,
         count: Count,
         waits: MessageWaits,
         access: Access,
@@ -154,7 +154,7 @@ class Methods:
 
     def begin(self, call: Call, work: Callable[[], T]) -> Future[T]:
         """As `run`, but does not wait for it."""
-        return self._quick.submit(call.peer, work)
+        return self._quick.submit(work, call.peer)
 
     def of(self, service: ServiceDescriptor, handlers: object) -> grpc.GenericRpcHandler[bytes, bytes]:
         """The methods of one service of the contract.
@@ -323,8 +323,8 @@ class Methods:
 
         return answer
 
-    async def _in(self, threads: Workers, call: Call, work: Callable[[], T]) -> T:
-        return await asyncio.wrap_future(threads.submit(call.peer, work))
+    async def _in(self, threads: ThreadPool, call: Call, work: Callable[[], T]) -> T:
+        return await threads.run(work, call.peer)
 
     async def _decoded(self, call: Call, decode: Callable[[Call, bytes], T], raw: bytes) -> T:
         if len(raw) <= _SMALL_REQUEST:

@@ -24,6 +24,7 @@ from weighbridge.v1 import (
 from weighbridge_service.access.certificates import Certificates
 from weighbridge_service.admission.message_waits import MessageWaits
 from weighbridge_service.admission.tickets import Tickets
+from weighbridge_service.admission.turns import Turns
 from weighbridge_service.api.grpc.bulk_server import BulkListener
 from weighbridge_service.api.grpc.bulk_streams import BulkStreams
 from weighbridge_service.api.grpc.checkpoint_handlers import CheckpointHandlers
@@ -40,9 +41,9 @@ from weighbridge_service.api.grpc.replica_handlers import ReplicaHandlers
 from weighbridge_service.api.grpc.requests import RequestLimits
 from weighbridge_service.api.grpc.watches import Watches
 from weighbridge_service.api.grpc.weight_handlers import BulkHandlers, LocalLaneHandlers, WeightHandlers
-from weighbridge_service.api.grpc.workers import Workers
 from weighbridge_service.api.lane.server import LaneServer
 from weighbridge_service.core import Core
+from weighbridge_storage.threads import ThreadPool
 
 _QUICK_THREADS = 32
 _LONG_THREADS = 8
@@ -248,14 +249,13 @@ class GrpcServer:
         self.port = listener.port
         loop = listener.loop.loop
         most = service.config.most_streams
-        self._workers = (
-            Workers("grpc-quick", _QUICK_THREADS, limits.line),
-            Workers("grpc-long", _LONG_THREADS, limits.line),
-            Workers("grpc-replica", _REPLICA_THREADS, limits.line),
-            Workers("grpc-stream", 2 * most, limits.line),
-            Workers("grpc-plan", _PLANNING_THREADS, limits.line),
+        self._pools = quick, long, replicas, streams, planners = (
+            _threads("quick", _QUICK_THREADS, limits),
+            _threads("long", _LONG_THREADS, limits),
+            _threads("replica", _REPLICA_THREADS, limits),
+            _threads("stream", 2 * most, limits),
+            _threads("plan", _PLANNING_THREADS, limits),
         )
-        quick, long, replicas, streams, planners = self._workers
         budget = service.byte_budget
         self._waits = MessageWaits(lambda: sum(budget.in_flight.nbytes.values()))
         self._quotas = service.quotas.identities
@@ -337,5 +337,9 @@ class GrpcServer:
         self._listener.stop(grace)
         self._stack.close()
         self._waits.close()
-        for workers in self._workers:
-            workers.close()
+        for threads in self._pools:
+            threads.close()
+
+
+def _threads(name: str, most: int, limits: CallLimits) -> ThreadPool:
+    return ThreadPool(f"grpc-{name}", most, line=Turns(), most_waiting=limits.line)

@@ -11,8 +11,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,7 +27,6 @@ from weighbridge.errors import (
     WeighbridgeError,
 )
 from weighbridge_service.access.peer import Peer
-from weighbridge_service.api.grpc.workers import Workers
 from weighbridge_service.catalog.catalog import AWAY, Catalog
 from weighbridge_service.catalog.questions import (
     Answer,
@@ -40,6 +38,7 @@ from weighbridge_service.catalog.questions import (
     look,
 )
 from weighbridge_storage.documents.names import RESERVED_REFS, ModelName, check_ref_name
+from weighbridge_storage.threads import ThreadPool
 
 log = logging.getLogger(__name__)
 
@@ -129,7 +128,7 @@ class _Poller:
 
     def __init__(
         self,
-        look: Callable[[list[Question]], Future[dict[Question, Answer]]],
+        look: Callable[[list[Question]], Awaitable[dict[Question, Answer]]],
         stopping: threading.Event,
         look_seconds: float,
     ) -> None:
@@ -176,7 +175,7 @@ class _Poller:
     async def _look_once(self) -> None:
         this = self._looks
         try:
-            answers = await asyncio.wrap_future(self._look(list(self.asked)))
+            answers = await self._look(list(self.asked))
         except _PASSING as error:
             answers = dict.fromkeys(self.asked, error)
         except WeighbridgeError as error:
@@ -204,13 +203,13 @@ class Watches:
 
     Args:
         catalog: says how things are.
-        workers: give looks a thread.
+        threads: for looks.
         look_seconds: between two looks while nothing changes here.
     """
 
-    def __init__(self, catalog: Catalog, workers: Workers, look_seconds: float = LOOK_SECONDS) -> None:
+    def __init__(self, catalog: Catalog, threads: ThreadPool, look_seconds: float = LOOK_SECONDS) -> None:
         self._catalog = catalog
-        self._workers = workers
+        self._threads = threads
         self._look_seconds = look_seconds
         self._pollers: dict[ModelName, _Poller] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -305,10 +304,10 @@ class Watches:
                 del poller.asked[question]
 
     def _begin(self, model: ModelName) -> _Poller:
-        def submit(questions: list[Question]) -> Future[dict[Question, Answer]]:
-            return self._workers.submit(_POLLERS, lambda: look(self._catalog, model, questions))
+        def looked(questions: list[Question]) -> Awaitable[dict[Question, Answer]]:
+            return self._threads.run(partial(look, self._catalog, model, questions), _POLLERS)
 
-        poller = self._pollers[model] = _Poller(submit, self._catalog.stopping, self._look_seconds)
+        poller = self._pollers[model] = _Poller(looked, self._catalog.stopping, self._look_seconds)
 
         async def poll() -> None:
             try:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
-from anyio import CapacityLimiter
 from fastapi import APIRouter, Depends, FastAPI, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
@@ -65,6 +64,7 @@ from weighbridge_service.api.http.threads import in_threads
 from weighbridge_service.exports.jobs import ExportJob, Exports
 from weighbridge_service.health import Health
 from weighbridge_service.service import Weighbridge
+from weighbridge_storage.threads import ThreadPool
 
 _PAGE = 100
 _LARGEST_PAGE = 1000
@@ -223,7 +223,7 @@ def _models_router(service: Weighbridge) -> APIRouter:
         return VersionOut.model_validate(service.catalog.get_version(f"{namespace}/{name}", version))
 
     @router.post("/{namespace}/{name}/versions/{version}/verify", tags=["versions"])
-    @in_threads(CapacityLimiter(_VERIFYING))
+    @in_threads(ThreadPool("http-verify", _VERIFYING))
     def verify_version(namespace: Namespace, name: Name, version: VersionOrRef) -> VerificationOut:
         """Read all files of a durable version and compare them with the digests in its manifest."""
         return VerificationOut.model_validate(service.catalog.verify(f"{namespace}/{name}", version))

@@ -17,7 +17,6 @@ from functools import partial
 from typing import Annotated, Any
 from urllib.parse import parse_qs, quote, urlencode, urlsplit
 
-from anyio import CapacityLimiter
 from fastapi import APIRouter, Depends, Query, Request, Response
 from starlette.responses import JSONResponse, RedirectResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
@@ -40,6 +39,7 @@ from weighbridge_service.api.http.hub_reading import Hub
 from weighbridge_service.api.http.problems import ProblemResponse
 from weighbridge_service.api.http.ranges import ContentChanged, RangeNotSatisfiable, byte_range, is_unchanged
 from weighbridge_service.api.http.threads import in_threads
+from weighbridge_storage.threads import ThreadPool
 
 _API = "/api/models/"
 _LARGEST_PAGE = 1000
@@ -83,7 +83,7 @@ def hub_router(
         sizes: how much is handled at a time.
     """
     router = APIRouter(include_in_schema=False)
-    threaded = in_threads(CapacityLimiter(_THREADS))
+    threaded = in_threads(ThreadPool("http-hub", _THREADS))
     room = PieceRoom(sizes.room, sizes.read)
 
     @router.get(_API + "{namespace}/{name}")

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import anyio.to_thread
-from anyio import CapacityLimiter
 from fastapi import APIRouter, Path, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
@@ -29,6 +27,7 @@ from weighbridge_service.api.http.threads import in_threads
 from weighbridge_service.health import Health
 from weighbridge_service.health.doctor import Examiner
 from weighbridge_service.service import Weighbridge
+from weighbridge_storage.threads import ThreadPool
 
 CheckName = Annotated[str, Path(description="Name of the check.", examples=["store-reachable"])]
 
@@ -42,8 +41,6 @@ def operations_router(service: Weighbridge, metrics: Metrics, health: Health) ->
         health: what ``/readyz`` says.
     """
     router = APIRouter(tags=["operations"])
-    # one scrape at a time, in a thread of its own: others may all be waiting for the store
-    scraping = CapacityLimiter(1)
     examiner = Examiner(service)
 
     @router.get("/livez")
@@ -85,7 +82,7 @@ def operations_router(service: Weighbridge, metrics: Metrics, health: Health) ->
         return MemoryOut.of(service.memory(), service.config.byte_budget, service.byte_budget.in_flight)
 
     @router.get("/v1/checks")
-    @in_threads(CapacityLimiter(1))  # it takes writes
+    @in_threads(ThreadPool("http-checks", 1))  # it takes writes
     def list_checks() -> ChecksOut:
         """What `weighbridge doctor` finds: what `/readyz` says, memory, disk, and what a push of each model needs."""
         return ChecksOut.model_validate({"checks": [*health.findings(), *examiner.checks()]})
@@ -100,9 +97,10 @@ def operations_router(service: Weighbridge, metrics: Metrics, health: Health) ->
             }
         },
     )
-    async def read_metrics() -> Response:
+    # one scrape at a time, in a thread of its own: others may all be waiting for the store
+    @in_threads(ThreadPool("http-metrics", 1))
+    def read_metrics() -> Response:
         """What the service tells Prometheus."""
-        text = await anyio.to_thread.run_sync(metrics.text, limiter=scraping)
-        return Response(text, media_type=CONTENT_TYPE_LATEST)
+        return Response(metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     return router

@@ -7,10 +7,30 @@ A release ends something and is answered by nothing.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import ClassVar
 
 from weighbridge.errors import WeighbridgeError
 from weighbridge_service.plan.declarations import Home, KnownSet
+
+
+class Pool(StrEnum):
+    """Threads of effects of one kind. Calls of the store are kinds by what waits for them: where it hangs, no kind keeps the others from it."""
+
+    PLAN = "plan"
+    IMAGE = "image"
+    DIGEST = "digest"
+    UPLOAD = "upload"
+    READ = "read"
+    """Looks at heads, and at what other replicas have said."""
+    LEASE = "lease"
+    CONFIRM = "confirm"
+    """Versions that are about to become ready: ranks wait for that."""
+    PUBLISH = "publish"
+    """Manifests, and messages to other replicas."""
+    CLEAN = "clean"
+    """Versions that were given up and are deleted."""
+    HANDOVER = "handover"
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,9 +39,11 @@ class Effect:
 
     Attributes:
         WORDS: what it is called in messages.
+        POOL: threads that it runs on; None if it takes no time, and is done at once.
     """
 
     WORDS: ClassVar[str] = ""
+    POOL: ClassVar[Pool | None] = None
 
     def __str__(self) -> str:
         return self.WORDS
@@ -37,6 +59,7 @@ class MakePlan(Awaited):
     """Share the shards out and plan the copies, from the declarations of all ranks. `Planned`."""
 
     WORDS = "the plan of the push"
+    POOL = Pool.PLAN
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +67,7 @@ class AcquireImage(Awaited):
     """Get memory for the files of this replica, and write their headers. `ImageGranted`."""
 
     WORDS = "the allocation of its image"
+    POOL = Pool.IMAGE
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +75,7 @@ class Claim(Awaited):
     """Record the agreement in head.json, as the only one that may write the version's folder. `Claimed`."""
 
     WORDS = "its claim in head.json"
+    POOL = Pool.LEASE
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +83,7 @@ class Renew(Awaited):
     """Extend the lease of the open version in head.json. `Renewed`."""
 
     WORDS = "the renewal of its lease"
+    POOL = Pool.LEASE
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +95,7 @@ class LookAtHead(Awaited):
     """
 
     WORDS = "the look at head.json"
+    POOL = Pool.READ
 
     closing: bool = False
 
@@ -78,6 +105,7 @@ class Confirm(Awaited):
     """Read once more, when everything is here, whether the version is still open. `HeadSaid`."""
 
     WORDS = "the last look at head.json"
+    POOL = Pool.CONFIRM
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +113,7 @@ class FindOut(Awaited):
     """After a publication that has failed: read whether it was made all the same. `HeadSaid`."""
 
     WORDS = "the question whether it was published"
+    POOL = Pool.READ
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +121,7 @@ class TellReplicas(Awaited):
     """Tell other replicas what ranks have declared here. `ReplicasTold`."""
 
     WORDS = "the word to other replicas of what ranks have declared"
+    POOL = Pool.PUBLISH
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +129,7 @@ class HearReplicas(Awaited):
     """Read what ranks have declared to other replicas. `HeardElsewhere`."""
 
     WORDS = "the word of other replicas of what ranks have declared"
+    POOL = Pool.READ
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +137,7 @@ class HandIn(Awaited):
     """Tell other replicas which files this one has uploaded, and their digests. `HandedIn`."""
 
     WORDS = "the handing in of its files"
+    POOL = Pool.PUBLISH
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +145,7 @@ class CollectHandIns(Awaited):
     """Read which files other replicas have uploaded. `ReplicasHandedIn`."""
 
     WORDS = "the collection of what other replicas hand in"
+    POOL = Pool.READ
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +159,7 @@ class ProbeMemory(Awaited):
 class Digest(Awaited):
     """Make the digests of a file out of the image. `Digested`."""
 
+    POOL = Pool.DIGEST
     file: str
 
     def __str__(self) -> str:
@@ -136,6 +170,7 @@ class Digest(Awaited):
 class Upload(Awaited):
     """Put a file into the object store, or have it copied from the version before. `Uploaded`, or `PerhapsUnchanged`."""
 
+    POOL = Pool.UPLOAD
     file: str
 
     def __str__(self) -> str:
@@ -146,6 +181,7 @@ class Upload(Awaited):
 class UploadDigests(Awaited):
     """Put the block digests of a file into the object store. `DigestsUploaded`."""
 
+    POOL = Pool.UPLOAD
     file: str
 
     def __str__(self) -> str:
@@ -157,6 +193,7 @@ class CompareSample(Awaited):
     """Compare a sample of what ranks sent with what lies in the image. `SampleCompared`; DataLoss if it differs."""
 
     WORDS = "the comparison of a sample"
+    POOL = Pool.DIGEST
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,12 +201,14 @@ class WriteManifestAndPublish(Awaited):
     """Write the manifest, and make the version part of history. `Published`."""
 
     WORDS = "its publication"
+    POOL = Pool.PUBLISH
 
 
 @dataclass(frozen=True, slots=True)
 class HandOver(Awaited):
     """Have another replica read all files out of the image, and go on with the version or the share of it. `HandedOver`."""
 
+    POOL = Pool.HANDOVER
     to: Home
 
     def __str__(self) -> str:
@@ -181,6 +220,7 @@ class NameMissing(Awaited):
     """List what has not arrived, because nothing more is heard of the ranks. `TimedOut`."""
 
     WORDS = "the list of what is missing"
+    POOL = Pool.PLAN
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,6 +302,7 @@ class GiveUp(Release):
     """
 
     WORDS = "its removal from head.json and the store"
+    POOL = Pool.CLEAN
 
     error: WeighbridgeError
     unless_claimed: bool

@@ -28,8 +28,8 @@ from weighbridge_service.admission.quotas import HostQuota
 from weighbridge_service.api.grpc import watches as module
 from weighbridge_service.api.grpc.event_loop import EventLoop
 from weighbridge_service.api.grpc.watches import Watches, merged
-from weighbridge_service.api.grpc.workers import Workers
 from weighbridge_storage.documents.names import ModelName
+from weighbridge_storage.threads import ThreadPool
 
 ONE, TWO, LATER = "tests/one", "tests/two", "tests/three"
 
@@ -148,7 +148,7 @@ def test_a_reader_that_is_cancelled_leaves_nothing(count: int, reading: bool) ->
 def test_nobody_waits_for_a_look_that_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = CountingStore(tmp_path)
     catalog = catalog_with_models(store)
-    loop, workers = EventLoop("watches"), Workers("watches", 2, 10)
+    loop, workers = EventLoop("watches"), ThreadPool("watches", 2)
     watches = Watches(catalog, workers)
     found = list[int]()
 

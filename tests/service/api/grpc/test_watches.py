@@ -30,7 +30,6 @@ from weighbridge._core.resources import Version, VersionState
 from weighbridge.errors import DeadlineExceeded, InvalidArgument, NotFound, Unavailable, VersionFailed
 from weighbridge_service.api.grpc.event_loop import EventLoop
 from weighbridge_service.api.grpc.watches import LOOK_SECONDS, Watches
-from weighbridge_service.api.grpc.workers import Workers
 from weighbridge_service.catalog.catalog import Catalog
 from weighbridge_service.runtime.clock import unix_ms
 from weighbridge_storage.documents.names import ModelName
@@ -43,6 +42,7 @@ from weighbridge_storage.head.head_changes import (
 )
 from weighbridge_storage.memory.image_pool import ImagePool
 from weighbridge_storage.stores.local import LocalStore
+from weighbridge_storage.threads import ThreadPool
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ class Bench:
     """Watches on a loop of their own."""
 
     def __init__(self, catalog: Catalog, look_seconds: float = LOOK_SECONDS) -> None:
-        self.loop, self.workers = EventLoop("watches"), Workers("watches", 4, 100)
+        self.loop, self.workers = EventLoop("watches"), ThreadPool("watches", 4)
         self.watches = Watches(catalog, self.workers, look_seconds)
 
     def follow(self, ref: str = "live", after: int = 0) -> list[int]:

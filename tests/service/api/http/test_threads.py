@@ -6,10 +6,10 @@ import asyncio
 import threading
 
 import pytest
-from anyio import CapacityLimiter
 
 from weighbridge.errors import NotFound, Unavailable
-from weighbridge_service.api.http.threads import in_thread
+from weighbridge_service.api.http.threads import in_threads
+from weighbridge_storage.threads import ThreadPool
 
 
 class SetClockLoop(asyncio.SelectorEventLoop):
@@ -23,7 +23,7 @@ class SetClockLoop(asyncio.SelectorEventLoop):
 
 def test_a_call_that_hangs_is_waited_for_so_long_and_keeps_its_thread() -> None:
     async def check(loop: SetClockLoop) -> None:
-        limiter, go_on = CapacityLimiter(1), threading.Event()
+        pool, go_on = ThreadPool("tested-http", 1), threading.Event()
         hanging, ended, begun = threading.Event(), threading.Event(), threading.Event()
 
         def hang() -> None:
@@ -31,7 +31,7 @@ def test_a_call_that_hangs_is_waited_for_so_long_and_keeps_its_thread() -> None:
             go_on.wait(60)
             ended.set()
 
-        waiting = asyncio.create_task(in_thread(hang, limiter, 0.05))
+        waiting = asyncio.create_task(in_threads(pool, 0.05)(hang)())  # type: ignore[arg-type]
         assert await asyncio.to_thread(hanging.wait, 60)
         loop.now += 0.04
         await asyncio.sleep(0)
@@ -39,17 +39,15 @@ def test_a_call_that_hangs_is_waited_for_so_long_and_keeps_its_thread() -> None:
         loop.now += 0.02
         with pytest.raises(Unavailable, match=r"within 0\.05 s"):
             await waiting
-        waiting = asyncio.create_task(in_thread(begun.set, limiter, 0.05))
+        waiting = asyncio.create_task(in_threads(pool, 0.05)(begun.set)())  # type: ignore[arg-type]
         await asyncio.sleep(0)
         loop.now += 0.06
         with pytest.raises(Unavailable):
             await waiting
-        leaving = asyncio.create_task(in_thread(begun.set, limiter))
-        await asyncio.sleep(0)
-        leaving.cancel()
-        assert limiter.borrowed_tokens == 1, "a caller that gives up leaves the thread to the call"
         go_on.set()
-        assert await in_thread(ended.is_set, limiter, 20.0)
+        assert await in_threads(pool, 20.0)(ended.is_set)(), (
+            "a caller that gives up leaves the thread to the call"
+        )
         assert not begun.is_set(), "its caller had left before there was a thread"
 
     with asyncio.Runner(loop_factory=SetClockLoop) as runner:
@@ -58,12 +56,10 @@ def test_a_call_that_hangs_is_waited_for_so_long_and_keeps_its_thread() -> None:
         runner.run(check(loop))
 
 
-def test_what_a_call_raises_is_raised() -> None:
+@pytest.mark.parametrize("error", [NotFound("there is none"), TimeoutError("of the system")])
+def test_what_a_call_raises_is_raised(error: Exception) -> None:
     def fail() -> None:
-        raise NotFound("there is none")
+        raise error
 
-    async def check() -> None:
-        with pytest.raises(NotFound, match="there is none"):
-            await in_thread(fail, CapacityLimiter(1), 20.0)
-
-    asyncio.run(check())
+    with pytest.raises(type(error), match=str(error)):
+        asyncio.run(in_threads(ThreadPool("tested-http", 1), 20.0)(fail)())  # type: ignore[arg-type]

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Annotated
 from urllib.parse import parse_qsl
 
-from anyio import CapacityLimiter
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import HTMLResponse, RedirectResponse
 
@@ -23,6 +22,7 @@ from weighbridge_service.api.http.parameters import JobId, Name, Namespace, Numb
 from weighbridge_service.api.http.threads import in_threads
 from weighbridge_service.exports.jobs import Exports
 from weighbridge_service.service import Weighbridge
+from weighbridge_storage.threads import ThreadPool
 
 _MOST_FIELDS = 20
 _AT_ONCE = 8
@@ -46,7 +46,7 @@ def add_actions(
     router: APIRouter, service: Weighbridge, exports: Exports, sessions: Sessions, renderer: Renderer
 ) -> None:
     """Add the routes of forms to those of pages."""
-    acting = in_threads(CapacityLimiter(_AT_ONCE))
+    acting = in_threads(ThreadPool("http-actions", _AT_ONCE))
     _add_login(router, service, sessions, renderer)
     of_model = "/models/{namespace}/{name}"
 

@@ -15,14 +15,13 @@ import time
 from collections.abc import AsyncIterator, Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-
-from anyio import CapacityLimiter
+from functools import partial
 
 from weighbridge.errors import WeighbridgeError
 from weighbridge_service.admission.quotas import Shares
-from weighbridge_service.api.http.threads import in_thread
 from weighbridge_service.catalog.changes import Changes
 from weighbridge_storage.documents.names import ModelName
+from weighbridge_storage.threads import ThreadPool
 
 log = logging.getLogger(__name__)
 
@@ -113,7 +112,7 @@ class LiveViews:
         self._stopping = stopping
         self._live: dict[Hashable, _Live] = {}
         self._shares: Shares[str] = Shares(_MOST_VIEWS)
-        self._threads: CapacityLimiter | None = None
+        self._threads = ThreadPool("http-views", _THREADS)
 
     async def follow(
         self,
@@ -194,12 +193,10 @@ class LiveViews:
 
     async def _make(self, live: _Live) -> tuple[bool, float]:
         """Make a view; gives whether it changes by itself, and what it cost, in seconds of a core."""
-        if self._threads is None:
-            self._threads = CapacityLimiter(_THREADS)
         before = live.sequence
         late = asyncio.get_running_loop().call_later(_LATE_SECONDS, live.take, {TROUBLE: _LATE})
         try:
-            made, cost = await in_thread(lambda: _timed(live.make), self._threads)
+            made, cost = await self._threads.run(partial(_timed, live.make))
         except WeighbridgeError as error:
             live.take({TROUBLE: error.message})
             return False, 0.0

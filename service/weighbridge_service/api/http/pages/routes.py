@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Hashable
 from typing import Annotated, Any
 
-from anyio import CapacityLimiter
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import HTMLResponse
 from sse_starlette.event import ServerSentEvent
@@ -29,6 +28,7 @@ from weighbridge_service.exports.jobs import Exports
 from weighbridge_service.runtime.clock import unix_ms
 from weighbridge_service.service import Weighbridge
 from weighbridge_storage.documents.names import MAX_VERSION, ModelName
+from weighbridge_storage.threads import ThreadPool
 
 _SEND_SECONDS = 30.0
 """How long a browser may leave an event unread."""
@@ -59,7 +59,7 @@ def pages_router(service: Weighbridge, exports: Exports) -> APIRouter:
     sessions, renderer = Sessions(), Renderer()
     pages = _Pages(service, Reader(service, exports), renderer)
     router = APIRouter(route_class=page_route(sessions, renderer), include_in_schema=False)
-    making = in_threads(CapacityLimiter(_AT_ONCE), _ANSWER_SECONDS)
+    making = in_threads(ThreadPool("http-pages", _AT_ONCE), _ANSWER_SECONDS)
     distributions = Distributions(service)
 
     @router.get("/")
@@ -148,7 +148,7 @@ def pages_router(service: Weighbridge, exports: Exports) -> APIRouter:
         )
 
     @router.get("/models/{namespace}/{name}/versions/{version}/distribution.svg")
-    @in_threads(CapacityLimiter(_SAMPLED), _ANSWER_SECONDS)
+    @in_threads(ThreadPool("http-samples", _SAMPLED), _ANSWER_SECONDS)
     def distribution(
         namespace: Namespace,
         name: Name,

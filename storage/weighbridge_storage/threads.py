@@ -1,0 +1,184 @@
+"""Pool of threads that are made as work comes, and end when none has come for a while.
+
+They are daemons: `concurrent.futures` joins its threads when the interpreter ends, and work that hangs, say in a call of a store, would keep
+the process from ending.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextvars import copy_context
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+from weighbridge.errors import ResourceExhausted, Unavailable
+
+T = TypeVar("T")
+_IDLE_SECONDS = 3.0
+_RETRY_SECONDS = 1.0
+_CLOSED = Unavailable("the service is shutting down", fix="try again when it is back")
+
+
+class Line(Generic[T]):
+    """A queue in the order of arrival. A subclass may serve in another order. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._items: deque[T] = deque()
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def add(self, key: Any, item: T) -> None:
+        """Enter an item; ``key`` says for whom."""
+        self._items.append(item)
+
+    def take(self) -> T:
+        """Remove the next item. Raises IndexError if there is none."""
+        return self._items.popleft()
+
+    def discard(self, key: Any, item: T) -> bool:
+        """Remove an item; whether it was there."""
+        if item not in self._items:
+            return False
+        self._items.remove(item)
+        return True
+
+
+class Work(Future[T]):
+    """Work of a pool, and its result. Cancelling it drops what it holds, at once."""
+
+    def __init__(self, work: Callable[[], T], drop: Callable[[Work[T]], object]) -> None:
+        super().__init__()
+        self._work: Callable[[], T] | None = work
+        self._drop = drop
+
+    def cancel(self) -> bool:
+        """See `Future.cancel`."""
+        cancelled = super().cancel()
+        if cancelled:
+            self._work = None
+            self._drop(self)
+        return cancelled
+
+    def do(self) -> None:
+        """Do it, in this thread, unless it has been cancelled."""
+        work, self._work = self._work, None
+        if work is None or not self.set_running_or_notify_cancel():
+            return
+        try:
+            self.set_result(work())
+        except BaseException as error:
+            self.set_exception(error)
+            del self, work  # the error's traceback leads back here
+
+
+class ThreadPool:
+    """A bounded number of daemon threads. Thread-safe.
+
+    Args:
+        name: of the threads.
+        most: threads at one time.
+        line: the order in which waiting work is done; by default that in which it came.
+        most_waiting: work that may wait for a thread.
+        idle_seconds: how long a thread waits for work before it ends.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        most: int,
+        *,
+        line: Line[Work[Any]] | None = None,
+        most_waiting: float = math.inf,
+        idle_seconds: float = _IDLE_SECONDS,
+    ) -> None:
+        self._name = name
+        self._most = most
+        self._waiting: Line[Work[Any]] = Line() if line is None else line
+        self._most_waiting = most_waiting
+        self._idle_seconds = idle_seconds
+        self._changed = threading.Condition()
+        self._threads = self._idle = 0
+        self._closed = False
+
+    def submit(self, work: Callable[[], T], key: Any = None) -> Future[T]:
+        """Do some work; it can be cancelled until it begins.
+
+        Args:
+            work: is called in one of the threads.
+            key: for whom, where the line distinguishes them.
+
+        Raises:
+            ResourceExhausted: too much work waits, or the system has no thread for it.
+            Unavailable: the pool has been closed.
+        """
+        found = Work(work, partial(self._drop, key))
+        with self._changed:
+            if self._closed:
+                raise _CLOSED.anew()
+            waiting = len(self._waiting)
+            if waiting >= self._most_waiting:
+                raise _exhausted(f"{waiting} calls wait for a thread of this service")
+            self._waiting.add(key, found)
+            if self._idle > waiting or self._threads >= self._most:
+                self._changed.notify()
+                return found
+            try:
+                threading.Thread(target=self._run, name=self._name, daemon=True).start()
+            except RuntimeError as error:  # the system has no more
+                if not self._threads:
+                    self._waiting.discard(key, found)
+                    raise _exhausted("the system has no thread for this call") from error
+            else:
+                self._threads += 1
+        return found
+
+    async def run(self, work: Callable[[], T], key: Any = None) -> T:
+        """Do some work, in the context of this task. If the task is cancelled, work that has begun goes on and its result is dropped.
+
+        Args and errors are those of `submit`.
+        """
+        return await asyncio.wrap_future(self.submit(partial(copy_context().run, work), key))
+
+    def close(self, seconds: float = 0.0) -> None:
+        """Refuse further work and what waits, then wait for what has begun, at most for so many seconds."""
+        with self._changed:
+            self._closed = True
+            refused = [self._waiting.take() for _ in range(len(self._waiting))]
+            self._changed.notify_all()
+        for found in refused:
+            if found.set_running_or_notify_cancel():
+                found.set_exception(_CLOSED.anew())
+        with self._changed:
+            self._changed.wait_for(lambda: not self._threads, seconds)
+
+    def _drop(self, key: Any, found: Work[Any]) -> None:
+        with self._changed:
+            self._waiting.discard(key, found)
+
+    def _run(self) -> None:
+        while (taken := self._take()) is not None:
+            taken.do()
+            del taken  # its result must not wait for the next work
+
+    def _take(self) -> Work[Any] | None:
+        with self._changed:
+            self._idle += 1
+            self._changed.wait_for(lambda: self._waiting or self._closed, self._idle_seconds)
+            self._idle -= 1
+            if self._waiting:
+                return self._waiting.take()
+            self._threads -= 1
+            self._changed.notify_all()
+            return None
+
+
+def _exhausted(message: str) -> ResourceExhausted:
+    return ResourceExhausted(
+        message, fix="try again later; see whether the object store answers", retry_after=_RETRY_SECONDS
+    )
