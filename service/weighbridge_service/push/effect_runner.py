@@ -8,10 +8,11 @@ import operator
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from weighbridge._core.text.waits import ranks_have
 from weighbridge.errors import DeadlineExceeded, Unavailable, VersionFailed, WeighbridgeError
+from weighbridge_service.catalog.snapshots import VersionSnapshot
 from weighbridge_service.plan.declarations import Agreement, Declaration, Home, numbers_of
 from weighbridge_service.push.declared_layouts import DeclaredLayouts
 from weighbridge_service.push.handover import HandedShare, HandedVersion, Successors
@@ -35,8 +36,29 @@ log = logging.getLogger(__name__)
 _NAMED = 20
 
 
+class Surroundings(Protocol):
+    """The other pushes of the process, as one of them (a `PushSession`) sees them."""
+
+    def show(self, session: Any, snapshot: VersionSnapshot, *, changed: bool) -> None:
+        """The version as everybody may see it; whether more has changed than how much has arrived."""
+
+    def supersede(self, session: Any) -> None:
+        """The version is visible: older ones of the model are not the newest any more."""
+
+    def want_memory(self, session: Any) -> None:
+        """The version waits for memory, which older ones of the model may have."""
+
+    def notify(self, session: Any) -> None:
+        """Other replicas are to be told how far this one is."""
+
+    def forget(self, session: Any) -> None:
+        """Other replicas receive the version, and this process lists nothing of it."""
+
+
 class Owner(Protocol):
     """Whose effects are carried out. A runner keeps no reference to it: both go at once when the push has ended."""
+
+    surroundings: Surroundings
 
     def go_on(self) -> None:
         """Raise if what takes long is not wanted any more."""
@@ -117,19 +139,21 @@ class EffectRunner:
         """Another replica has uploaded these files."""
         self._handed_in.setdefault(replica, written)
 
-    def run(self, effect: do.Awaited, state: PushState, owner: Owner) -> on.Event:
-        """Carry an effect out; gives its answer, a failure included."""
+    def run(self, effect: do.Effect, state: PushState, owner: Owner) -> on.Event | None:
+        """Carry an effect out; its answer, which is a failure if that fails. None if it is answered by nothing, or by later events."""
         try:
-            return self._run(effect, state, owner)
+            return self.carry_out(effect, state, owner)
         except WeighbridgeError as error:
             if not isinstance(effect, do.AcquireImage):  # tried again all the time while there is no room
                 log.warning("%s: %s failed: %s", state.name, effect, error.message)
-            return on.EffectFailed(effect, error.with_traceback(None))  # the state keeps it
+            failure = error.with_traceback(None)  # the state keeps it
         except Exception as error:  # nobody else would answer, and the push would wait for ever
             log.exception("%s: %s failed", state.name, effect)
-            return on.EffectFailed(effect, _unexpected(effect, error))
+            failure = _unexpected(effect, error)
+        return on.EffectFailed(effect, failure) if isinstance(effect, do.Awaited) else None
 
-    def _run(self, effect: do.Awaited, state: PushState, owner: Owner) -> on.Event:
+    def carry_out(self, effect: do.Effect, state: PushState, owner: Owner) -> on.Event | None:
+        """As `run`, but raises what fails."""
         match effect:
             case do.MakePlan():
                 declared = state.declarations.declared
@@ -158,6 +182,9 @@ class EffectRunner:
                 return self._publisher.look(effect, closing=closing)
             case do.Confirm() | do.FindOut():
                 return self._publisher.look(effect)
+            case do.Claim():
+                self._publisher.claim(_agreed(state).claim)
+                return on.Claimed()
             case do.Renew():
                 self._publisher.renew(state.limits.lease)
                 return on.Renewed()
@@ -165,56 +192,22 @@ class EffectRunner:
                 return self._tell(state.declarations.here)
             case do.HearReplicas():
                 return on.HeardElsewhere(self._hear())
-        return self._run_agreed(effect, state, _agreed(state))
-
-    def _run_agreed(self, effect: do.Awaited, state: PushState, agreed: Agreement) -> on.Event:
-        match effect:
-            case do.Claim():
-                self._publisher.claim(agreed.claim)
-                return on.Claimed()
             case do.HandIn() if state.share is not None:
-                self._exchange.hand_in(state.share.me, agreed.claim, self.written)
+                self._exchange.hand_in(state.share.me, _agreed(state).claim, self.written)
                 return on.HandedIn()
             case do.CollectHandIns() if state.share is not None:
-                wanted = state.share.owners - self._handed_in.keys()
-                if wanted:
-                    self._handed_in |= self._exchange.handed_in(agreed.claim, wanted)
-                nonfinite = {
-                    number: sum(tensor.nonfinite for tensor in files.tensors.values())
-                    for number, files in self._handed_in.items()
-                }
-                return on.ReplicasHandedIn(frozenset(self._handed_in), nonfinite)
-            case do.HandOver(to):
-                self._hand_over(to, state, agreed)
-                return on.HandedOver(to)
+                return self._collect(state.share.owners - self._handed_in.keys(), _agreed(state).claim)
             case do.WriteManifestAndPublish():
-                handed_in = functools.reduce(operator.or_, self._handed_in.values(), NOTHING_WRITTEN)
-                written = self.written if agreed.alone else handed_in
-                opened = self._opened(state)
-                entry = self._publisher.publish(opened, agreed, written, state.ready_ms, state.verified_ms)
-                if state.told:
-                    self._clear_exchange(state)
-                return on.Published(entry)
-        raise AssertionError(effect)
-
-    def follow_up(self, effect: do.Awaited, answer: on.Event, state: PushState) -> None:
-        """See to what is left of an effect, once the session has taken its answer."""
-        if state.phase in FINAL:
-            self._leave_line()  # it may have been asked for after the end
-        given_up = state.gave_up or state.phase in (Phase.FAILED, Phase.ABORTED)
-        if given_up and isinstance(effect, do.Upload | do.UploadDigests):
-            self._publisher.discard_if_gone()
-        writer = self.writer
-        if isinstance(answer, on.ImageGranted) and writer is not None:
-            writer.begin()
-
-    def carry_out_now(self, effect: do.Effect, state: PushState) -> None:
-        """Carry out what is answered by nothing and takes no time."""
-        match effect:
-            case do.CloseStream(rank) if self.writer is not None:
-                self.writer.close_stream(rank)
+                return self._publish(state, _agreed(state))
+            case do.HandOver(to):
+                self._hand_over(to, state, _agreed(state))
+                return on.HandedOver(to)
+            case do.ProbeMemory() if self.writer is not None:
+                self.writer.probe()  # which answers later
             case do.RecallMemory() if self.image is not None:
                 self._mappings.recall(self.image.region)
+            case do.CloseStream(rank) if self.writer is not None:
+                self.writer.close_stream(rank)
             case do.CloseWriter(error):
                 self._close_writer(error)
             case do.ReleaseImage():
@@ -224,12 +217,31 @@ class EffectRunner:
                     image.release()
             case do.Remember(known):
                 self.model.known_set, self.model.known_number = known, state.opened.number
+            case do.GiveUp(error, unless_claimed, aborted):
+                if self._publisher.give_up(error.message, aborted=aborted, unless_claimed=unless_claimed):
+                    return on.LeftToOthers()
+            case do.Supersede():
+                owner.surroundings.supersede(owner)
+            case do.WantMemory():
+                owner.surroundings.want_memory(owner)
+            case do.NotifyReplicas():
+                owner.surroundings.notify(owner)
+            case do.Forget():
+                owner.surroundings.forget(owner)
+            case do.Awaited():
+                raise AssertionError(effect)
+        return None
 
-    def give_up(self, effect: do.GiveUp) -> Sequence[on.Event]:
-        """Close the version in head.json and delete what there is of it; what follows from that."""
-        reason, unless_claimed = effect.error.message, effect.unless_claimed
-        left = self._publisher.give_up(reason, aborted=effect.aborted, unless_claimed=unless_claimed)
-        return [on.LeftToOthers()] if left else []
+    def follow_up(self, effect: do.Effect, answer: on.Event | None, state: PushState) -> None:
+        """See to what is left of an effect, once the session has taken its answer."""
+        if state.phase in FINAL:
+            self._leave_line()  # it may have been asked for after the end
+        given_up = state.gave_up or state.phase in (Phase.FAILED, Phase.ABORTED)
+        if given_up and isinstance(effect, do.Upload | do.UploadDigests):
+            self._publisher.discard_if_gone()
+        writer = self.writer
+        if isinstance(answer, on.ImageGranted) and writer is not None:
+            writer.begin()
 
     # --- memory
 
@@ -364,6 +376,24 @@ class EffectRunner:
                 raise  # otherwise the rest comes again the next time, and what was heard does not
         return heard
 
+    def _collect(self, wanted: frozenset[int], claim: str) -> on.Event:
+        if wanted:
+            self._handed_in |= self._exchange.handed_in(claim, wanted)
+        nonfinite = {
+            number: sum(tensor.nonfinite for tensor in files.tensors.values())
+            for number, files in self._handed_in.items()
+        }
+        return on.ReplicasHandedIn(frozenset(self._handed_in), nonfinite)
+
+    def _publish(self, state: PushState, agreed: Agreement) -> on.Event:
+        handed_in = functools.reduce(operator.or_, self._handed_in.values(), NOTHING_WRITTEN)
+        written = self.written if agreed.alone else handed_in
+        opened = self._opened(state)
+        entry = self._publisher.publish(opened, agreed, written, state.ready_ms, state.verified_ms)
+        if state.told:
+            self._clear_exchange(state)
+        return on.Published(entry)
+
     def _clear_exchange(self, state: PushState) -> None:
         try:
             self._exchange.clear()
@@ -377,7 +407,7 @@ def _agreed(state: PushState) -> Agreement:
     return state.agreed
 
 
-def _unexpected(effect: do.Awaited, error: Exception) -> WeighbridgeError:
+def _unexpected(effect: do.Effect, error: Exception) -> WeighbridgeError:
     match effect:
         case do.MakePlan():
             return WeighbridgeError(f"the push could not be planned: {type(error).__name__}")

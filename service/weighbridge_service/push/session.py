@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from weighbridge._core.resources import why_held
 from weighbridge.errors import (
@@ -29,7 +29,7 @@ from weighbridge_service.models.registered_model import RegisteredModel
 from weighbridge_service.plan.declarations import Agreement
 from weighbridge_service.push.declared_layouts import DeclaredLayouts
 from weighbridge_service.push.effect_pools import EffectPools
-from weighbridge_service.push.effect_runner import EffectRunner
+from weighbridge_service.push.effect_runner import EffectRunner, Surroundings
 from weighbridge_service.push.image_writer import ImageWriter, MemoryGrant
 from weighbridge_service.push.machine import effects as do
 from weighbridge_service.push.machine import events as on
@@ -61,25 +61,6 @@ T = TypeVar("T")
 _READABLE = VISIBLE | {Phase.PUBLISHED, Phase.HANDED_OVER}
 
 
-class Surroundings(Protocol):
-    """What a session tells of."""
-
-    def show(self, session: PushSession, snapshot: VersionSnapshot, *, changed: bool) -> None:
-        """The version as everybody may see it; whether more has changed than how much has arrived."""
-
-    def supersede(self, session: PushSession) -> None:
-        """The version is visible: older ones of the model are not the newest any more."""
-
-    def want_memory(self, session: PushSession) -> None:
-        """The version waits for memory, which older ones of the model may have."""
-
-    def notify(self, session: PushSession) -> None:
-        """Other replicas are to be told how far this one is."""
-
-    def forget(self, session: PushSession) -> None:
-        """Other replicas receive the version, and this process lists nothing of it."""
-
-
 class PushSession:
     """One version from its opening to its end. Thread-safe.
 
@@ -96,6 +77,7 @@ class PushSession:
         client_id: as given.
         request_id: which request opened the version.
         by: name of the identity that did; empty if it has none.
+        surroundings: as given.
     """
 
     def __init__(
@@ -114,7 +96,7 @@ class PushSession:
         self._runner = runner
         self._pools = pools
         self._timers = timers
-        self._surroundings = surroundings
+        self.surroundings = surroundings
         self._observer = observer
         self._replicas = ReplicaChecksums()
         self._lock = threading.Lock()
@@ -279,7 +261,7 @@ class PushSession:
         if after == before:
             return
         self._shown = after
-        self._surroundings.show(self, after, changed=after.differs_from(before))
+        self.surroundings.show(self, after, changed=after.differs_from(before))
 
     # --- effects
 
@@ -293,34 +275,24 @@ class PushSession:
                     self.post(on.EffectFailed(effect, Unavailable(f"{effect} could not be begun: {error!r}")))
 
     def _start(self, effect: do.Effect, state: PushState) -> None:
-        writer = self._runner.writer
-        match effect:
-            case do.ProbeMemory() if writer is not None:
-                writer.probe()
-            case do.Awaited():
-                self._pools.submit(effect, partial(self._carry_out, effect))
-            case do.GiveUp():
-                self._pools.submit(effect, lambda: self.post_all(self._runner.give_up(effect)))
-            case do.Supersede():
-                self._surroundings.supersede(self)
-            case do.WantMemory():
-                self._surroundings.want_memory(self)
-            case do.NotifyReplicas():
-                self._surroundings.notify(self)
-            case do.Forget():
-                self._surroundings.forget(self)
-            case _:
-                self._runner.carry_out_now(effect, state)
+        if effect.POOL is None:
+            self._runner.carry_out(effect, state, self)
+        else:
+            self._pools.submit(effect, partial(self._carry_out, effect))
 
-    def _carry_out(self, effect: do.Awaited) -> None:
-        if self._state.phase in FINAL:  # it has ended while this waited for a thread
-            return
+    def _carry_out(self, effect: do.Effect) -> None:
+        if isinstance(effect, do.Awaited) and self._state.phase in FINAL:
+            return  # it has ended while this waited for a thread
         with self._observer.carrying_out(effect) as span:
             answer = self._runner.run(effect, self._state, self)
             if isinstance(answer, on.EffectFailed):
                 span.fail(answer.error)
-        self.post(answer)
-        self._runner.follow_up(effect, answer, self._state)
+        if answer is not None:
+            self.post(answer)
+        try:
+            self._runner.follow_up(effect, answer, self._state)
+        except Exception:
+            log.exception("%s: what follows on %s failed", self._state.name, effect)
 
     def go_on(self) -> None:
         """Raise if what an effect is at is not wanted any more."""

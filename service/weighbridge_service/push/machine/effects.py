@@ -40,10 +40,12 @@ class Effect:
     Attributes:
         WORDS: what it is called in messages.
         POOL: threads that it runs on; None if it takes no time, and is done at once.
+        SPAN: its name in traces; empty if they do not show it, like questions that are asked again and again.
     """
 
     WORDS: ClassVar[str] = ""
     POOL: ClassVar[Pool | None] = None
+    SPAN: ClassVar[str] = ""
 
     def __str__(self) -> str:
         return self.WORDS
@@ -60,6 +62,7 @@ class MakePlan(Awaited):
 
     WORDS = "the plan of the push"
     POOL = Pool.PLAN
+    SPAN = "plan"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +79,7 @@ class Claim(Awaited):
 
     WORDS = "its claim in head.json"
     POOL = Pool.LEASE
+    SPAN = "claim"
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +110,7 @@ class Confirm(Awaited):
 
     WORDS = "the last look at head.json"
     POOL = Pool.CONFIRM
+    SPAN = "confirm"
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +143,7 @@ class HandIn(Awaited):
 
     WORDS = "the handing in of its files"
     POOL = Pool.PUBLISH
+    SPAN = "hand_in"
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +166,7 @@ class Digest(Awaited):
     """Make the digests of a file out of the image. `Digested`."""
 
     POOL = Pool.DIGEST
+    SPAN = "digest"
     file: str
 
     def __str__(self) -> str:
@@ -171,6 +178,7 @@ class Upload(Awaited):
     """Put a file into the object store, or have it copied from the version before. `Uploaded`, or `PerhapsUnchanged`."""
 
     POOL = Pool.UPLOAD
+    SPAN = "upload"
     file: str
 
     def __str__(self) -> str:
@@ -182,6 +190,7 @@ class UploadDigests(Awaited):
     """Put the block digests of a file into the object store. `DigestsUploaded`."""
 
     POOL = Pool.UPLOAD
+    SPAN = "upload_digests"
     file: str
 
     def __str__(self) -> str:
@@ -194,6 +203,7 @@ class CompareSample(Awaited):
 
     WORDS = "the comparison of a sample"
     POOL = Pool.DIGEST
+    SPAN = "compare"
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +212,7 @@ class WriteManifestAndPublish(Awaited):
 
     WORDS = "its publication"
     POOL = Pool.PUBLISH
+    SPAN = "publish"
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +220,7 @@ class HandOver(Awaited):
     """Have another replica read all files out of the image, and go on with the version or the share of it. `HandedOver`."""
 
     POOL = Pool.HANDOVER
+    SPAN = "hand_over"
     to: Home
 
     def __str__(self) -> str:

@@ -12,19 +12,6 @@ from weighbridge_service.push.machine import effects as do
 from weighbridge_service.push.machine.phases import FINAL, INCOMPLETE, VISIBLE, Phase
 from weighbridge_service.push.machine.state import PushState
 
-_EFFECTS: dict[type[do.Effect], str] = {
-    do.MakePlan: "plan",
-    do.Claim: "claim",
-    do.Confirm: "confirm",
-    do.Digest: "digest",
-    do.CompareSample: "compare",
-    do.Upload: "upload",
-    do.UploadDigests: "upload_digests",
-    do.HandIn: "hand_in",
-    do.HandOver: "hand_over",
-    do.WriteManifestAndPublish: "publish",
-}
-"""Effects that traces show. The others are questions that are asked again and again."""
 _PERIODS: tuple[tuple[str, frozenset[Phase]], ...] = (
     ("receive", INCOMPLETE),
     ("allocate", frozenset((Phase.PLANNED,))),
@@ -58,12 +45,12 @@ class PushSpans:
     @contextmanager
     def carrying_out(self, effect: do.Effect) -> Iterator[Span]:
         """An effect is carried out for as long as the block runs."""
-        name, period = _EFFECTS.get(type(effect)), self._period
-        if name is None or period is None:
+        period = self._period
+        if not effect.SPAN or period is None:
             yield spans.OFF
             return
         file = getattr(effect, "file", "")
-        with period.child(f"weighbridge.{name}", {"weighbridge.file": file} if file else {}) as span:
+        with period.child(f"weighbridge.{effect.SPAN}", {"weighbridge.file": file} if file else {}) as span:
             yield span
 
     @property
