@@ -33,6 +33,7 @@ from weighbridge_service.admission.identity_quotas import IdentityQuotas
 from weighbridge_service.admission.message_waits import MessageWaits
 from weighbridge_service.admission.tickets import Tickets
 from weighbridge_service.api.grpc.bulk_streams import BulkStreams
+from weighbridge_service.api.grpc.method import Supervision, methods_of
 from weighbridge_service.api.grpc.methods import Methods
 from weighbridge_service.api.grpc.replica_handlers import ReplicaHandlers
 from weighbridge_service.api.grpc.requests import RequestLimits
@@ -100,19 +101,10 @@ class Replica:
         streams = BulkStreams(self.budget, 16, 5.0, self._workers, IdentityQuotas())
         loop, workers = self._listener.loop.loop, self._workers
         self._waits = MessageWaits(lambda: 0)
-        methods = Methods(
-            loop,
-            workers,
-            workers,
-            workers,
-            workers,
-            lambda *_: None,
-            self._waits,
-            Access(),
-            Audit(None),
-            lambda _: 0.0,
-            RequestLimits(),
+        supervision = Supervision(
+            Access(), Audit(None), lambda *_: None, self._waits, RequestLimits()
         )
+        methods = Methods(loop, workers, workers, workers, workers, supervision, lambda _: 0.0)
         handlers = ReplicaHandlers(
             self.home, self, self, streams, self.met.append, self.left.append, lambda: self.links.leaving, self, self.engines.extend
         )  # fmt: skip
@@ -120,7 +112,7 @@ class Replica:
             pb.DESCRIPTOR.services_by_name["ReplicaService"]: handlers,
             bulk_service_pb2.DESCRIPTOR.services_by_name["BulkService"]: BulkHandlers(Tickets(b""), 0),
         }
-        self._listener.answer([methods.of(service, handlers) for service, handlers in contract.items()])
+        self._listener.answer(methods.handling(methods_of(contract.items(), supervision)))
 
     def shared(self) -> Sequence[SharedPush]:
         return list(self.pushes)

@@ -3,7 +3,8 @@
 May import: `api.lane`, `core`, and folders below.
 
 - `server`: the ports and their services.
-- `methods`: reads a request, runs its handler, answers.
+- `method`: what is done around a call, at whichever port it comes.
+- `methods`: reads a request on the loop, runs its handler, answers.
 - `requests`: limits of requests on their way in.
 - `asking`: verb, models and refs of a request.
 - `call`: what a handler knows of its caller.

@@ -62,6 +62,7 @@ class Call:
         span: of the answer to it.
         named: the models and refs that its request names, once it has come; of one that is refused, the first that it may not.
         noted: what was said to `note` of the change that it makes.
+        refusal: the error that its caller is told; None without one.
     """
 
     def __init__(self, context: Context, access: Access, cancel: Callable[[], object] = lambda: None) -> None:
@@ -73,6 +74,7 @@ class Call:
         self.span = Span()
         self.named: tuple[tuple[str, str], ...] = ()
         self.noted: dict[str, Any] = {}
+        self.refusal: grpc.Status | None = None
         self._context = context
         self._lock = threading.Lock()
         self._ended = False

@@ -19,7 +19,8 @@ from weighbridge.v1 import checkpoint_service_pb2
 from weighbridge_service.admission.byte_budget import Direction
 from weighbridge_service.api.grpc.bulk_streams import BulkStreams, received, sent
 from weighbridge_service.api.grpc.call import Call
-from weighbridge_service.api.grpc.methods import Methods, streamed
+from weighbridge_service.api.grpc.method import streamed
+from weighbridge_service.api.grpc.methods import Methods
 from weighbridge_service.core import Core
 from weighbridge_service.push.machine.answers import Declared
 from weighbridge_service.push.pending import Pending

@@ -15,7 +15,8 @@ from weighbridge.v1 import model_service_pb2 as pb
 from weighbridge.v1 import resources_pb2
 from weighbridge_service.admission.quotas import HostQuota
 from weighbridge_service.api.grpc.call import Call
-from weighbridge_service.api.grpc.methods import Methods, takes_long
+from weighbridge_service.api.grpc.method import takes_long
+from weighbridge_service.api.grpc.methods import Methods
 from weighbridge_service.api.grpc.watches import Watches, merged
 from weighbridge_service.core import Core
 from weighbridge_service.push.image_allocator import IMAGES_OF_A_MODEL

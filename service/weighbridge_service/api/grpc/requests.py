@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -81,15 +81,12 @@ class Requests:
         """
         found = await self.next(context, peer)
         if found is None:
-            raise InvalidArgument("the call has no request", fix="send one message")
+            raise _missing()
         received, size, held = [found], len(found), 0
         try:
             while True:
                 if size > self._limits.longest:
-                    raise InvalidArgument(
-                        f"a request is longer than {self._limits.longest} bytes",
-                        fix="ask for less at one time",
-                    )
+                    raise _too_long(self._limits.longest)
                 if size > self._limits.small_bytes:
                     self._pending.take(peer.host, size - held)
                     held = size
@@ -192,3 +189,25 @@ class Requests:
                 reader.hurried = True
                 reader.limit.reschedule(loop.time())
                 wanted -= 1
+
+
+def joined(parts: Iterable[bytes], longest: int) -> bytes:
+    """A request, from its parts. Raises InvalidArgument if there is none, or if it has more bytes."""
+    found: list[bytes] = []
+    size = 0
+    for part in parts:
+        found.append(part)
+        size += len(part)
+        if size > longest:
+            raise _too_long(longest)
+    if not found:
+        raise _missing()
+    return b"".join(found)
+
+
+def _missing() -> InvalidArgument:
+    return InvalidArgument("the call has no request", fix="send one message")
+
+
+def _too_long(longest: int) -> InvalidArgument:
+    return InvalidArgument(f"a request is longer than {longest} bytes", fix="ask for less at one time")

@@ -35,7 +35,8 @@ from weighbridge_service.api.grpc.health_handlers import (
     HealthHandlers,
     reflection_handlers,
 )
-from weighbridge_service.api.grpc.methods import Count, Methods
+from weighbridge_service.api.grpc.method import Behaviours, Count, Supervision, methods_of
+from weighbridge_service.api.grpc.methods import Methods
 from weighbridge_service.api.grpc.model_handlers import ModelHandlers
 from weighbridge_service.api.grpc.replica_handlers import ReplicaHandlers
 from weighbridge_service.api.grpc.requests import RequestLimits
@@ -159,11 +160,11 @@ class GrpcListener:
             self.loop.stop()
             raise
 
-    def answer(self, handlers: Iterable[grpc.GenericRpcHandler[bytes, bytes]]) -> None:
-        """Begin to answer calls of these methods at the port for all calls."""
+    def answer(self, behaviours: Behaviours) -> None:
+        """Begin to answer calls at the port for all calls."""
 
         async def begin() -> None:
-            self._server.add_generic_rpc_handlers(tuple(handlers))
+            self._server.add_generic_rpc_handlers((behaviours,))
             await self._server.start()
 
         self.loop.run(begin())
@@ -259,19 +260,10 @@ class GrpcServer:
         budget = service.byte_budget
         self._waits = MessageWaits(lambda: sum(budget.in_flight.nbytes.values()))
         self._quotas = service.quotas.identities
-        methods = Methods(
-            loop,
-            quick,
-            long,
-            replicas,
-            streams,
-            listener.count,
-            self._waits,
-            service.access,
-            service.audit,
-            self._quotas.put_off,
-            limits.requests,
+        supervision = Supervision(
+            service.access, service.audit, listener.count, self._waits, limits.requests
         )
+        methods = Methods(loop, quick, long, replicas, streams, supervision, self._quotas.put_off)
         self._streams = streams
         self._stack = ExitStack()
         watches = Watches(service.catalog, quick)
@@ -279,7 +271,6 @@ class GrpcServer:
         bulk = BulkStreams(service.byte_budget, most, service.config.budget_wait, planners, self._quotas)
         self._health = HealthHandlers()
         self._tickets = Tickets(service.key)
-        self._access, self._audit = service.access, service.audit
         bulk_port = listener.bulk.port if listener.bulk else 0
         found: list[tuple[Any, str, object]] = [
             (bulk_service_pb2, "BulkService", BulkHandlers(self._tickets, bulk_port)),
@@ -304,28 +295,20 @@ class GrpcServer:
             ),
             *more,
         ]
-        contract = self._contract = [
-            (module.DESCRIPTOR.services_by_name[name], handlers) for module, name, handlers in found
-        ]
+        contract = [(module.DESCRIPTOR.services_by_name[name], handlers) for module, name, handlers in found]
         names = [descriptor.full_name for descriptor, _ in contract]
         self._health.serve(names)
         reflection = reflection_handlers([*names, HEALTH.full_name, REFLECTION.full_name])
         control = [*contract, (HEALTH, self._health), (REFLECTION, reflection)]
-        self._handlers = [methods.of(descriptor, handlers) for descriptor, handlers in control]
+        self._methods = methods_of(control, supervision)
+        self._behaviours = methods.handling(self._methods)
 
     def start(self) -> None:
         """Begin to answer."""
-        self._listener.answer(self._handlers)
+        self._listener.answer(self._behaviours)
         if self._listener.bulk is not None:
             self._listener.bulk.answer(
-                self._contract,
-                self._tickets,
-                self._streams,
-                self._waits,
-                self._access,
-                self._audit,
-                self._quotas.check_put_off,
-                self._limits.requests.silent_seconds,
+                self._methods, self._tickets, self._streams, self._quotas.check_put_off
             )
 
     def refuse(self) -> None:
