@@ -122,7 +122,7 @@ class ThreadPool:
             if self._closed:
                 raise _CLOSED.anew()
             waiting = len(self._waiting)
-            if waiting >= self._most_waiting:
+            if waiting - self._idle >= self._most_waiting:
                 raise _exhausted(f"{waiting} calls wait for a thread of this service")
             self._waiting.add(key, found)
             if self._idle > waiting or self._threads >= self._most:
@@ -136,6 +136,7 @@ class ThreadPool:
                     raise _exhausted("the system has no thread for this call") from error
             else:
                 self._threads += 1
+                self._idle += 1  # until it takes some work
         return found
 
     async def run(self, work: Callable[[], T], key: Any = None) -> T:
@@ -162,13 +163,16 @@ class ThreadPool:
             self._waiting.discard(key, found)
 
     def _run(self) -> None:
-        while (taken := self._take()) is not None:
+        more = 0
+        while (taken := self._take(more)) is not None:
             taken.do()
             del taken  # its result must not wait for the next work
+            more = 1
 
-    def _take(self) -> Work[Any] | None:
+    def _take(self, more: int) -> Work[Any] | None:
+        """The next work; None to end. ``more``: threads that have become idle by this call."""
         with self._changed:
-            self._idle += 1
+            self._idle += more
             self._changed.wait_for(lambda: self._waiting or self._closed, self._idle_seconds)
             self._idle -= 1
             if self._waiting:

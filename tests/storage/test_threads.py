@@ -108,6 +108,26 @@ def test_the_line_is_bounded_and_says_when_to_come_again(one: ThreadPool) -> Non
     one.submit(lambda: None).result(60)
 
 
+def test_work_that_threads_are_about_to_take_does_not_count_as_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pool, go_on = ThreadPool(NAME, 2, most_waiting=1), threading.Event()
+    run = threading.Thread.run
+
+    def late(thread: threading.Thread) -> None:
+        assert go_on.wait(60)
+        run(thread)
+
+    monkeypatch.setattr(threading.Thread, "run", late)
+    found = [pool.submit(lambda: None) for _ in range(3)]
+    with pytest.raises(ResourceExhausted):
+        pool.submit(lambda: None)
+    go_on.set()
+    for each in found:
+        each.result(60)
+    pool.close(60.0)
+
+
 def test_cancelled_work_is_not_done_and_keeps_no_place_in_the_line(one: ThreadPool) -> None:
     busy, done = Busy(one), list[int]()
     waiting = [one.submit(lambda: done.append(1)) for _ in range(3)]
