@@ -102,9 +102,9 @@ class Replica:
         loop, workers = self._listener.loop.loop, self._workers
         self._waits = MessageWaits(lambda: 0)
         supervision = Supervision(
-            Access(), Audit(None), lambda *_: None, self._waits, RequestLimits()
+            Access(), Audit(None), lambda *_: None, self._waits, RequestLimits(), IdentityQuotas()
         )
-        methods = Methods(loop, workers, workers, workers, workers, supervision, lambda _: 0.0)
+        methods = Methods(loop, workers, workers, workers, workers, supervision)
         handlers = ReplicaHandlers(
             self.home, self, self, streams, self.met.append, self.left.append, lambda: self.links.leaving, self, self.engines.extend
         )  # fmt: skip

@@ -17,7 +17,6 @@ import grpc
 from weighbridge._transport import bulk_entry
 from weighbridge.errors import FailedPrecondition, Unavailable, WeighbridgeError
 from weighbridge_service.access.certificates import Certificates
-from weighbridge_service.access.identities import Identity
 from weighbridge_service.access.peer import Peer
 from weighbridge_service.admission.tickets import Tickets
 from weighbridge_service.api.grpc.errors import to_status
@@ -68,22 +67,14 @@ class BulkListener:
                 fix="name a free port with --bulk-port, or leave it at auto, which finds one; with off, weights share the port of --grpc",
             ) from error
 
-    def answer(
-        self,
-        methods: Iterable[Method],
-        tickets: Tickets,
-        threads: ThreadPool,
-        check_put_off: Callable[[Identity], None],
-    ) -> None:
+    def answer(self, methods: Iterable[Method], tickets: Tickets, threads: ThreadPool) -> None:
         """Begin to answer those methods that carry weights.
 
         Args:
             methods: of the contract.
             tickets: checks what calls show.
             threads: for streams.
-            check_put_off: raises if a call of an identity is refused before anything of it is looked at.
         """
-        self._check_put_off = check_put_off
         self._threads.pool = threads
         found = {each.path: partial(self._behave, each) for each in methods if each.carries_weights}
         self._gate.paths, self._gate.tickets = found.keys(), tickets
@@ -103,7 +94,7 @@ class BulkListener:
             call.end()
         with method.answering(call, context.is_active):
             self._threads.check()
-            self._check_put_off(call.peer.identity)
+            method.supervision.quotas.check_put_off(call.peer.identity)
             yield from method.carry(requests, call)
         if call.refusal is not None:
             context.abort_with_status(call.refusal)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
+from functools import partial
 from typing import TypeVar
 
 from weighbridge._core.striping import WHOLE, Striping
@@ -78,9 +79,46 @@ class BulkStreams:
             finally:
                 reservation.give()
 
-    def plan(self, call: Call, work: Callable[[], Reading]) -> Reading:
-        """What a stream reads, planned in its turn. Raises what ``work`` raises."""
-        return call.wait(self._planners.submit(work, call.peer))
+    def send(
+        self,
+        call: Call,
+        request: checkpoint_service_pb2.RestoreRequest | weight_service_pb2.PullRequest,
+        plan: Callable[[Striping], Reading],
+        response: type[R],
+        count: Callable[[int], None],
+    ) -> Iterator[R | bytes]:
+        """The messages of a stream to a client, planned in its turn.
+
+        Args:
+            call: the call.
+            request: says which part of the stream is wanted.
+            plan: gives what is read for a part of it.
+            response: type of the messages.
+            count: is called with the bytes of weights of each message.
+
+        Raises:
+            ResourceExhausted: there is no place for the stream, or no room for the next message.
+            Exception: as ``plan`` raises it.
+        """
+        asked = wire.striping_from_proto(request)
+        with self.admit(Direction.OUT, call, asked, begins=not request.offset) as share:
+            reading = call.wait(self._planners.submit(partial(plan, share.striping), call.peer))
+            header = checkpoint_service_pb2.StreamHeader(
+                version=wire.version_to_proto(reading.version),
+                stream_bytes=reading.layout.nbytes,
+                striped_over=reading.striping.count,
+            )
+            with closing(reading):
+                yield response(header=header, offset=reading.offset, checksum=_NOTHING)
+                for piece in reading.pieces(share.take):
+                    count(len(piece.data))
+                    message = pieces.encode(
+                        response(offset=piece.offset, checksum=piece.checksum), piece.data
+                    )
+                    del piece  # what was gathered need not wait with it until gRPC has taken the message
+                    with share.with_client():
+                        yield message
+                    del message
 
 
 class Share:
@@ -118,36 +156,6 @@ class Share:
     def with_client(self) -> AbstractContextManager[None]:
         """As `Reservation.with_client`."""
         return self._reservation.with_client()
-
-
-def sent(
-    reading: Reading, response: type[R], share: Share, count: Callable[[int], None]
-) -> Iterator[R | bytes]:
-    """The messages of a stream to a client; closes the reading.
-
-    Args:
-        reading: the stream.
-        response: type of its messages.
-        share: what it has.
-        count: is called with the bytes of weights of each message.
-
-    Raises:
-        ResourceExhausted: there is no room for the next message.
-    """
-    header = checkpoint_service_pb2.StreamHeader(
-        version=wire.version_to_proto(reading.version),
-        stream_bytes=reading.layout.nbytes,
-        striped_over=reading.striping.count,
-    )
-    with closing(reading):
-        yield response(header=header, offset=reading.offset, checksum=_NOTHING)
-        for piece in reading.pieces(share.take):
-            count(len(piece.data))
-            message = pieces.encode(response(offset=piece.offset, checksum=piece.checksum), piece.data)
-            del piece  # what was gathered need not wait with it until gRPC has taken the message
-            with share.with_client():
-                yield message
-            del message
 
 
 def received(

@@ -17,7 +17,7 @@ from weighbridge._transport import pieces, wire
 from weighbridge.errors import InvalidArgument
 from weighbridge.v1 import checkpoint_service_pb2
 from weighbridge_service.admission.byte_budget import Direction
-from weighbridge_service.api.grpc.bulk_streams import BulkStreams, received, sent
+from weighbridge_service.api.grpc.bulk_streams import BulkStreams, received
 from weighbridge_service.api.grpc.call import Call
 from weighbridge_service.api.grpc.method import streamed
 from weighbridge_service.api.grpc.methods import Methods
@@ -190,13 +190,10 @@ class CheckpointHandlers:
     ) -> Iterator[checkpoint_service_pb2.RestoreResponse | bytes]:
         if wire.space_from_proto(request.layout.space) != TensorSpace.MEGATRON:
             raise InvalidArgument("a layout to restore is in Megatron-core's tensor space")
-        layout, striping = wire.layout_from_proto(request.layout), wire.striping_from_proto(request)
-        with self._streams.admit(Direction.OUT, call, striping, begins=not request.offset) as share:
-            restore = partial(
-                self._serving.restore, request.model, request.version, layout, request.offset, share.striping
-            )
-            reading = self._streams.plan(call, restore)
-            yield from sent(reading, checkpoint_service_pb2.RestoreResponse, share, self._serving.count)
+        layout = wire.layout_from_proto(request.layout)
+        plan = partial(self._serving.restore, request.model, request.version, layout, request.offset)
+        response = checkpoint_service_pb2.RestoreResponse
+        yield from self._streams.send(call, request, plan, response, self._serving.count)
 
     def DescribeShards(
         self, request: checkpoint_service_pb2.DescribeShardsRequest, call: Call

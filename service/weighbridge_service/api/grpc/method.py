@@ -22,6 +22,7 @@ from weighbridge._transport import pieces
 from weighbridge.errors import InvalidArgument, Unavailable, WeighbridgeError
 from weighbridge_service.access.access import Access
 from weighbridge_service.access.audit import Audit, noting
+from weighbridge_service.admission.identity_quotas import IdentityQuotas
 from weighbridge_service.admission.message_waits import MessageWaits
 from weighbridge_service.api.grpc.asking import VERBS, check_allowed, record
 from weighbridge_service.api.grpc.call import Call, Context
@@ -65,6 +66,7 @@ class Supervision:
         count: is told how each call ends.
         waits: ends waits for messages that take too long.
         limits: what requests may take on their way in.
+        quotas: of identities; say how long a call of one is put off before anything of it is looked at.
     """
 
     access: Access
@@ -72,6 +74,7 @@ class Supervision:
     count: Count
     waits: MessageWaits
     limits: RequestLimits
+    quotas: IdentityQuotas
 
 
 class Method:
@@ -83,7 +86,7 @@ class Method:
         supervision: of calls.
 
     Attributes:
-        handler: as given.
+        handler, supervision: as given.
         path: of its calls.
         verb: what its callers must be allowed to do.
         joins: whether the messages of a request are parts of one, or each is a request.
@@ -106,12 +109,12 @@ class Method:
         self.takes_weights = hasattr(handler, "streamed")
         self.carries_weights = self.takes_weights or inspect.isgeneratorfunction(handler)
         self._descriptor = descriptor
-        self._supervision = supervision
+        self.supervision = supervision
         self._decode: Callable[[bytes], Any] = pieces.decoder(kind) if self.takes_weights else kind.FromString
 
     def begin(self, context: Context, cancel: Callable[[], object]) -> Call:
         """A call that has come; ``cancel`` ends it, from any thread."""
-        call = Call(context, self._supervision.access, cancel)
+        call = Call(context, self.supervision.access, cancel)
         if not self.lasts:
             call.begin_span(self._descriptor)
         return call
@@ -137,14 +140,14 @@ class Method:
             code, call.refusal = "CANCELLED" if gone else known.grpc_code, to_status(known)
             del known  # its traceback leads back here
         finally:
-            self._supervision.count(self._descriptor.name, code, None if self.lasts else call.seconds)
+            self.supervision.count(self._descriptor.name, code, None if self.lasts else call.seconds)
             call.end_span(code)
-            record(self._supervision.audit, call, self._descriptor, code)
+            record(self.supervision.audit, call, self._descriptor, code)
 
     def request(self, call: Call, raw: bytes) -> Any:
         """A request of a caller that may ask for what it says. Raises InvalidArgument if it is none, and as `check_allowed`."""
         found = self._decoded(raw)
-        check_allowed(call, self.verb, found, self._supervision.audit)
+        check_allowed(call, self.verb, found, self.supervision.audit)
         return found
 
     def answer(self, call: Call, raw: bytes) -> bytes:
@@ -160,7 +163,7 @@ class Method:
             call.check_standing()
             yield answer
             return
-        request = self.request(call, joined(waited, self._supervision.limits.longest))
+        request = self.request(call, joined(waited, self.supervision.limits.longest))
         with closing(self.handler(request, call)) as responses:
             for response in responses:
                 call.check_standing()
@@ -175,9 +178,9 @@ class Method:
             del raw, message
 
     def _waited_for(self, requests: Iterator[bytes], call: Call) -> Iterator[bytes]:
-        seconds = self._supervision.limits.silent_seconds
+        seconds = self.supervision.limits.silent_seconds
         while True:
-            with self._supervision.waits.waiting(call.cancel, seconds):
+            with self.supervision.waits.waiting(call.cancel, seconds):
                 message = next(requests, None)
             if message is None:
                 return

@@ -22,7 +22,6 @@ import grpc
 from google.protobuf.message import Message
 
 from weighbridge.errors import Unavailable, WeighbridgeError
-from weighbridge_service.access.identities import Identity
 from weighbridge_service.access.scopes import Verb
 from weighbridge_service.admission.quotas import HostQuota
 from weighbridge_service.admission.rates import Rates
@@ -51,7 +50,6 @@ class Methods:
         replicas: threads for other replicas: a handover must not wait for clients.
         streams: threads for streams of weights.
         supervision: of calls.
-        put_off: seconds for which a call of an identity waits before anything of it is looked at.
     """
 
     def __init__(
@@ -62,11 +60,9 @@ class Methods:
         replicas: ThreadPool,
         streams: ThreadPool,
         supervision: Supervision,
-        put_off: Callable[[Identity], float],
     ) -> None:
         self._loop = loop
-        self._put_off = put_off
-        self._access = supervision.access
+        self._access, self._quotas = supervision.access, supervision.quotas
         self._quick = quick
         self._long = long
         self._replicas = replicas
@@ -105,7 +101,7 @@ class Methods:
                     self._rates.count(call.peer.host)
                     counted.enter_context(self._calls.taking(call.peer.host))
                     try:
-                        if seconds := self._put_off(call.peer.identity):
+                        if seconds := self._quotas.put_off(call.peer.identity):
                             await asyncio.sleep(seconds)
                         await self._answer(method, call, context)
                     except asyncio.CancelledError:

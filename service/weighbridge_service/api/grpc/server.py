@@ -245,7 +245,6 @@ class GrpcServer:
         more: Iterable[tuple[Any, str, object]] = (),
         heard: Callable[[Iterable[replica_service_pb2.ReportedEngine]], None] = lambda _: None,
     ) -> None:
-        self._limits = limits
         self._listener = listener
         self.port = listener.port
         loop = listener.loop.loop
@@ -259,16 +258,16 @@ class GrpcServer:
         )
         budget = service.byte_budget
         self._waits = MessageWaits(lambda: sum(budget.in_flight.nbytes.values()))
-        self._quotas = service.quotas.identities
+        quotas = service.quotas.identities
         supervision = Supervision(
-            service.access, service.audit, listener.count, self._waits, limits.requests
+            service.access, service.audit, listener.count, self._waits, limits.requests, quotas
         )
-        methods = Methods(loop, quick, long, replicas, streams, supervision, self._quotas.put_off)
+        methods = Methods(loop, quick, long, replicas, streams, supervision)
         self._streams = streams
         self._stack = ExitStack()
         watches = Watches(service.catalog, quick)
         self._stack.enter_context(watches.listening(loop))
-        bulk = BulkStreams(service.byte_budget, most, service.config.budget_wait, planners, self._quotas)
+        bulk = BulkStreams(service.byte_budget, most, service.config.budget_wait, planners, quotas)
         self._health = HealthHandlers()
         self._tickets = Tickets(service.key)
         bulk_port = listener.bulk.port if listener.bulk else 0
@@ -307,9 +306,7 @@ class GrpcServer:
         """Begin to answer."""
         self._listener.answer(self._behaviours)
         if self._listener.bulk is not None:
-            self._listener.bulk.answer(
-                self._methods, self._tickets, self._streams, self._quotas.check_put_off
-            )
+            self._listener.bulk.answer(self._methods, self._tickets, self._streams)
 
     def refuse(self) -> None:
         """Tell health checks that no new work should come; calls are still answered."""

@@ -9,9 +9,8 @@ from weighbridge._core.tensor_spaces import TensorSpace
 from weighbridge._transport import wire
 from weighbridge.v1 import bulk_service_pb2, local_lane_pb2, weight_service_pb2
 from weighbridge_service.access.access import Access
-from weighbridge_service.admission.byte_budget import Direction
 from weighbridge_service.admission.tickets import VALID_SECONDS, Tickets
-from weighbridge_service.api.grpc.bulk_streams import BulkStreams, sent
+from weighbridge_service.api.grpc.bulk_streams import BulkStreams
 from weighbridge_service.api.grpc.call import Call
 from weighbridge_service.api.lane.server import LaneServer
 from weighbridge_service.core import Core
@@ -41,14 +40,13 @@ class WeightHandlers:
     def Pull(
         self, request: weight_service_pb2.PullRequest, call: Call
     ) -> Iterator[weight_service_pb2.PullResponse | bytes]:
-        layout, striping = wire.request_from_proto(request.layout), wire.striping_from_proto(request)
-        with self._streams.admit(Direction.OUT, call, striping, begins=not request.offset) as share:
-            pull = partial(
-                self._serving.pull,
-                request.model, request.version, layout, request.offset, request.dtype, share.striping,
-            )  # fmt: skip
-            reading = self._streams.plan(call, pull)
-            yield from sent(reading, weight_service_pb2.PullResponse, share, self._serving.count)
+        layout = wire.request_from_proto(request.layout)
+        plan = partial(
+            self._serving.pull, request.model, request.version, layout, request.offset, request.dtype
+        )
+        yield from self._streams.send(
+            call, request, plan, weight_service_pb2.PullResponse, self._serving.count
+        )
 
 
 class LocalLaneHandlers:
