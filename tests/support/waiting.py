@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from weighbridge_service.push.pending import Pending
+
+T = TypeVar("T")
 
 
 def eventually(condition: Callable[[], object]) -> None:
@@ -19,3 +26,10 @@ def processor_seconds(action: Callable[[], object]) -> float:
     begun = time.process_time()
     action()
     return time.process_time() - begun
+
+
+def answered(pending: Pending[T]) -> T:
+    """What a push answers, waited for in this thread as long as the call says."""
+    done = concurrent.futures.wait([pending.future], pending.seconds).done
+    pending.leave()
+    return pending.finish(bool(done))

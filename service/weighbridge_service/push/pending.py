@@ -35,15 +35,6 @@ class Pending(Generic[T]):
     leave: Callable[[], None]
     in_memory: bool = False
 
-    def result(self) -> T:
-        """Wait in this thread. Raises what the push answers, or `finish` does."""
-        try:
-            self.future.exception(self.seconds)
-        except TimeoutError:
-            self.leave()
-            return self.finish(False)
-        return self.finish(True)
-
 
 def settled(value: T) -> Pending[T]:
     """An answer that is there already."""

@@ -327,15 +327,6 @@ class PushSession:
         """Nobody waits for an answer any more."""
         self._waiting.leave(found)
 
-    def ask(self, answer: Callable[[PushState], T | None], seconds: float, *events: on.Event) -> T | None:
-        """As `asked`, but waits; None if there was no answer within ``seconds``. Raises what ``answer`` raises."""
-        found = self.asked(answer, *events)
-        try:
-            return found.result(seconds)
-        except TimeoutError:
-            self.leave(found)
-            return None
-
     def forget(self) -> None:
         """Drop what leads back here: so all that it holds goes with the last reference to it."""
         self._runner.forget()
@@ -507,7 +498,12 @@ class PushSession:
 
     def wait_finished(self, seconds: float) -> bool:
         """Whether nothing is to be done any more, at once or within ``seconds``."""
-        return self.ask(lambda state: None if state.unfinished else True, seconds) is not None
+        found = self.asked(lambda state: None if state.unfinished else True)
+        try:
+            return found.result(seconds)
+        except TimeoutError:
+            self.leave(found)
+            return False
 
     def name_waits(self) -> str:
         """What it waits for, in words."""

@@ -20,7 +20,7 @@ from tests.support.raw_clients import (
     whole_layout,
 )
 from tests.support.services import RunningService, running_service
-from tests.support.waiting import eventually
+from tests.support.waiting import answered, eventually
 from weighbridge import EngineClient, TrainerClient
 from weighbridge._core.checks import CheckStatus
 from weighbridge._core.resources import VersionState
@@ -246,4 +246,4 @@ def test_an_abort_that_takes_too_long_says_so(
     with pytest.raises(
         DeadlineExceeded, match=r"could not be given up in time: .*waits for rank 0 to declare"
     ):
-        running.service.intake.abort_version(MODEL, number, "not wanted", 0.2).result()
+        answered(running.service.intake.abort_version(MODEL, number, "not wanted", 0.2))

@@ -20,7 +20,7 @@ from tests.support.alone import alone
 from tests.support.heads import open_version
 from tests.support.raw_clients import RawClient, TinyModel, assert_equal, stream_of, tiny_folder, whole_layout
 from tests.support.services import RunningService, running_service
-from tests.support.waiting import eventually
+from tests.support.waiting import answered, eventually
 from weighbridge import EngineClient, TrainerClient
 from weighbridge.errors import Unavailable, VersionFailed, WeighbridgeError
 from weighbridge.v1 import resources_pb2
@@ -114,7 +114,7 @@ def test_versions_that_were_published_leave_no_digests_in_memory(tmp_path: Path)
 def test_ended_versions_are_remembered_up_to_a_number(running: RunningService, client: RawClient) -> None:
     for step in range(8):
         number = client.open(MODEL, step=step)
-        running.service.intake.abort_version(MODEL, number, "no", 10.0).result()
+        answered(running.service.intake.abort_version(MODEL, number, "no", 10.0))
     # the oldest go when another one is opened
     assert sorted(running.service.catalog.snapshots.of_model(ModelName.parse(MODEL))) == [5, 6, 7, 8]
 
@@ -194,7 +194,7 @@ def test_who_asks_again_after_the_end_of_a_push_is_told_how_it_ended(
         finished(running)
         push_to(running, client, tiny, [MODEL])  # takes its image
     else:
-        running.service.intake.abort_version(MODEL, number, "changed my mind", 10.0).result()
+        answered(running.service.intake.abort_version(MODEL, number, "changed my mind", 10.0))
 
     def answers() -> list[Any]:
         calls: list[Callable[[], Any]] = [
@@ -203,7 +203,7 @@ def test_who_asks_again_after_the_end_of_a_push_is_told_how_it_ended(
             lambda: client.seal(MODEL, number).state,
             lambda: client.declare(MODEL, number, layout),
             lambda: client.push(MODEL, number, [(0, stream)]),
-            lambda: running.service.intake.abort_version(MODEL, number, "no", 10.0).result().state,
+            lambda: answered(running.service.intake.abort_version(MODEL, number, "no", 10.0)).state,
             lambda: client.received(MODEL, number, rank=1),
             lambda: running.service.taking_over.has_taken(handed("other")),
         ]
@@ -237,7 +237,7 @@ def test_a_rank_that_comes_while_a_push_ends_does_not_begin_it_again(
 ) -> None:
     number = client.open(MODEL, request_id="r/1")
     head = running.service.catalog.head(NAME)
-    running.service.intake.abort_version(MODEL, number, "changed my mind", 10.0).result()
+    answered(running.service.intake.abort_version(MODEL, number, "changed my mind", 10.0))
     client.open(MODEL, request_id="r/2")
     known = running.service.registry
     assert isinstance(known.find(NAME, number), EndedPush)
@@ -334,7 +334,7 @@ def test_a_version_that_was_aborted_while_it_waited_gets_no_image(
             refused = pool.submit(client.declare, MODEL, second, layout)
             waiting = running.service.registry
             eventually(lambda: do.AcquireImage() in waiting.get(NAME, second).state.running)  # type: ignore[union-attr]
-            running.service.intake.abort_version(MODEL, second, "changed my mind", 10.0).result()
+            answered(running.service.intake.abort_version(MODEL, second, "changed my mind", 10.0))
             done.set()
             assert all(each.result(60) for each in declared)
             with pytest.raises(VersionFailed, match="changed my mind"):

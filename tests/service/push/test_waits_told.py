@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from tests.support.raw_clients import TinyModel, rows_layout, tiny_folder
 from tests.support.services import RunningService, running_service
-from tests.support.waiting import eventually
+from tests.support.waiting import answered, eventually
 from weighbridge import EngineClient, TrainerClient
 from weighbridge._cli import commands
 from weighbridge._clients.calls import version_calls
@@ -104,7 +104,7 @@ def test_a_rank_that_does_not_seal_is_named_to_whoever_waits_for_the_version(
         for rank, layout in enumerate(layouts)
     ]
     for each in pending:
-        each.result()
+        answered(each)
     with EngineClient(service.address) as engine:
         with pytest.raises(WeighbridgeError):
             engine.wait_for(MODEL, 1, VersionState.READY, timeout=1.5)

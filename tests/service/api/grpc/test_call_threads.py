@@ -29,7 +29,7 @@ from weighbridge_service.access.peer import Peer
 from weighbridge_service.admission.turns import Turns
 from weighbridge_service.api.grpc import server
 from weighbridge_service.api.grpc.checkpoint_handlers import CheckpointHandlers
-from weighbridge_service.push.pending import Pending, settled
+from weighbridge_service.push.pending import Pending
 from weighbridge_storage.threads import ThreadPool
 
 A, B = Peer("a", "1"), Peer("b", "1")
@@ -78,24 +78,6 @@ def test_what_a_peer_has_cancelled_keeps_no_turn(one: ThreadPool) -> None:
 
 
 # --- pending answers
-
-
-def test_a_pending_answer_says_whether_it_has_come_in_time() -> None:
-    future, left = Future[int](), list[int]()
-    pending = Pending(future, 0.01, lambda done: f"in time: {done}", lambda: left.append(1))
-    assert pending.result() == "in time: False"
-    assert left == [1]
-    future.set_result(1)
-    assert pending.result() == "in time: True"
-    assert left == [1]
-    assert settled("there").result() == "there"
-
-
-def test_a_pending_error_is_that_of_finish() -> None:
-    future = Future[int]()
-    future.set_exception(NotFound("nothing"))
-    with pytest.raises(NotFound):
-        Pending(future, 1.0, lambda _: future.result(), lambda: None).result()
 
 
 class Asked:
