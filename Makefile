@@ -71,7 +71,7 @@ TEST_SECONDS ?= 3600
 ARGS ?=
 STORE ?= .weighbridge
 
-.PHONY: help docs pictures release distributions install install-vllm install-sglang demo demo-s3 demo-vllm serve test test-long test-fast test-hub test-rolling test-transformers test-newest test-vllm test-vllm-newest test-sglang test-engines-older test-frameworks test-page bench-frameworks bench-slime bench bench-peers bench-nodes bench-asyncio bench-reading bench-planning bench-convert bench-upload bench-vllm bench-history bench-counting bench-ranks bench-control bench-siege bench-first bench-torch bench-training bench-tls bench-quotas bench-tracing bench-page fuzz audit lock lint dashboards format protos protos-check protos-baseline clean
+.PHONY: help docs pictures release distributions install install-vllm install-sglang demo demo-s3 demo-vllm serve test test-long test-fast test-hub test-rolling test-transformers test-newest test-vllm test-vllm-newest test-sglang test-engines-older test-frameworks test-page bench-frameworks bench-slime bench bench-peers bench-nodes bench-asyncio bench-reading bench-planning bench-convert bench-upload bench-vllm bench-history bench-counting bench-ranks bench-control bench-siege bench-first bench-torch bench-training bench-tls bench-quotas bench-tracing bench-page fuzz audit lock lint format protos protos-check protos-baseline clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -412,9 +412,6 @@ release: $(STAMP) ## commit and tag a release, VERSION=0.2.0, of what CHANGELOG.
 distributions: $(RELEASE_STAMP) $(DOCS_STAMP) ## build wheel, index, documentation and image of the tag of VERSION in dist/, and install and run them
 	@$(BIN)/python deploy/distributions.py $(VERSION) --image-arguments="$(IMAGE_ARGS)"
 	@$(BIN)/python deploy/trial.py $(VERSION) --torch torch==$(TORCH_VERSION) --torch-index '$(TORCH_INDEX)'
-
-dashboards: $(STAMP) ## write the Grafana dashboard and the alert rules of deploy/ anew, from the declared metrics
-	@$(BIN)/python -m weighbridge_service.metrics.generated deploy
 
 format: $(STAMP) ## rewrite the code to the house style
 	@$(BIN)/ruff check --fix-only --quiet .

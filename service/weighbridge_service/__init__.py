@@ -2,7 +2,7 @@
 
 May import: `weighbridge_storage`, `weighbridge`. A folder imports only those listed before it:
 
-- `metrics`: what each metric is, with the dashboards and alert rules that follow.
+- `metrics`: what each metric is, and what observes them.
 - `runtime`: settings, limits and clock of the process.
 - `access`: who somebody is, and what they may do.
 - `admission`: what they may have, and whose turn it is.
