@@ -58,7 +58,7 @@ _RESAMPLED = 2000
 class _Off(Settings):
     """Settings of a process where tracing is off."""
 
-    def tracing(self) -> None:
+    def tracer(self) -> None:
         return None
 
 

@@ -9,7 +9,6 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON, ParentBased, Sampler
 
 from weighbridge._tracing import spans
-from weighbridge._tracing.opentelemetry import OpenTelemetry
 from weighbridge._tracing.settings import Settings
 
 
@@ -27,9 +26,7 @@ class Traced:
 
 
 def turn_on(monkeypatch: pytest.MonkeyPatch, found: Traced) -> None:
-    on = Settings()
-    on._on = OpenTelemetry(found.provider)
-    monkeypatch.setattr(spans, "OF_PROCESS", on)
+    monkeypatch.setattr(spans, "OF_PROCESS", Settings(found.provider))
 
 
 def ids(span: ReadableSpan) -> tuple[int, int | None]:

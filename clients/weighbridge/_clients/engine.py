@@ -22,6 +22,7 @@ from weighbridge._core.slices import FullTensors, LayoutRequest
 from weighbridge._formats import hf_folder, safetensors_files
 from weighbridge._formats.host_slices import Slices
 from weighbridge._formats.side_files.signature_files import write_signatures
+from weighbridge._tracing import spans
 
 if TYPE_CHECKING:
     import torch
@@ -135,7 +136,7 @@ class Pull:
         try:
             yield transfer
         except Exception as error:
-            transfer.span.fail(error)
+            spans.fail(transfer.span, error)
             raise
         finally:
             transfer.stop()

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeAlias
 
+from opentelemetry.trace import INVALID_SPAN, Span
+
 from weighbridge._clients.calls.pull_calls import PullPlan
 from weighbridge._clients.transport import Transport
 from weighbridge._core.layouts import Placement
@@ -20,7 +22,6 @@ from weighbridge._formats.tensor_stream import StreamWriter
 from weighbridge._lane.loans import ReadLoan
 from weighbridge._lane.local_lane import GRPC, LOCAL
 from weighbridge._tracing import spans
-from weighbridge._tracing.span import Span
 from weighbridge._transport import pieces, rpc, wire
 from weighbridge._transport.bulk import StreamReceiver, Way
 from weighbridge._transport.request_parts import encoded_parts
@@ -63,7 +64,7 @@ class PullRun:
             retry_seconds=transport.retry_seconds,
         )
         self._stopped = False
-        self.span = Span()
+        self.span: Span = INVALID_SPAN
 
     @cached_property
     def _request(self) -> weight_service_pb2.LayoutRequest:
@@ -76,7 +77,7 @@ class PullRun:
             "weighbridge.pull", told(version, bytes=self._plan.nbytes), origin=version.traceparent
         )
         self._borrow(version)
-        self.span.set("weighbridge.lane", self.lane)
+        self.span.set_attribute("weighbridge.lane", self.lane)
 
     def _borrow(self, version: Version) -> None:
         self.lane, self.lane_reason = GRPC, ""
@@ -166,7 +167,7 @@ class PullRun:
             "/weighbridge.v1.WeightService/Pull",
             encoded_parts(request),
             pieces.decoder(weight_service_pb2.PullResponse),
-            (*way.metadata, *self.span.headers),
+            (*way.metadata, *spans.headers(self.span)),
         )
 
     def _check(self, header: checkpoint_service_pb2.StreamHeader) -> None:

@@ -196,17 +196,17 @@ class Pusher:
             "weighbridge.ranks": opening.ranks,
         }
         span = spans.begin("weighbridge.push", said)
-        opening.traceparent = span.traceparent
+        opening.traceparent = spans.traceparent(span)
         try:
             has_slot = self._slot(terms.hold)
             opened, at = self._open(opening)
             # ranks that have no trace of their own are in that of the rank which has opened the version
-            span = span.under(opened.traceparent)
-            span.begin("weighbridge.open", back=True).end()
+            span = spans.moved(span, "weighbridge.push", said, opened.traceparent)
+            spans.within(span, "weighbridge.open", start_time=spans.began(span)).end()
             number = opened.number
-            span.set("weighbridge.version", number)
+            span.set_attribute("weighbridge.version", number)
             header = pb.PushHeader(model=model, number=number, rank=rank, client_id=opening.client_id)
-            with span.child("weighbridge.declare"):
+            with spans.child(span, "weighbridge.declare"):
                 declared, at = self._declare(header, layout, space, terms, at)
                 self._agree(header, terms, partial(push_calls.declare, header, layout, space), at)
             needed = [*declared.assigned, *declared.shared]
@@ -234,7 +234,7 @@ class Pusher:
                 if taken is not None:
                     taken.delivery.release()
                 copying.release()
-                span.fail(error)
+                spans.fail(span, error)
                 span.end()
             # Without this rank the version cannot be completed: do not let the others wait for it. But a rank that
             # belongs to another process is that process's business.
@@ -381,7 +381,8 @@ class Pusher:
             chosen: of the shards that the rank is to push.
             open_source, copying: as for `push`.
         """
-        with stream.span.child("weighbridge.copy", {"weighbridge.bytes": chosen.nbytes}), copying.made():
+        copy = spans.child(stream.span, "weighbridge.copy", {"weighbridge.bytes": chosen.nbytes})
+        with copy, copying.made():
             return self._taken(stream, layout, declared, chosen, open_source)
 
     def _taken(
@@ -436,7 +437,7 @@ class Pusher:
             held_seconds = copying.kept_until(returned) - started
             report.set_result(self._deliver(stream, held_seconds, taken, hold_seal))
         except BaseException as error:  # goes to whoever waits
-            stream.span.fail(error)
+            spans.fail(stream.span, error)
             if hold.policy.warns:
                 log.error(
                     "%s@%d was not pushed; the loop goes on. %s",
@@ -537,8 +538,8 @@ class Pusher:
                 log.warning(_told(stream.header, broken))
             if not hold_seal:
                 stream.seal(taken.replicas)
-            stream.span.set("weighbridge.lane", delivery.lent.lane)
-            stream.span.set("weighbridge.held_seconds", held_seconds)
+            stream.span.set_attribute("weighbridge.lane", delivery.lent.lane)
+            stream.span.set_attribute("weighbridge.held_seconds", held_seconds)
             return PushReport(
                 held_seconds=held_seconds,
                 copy_seconds=taken.seconds,

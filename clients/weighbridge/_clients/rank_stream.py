@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from opentelemetry.trace import Span
+
 from weighbridge._clients.calls import push_calls
 from weighbridge._clients.connection import Connection
 from weighbridge._clients.push_routes import Route, without
@@ -13,7 +15,7 @@ from weighbridge._core.striping import Striping
 from weighbridge._formats.push_counts import PushCounts
 from weighbridge._formats.push_sources import StreamSource
 from weighbridge._formats.tensor_stream import Ranges
-from weighbridge._tracing.span import Span
+from weighbridge._tracing import spans
 from weighbridge._transport import bulk, pieces, rpc
 from weighbridge.errors import ResourceExhausted, WeighbridgeError
 from weighbridge.v1 import checkpoint_service_pb2 as pb
@@ -41,14 +43,14 @@ class RankStream:
 
     def send(self, source: StreamSource, ranges: Ranges) -> None:
         """Stream parts of the rank's bytes to where each belongs; they have arrived when this returns."""
-        with self.span.child("weighbridge.stream"):
+        with spans.child(self.span, "weighbridge.stream"):
             for route in self.routes:
                 self._stream(source, route.within(ranges))
 
     def seal(self, replicas: Sequence[pb.ReplicaChecksum]) -> None:
         """Say that everything was pushed, and what the rank holds of shards that other ranks hold, too."""
         sealing = push_calls.seal(self.header, replicas, nonfinite_elements=self.counts.total)
-        with self.span.child("weighbridge.seal"):
+        with spans.child(self.span, "weighbridge.seal"):
             self.connection.run(sealing, at=self.at)
 
     def _stream(self, source: StreamSource, route: Route) -> None:

@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import threading
 from collections.abc import Mapping
 
-from weighbridge._tracing.span import Tracing
-from weighbridge._tracing.variables import ENDPOINTS
+from opentelemetry import trace
+
+from weighbridge._tracing.exporting import ENDPOINTS, exporting
+from weighbridge._version import VERSION
 from weighbridge.errors import FailedPrecondition
 
 log = logging.getLogger(__name__)
 
-_FIX = "pip install 'weighbridge[tracing]'"
+_NONE = (trace.ProxyTracerProvider, trace.NoOpTracerProvider)
+"""Providers of an application that has not set up OpenTelemetry."""
 
 
 def wanted(environment: Mapping[str, str]) -> bool:
@@ -35,25 +37,34 @@ def wanted(environment: Mapping[str, str]) -> bool:
 class Settings:
     """Whether tracing is on in this process. Thread-safe.
 
+    Args:
+        own: makes spans whatever the application and the environment say.
+
     Attributes:
         service: name of this process in traces, unless the environment has another one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, own: trace.TracerProvider | None = None) -> None:
         self.service = "weighbridge-client"
         self._lock = threading.Lock()
-        self._on: Tracing | None = None
-        self._asked = False
+        self._own = own
+        self._asked = own is not None
+        self._tracer: trace.Tracer | None = None
 
-    def tracing(self) -> Tracing | None:
-        """What makes spans; None where tracing is off, at the cost of two look-ups."""
-        if self._on is None:
-            if not self._asked:
-                self._ask_environment()
-            # an application that has imported it may set it up at any time
-            elif "opentelemetry.sdk.trace" in sys.modules:
-                self._use_applications()
-        return self._on
+    @property
+    def provider(self) -> trace.TracerProvider | None:
+        """Makers of tracers of this process; None where tracing is off."""
+        if not self._asked:
+            self._ask_environment()
+        found = self._own or trace.get_tracer_provider()
+        return None if isinstance(found, _NONE) else found
+
+    def tracer(self) -> trace.Tracer | None:
+        """Maker of spans; None where tracing is off."""
+        provider = self.provider
+        if provider is not None and self._tracer is None:
+            self._tracer = provider.get_tracer("weighbridge", VERSION)
+        return self._tracer
 
     def enable(self, endpoint: str = "") -> None:
         """Send spans of this process to a collector. Nothing happens if they are sent already.
@@ -66,31 +77,23 @@ class Settings:
             InvalidArgument: that is no address, or there is no such protocol.
         """
         with self._lock:
-            if self._on is not None:
+            if self._own is not None:
                 return
             try:
-                from weighbridge._tracing.opentelemetry import exporting
+                self._own, self._tracer = exporting(self.service, endpoint), None
             except ImportError as error:
                 raise FailedPrecondition(
-                    f"traces need {error.name}, which is not installed", fix=_FIX
+                    f"traces need {error.name}, which is not installed",
+                    fix="pip install 'weighbridge[tracing]'",
                 ) from error
-            self._on = exporting(self.service, endpoint)
 
     def _ask_environment(self) -> None:
-        if "opentelemetry.sdk.trace" in sys.modules:
-            self._use_applications()
         self._asked = True
-        if self._on is None and wanted(os.environ):
+        if isinstance(trace.get_tracer_provider(), _NONE) and wanted(os.environ):
             try:
                 self.enable()
             except Exception as error:  # whichever: no push fails for want of a trace
                 log.warning("there will be no traces: %s", error)
-
-    def _use_applications(self) -> None:
-        from weighbridge._tracing.opentelemetry import of_application
-
-        with self._lock:
-            self._on = self._on or of_application()
 
 
 OF_PROCESS = Settings()

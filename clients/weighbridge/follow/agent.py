@@ -240,19 +240,19 @@ class Follower:
         prepared, pause, problem = Prepared(0, 0.0), 0.0, ""
         said: dict[str, str | int] = {"weighbridge.model": self._model, "weighbridge.version": number}
         with spans.span("weighbridge.update", said, origin=traceparent) as span:
-            self._say(state=ENGINE_UPDATING, target=number, traceparent=span.traceparent)
+            self._say(state=ENGINE_UPDATING, target=number, traceparent=spans.traceparent(span))
             try:
-                with span.child("weighbridge.prepare"):
+                with spans.child(span, "weighbridge.prepare"):
                     self._engine.connect()
                     prepared = self._engine.prepare(number)
                 started = time.monotonic()
-                with span.child("weighbridge.apply"):
+                with spans.child(span, "weighbridge.apply"):
                     (problem,) = apply_prepared([self._engine], number, label(self._model, number))
                 pause = time.monotonic() - started
             except WeighbridgeError as error:
                 problem = str(error)
             if problem:
-                span.fail(EngineFailed(problem))
+                spans.fail(span, EngineFailed(problem))
         if problem:
             quietly(self._engine.discard)
         serving = quietly(self._serving)

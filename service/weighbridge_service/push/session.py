@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from weighbridge._core.resources import why_held
+from weighbridge._tracing import spans
 from weighbridge.errors import (
     FailedPrecondition,
     LayoutError,
@@ -286,7 +287,7 @@ class PushSession:
         with self._observer.carrying_out(effect) as span:
             answer = self._runner.run(effect, self._state, self)
             if isinstance(answer, on.EffectFailed):
-                span.fail(answer.error)
+                spans.fail(span, answer.error)
         if answer is not None:
             self.post(answer)
         try:

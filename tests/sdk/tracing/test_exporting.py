@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from weighbridge._tracing.opentelemetry import exporting
+from weighbridge._tracing.exporting import exporting
 from weighbridge.errors import InvalidArgument
 
 
@@ -18,11 +18,12 @@ from weighbridge.errors import InvalidArgument
 def test_a_collector_that_never_answers_takes_neither_memory_nor_the_end_of_the_process() -> None:
     script = """
 import sys, time
-from weighbridge._tracing.opentelemetry import exporting
-tracing = exporting("trainer", sys.argv[1])
+from weighbridge._tracing.exporting import exporting
+provider = exporting("trainer", sys.argv[1])
+tracer = provider.get_tracer("weighbridge")
 for number in range(20_000):
-    tracing.begin("push", {"number": number}, "").end()
-(processor,) = tracing.provider._active_span_processor._span_processors
+    tracer.start_span("push", attributes={"number": number}).end()
+(processor,) = provider._active_span_processor._span_processors
 assert len(processor._batch_processor._queue) <= 64
 print(time.monotonic(), flush=True)
 """

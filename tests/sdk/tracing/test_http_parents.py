@@ -8,7 +8,7 @@ import pytest
 from opentelemetry import trace
 from opentelemetry.baggage import get_all
 
-from weighbridge._tracing.http_parents import TraceParents
+from weighbridge._tracing.traceparent import TraceParents
 
 READERS = ("opentelemetry", "weighbridge._tracing")
 GOOD = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"

@@ -9,12 +9,12 @@ import sys
 import pytest
 from opentelemetry import trace
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
+from opentelemetry.trace import INVALID_SPAN
 
 from tests.support.traced import Traced, ids, turn_on
 from weighbridge._tracing import spans
+from weighbridge._tracing.exporting import ENDPOINTS
 from weighbridge._tracing.settings import Settings, wanted
-from weighbridge._tracing.span import Span
-from weighbridge._tracing.variables import ENDPOINTS
 from weighbridge.errors import VersionFailed
 
 PUSH = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
@@ -49,9 +49,9 @@ def test_a_rank_that_comes_later_is_in_the_trace_of_the_push_from_its_own_beginn
     traced: Traced,
 ) -> None:
     begun = spans.begin("push", {"rank": 3})
-    span = begun.under(PUSH)
-    span.set("version", 17)
-    span.begin("open", back=True).end()
+    span = spans.moved(begun, "push", {"rank": 3}, PUSH)
+    span.set_attribute("version", 17)
+    spans.within(span, "open", start_time=spans.began(span)).end()
     span.end()
     ended = traced.ended()
     assert {*ended} == {"push", "open"}, "the trace that it had begun is not told"
@@ -63,7 +63,7 @@ def test_a_rank_that_comes_later_is_in_the_trace_of_the_push_from_its_own_beginn
 
 def test_a_rank_of_an_application_that_traces_stays_in_its_trace_and_links(traced: Traced) -> None:
     with traced.tracer.start_as_current_span("step") as step:
-        spans.begin("push").under(PUSH).end()
+        spans.moved(spans.begin("push"), "push", {}, PUSH).end()
     push = traced.ended()["push"]
     assert ids(push)[0] == step.get_span_context().trace_id
     assert [link.context.trace_id for link in push.links] == [TRACE]
@@ -71,8 +71,8 @@ def test_a_rank_of_an_application_that_traces_stays_in_its_trace_and_links(trace
 
 def test_the_rank_that_opens_the_version_stays_the_root(traced: Traced) -> None:
     span = spans.begin("push")
-    assert span.under(span.traceparent) is span
-    assert span.under("") is span
+    assert spans.moved(span, "push", {}, spans.traceparent(span)) is span
+    assert spans.moved(span, "push", {}, "") is span
     span.end()
     assert ids(traced.ended()["push"])[1] is None
 
@@ -81,7 +81,7 @@ def test_what_is_not_sampled_says_nothing_to_others(monkeypatch: pytest.MonkeyPa
     found = Traced(ALWAYS_OFF)
     turn_on(monkeypatch, found)
     with spans.span("push") as span:
-        assert span.traceparent == ""
+        assert spans.traceparent(span) == ""
         assert spans.headers() == ()
     with spans.span("update", origin=PUSH):  # the push is sampled: so is what it has led to
         assert spans.headers()[0][0] == "traceparent"
@@ -89,7 +89,7 @@ def test_what_is_not_sampled_says_nothing_to_others(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_failure_is_told_by_its_kind_alone(traced: Traced) -> None:
-    with pytest.raises(VersionFailed), spans.span("push") as span, span.child("seal"):
+    with pytest.raises(VersionFailed), spans.span("push") as span, spans.child(span, "seal"):
         raise VersionFailed("https://bucket/weights?X-Amz-Signature=secret")
     for each in traced.ended().values():
         assert each.status.status_code is trace.StatusCode.ERROR
@@ -99,8 +99,8 @@ def test_a_failure_is_told_by_its_kind_alone(traced: Traced) -> None:
 
 def test_a_call_is_answered_in_its_callers_trace_and_in_none_of_its_own(traced: Traced) -> None:
     with traced.tracer.start_as_current_span("whatever the thread is at"):
-        spans.answering("Service/Method", {"rpc.system": "grpc"}, PUSH).end()
-        spans.answering("Service/Other", {}, "").end()
+        spans.continuing("Service/Method", {"rpc.system": "grpc"}, PUSH, trace.SpanKind.SERVER).end()
+        spans.continuing("Service/Other", {}, "", trace.SpanKind.SERVER).end()
     ended = traced.ended()
     assert ids(ended["Service/Method"]) == (TRACE, ID)
     assert ended["Service/Method"].kind is trace.SpanKind.SERVER
@@ -129,26 +129,25 @@ def test_where_tracing_is_off_there_is_one_span_that_does_nothing(monkeypatch: p
     monkeypatch.setattr(spans, "OF_PROCESS", off)
     for name in ENDPOINTS:
         monkeypatch.delenv(name, raising=False)
-    assert spans.begin("push") is spans.OFF
-    assert type(spans.OFF) is Span
-    with spans.span("update", origin=PUSH) as span, span.child("prepare") as child:
-        assert span is child is spans.OFF
-        assert spans.headers() == span.headers == ()
-        assert span.under(PUSH).traceparent == ""
+    assert spans.begin("push") is INVALID_SPAN
+    with spans.span("update", origin=PUSH) as span, spans.child(span, "prepare") as child:
+        assert span is child is INVALID_SPAN
+        assert spans.headers() == spans.headers(span) == ()
+        assert spans.moved(span, "update", {}, PUSH) is span
 
 
 @pytest.mark.process
 def test_an_application_that_sets_up_opentelemetry_late_is_traced_by_its_own_provider() -> None:
     script = """
-from weighbridge._tracing import spans
-assert spans.begin("push") is spans.OFF
 from opentelemetry import trace
+from weighbridge._tracing import spans
+assert spans.begin("push") is trace.INVALID_SPAN
 from opentelemetry.sdk.trace import TracerProvider
-assert spans.begin("push") is spans.OFF
+assert spans.begin("push") is trace.INVALID_SPAN
 trace.set_tracer_provider(TracerProvider())
 span = spans.begin("push")
-assert span.traceparent, span
-assert span.recorded.resource is trace.get_tracer_provider().resource
+assert spans.traceparent(span), span
+assert span.resource is trace.get_tracer_provider().resource
 """
     clean = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")}
     subprocess.run([sys.executable, "-c", script], env=clean, check=True, timeout=60)

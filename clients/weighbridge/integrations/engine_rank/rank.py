@@ -183,24 +183,25 @@ class EngineRank:
         Raises:
             RanksFailed: says what went wrong on which ranks, and which version the engine has. `errors` is there if nothing was touched.
         """
+        name = "weighbridge.rank_update"
         said = {"weighbridge.version": number, "weighbridge.rank": self.engine.ranks.rank}
-        span = spans.begin("weighbridge.rank_update", said)
+        span = spans.begin(name, said)
         had = self.held
         self._say(state=ENGINE_UPDATING, target=number, traceparent="")
         try:
             self._prepare_and_wait(number, source)
             version = cast("Preparation", self._preparation).update.version
-            span.set("weighbridge.model", version.model)
-            span = span.under(version.traceparent)
-            self._say(state=ENGINE_UPDATING, target=number, traceparent=span.traceparent)
+            span = spans.moved(span, name, said, version.traceparent)
+            span.set_attribute("weighbridge.model", version.model)
+            self._say(state=ENGINE_UPDATING, target=number, traceparent=spans.traceparent(span))
             try:
-                with span.child("weighbridge.fill"):
+                with spans.child(span, "weighbridge.fill"):
                     self._fill(f"version {number} could not be applied")
             except RanksFailed as error:
                 self._go_back(had, number, error)
         except WeighbridgeError as error:
-            span.fail(error)
-            self._say(state=ENGINE_FAILING, error=str(error), traceparent=span.traceparent)
+            spans.fail(span, error)
+            self._say(state=ENGINE_FAILING, error=str(error), traceparent=spans.traceparent(span))
             raise
         finally:
             span.end()

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from google.protobuf.descriptor import MethodDescriptor
 from grpc import StatusCode
+from opentelemetry.trace import INVALID_SPAN, Span, SpanKind
 
 from weighbridge._tracing import spans
-from weighbridge._tracing.span import Span
 from weighbridge._tracing.traceparent import in_metadata
 from weighbridge._transport.credentials import AUTHORIZATION
 from weighbridge._transport.rpc import ACCEPTED
@@ -71,7 +71,7 @@ class Call:
         self.evidence = None if access.open else _evidence(context)
         self.peer = Peer.of_grpc(context.peer(), self._identity())
         self._begun = self._stood = time.monotonic()
-        self.span = Span()
+        self.span: Span = INVALID_SPAN
         self.named: tuple[tuple[str, str], ...] = ()
         self.noted: dict[str, Any] = {}
         self.refusal: grpc.Status | None = None
@@ -92,11 +92,11 @@ class Call:
         if traceparent and not self.peer.identity.problem:
             service = method.containing_service.full_name
             said = {"rpc.system": "grpc", "rpc.service": service, "rpc.method": method.name}
-            self.span = spans.answering(f"{service}/{method.name}", said, traceparent)
+            self.span = spans.continuing(f"{service}/{method.name}", said, traceparent, SpanKind.SERVER)
 
     def end_span(self, code: str) -> None:
         """End it, with the call's status."""
-        self.span.set("rpc.grpc.status_code", StatusCode[code].value[0])
+        self.span.set_attribute("rpc.grpc.status_code", StatusCode[code].value[0])
         self.span.end()
 
     def patience(self, without: float) -> float:

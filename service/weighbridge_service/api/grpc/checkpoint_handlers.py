@@ -12,7 +12,7 @@ from weighbridge._core import dtypes
 from weighbridge._core.megatron_rank import MegatronRank
 from weighbridge._core.resources import Version
 from weighbridge._core.tensor_spaces import TensorSpace
-from weighbridge._tracing.traceparent import canonical
+from weighbridge._tracing.traceparent import canonical, parse
 from weighbridge._transport import pieces, wire
 from weighbridge.errors import InvalidArgument
 from weighbridge.v1 import checkpoint_service_pb2
@@ -57,7 +57,7 @@ class CheckpointHandlers:
                 allow_nonfinite=request.allow_nonfinite,
                 metadata=wire.metadata_from_proto(request.metadata),
                 cast_from=frozenset(dtypes.from_safetensors(name).name for name in request.cast_from),
-                traceparent=canonical(request.traceparent),
+                traceparent=canonical(parse(request.traceparent)),
             ),
             by=call.peer,
             at_least=request.at_least,

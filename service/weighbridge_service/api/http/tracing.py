@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastapi import FastAPI
+from opentelemetry.trace import Span
 
 from weighbridge._tracing.settings import OF_PROCESS
-
-if TYPE_CHECKING:
-    from opentelemetry.trace import Span
+from weighbridge._tracing.traceparent import TraceParents
 
 _UNTRACED = "/livez,/readyz,/metrics,/events"
 """Probes and scrapes come every few seconds, and streams of events last as long as their readers."""
@@ -21,28 +20,24 @@ _LONGEST = 256
 
 def trace_requests(app: FastAPI) -> None:
     """Trace the requests of an application from now on: each in its caller's trace, or in one of its own."""
-    if OF_PROCESS.tracing() is None:
+    provider = OF_PROCESS.provider
+    if provider is None:
         return
     from opentelemetry.instrumentation.fastapi import FastAPIInstrumentor
     from opentelemetry.metrics import NoOpMeterProvider
     from opentelemetry.propagate import set_global_textmap
 
-    from weighbridge._tracing.http_parents import TraceParents
-    from weighbridge._tracing.opentelemetry import OpenTelemetry
-
-    tracing = OF_PROCESS.tracing()
-    if isinstance(tracing, OpenTelemetry):
-        set_global_textmap(TraceParents())  # the instrumentation takes none of its own
-        FastAPIInstrumentor.instrument_app(
-            app,
-            server_request_hook=_bounded,
-            tracer_provider=tracing.provider,
-            meter_provider=NoOpMeterProvider(),
-            excluded_urls=_UNTRACED,
-            exclude_spans=["receive", "send"],
-            # of headers that somebody asks for by OpenTelemetry's variables, those that let a caller in are left out
-            http_capture_headers_sanitize_fields=["authorization", "cookie", "set-cookie", "location"],
-        )
+    set_global_textmap(TraceParents())  # the instrumentation takes none of its own
+    FastAPIInstrumentor.instrument_app(
+        app,
+        server_request_hook=_bounded,
+        tracer_provider=provider,
+        meter_provider=NoOpMeterProvider(),
+        excluded_urls=_UNTRACED,
+        exclude_spans=["receive", "send"],
+        # of headers that somebody asks for by OpenTelemetry's variables, those that let a caller in are left out
+        http_capture_headers_sanitize_fields=["authorization", "cookie", "set-cookie", "location"],
+    )
 
 
 def _bounded(span: Span, scope: Mapping[str, Any]) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-from weighbridge._tracing.span import Span
+from opentelemetry.trace import Span
+
 from weighbridge_service.push.machine import effects as do
 from weighbridge_service.push.machine import events as on
 from weighbridge_service.push.machine.phases import FINAL, Phase

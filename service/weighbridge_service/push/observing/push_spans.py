@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from opentelemetry.trace import INVALID_SPAN, Span
+
 from weighbridge._tracing import spans
-from weighbridge._tracing.span import Span
 from weighbridge.errors import WeighbridgeError
 from weighbridge_service.push.machine import effects as do
 from weighbridge_service.push.machine.phases import FINAL, INCOMPLETE, VISIBLE, Phase
@@ -47,10 +48,11 @@ class PushSpans:
         """An effect is carried out for as long as the block runs."""
         period = self._period
         if not effect.SPAN or period is None:
-            yield spans.OFF
+            yield INVALID_SPAN
             return
         file = getattr(effect, "file", "")
-        with period.child(f"weighbridge.{effect.SPAN}", {"weighbridge.file": file} if file else {}) as span:
+        attributes = {"weighbridge.file": file} if file else None
+        with spans.child(period, f"weighbridge.{effect.SPAN}", attributes) as span:
             yield span
 
     @property
@@ -68,7 +70,7 @@ class PushSpans:
         for name in [name for name, phases in _PERIODS if phase not in phases and name in self._open]:
             span = self._open.pop(name)
             if error is not None:
-                span.fail(error)
+                spans.fail(span, error)
             span.end()
         opened = state.opened
         said: dict[str, str | int] = {
@@ -82,7 +84,7 @@ class PushSpans:
                 self._open[name] = (
                     spans.continuing(f"weighbridge.{name}", said, self._traced)
                     if outer is None
-                    else outer.begin(f"weighbridge.{name}")
+                    else spans.within(outer, f"weighbridge.{name}")
                 )
 
 

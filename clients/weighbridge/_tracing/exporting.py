@@ -1,0 +1,87 @@
+"""Exporting of spans by OpenTelemetry's SDK, which is of the extra ``tracing`` and imported where spans are exported."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from weighbridge.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SpanExporter
+
+ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+"""Variables that say where spans go; the first that is set counts."""
+_GRPC, _HTTP = "grpc", "http/protobuf"
+_PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+"""Variables that say how spans go; the first that is set counts."""
+_EXIT_SECONDS = 2.0
+"""How long a process that ends waits for a collector that does not answer."""
+
+
+def exporting(service: str, endpoint: str) -> TracerProvider:
+    """A provider that sends spans to a collector; that of the application, if it sets one up, is left alone.
+
+    Spans are sent by a thread, in batches; those that a collector does not take in time are dropped.
+
+    Args:
+        service: name of the process, unless the environment has another one.
+        endpoint: the collector's OTLP address; empty for what the environment says.
+
+    Raises:
+        ImportError: packages of the extra are missing.
+        InvalidArgument: that is no address, or there is no such protocol.
+    """
+    from opentelemetry.sdk.resources import SERVICE_NAME, Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    named = os.environ.get("OTEL_SERVICE_NAME") or "service.name=" in os.environ.get(
+        "OTEL_RESOURCE_ATTRIBUTES", ""
+    )
+    resource = Resource.create({} if named else {SERVICE_NAME: service})
+    provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+    provider.add_span_processor(BatchSpanProcessor(_exporter(endpoint)))
+
+    def end() -> None:
+        ending = threading.Thread(target=provider.shutdown, name="traces-end", daemon=True)
+        ending.start()
+        ending.join(_EXIT_SECONDS)
+
+    atexit.register(end)
+    return provider
+
+
+def _exporter(endpoint: str) -> SpanExporter:
+    from opentelemetry.sdk.trace.export import ConsoleSpanExporter
+
+    if not endpoint and os.environ.get("OTEL_TRACES_EXPORTER", "").strip().lower() == "console":
+        return ConsoleSpanExporter()
+    protocol = next((found for name in _PROTOCOLS if (found := os.environ.get(name, "").strip())), _GRPC)
+    if protocol not in (_GRPC, _HTTP):
+        raise InvalidArgument(
+            f"OTLP goes by {_GRPC} or {_HTTP}, not by {protocol[:40]!r}",
+            fix=f"set {_PROTOCOLS[1]} to one of these",
+        )
+    if endpoint and (urlsplit(endpoint).scheme not in ("http", "https") or not urlsplit(endpoint).hostname):
+        raise InvalidArgument(
+            f"{endpoint.rpartition('@')[2][:80]!r} is no URL of a collector",
+            fix="as in http://127.0.0.1:4317",
+        )
+    # gRPC has no use for one, and OpenTelemetry writes the address into the log
+    if protocol == _GRPC and "@" in (endpoint or next(filter(None, map(os.environ.get, ENDPOINTS)), "")):
+        raise InvalidArgument(
+            "the address of the collector has a name or a password in it, which gRPC does not send",
+            fix="set OTEL_EXPORTER_OTLP_HEADERS",
+        )
+    if protocol == _HTTP:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as ByHttp
+
+        return ByHttp(endpoint=f"{endpoint.rstrip('/')}/v1/traces") if endpoint else ByHttp()
+    from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as ByGrpc
+
+    return ByGrpc(endpoint=endpoint or None)
