@@ -63,7 +63,7 @@ def main(job: Job) -> dict[str, list[float]]:
 
     torch.set_num_threads(max(len(os.sched_getaffinity(0)) // job.ranks, 1))
     os.environ["VLLM_DIST_IDENT"] = os.path.basename(job.meeting)  # as vLLM's CPU worker does
-    settings = Settings(job.model, "1", job.server, job.lane)
+    settings = Settings(job.model, job.server, job.lane, version="1")
     config = EngineArgs(
         model=job.folder,
         skip_tokenizer_init=True,

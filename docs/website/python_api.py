@@ -104,7 +104,7 @@ PAGES: Mapping[str, Page] = {
             "AReaL": _public("integrations.areal.trainer.WeighbridgePPOTrainer"),
             "A framework of your own": _public(
                 "integrations.weight_updates.Update", "integrations.weight_updates.UpdateSender",
-                "integrations.weight_updates.UpdateReceiver",
+                "integrations.weight_updates.UpdateReceiver", "integrations.weight_updates.UpdateSettings",
             ),
             "An engine of your own": _public(
                 "integrations.engine_rank.model.EngineModel", "integrations.engine_rank.rank.EngineRank",

@@ -21,12 +21,8 @@ def config(**fields: Any) -> SimpleNamespace:
 def test_settings_are_those_of_the_environment_and_go_on_to_workers(tmp_path: Path) -> None:
     said = {"WEIGHBRIDGE_MODEL": "acme/policy", "WEIGHBRIDGE_SERVER": "10.0.0.1:50051"}
     settings = Settings.of(config(path=str(tmp_path)), said)
-    assert (settings.source.model, settings.source.server, settings.run) == (
-        "acme/policy",
-        "10.0.0.1:50051",
-        "gsm8k/t1",
-    )
-    assert settings.hf_dir() == tmp_path
+    assert (settings.model, settings.server, settings.run) == ("acme/policy", "10.0.0.1:50051", "gsm8k/t1")
+    assert settings.folder() == tmp_path
     worker = {"WEIGHBRIDGE_SERVER": "here:50051"}
     settings.hand_on(worker)
     assert worker == {

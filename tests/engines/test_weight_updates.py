@@ -25,9 +25,14 @@ from weighbridge import (
     VersionFailed,
 )
 from weighbridge.integrations import weight_updates
-from weighbridge.integrations.engine_rank.source import ModelSource
 from weighbridge.integrations.trl import WeighbridgeTransfer
-from weighbridge.integrations.weight_updates import TICKET, Update, UpdateReceiver, UpdateSender
+from weighbridge.integrations.weight_updates import (
+    TICKET,
+    Update,
+    UpdateReceiver,
+    UpdateSender,
+    UpdateSettings,
+)
 
 MODEL = "tests/updates"
 CPU = torch.device("cpu")
@@ -41,26 +46,26 @@ def weights() -> Weights:
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelSource]:
+def source(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UpdateSettings]:
     folder = tmp_path_factory.mktemp("updates")
     tiny_config("qwen3", tied=False).save_pretrained(folder / "hf")
     with running_service(folder / "store") as running:
-        source = ModelSource(MODEL, running.address, retry_seconds=5.0)
+        source = UpdateSettings(
+            MODEL, running.address, retry_seconds=5.0, run="tests", hf_dir=folder / "hf", dtype="fp32"
+        )
         for _ in range(2):  # whoever starts first
-            sender(source).register(folder / "hf", "fp32")
+            UpdateSender(source).register()
         yield source
 
 
-def sender(source: ModelSource) -> UpdateSender:
-    return UpdateSender(source, run="tests", cast="allow")
-
-
-def send(source: ModelSource, update: Update, of_ranks: list[Weights], step: int | None = None) -> list[str]:
+def send(
+    source: UpdateSettings, update: Update, of_ranks: list[Weights], step: int | None = None
+) -> list[str]:
     """What each rank raises."""
 
     def of(rank: int) -> str:
         try:
-            handle = sender(source).send(
+            handle = UpdateSender(source).send(
                 update, of_ranks[rank], step=step, rank=rank, ranks=RANKS, buffer_bytes=1 << 21
             )
             handle.wait("ready", timeout=60)
@@ -72,7 +77,7 @@ def send(source: ModelSource, update: Update, of_ranks: list[Weights], step: int
         return list(pool.map(of, range(RANKS)))
 
 
-async def received(source: ModelSource, update: Update, within: float = 60) -> dict[str, Tensor]:
+async def received(source: UpdateSettings, update: Update, within: float = 60) -> dict[str, Tensor]:
     receiver = UpdateReceiver(source, timeout=within)
     return {name: tensor.clone() async for name, tensor in receiver.receive(update, CPU, lambda: False)}
 
@@ -88,7 +93,7 @@ def test_what_ranks_gather_together_is_taken_to_the_end_if_the_training_step_can
 
 
 def test_workers_that_wait_get_the_update_that_they_were_told_of(
-    source: ModelSource, weights: Weights
+    source: UpdateSettings, weights: Weights
 ) -> None:
     updates = [Update.new() for _ in range(3)]
 
@@ -106,7 +111,9 @@ def test_workers_that_wait_get_the_update_that_they_were_told_of(
     assert all(torch.equal(newest[name], tensor) for name, tensor in weights)
 
 
-def test_workers_are_told_why_an_update_fails_and_get_nothing(source: ModelSource, weights: Weights) -> None:
+def test_workers_are_told_why_an_update_fails_and_get_nothing(
+    source: UpdateSettings, weights: Weights
+) -> None:
     update = Update.new()
     short = weights[:-1]
 
@@ -120,25 +127,25 @@ def test_workers_are_told_why_an_update_fails_and_get_nothing(source: ModelSourc
     assert all(weights[-1][0] in said for said in asyncio.run(main()))
 
 
-def test_ranks_wait_for_the_one_that_registers_the_model(source: ModelSource, tmp_path: Path) -> None:
+def test_ranks_wait_for_the_one_that_registers_the_model(source: UpdateSettings, tmp_path: Path) -> None:
     other = replace(source, model="tests/later")
     with pytest.raises(NotFound, match="tests/later"):
-        sender(other).wait_registered(0.1)
+        UpdateSender(other).wait_registered(0.1)
     tiny_config("qwen3", tied=False).save_pretrained(tmp_path)
     with ThreadPoolExecutor() as pool:
-        waiting = pool.submit(sender(other).wait_registered, 60)
-        sender(other).register(tmp_path, "fp32")
+        waiting = pool.submit(UpdateSender(other).wait_registered, 60)
+        UpdateSender(replace(other, hf_dir=tmp_path)).register()
         waiting.result(60)
 
 
-def test_workers_do_not_wait_for_ranks_that_never_come(source: ModelSource) -> None:
+def test_workers_do_not_wait_for_ranks_that_never_come(source: UpdateSettings) -> None:
     with pytest.raises(DeadlineExceeded, match=f"have not begun to push {MODEL} within 0.2 s"):
         asyncio.run(received(source, Update.new(), within=0.2))
 
 
 @pytest.mark.parametrize("found", [False, True])
 def test_an_update_that_is_superseded_is_waited_for_no_longer(
-    source: ModelSource, weights: Weights, found: bool, monkeypatch: pytest.MonkeyPatch
+    source: UpdateSettings, weights: Weights, found: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(weight_updates, "_LOOK_SECONDS", 0.2)
     update, newer = Update.new(), asyncio.Event()
@@ -155,7 +162,7 @@ def test_an_update_that_is_superseded_is_waited_for_no_longer(
         waiting = asyncio.ensure_future(anext(receiving))
         if found:  # one rank has come, and the other one never does
             coming = asyncio.to_thread(
-                sender(source).send, update, weights, step=1, rank=0, ranks=RANKS, buffer_bytes=1 << 21
+                UpdateSender(source).send, update, weights, step=1, rank=0, ranks=RANKS, buffer_bytes=1 << 21
             )
             alone = asyncio.ensure_future(coming)
             await asyncio.to_thread(eventually, begun)

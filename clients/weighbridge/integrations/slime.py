@@ -10,7 +10,7 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -21,15 +21,13 @@ import torch.distributed as dist
 
 from weighbridge._clients.push_handle import PushHandle
 from weighbridge._core.resources import Version, VersionState
-from weighbridge._core.text.suggestions import did_you_mean
 from weighbridge._trainers.states.megatron_chunks import sharded_chunks
-from weighbridge._trainers.trainer import TrainerClient
 from weighbridge._transport.addresses import Addresses
 from weighbridge.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, NotFound
 from weighbridge.follow.sglang import PAUSE_MODES, SglangServer
 from weighbridge.follow.updates import update
 from weighbridge.integrations.engine_rank.agreement import ProcessGroup, RanksFailed, exchange
-from weighbridge.integrations.weight_updates import TICKET, Update
+from weighbridge.integrations.weight_updates import TICKET, Update, UpdateSettings
 
 NAME = "weighbridge"
 """Of the argument that has the settings."""
@@ -68,34 +66,18 @@ def init(args: Namespace) -> None:
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What a file of ``--custom-config-path`` has under ``weighbridge``.
+class Settings(UpdateSettings):
+    """What a file of ``--custom-config-path`` has under ``weighbridge``. The folder is by default that of ``--hf-checkpoint``.
 
     Attributes:
-        model: ``namespace/name``.
-        server: ``host:port`` of the service's gRPC face; by default ``WEIGHBRIDGE_SERVER``, or 127.0.0.1:50051.
-        engine_server: how engines reach the service, if not as trainers do.
-        hf_dir: folder with ``config.json`` and the tokenizer, by which the model is registered if it is not; by default ``--hf-checkpoint``.
-        dtype: that it is registered with, such as ``bf16``; by default what the folder says.
-        run: name of the training run; part of the versions' lineage.
         pause_mode: what happens to requests under way, as for `SglangServer`; by default Miles's ``--pause-generation-mode``, or ``abort``,
             as slime does.
-        lane: how weights travel: ``grpc``, ``local`` or ``auto``.
-        retry_seconds: how long to keep trying when the service cannot be reached.
         timeout_seconds: of each call of an engine; for its fetching a version, of all of it.
         push_timeout_seconds: within which all ranks' shards must have arrived; by default less than the 30 minutes after which gloo's ranks
             give up waiting for each other.
     """
 
-    model: str
-    server: str | None = None
-    engine_server: str | None = None
-    hf_dir: str = ""
-    dtype: str = ""
-    run: str = "default"
     pause_mode: str = "abort"
-    lane: str | None = None
-    retry_seconds: float = 60.0
     timeout_seconds: float = 600.0
     push_timeout_seconds: float = 1500.0
 
@@ -110,7 +92,7 @@ class Settings:
         """Read slime's or Miles's arguments.
 
         Raises:
-            InvalidArgument: there are no settings, one does not exist, or there is no such way to pause.
+            InvalidArgument: there are no settings, one does not exist or is of another type, or there is no such way to pause.
         """
         said = getattr(args, NAME, None)
         if not isinstance(said, Mapping) or "model" not in said:
@@ -118,15 +100,11 @@ class Settings:
                 f"the arguments have no {NAME}.model",
                 fix=f"put '{NAME}: {{model: acme/policy, server: 10.0.0.1:50051}}' into a file, and name it by --custom-config-path",
             )
-        known = [field.name for field in fields(Settings)]
-        for name in said:
-            if name not in known:
-                raise InvalidArgument(f"{NAME} has no setting {name!r}{did_you_mean(str(name), known)}")
         defaults = {
             "hf_dir": getattr(args, "hf_checkpoint", ""),
             "pause_mode": getattr(args, "pause_generation_mode", "abort"),
         }
-        return Settings(**{**defaults, **said})
+        return Settings.read({**defaults, **said}, NAME)
 
 
 class WeighbridgeUpdater:
@@ -173,12 +151,7 @@ class WeighbridgeUpdater:
         self._settings = Settings.of(args)
         self._model = model
         self._group = group
-        self._client = TrainerClient(
-            self._settings.server,
-            run=self._settings.run,
-            lane=self._settings.lane,
-            retry_seconds=self._settings.retry_seconds,
-        )
+        self._client = self._settings.trainer()
         self._handles: Sequence[Any] | None = None
         self._servers: dict[str, SglangServer] | None = None
         self._fresh = False
@@ -249,7 +222,7 @@ class WeighbridgeUpdater:
             self._client.model(settings.model)
         except NotFound:  # or the first rank is registering it
             if dist.get_rank(self._group()) == 0:
-                self._client.register_model(settings.model, settings.hf_dir, dtype=settings.dtype)
+                self._client.register_model(settings.model, settings.hf_dir or "", dtype=settings.dtype)
         return Update.new().ticket
 
     def _weights(self) -> dict[str, Any]:
@@ -266,6 +239,7 @@ class WeighbridgeUpdater:
             step=self.weight_version,
             rank=ranks.rank,
             world_size=ranks.size,
+            cast=self._settings.cast,
             request_id=ticket,
             metadata={TICKET: ticket},
         )
@@ -311,7 +285,7 @@ class WeighbridgeUpdater:
         settings = self._settings
         return SglangServer(
             url,
-            str(Addresses.of(settings.engine_server or settings.server)),
+            str(Addresses.of(settings.of_engines.server)),
             settings.model,
             lane=settings.lane,
             pause_mode=settings.pause_mode,

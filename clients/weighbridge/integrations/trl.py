@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import cached_property
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from weighbridge._clients.push_handle import PushHandle
 from weighbridge._core.resources import VersionState
@@ -16,8 +15,7 @@ from weighbridge._transport.addresses import Addresses
 from weighbridge.follow.status import label
 from weighbridge.follow.updates import Updated, update
 from weighbridge.follow.vllm import PauseMode, VllmServer
-from weighbridge.integrations.engine_rank.source import ModelSource
-from weighbridge.integrations.weight_updates import Update, UpdateSender, taken_to_the_end
+from weighbridge.integrations.weight_updates import Update, UpdateSender, UpdateSettings, taken_to_the_end
 
 if TYPE_CHECKING:
     import torch
@@ -34,24 +32,18 @@ class WeighbridgeTransfer:
         model: ``namespace/name``.
         urls: of the vLLM server, as ``vllm_server_base_url``; of several; or none, if agents beside them follow ``live``.
         server: ``host:port`` of the service's gRPC face; by default ``WEIGHBRIDGE_SERVER``, or 127.0.0.1:50051.
-        hf_dir: folder with ``config.json`` and the tokenizer, by which the model is registered; not needed if it is registered.
-        dtype: that it is registered with, such as ``bf16``; by default what the folder says.
-        run: name of the training run; part of the versions' lineage.
         step: gives a version its step, as ``lambda: trainer.state.global_step``; by default how many were sent.
-        cast: which casts to the registered dtype a push may make, as for `TrainerClient.push_state_dict`.
-        lane: how weights travel: ``grpc``, ``local`` or ``auto``.
-        engine_server: how vLLM reaches the service, if not as the trainer does.
         pause_mode: what becomes of requests under way: ``keep`` them, as TRL does, ``wait`` for them, or ``abort`` them.
         buffer_bytes: host memory that what goes by gRPC may take.
         start_seconds: how long to wait for servers that are starting.
-        retry_seconds: how long to keep trying when the service cannot be reached.
+        settings: ``hf_dir``, ``dtype``, ``run``, ``cast``, ``lane``, ``engine_server``, ``retry_seconds``: as for `UpdateSettings`.
 
     Attributes:
         pushed: the newest push.
         updated: what the newest update of the servers took.
 
     Raises:
-        InvalidArgument: there is no such lane or port.
+        InvalidArgument: there is no such setting, lane or port.
     """
 
     def __init__(
@@ -60,28 +52,22 @@ class WeighbridgeTransfer:
         urls: str | list[str] = "http://127.0.0.1:8000",
         server: str | None = None,
         *,
-        hf_dir: str | Path | None = None,
-        dtype: str = "",
-        run: str = "default",
         step: Callable[[], int] | None = None,
-        cast: str = "allow",
-        lane: str | None = None,
-        engine_server: str | None = None,
         pause_mode: PauseMode = "keep",
         buffer_bytes: int = 256 << 20,
         start_seconds: float = 600.0,
-        retry_seconds: float = 60.0,
+        **settings: Any,
     ) -> None:
         self.pushed: PushHandle | None = None
         self.updated: Updated | None = None
-        self._source = ModelSource(model, server, lane, retry_seconds)
-        self._hf_dir, self._dtype, self._run, self._cast = hf_dir, dtype, run, cast
+        said = {"model": model, "server": server, **settings}
+        self._settings = UpdateSettings.read(said, type(self).__name__)
         self._step = step
         self._buffer_bytes = buffer_bytes
         self._start_seconds = start_seconds
-        there = engine_server or str(Addresses.of(server))
+        there = str(Addresses.of(self._settings.of_engines.server))
         self._engines = {
-            url: VllmServer(url, model, there, lane=lane, pause_mode=pause_mode)
+            url: VllmServer(url, model, there, lane=self._settings.lane, pause_mode=pause_mode)
             for url in ([urls] if isinstance(urls, str) else urls)
         }
 
@@ -93,8 +79,7 @@ class WeighbridgeTransfer:
             EngineFailed: a server does not answer, or not as vLLM does with ``VLLM_SERVER_DEV_MODE=1``.
             FailedPrecondition: it was not started for updates from weighbridge.
         """
-        if self._hf_dir is not None:
-            self._sender.register(self._hf_dir, self._dtype)
+        self._sender.register()
         for engine in self._engines.values():
             engine.wait_ready(self._start_seconds)
             engine.connect()
@@ -137,4 +122,4 @@ class WeighbridgeTransfer:
 
     @cached_property
     def _sender(self) -> UpdateSender:
-        return UpdateSender(self._source, run=self._run, cast=self._cast)
+        return UpdateSender(self._settings)

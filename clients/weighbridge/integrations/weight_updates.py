@@ -12,11 +12,12 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weighbridge._clients.push_handle import PushHandle
-from weighbridge._core.resources import VersionState
+from weighbridge._core.resources import Version, VersionState
 from weighbridge._trainers.trainer import TrainerClient
 from weighbridge.aio.client import AsyncEngineClient
 from weighbridge.errors import DeadlineExceeded, FailedPrecondition, NotFound
@@ -43,6 +44,47 @@ def buffers_within(bucket_bytes: int) -> int:
     """Bytes of the buffers of a push that may need a bucket in all: the other half is for what gRPC holds."""
     least, most = _BUFFER_BYTES
     return min(max(bucket_bytes // 2, least), most)
+
+
+@dataclass(frozen=True)
+class UpdateSettings(ModelSource):
+    """Settings of the adapters to RL frameworks: what the ranks that train, and the engines, have to know. Adapters add what is their own.
+
+    Attributes:
+        engine_server: how engines and rollouts reach the service, if not as trainers do.
+        hf_dir: folder with ``config.json`` and the tokenizer, by which the model is registered; not needed if it is registered.
+        dtype: that it is registered with, such as ``bf16``; by default what the folder says.
+        run: name of the training run; part of the versions' lineage.
+        cast: which casts to the registered dtype a push may make, as for `TrainerClient.push_state_dict`.
+    """
+
+    engine_server: str | None = None
+    hf_dir: str | Path | None = None
+    dtype: str = ""
+    run: str = "default"
+    cast: str = "allow"
+
+    @property
+    def of_engines(self) -> ModelSource:
+        """The model as engines and rollouts reach it."""
+        return ModelSource(self.model, self.engine_server or self.server, self.lane, self.retry_seconds)
+
+    def trainer(self) -> TrainerClient:
+        """A client of a rank that trains."""
+        return TrainerClient(self.server, run=self.run, lane=self.lane, retry_seconds=self.retry_seconds)
+
+
+@dataclass(frozen=True)
+class WorkerSettings(UpdateSettings):
+    """Settings of a worker that pushes or pulls what its framework hands to it.
+
+    Attributes:
+        device: where rollouts get their tensors; by default on the device that the framework uses.
+        timeout_seconds: within which the ranks that train must have begun to push, once rollouts wait for it.
+    """
+
+    device: str | None = None
+    timeout_seconds: float = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,24 +120,21 @@ class UpdateSender:
     """One of the ranks that train.
 
     Args:
-        source: service and model.
-        run: name of the training run.
-        cast: as for `TrainerClient.push_gathered`.
+        settings: say where and how it pushes.
     """
 
-    def __init__(self, source: ModelSource, *, run: str, cast: str) -> None:
-        self._model = source.model
-        self._cast = cast
-        self._client = TrainerClient(
-            source.server, run=run, lane=source.lane, retry_seconds=source.retry_seconds
-        )
+    def __init__(self, settings: UpdateSettings) -> None:
+        self._settings = settings
+        self._model = settings.model
+        self._client = settings.trainer()
         self._registered = False
         self._sent = 0
 
-    def register(self, hf_dir: str | Path, dtype: str) -> None:
-        """Register the model, if this has not been done; as `TrainerClient.register_model`."""
-        if not self._registered:
-            self._client.register_model(self._model, hf_dir, dtype=dtype)
+    def register(self) -> None:
+        """Register the model, if there is a folder and this has not been done; as `TrainerClient.register_model`."""
+        folder = self._settings.hf_dir
+        if folder is not None and not self._registered:
+            self._client.register_model(self._model, folder, dtype=self._settings.dtype)
             self._registered = True
 
     def wait_registered(self, timeout: float) -> None:
@@ -149,7 +188,7 @@ class UpdateSender:
             rank=rank,
             world_size=ranks,
             request_id=None if update is None else update.ticket,
-            cast=self._cast,
+            cast=self._settings.cast,
             buffer_bytes=buffer_bytes,
             held=held,
             metadata={} if update is None else {TICKET: update.ticket},
@@ -231,6 +270,52 @@ class UpdateReceiver:
 def _check(superseded: Callable[[], bool]) -> None:
     if superseded():
         raise FailedPrecondition("this update was given up: a newer one has begun")
+
+
+class UpdateWorker:
+    """One worker of a job whose framework has each worker push or pull: a rank that trains, or one of rollouts.
+
+    Args:
+        settings: of all workers.
+
+    Attributes:
+        pushed: the newest push of this worker.
+    """
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        self.pushed: PushHandle | None = None
+        self._settings = settings
+        self._rank, self._ranks = 0, 1
+
+    async def _push(
+        self, update: Update, weights: Iterable[tuple[str, torch.Tensor]], step: int | None, bucket: int
+    ) -> Version:
+        """Push this worker's share of each tensor, in the calling thread, and wait until rollouts can pull the version.
+
+        Args:
+            update, weights, step: as for `UpdateSender.send`.
+            bucket: bytes that the push may need beside the tensor that it is given.
+
+        Raises:
+            As `TrainerClient.push_gathered`, and VersionFailed: the version could not be completed.
+        """
+        self.pushed = handle = self._sender.send(
+            update,
+            weights,
+            step=step,
+            rank=self._rank,
+            ranks=self._ranks,
+            buffer_bytes=buffers_within(bucket),
+        )
+        return await asyncio.to_thread(handle.wait, VersionState.READY)
+
+    @cached_property
+    def _sender(self) -> UpdateSender:
+        return UpdateSender(self._settings)
+
+    @cached_property
+    def _receiver(self) -> UpdateReceiver:
+        return UpdateReceiver(self._settings.of_engines, timeout=self._settings.timeout_seconds)
 
 
 async def _tensors(

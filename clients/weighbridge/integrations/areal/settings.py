@@ -9,29 +9,24 @@ from pathlib import Path
 from typing import Any
 
 from weighbridge.errors import InvalidArgument
-from weighbridge.integrations.engine_rank.source import ModelSource
+from weighbridge.integrations.weight_updates import UpdateSettings
 
 MODEL, SERVER, LANE = "WEIGHBRIDGE_MODEL", "WEIGHBRIDGE_SERVER", "WEIGHBRIDGE_LANE"
 TIMEOUT = "WEIGHBRIDGE_TIMEOUT_SECONDS"
+_VARIABLES = {"model": MODEL, "server": SERVER, "lane": LANE}
 _TIMEOUT_SECONDS = 1500.0
 _LONGEST_SECONDS = 7200.0
 """After which the ranks of AReaL's own groups give up waiting for each other."""
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What an actor knows of the service.
+class Settings(UpdateSettings):
+    """What an actor knows of the service. The folder is AReaL's ``actor.path``, or the name of one on the Hub whose files this machine has.
 
     Attributes:
-        source: service and model.
-        run: name of the training run.
-        path: AReaL's ``actor.path``: a folder, or a name on the Hub whose files this machine has.
         timeout_seconds: within which all ranks' shards must have arrived, and then, anew, within which rollouts must have loaded them.
     """
 
-    source: ModelSource
-    run: str
-    path: str
     timeout_seconds: float = _TIMEOUT_SECONDS
 
     @staticmethod
@@ -45,8 +40,10 @@ class Settings:
         Raises:
             InvalidArgument: no model is named, AReaL is to update weights by NCCL, or the timeout is no such number.
         """
-        model = environment.get(MODEL, "")
-        if not model:
+        said: dict[str, Any] = {
+            name: environment[each] for name, each in _VARIABLES.items() if environment.get(each)
+        }
+        if "model" not in said:
             raise InvalidArgument(
                 f"{MODEL} does not say which model the actors push", fix=f"set it, as in {MODEL}=acme/policy"
             )
@@ -56,29 +53,25 @@ class Settings:
                 fix="set actor.weight_update_mode=disk",
             )
         run = f"{config.experiment_name}/{config.trial_name}"
-        source = ModelSource(model, environment.get(SERVER), environment.get(LANE))
-        return Settings(source, run, config.path, _timeout(environment.get(TIMEOUT)))
+        timeout = _timeout(environment.get(TIMEOUT))
+        return Settings(**said, run=run, hf_dir=config.path, timeout_seconds=timeout)
 
     def hand_on(self, environment: MutableMapping[str, str]) -> None:
         """Complete the environment of a worker by what this one was told."""
-        said = {
-            MODEL: self.source.model,
-            SERVER: self.source.server,
-            LANE: self.source.lane,
-            TIMEOUT: f"{self.timeout_seconds:g}",
-        }
-        for name, value in said.items():
-            if value is not None:
-                environment.setdefault(name, value)
+        for name, variable in _VARIABLES.items():
+            if (value := getattr(self, name)) is not None:
+                environment.setdefault(variable, value)
+        environment.setdefault(TIMEOUT, f"{self.timeout_seconds:g}")
 
-    def hf_dir(self) -> Path:
+    def folder(self) -> Path:
         """The folder with ``config.json`` and tokenizer."""
-        folder = Path(self.path)
+        named = str(self.hf_dir)
+        folder = Path(named)
         if folder.is_dir():
             return folder
         from huggingface_hub import snapshot_download
 
-        return Path(snapshot_download(self.path, local_files_only=True))
+        return Path(snapshot_download(named, local_files_only=True))
 
 
 def _timeout(said: str | None) -> float:

@@ -67,7 +67,7 @@ class UpdatesByWeighbridge:
         number, ranks = self.push_version(meta), ProcessGroup(self.cpu_group)
         agree(
             ranks,
-            f"rollouts did not get {self._settings.source.model}@{number}",
+            f"rollouts did not get {self._settings.model}@{number}",
             lambda: self._bring(number, meta) if ranks.rank == 0 else None,
         )
         current_platform.synchronize()
@@ -110,10 +110,7 @@ class UpdatesByWeighbridge:
 
     @cached_property
     def _client(self) -> TrainerClient:
-        source = self._settings.source
-        return TrainerClient(
-            source.server, run=self._settings.run, lane=source.lane, retry_seconds=source.retry_seconds
-        )
+        return self._settings.trainer()
 
     def _begin(self: Any, ranks: ProcessGroup) -> str:
         """Find out whether this rank can push, before the first update and after one that failed: the others would wait for it. Rank 0
@@ -128,17 +125,17 @@ class UpdatesByWeighbridge:
             settings, client = self._settings, self._client
             self.shards()
             if ranks.rank == 0:
-                client.register_model(settings.source.model, settings.hf_dir())
+                client.register_model(settings.model, settings.folder())
             else:
                 with suppress(NotFound):  # rank 0 is registering it
-                    client.model(settings.source.model)
+                    client.model(settings.model)
         return Update.new().ticket
 
     def _push(self: Any, ranks: ProcessGroup, request_id: str, meta: Any) -> int:
         with self._offload_aware_context():
             self.pushed = handle = self.hand_over(
                 self._client,
-                self._settings.source.model,
+                self._settings.model,
                 self.shards(),
                 step=self.get_version() if meta.version is None else meta.version,
                 rank=ranks.rank,
@@ -176,7 +173,7 @@ class UpdatesByWeighbridge:
             if time.monotonic() > deadline:
                 raise self._too_late("download the version")
 
-        source = self._settings.source
+        source = self._settings.of_engines
         try:
             with source.connect() as client:
                 client.export(source.model, number, folder, on_progress=check)

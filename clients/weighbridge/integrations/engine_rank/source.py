@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, Self, get_type_hints
 
 from weighbridge._clients.engine import EngineClient
 from weighbridge._core.resources import Version
+from weighbridge._core.text.suggestions import did_you_mean
+from weighbridge.errors import InvalidArgument
 from weighbridge.follow.status import label
 
 
@@ -24,6 +28,30 @@ class ModelSource:
     server: str | None = None
     lane: str | None = None
     retry_seconds: float = 60.0
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any], of: str) -> Self:
+        """Settings as a user has written them.
+
+        Args:
+            given: by name.
+            of: what has them, for errors.
+
+        Raises:
+            InvalidArgument: there is no such setting, a value is of another type, or no model is named.
+        """
+        kinds = get_type_hints(cls)
+        for name, value in given.items():
+            if name not in kinds:
+                raise InvalidArgument(
+                    f"{of} has no {name!r}{did_you_mean(str(name), kinds)}", fix=f"it has {', '.join(kinds)}"
+                )
+            kind = int | float if kinds[name] is float else kinds[name]
+            if isinstance(value, bool) or not isinstance(value, kind):
+                raise InvalidArgument(f"{name} of {of} is {value!r}")
+        if "model" not in given:
+            raise InvalidArgument(f"{of} names no model", fix="set model, as in acme/policy")
+        return cls(**given)
 
     def connect(self) -> EngineClient:
         """A client of the service; it connects when it is first used."""

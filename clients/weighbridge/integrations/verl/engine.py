@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import AsyncGenerator, Generator, Sequence
+from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from contextlib import aclosing
-from functools import cached_property
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 from verl.utils.device import get_device_id, get_device_name
 
-from weighbridge._clients.push_handle import PushHandle
-from weighbridge._core.resources import VersionState
 from weighbridge.errors import FailedPrecondition, InvalidArgument
-from weighbridge.integrations.engine_rank.source import ModelSource
-from weighbridge.integrations.weight_updates import Update, UpdateReceiver, UpdateSender, buffers_within
+from weighbridge.integrations.weight_updates import Update, UpdateWorker, WorkerSettings
 
 NAME = "weighbridge"
 """Of the backend."""
@@ -25,69 +21,53 @@ VERSION = "weighbridge/version"
 """The metric that says which version an update has become."""
 
 
-class WeighbridgeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl is seen as untyped
+@dataclass(frozen=True)
+class Settings(WorkerSettings):
+    """Entries of ``engine_kwargs.weighbridge``.
+
+    Attributes:
+        mode: ``tensors`` lets verl hand whole tensors to its engines; ``slices`` lets vLLM with weighbridge's plug-in pull what each of its ranks
+            holds, and needs `WeighbridgeManager`.
+    """
+
+    mode: str = "tensors"
+
+    def __post_init__(self) -> None:
+        if self.mode not in ("tensors", "slices"):
+            raise InvalidArgument(f"there is no mode {self.mode!r}", fix="use tensors or slices")
+
+    @staticmethod
+    def of(given: Mapping[str, Any]) -> Settings:
+        """Read the entries. Raises InvalidArgument as `ModelSource.read`."""
+        return Settings.read(given, f"engine_kwargs.{NAME}")
+
+
+class WeighbridgeCheckpointEngine(UpdateWorker, CheckpointEngine):  # type: ignore[misc]  # verl is seen as untyped
     """One worker's end of the updates of a verl job. Each update is a version of the model.
 
-    Actors push what verl gathers, each rank its share of each tensor; rollouts pull whole tensors and hand them to verl. The arguments after
-    ``is_master`` are the entries of ``engine_kwargs.weighbridge``.
+    Actors push what verl gathers, each rank its share of each tensor; rollouts pull whole tensors and hand them to verl.
 
     Args:
         bucket_size: bytes; the most that an actor needs beside the tensor that it is given.
         is_master: whether this is the actor that registers the model.
-        model: ``namespace/name``.
-        server: ``host:port`` of the service's gRPC face; by default ``WEIGHBRIDGE_SERVER``, or 127.0.0.1:50051.
-        hf_dir: folder with ``config.json`` and the tokenizer, by which the model is registered; not needed if it is registered.
-        dtype: that it is registered with, such as ``bf16``; by default what the folder says.
-        run: name of the training run; part of the versions' lineage.
-        mode: ``tensors`` lets verl hand whole tensors to its engines; ``slices`` lets vLLM with weighbridge's plug-in pull what each of its ranks
-            holds, and needs `WeighbridgeManager`.
-        cast: which casts to the registered dtype a push may make, as for `TrainerClient.push_state_dict`.
-        device: where rollouts get their tensors; by default on the device that verl has chosen.
-        lane: how weights travel: ``grpc``, ``local`` or ``auto``.
-        retry_seconds: how long to keep trying when the service cannot be reached.
-        timeout_seconds: within which actors must have begun to push, once rollouts wait for it.
-
-    Attributes:
-        pushed: the newest push of this actor.
+        settings: the entries of ``engine_kwargs.weighbridge``, as `Settings` has them.
 
     Raises:
-        InvalidArgument: there is no such mode, lane or port.
+        InvalidArgument: there is no such setting, mode, lane or port.
     """
 
-    def __init__(
-        self,
-        bucket_size: int,
-        is_master: bool = False,
-        *,
-        model: str,
-        server: str | None = None,
-        hf_dir: str | None = None,
-        dtype: str = "",
-        run: str = "default",
-        mode: Literal["tensors", "slices"] = "tensors",
-        cast: str = "allow",
-        device: str | None = None,
-        lane: str | None = None,
-        retry_seconds: float = 60.0,
-        timeout_seconds: float = 600.0,
-    ) -> None:
-        if mode not in ("tensors", "slices"):
-            raise InvalidArgument(f"there is no mode {mode!r}", fix="use tensors or slices")
+    _settings: Settings
+
+    def __init__(self, bucket_size: int, is_master: bool = False, **settings: Any) -> None:
+        super().__init__(Settings.of(settings))
         self.is_master = is_master
-        self.pushed: PushHandle | None = None
-        self._source = ModelSource(model, server, lane, retry_seconds)
-        self._buffer_bytes = buffers_within(bucket_size)
-        self._hf_dir, self._dtype, self._run, self._cast = hf_dir, dtype, run, cast
-        self._mode = mode
-        self._device_name = device
-        self._timeout = timeout_seconds
+        self._bucket = bucket_size
         self._update: Update | None = None
-        self._rank, self._ranks = 0, 1
 
     def prepare(self) -> dict[str, Any]:
         """Register the model, on the actor that does so."""
-        if self.is_master and self._hf_dir is not None:
-            self._sender.register(self._hf_dir, self._dtype)
+        if self.is_master:
+            self._sender.register()
         return {}
 
     @classmethod
@@ -136,15 +116,7 @@ class WeighbridgeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # ve
             As `TrainerClient.push_gathered`, and VersionFailed: the version could not be completed.
         """
         started = time.monotonic()
-        self.pushed = handle = self._sender.send(
-            self._told(),
-            weights,
-            step=global_steps,
-            rank=self._rank,
-            ranks=self._ranks,
-            buffer_bytes=self._buffer_bytes,
-        )
-        version = await asyncio.to_thread(handle.wait, VersionState.READY)
+        version = await self._push(self._told(), weights, global_steps, self._bucket)
         if not self.is_master:
             return {}
         return {
@@ -161,7 +133,7 @@ class WeighbridgeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # ve
         Raises:
             WeighbridgeError: as `UpdateReceiver.receive`.
         """
-        if self._mode == "slices":
+        if self._settings.mode == "slices":
             raise FailedPrecondition(
                 "in mode slices verl has no tensors to hand to engines: they pull their own slices",
                 fix="set rollout.checkpoint_manager_class=weighbridge.integrations.verl.WeighbridgeManager",
@@ -172,14 +144,6 @@ class WeighbridgeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # ve
             async for each in tensors:
                 yield each
 
-    @cached_property
-    def _sender(self) -> UpdateSender:
-        return UpdateSender(self._source, run=self._run, cast=self._cast)
-
-    @cached_property
-    def _receiver(self) -> UpdateReceiver:
-        return UpdateReceiver(self._source, timeout=self._timeout)
-
     def _told(self) -> Update:
         if self._update is None:
             raise FailedPrecondition(
@@ -188,8 +152,8 @@ class WeighbridgeCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # ve
         return self._update
 
     def _device(self) -> torch.device:
-        if self._device_name is not None:
-            return torch.device(self._device_name)
+        if self._settings.device is not None:
+            return torch.device(self._settings.device)
         name: str = get_device_name()
         return torch.device(name) if name == "cpu" else torch.device(name, get_device_id())
 

@@ -18,8 +18,7 @@ from verl.utils.ray_utils import auto_await
 
 from weighbridge._core.resources import REF_LIVE, Version
 from weighbridge.errors import FailedPrecondition
-from weighbridge.integrations.engine_rank.source import ModelSource
-from weighbridge.integrations.verl.engine import NAME, VERSION
+from weighbridge.integrations.verl.engine import NAME, VERSION, Settings
 
 
 class WeighbridgeManager(CheckpointEngineManager):  # type: ignore[misc]  # verl is seen as untyped
@@ -33,10 +32,9 @@ class WeighbridgeManager(CheckpointEngineManager):  # type: ignore[misc]  # verl
 
     def __init__(self, config: Any, actor_wg: Any, replicas: list[Any]) -> None:
         super().__init__(config, actor_wg, replicas)
-        said = config.engine_kwargs.get(NAME, {})
-        keys = "server", "lane", "retry_seconds"
-        self._source = ModelSource(said.get("model", ""), **{key: said[key] for key in keys if key in said})
-        self._slices = said.get("mode", "tensors") == "slices"
+        settings = Settings.of({"model": "", **config.engine_kwargs.get(NAME, {})})
+        self._source = settings.of_engines
+        self._slices = settings.mode == "slices"
 
     @auto_await  # type: ignore[untyped-decorator]  # verl is seen as untyped
     async def update_weights(self, global_steps: int | None = None) -> dict[str, Any]:

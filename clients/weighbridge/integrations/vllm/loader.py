@@ -55,4 +55,4 @@ class WeighbridgeLoader(DefaultModelLoader):  # type: ignore[misc]  # vLLM is se
         logger.info("%s: loaded %.1f MB in %.2f s", found.version, nbytes / 1e6, time.monotonic() - started)
 
     def _settings(self, model_config: Any) -> Settings:
-        return Settings.read(self.load_config.model_loader_extra_config or {}, model_config.model)
+        return Settings.of(self.load_config.model_loader_extra_config or {}, model_config.model)

@@ -62,7 +62,7 @@ def _first_label(configuration: Any) -> str:
     load = configuration.load_config
     if load.load_format != NAME:
         return ""
-    settings = Settings.read(load.model_loader_extra_config or {}, configuration.model_config.model)
+    settings = Settings.of(load.model_loader_extra_config or {}, configuration.model_config.model)
     return label(settings.model, int(settings.version)) if settings.version.isdecimal() else ""
 
 
@@ -77,7 +77,7 @@ def _register_loader() -> None:
 def _complete(arguments: Any, transfer_config: Any) -> None:
     """Fill in what the user of load format weighbridge, or of its updates, need not write. Doing it twice is doing it once."""
     if arguments.load_format == NAME:
-        settings = Settings.read(arguments.model_loader_extra_config or {}, arguments.model)
+        settings = Settings.of(arguments.model_loader_extra_config or {}, arguments.model)
         has_folder = Path(arguments.model).is_dir()
         if not (has_folder and settings.version.isdecimal()):
             _take_from_service(arguments, settings, has_folder)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, ClassVar, TypeVar
 
@@ -23,10 +23,9 @@ from weighbridge.follow.engines import EngineFailed
 from weighbridge.follow.status import label
 from weighbridge.follow.vllm import refused
 from weighbridge.integrations.engine_rank.agreement import ProcessGroup, Ranks, RanksFailed, agree
-from weighbridge.integrations.engine_rank.source import ModelSource
 from weighbridge.integrations.vllm import NAME
 from weighbridge.integrations.vllm.engines import STAGE, UNDO
-from weighbridge.integrations.weight_updates import Update, UpdateSender, taken_to_the_end
+from weighbridge.integrations.weight_updates import Update, UpdateSender, UpdateSettings, taken_to_the_end
 
 T = TypeVar("T")
 
@@ -88,8 +87,8 @@ class WeighbridgeTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[mis
         self._info = init_info
         self._sent = 0
         self._ranks = _those_that_push(init_info)
-        where = ModelSource(init_info.model, init_info.server, init_info.lane, init_info.retry_seconds)
-        self._sender = UpdateSender(where, run=init_info.run, cast=init_info.cast)
+        said = {each.name: getattr(init_info, each.name) for each in fields(UpdateSettings)}
+        self._sender = UpdateSender(UpdateSettings(**said))
 
     @classmethod
     def trainer_init(
@@ -156,8 +155,7 @@ class WeighbridgeTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[mis
         if not info.is_sender:
             self._sender.wait_registered(info.retry_seconds)
             return
-        if info.hf_dir is not None:
-            self._sender.register(info.hf_dir, info.dtype)
+        self._sender.register()
         said = {"server": info.engine_server or info.server, "model": info.model, "lane": info.lane}
         self._ask(
             "init_weight_transfer_engine", {key: each for key, each in said.items() if each is not None}

@@ -1,0 +1,71 @@
+"""Settings of adapters: are they read by one rule, whatever a user's file has them in?"""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, fields
+from typing import Any
+
+import pytest
+
+from weighbridge import InvalidArgument
+from weighbridge.integrations.engine_rank.source import ModelSource
+from weighbridge.integrations.trl import WeighbridgeTransfer
+from weighbridge.integrations.vllm.settings import Settings
+from weighbridge.integrations.weight_updates import UpdateSettings, WorkerSettings
+
+DEFAULTS = {
+    "model": MISSING, "server": None, "lane": None, "retry_seconds": 60.0, "engine_server": None, "hf_dir": None,
+    "dtype": "", "run": "default", "cast": "allow", "device": None, "timeout_seconds": 600.0,
+}  # fmt: skip
+
+
+def test_names_and_defaults_are_those_that_the_documents_promise() -> None:
+    assert {each.name: each.default for each in fields(WorkerSettings)} == DEFAULTS
+
+
+@pytest.mark.parametrize(
+    ("said", "problem"),
+    [
+        ({"model": "a/b", "sever": "h:1"}, "did you mean server"),
+        ({"model": "a/b", "retry_seconds": "60"}, "retry_seconds of the file is '60'"),
+        ({"model": "a/b", "retry_seconds": True}, "retry_seconds of the file is True"),
+        ({"model": 7}, "model of the file is 7"),
+        ({"server": "h:1"}, "the file names no model"),
+    ],
+)
+@pytest.mark.parametrize("kind", [ModelSource, UpdateSettings, WorkerSettings])
+def test_what_is_no_setting_is_named_with_what_there_is(
+    kind: type[ModelSource], said: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(InvalidArgument, match=problem):
+        kind.read(said, "the file")
+
+
+def test_whole_numbers_of_seconds_and_settings_that_are_left_out_are_taken() -> None:
+    found = WorkerSettings.read({"model": "a/b", "timeout_seconds": 60, "server": None, "hf_dir": "/hf"}, "")
+    assert found == WorkerSettings("a/b", timeout_seconds=60, hf_dir="/hf")
+
+
+def test_engines_reach_the_service_as_trainers_do_unless_it_is_said() -> None:
+    settings = UpdateSettings("a/b", "here:1", "grpc", 5.0)
+    assert settings.of_engines == ModelSource("a/b", "here:1", "grpc", 5.0)
+    found = UpdateSettings("a/b", "here:1", engine_server="there:1").of_engines
+    assert found == ModelSource("a/b", "there:1")
+
+
+def test_a_setting_of_trls_transfer_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match="WeighbridgeTransfer has no 'hf_dri'; did you mean hf_dir"):
+        WeighbridgeTransfer("a/b", [], hf_dri="/hf")
+
+
+def test_vllms_extra_config_names_a_version_by_number_or_ref_of_the_served_model_or_another_one() -> None:
+    found = Settings.of({"version": 17}, "acme/smol")
+    assert (found.model, found.version) == ("acme/smol", "17")
+    assert Settings.of({"model": "acme/other", "version": "live"}, "acme/smol").source == ModelSource(
+        "acme/other"
+    )
+    assert Settings.of(found.write(), "none") == found
+    with pytest.raises(
+        InvalidArgument, match=r"version of the extra config of load format weighbridge is 1\.5"
+    ):
+        Settings.of({"version": 1.5}, "acme/smol")
