@@ -16,11 +16,10 @@ from weighbridge._cli.parsing import WholeNumber, model_perhaps_at_version, ref_
 from weighbridge._cli.running import RETRY_SECONDS, Command, client_options, end_tidily
 from weighbridge._cli.showing import completing
 from weighbridge._cli.signing import FILE, trusted
-from weighbridge._core.engines.facts import STANDING_BEHIND
 from weighbridge._core.references import Reference, is_training
 from weighbridge._core.resources import REF_LATEST
 from weighbridge._core.text.counts import counted
-from weighbridge._core.text.durations import readable_duration
+from weighbridge._core.text.durations import readable_age, readable_duration
 from weighbridge._core.text.sizes import readable_size
 
 if TYPE_CHECKING:
@@ -222,7 +221,7 @@ def engines_command(model: str | None, server: str, as_json: bool) -> None:
     elif found:
         print_table(
             ("ENGINE", "MODEL", "SERVES", "STANDING", "STATE", *_BESIDES),
-            [_engine_row(engine, time.time()) for engine in found],
+            [_engine_row(engine, time.time() * 1000) for engine in found],
             below=_BESIDES,
         )
     else:
@@ -232,37 +231,18 @@ def engines_command(model: str | None, server: str, as_json: bool) -> None:
         )
 
 
-def _engine_row(engine: Engine, now: float) -> tuple[str, ...]:
-    state = f"{engine.state} to {engine.target}" if engine.target else engine.state
+def _engine_row(engine: Engine, now_ms: float) -> tuple[str, ...]:
+    update = (
+        f"to {engine.update_version}, {readable_age(engine.update_time_ms, now_ms)} ago, {engine.update_text}"
+    )
     return (
         engine.label,
         engine.model,
         str(engine.version or "-"),
-        _standing_text(engine),
-        f"{state}, {_age(engine.since_ms, now)}",
-        f"{engine.ref}={engine.named or '?'}" if engine.ref else "-",
-        f"{_age(engine.heard_time_ms, now)} ago",
-        _update_text(engine, now),
+        engine.standing_text,
+        f"{engine.state_text}, {readable_age(engine.since_ms, now_ms)}",
+        engine.ref_text or "-",
+        f"{readable_age(engine.heard_time_ms, now_ms)} ago",
+        update if engine.update_version else "-",
         engine.error,
     )
-
-
-def _standing_text(engine: Engine) -> str:
-    if engine.standing != STANDING_BEHIND:
-        return engine.standing
-    if not engine.version:
-        return "serves no version"
-    return f"{counted(engine.behind, 'version')} behind" if engine.behind else "serves a newer one"
-
-
-def _update_text(engine: Engine, now: float) -> str:
-    if not engine.update_version:
-        return "-"
-    return (
-        f"to {engine.update_version}, {_age(engine.update_time_ms, now)} ago, {readable_size(engine.update_bytes)} "
-        f"in {readable_duration(engine.update_prepare_seconds)}, paused for {readable_duration(engine.update_pause_seconds)}"
-    )
-
-
-def _age(time_ms: int, now: float) -> str:
-    return readable_duration(max(now - time_ms / 1000, 0.0), rough=True)

@@ -20,7 +20,7 @@ from weighbridge._cli.tagging import (
     protection_text,
 )
 from weighbridge._core.references import Reference
-from weighbridge._core.resources import REF_LATEST, REF_LIVE, Gate
+from weighbridge._core.resources import REF_LATEST, REF_LIVE, Gate, refs_of
 from weighbridge.errors import FailedPrecondition
 
 if TYPE_CHECKING:
@@ -95,11 +95,7 @@ def gate_command(
         shown = {"model": model, **gate.to_json(), "protections": [each.to_json() for each in protections]}
         print_json(shown if request is None else {**shown, "request": request.to_json()})
     else:
-        held = [
-            *(["every version, as a candidate"] if gate.approval_required else []),
-            *([] if gate.allow_nonfinite else ["versions with NaN or infinite elements"]),
-        ]
-        say(f"{model}: holds {' and '.join(held) or 'what is pushed as a candidate'}")
+        say(f"{model}: holds {gate.text}")
         for protection in protections:
             say(f"{model}: protects {protection_text(protection)}")
         if request is not None:
@@ -159,9 +155,9 @@ def approve_command(
     if as_json:
         print_json(version.to_json())
         return
-    names = sorted(ref for ref, named in refs.items() if named == version.number)
     if before.held:
-        say(f"{version}: approved ({', '.join(before.held)}); named by {', '.join(names) or 'no ref'}")
+        names = ", ".join(refs_of(refs, version.number)) or "no ref"
+        say(f"{version}: approved ({', '.join(before.held)}); named by {names}")
     else:
         say(f"{version}: is not held, so there is nothing to approve")
 

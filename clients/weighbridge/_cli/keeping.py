@@ -15,7 +15,6 @@ from weighbridge._core.reports.collection import RULE_KEEP_EVERYTHING
 from weighbridge._core.reports.usage import QUOTA_BYTES_PER_SECOND, QUOTA_STORED
 from weighbridge._core.resources import Retention
 from weighbridge._core.text.counts import counted
-from weighbridge._core.text.durations import readable_duration
 from weighbridge._core.text.sizes import readable_size
 
 if TYPE_CHECKING:
@@ -114,17 +113,7 @@ def retention_command(
         print_json({**own, **({"training": others[0]} if others else {})})
     else:
         for name, each in shown.items():
-            say(f"{name}: keeps {_rules_text(each)}")
-
-
-def _rules_text(rules: Retention) -> str:
-    parts = [
-        *([f"the last {rules.keep_last}"] if rules.keep_last else []),
-        *([f"one of every {rules.keep_every_steps} steps"] if rules.keep_every_steps else []),
-        *([f"one of every {rules.keep_every} numbers"] if rules.keep_every else []),
-        *([f"those younger than {readable_duration(rules.keep_younger_s)}"] if rules.keep_younger_s else []),
-    ]
-    return ", ".join([*parts, "what refs name"]) if parts else "everything"
+            say(f"{name}: keeps {each.text}")
 
 
 @click.command("collect", cls=Command)

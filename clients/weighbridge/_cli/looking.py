@@ -19,7 +19,7 @@ from weighbridge._cli.signing import FILE, trusted
 from weighbridge._cli.tagging import approval_command, asked_text, protection_text
 from weighbridge._core.metadata import Metadata, conditions
 from weighbridge._core.references import Reference, is_training, training_of
-from weighbridge._core.resources import REF_LATEST, REF_LIVE, why_held
+from weighbridge._core.resources import REF_LATEST, REF_LIVE, refs_of, refs_text, why_held
 from weighbridge._core.text.counts import counted
 from weighbridge._core.text.sizes import readable_size
 from weighbridge._core.text.suggestions import did_you_mean
@@ -47,7 +47,7 @@ def models_command(server: str, as_json: bool) -> None:
         print_json([model.to_json() for model in found])
         return
     rows = [
-        (m.name, _type_text(m), m.dtype, m.tensor_count, readable_size(m.tensor_bytes), _refs_text(m.refs))
+        (m.name, _type_text(m), m.dtype, m.tensor_count, readable_size(m.tensor_bytes), refs_text(m.refs))
         for m in found
     ]
     print_table(("MODEL", "TYPE", "DTYPE", "TENSORS", "SIZE", "REFS"), rows)
@@ -55,10 +55,6 @@ def models_command(server: str, as_json: bool) -> None:
 
 def _type_text(model: Model) -> str:
     return (model.model_type or "-") + ("" if model.weight_map else " (no weight map)")
-
-
-def _refs_text(refs: Mapping[str, int]) -> str:
-    return ", ".join(f"{ref}={number}" for ref, number in sorted(refs.items())) or "-"
 
 
 @click.command("versions", cls=Command)
@@ -91,7 +87,7 @@ def versions_command(
             _check_keys(model, where, client.versions(model, include_invisible=True))
         refs = client.refs(model)
     if as_json:
-        print_json([{**version.to_json(), "refs": _names_of(refs, version.number)} for version in found])
+        print_json([{**version.to_json(), "refs": refs_of(refs, version.number)} for version in found])
         return
     rows = [
         (
@@ -101,7 +97,7 @@ def versions_command(
             v.run,
             readable_size(v.tensor_bytes),
             readable_time(v.create_time_ms),
-            ", ".join(_names_of(refs, v.number)) or "-",
+            ", ".join(refs_of(refs, v.number)) or "-",
             ", ".join(v.held) or "-",
             _metadata_text(v.metadata) or "-",
             v.error or "; ".join(f"waits for {what}" for what in v.waits_for),
@@ -136,10 +132,6 @@ def _check_keys(model: str, where: Sequence[str], versions: Sequence[Version]) -
 
 def _metadata_text(metadata: Metadata) -> str:
     return ", ".join(f"{key}={json.dumps(value)}" for key, value in sorted(metadata.items()))
-
-
-def _names_of(refs: Mapping[str, int], number: int) -> list[str]:
-    return sorted(ref for ref, named in refs.items() if named == number)
 
 
 @click.command("show", cls=Command)
@@ -189,7 +181,7 @@ def show_command(reference: Reference, with_tensors: bool, server: str, as_json:
     lines = [
         ("model", model.name),
         *_kind_lines(model, version),
-        ("refs", _refs_text(model.refs)),
+        ("refs", refs_text(model.refs)),
         *([("training", f"{state}, {readable_size(state.tensor_bytes)}")] if state else []),
         *(("protected", protection_text(each)) for each in protections),
         *(("asked", _request_text(each)) for each in requests if each.pending),
@@ -232,7 +224,7 @@ def _request_text(request: RefRequest) -> str:
 
 
 def _version_lines(version: Version, refs: Mapping[str, int]) -> list[tuple[str, str]]:
-    names = ", ".join(_names_of(refs, version.number))
+    names = ", ".join(refs_of(refs, version.number))
     lines = [
         ("version", f"{version.number}, {version.state.value}" + (f" ({names})" if names else "")),
         ("step", f"{version.step} of run {version.run}"),
@@ -253,10 +245,7 @@ def _version_lines(version: Version, refs: Mapping[str, int]) -> list[tuple[str,
     if version.held:
         lines.append(("held", why_held(version)))
     if version.approved_reasons:
-        by = f" by {version.approved_by}" if version.approved_by else ""
-        note = f": {version.approved_note}" if version.approved_note else ""
-        what = f"{', '.join(version.approved_reasons)}, {readable_time(version.approved_time_ms)}{by}{note}"
-        lines.append(("approved", what))
+        lines.append(("approved", f"{version.approval_text}, {readable_time(version.approved_time_ms)}"))
     lines += [("waiting", f"for {what}") for what in version.waits_for]
     if version.error:
         lines.append(("error", version.error + "".join(f"\n- {line}" for line in version.error_details)))
@@ -305,7 +294,7 @@ def say_if_absent(client: EngineClient, model: str, ref: str) -> None:
             missing = f"{model} has no version yet."
         else:
             meant = did_you_mean(ref, [REF_LATEST, REF_LIVE, *found.refs])
-            missing = f"{model} has no ref {ref!r}{meant or f': it has {_refs_text(found.refs)}.'}"
+            missing = f"{model} has no ref {ref!r}{meant or f': it has {refs_text(found.refs)}.'}"
     say(f"{missing} Waiting until there is one.", err=True)
 
 

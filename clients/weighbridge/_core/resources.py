@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from weighbridge._core.json_values import JsonValue
 from weighbridge._core.metadata import Metadata
+from weighbridge._core.text.durations import readable_duration
 from weighbridge.errors import InvalidArgument
 
 _MOST = 2**53
@@ -59,6 +60,11 @@ class VersionState(enum.Enum):
     def stored(self) -> bool:
         """Whether it can be read from the object store."""
         return self in (VersionState.DURABLE, VersionState.RETIRED)
+
+    @property
+    def receiving(self) -> bool:
+        """Whether its bytes are still to come, or coming."""
+        return self in (VersionState.OPEN, VersionState.RECEIVING)
 
     @property
     def given_up(self) -> bool:
@@ -138,6 +144,37 @@ class Version(JsonValue):
     def __str__(self) -> str:
         held = f", held: {', '.join(self.held)}" if self.held else ""
         return f"{self.model}@{self.number} ({self.state.value}{held}, step {self.step})"
+
+    @property
+    def ready_seconds(self) -> float | None:
+        """From its opening until it was complete; None if that is not known."""
+        return _seconds(self.create_time_ms, self.ready_time_ms)
+
+    @property
+    def durable_seconds(self) -> float | None:
+        """From its opening until it was in the object store; None if that is not known."""
+        return _seconds(self.create_time_ms, self.durable_time_ms)
+
+    @property
+    def approval_text(self) -> str:
+        """What was approved of it, by whom, and their note, for people; empty if nothing was."""
+        by = f" by {self.approved_by}" if self.approved_by else ""
+        note = f": {self.approved_note}" if self.approved_note else ""
+        return f"{', '.join(self.approved_reasons)}{by}{note}" if self.approved_reasons else ""
+
+
+def _seconds(begun_ms: int, ended_ms: int) -> float | None:
+    return (ended_ms - begun_ms) / 1000 if begun_ms and ended_ms >= begun_ms else None
+
+
+def refs_text(refs: Mapping[str, int]) -> str:
+    """Refs and what they name, for people; a dash if there are none."""
+    return ", ".join(f"{ref}={number}" for ref, number in sorted(refs.items())) or "-"
+
+
+def refs_of(refs: Mapping[str, int], number: int) -> tuple[str, ...]:
+    """The refs that name a version, in order."""
+    return tuple(sorted(ref for ref, named in refs.items() if named == number))
 
 
 def why_failed(version: Version) -> str:
@@ -235,6 +272,18 @@ class Retention(JsonValue):
         """Whether there is no rule at all, and so nothing is deleted."""
         return not any(self.to_json().values())
 
+    @property
+    def text(self) -> str:
+        """What is kept, for people."""
+        rules = (
+            (self.keep_last, f"the last {self.keep_last}"),
+            (self.keep_every_steps, f"one of every {self.keep_every_steps} steps"),
+            (self.keep_every, f"one of every {self.keep_every} numbers"),
+            (self.keep_younger_s, f"those younger than {readable_duration(self.keep_younger_s)}"),
+        )
+        said = [text for value, text in rules if value]
+        return ", ".join([*said, "what refs name or engines serve"]) if said else "everything"
+
 
 @dataclass(frozen=True, slots=True)
 class Gate(JsonValue):
@@ -247,6 +296,13 @@ class Gate(JsonValue):
 
     approval_required: bool = False
     allow_nonfinite: bool = False
+
+    @property
+    def text(self) -> str:
+        """What is held, for people."""
+        every = ["every version, as a candidate"] if self.approval_required else []
+        broken = [] if self.allow_nonfinite else ["versions with NaN or infinite elements"]
+        return " and ".join([*every, *broken]) or "what is pushed as a candidate"
 
 
 @dataclass(frozen=True, slots=True)

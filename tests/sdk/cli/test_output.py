@@ -123,7 +123,7 @@ ENGINES = [
 def engines() -> None:
     print_table(
         ("ENGINE", "MODEL", "SERVES", "STANDING", "STATE", *_BESIDES),
-        [_engine_row(each, time.time()) for each in ENGINES],
+        [_engine_row(each, time.time() * 1000) for each in ENGINES],
         below=_BESIDES,
     )
 

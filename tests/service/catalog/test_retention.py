@@ -404,8 +404,8 @@ def test_rules_for_training_states_are_set_beside_those_of_the_weights(local: Be
         "retention", MODEL, "--keep-last", 4, "--keep-training-last", 2, "--keep-training-every-numbers", 500
     )
     assert both.output.splitlines() == [
-        f"{MODEL}: keeps the last 4, what refs name",
-        f"{training}: keeps the last 2, one of every 500 numbers, what refs name",
+        f"{MODEL}: keeps the last 4, what refs name or engines serve",
+        f"{training}: keeps the last 2, one of every 500 numbers, what refs name or engines serve",
     ]
     assert local.trainer.retention(MODEL) == Retention(4)
     assert local.trainer.retention(training) == Retention(2, 500)
@@ -420,13 +420,13 @@ def test_rules_for_training_states_are_set_beside_those_of_the_weights(local: Be
 def test_the_command_line_says_whether_it_counts_steps_or_numbers(local: Bench) -> None:
     steps = local.cli("retention", MODEL, "--keep-every-steps", 100, "--keep-training-every-steps", 1000)
     assert steps.output.splitlines() == [
-        f"{MODEL}: keeps one of every 100 steps, what refs name",
-        f"{MODEL}:training: keeps one of every 1000 steps, what refs name",
+        f"{MODEL}: keeps one of every 100 steps, what refs name or engines serve",
+        f"{MODEL}:training: keeps one of every 1000 steps, what refs name or engines serve",
     ]
     assert local.trainer.retention(MODEL) == Retention(keep_every_steps=100)
     assert local.http.get(f"/v1/models/{MODEL}/retention").json()["keep_every_steps"] == 100
     said = local.cli("retention", MODEL, "--keep-every-numbers", 100).output
-    assert said == f"{MODEL}: keeps one of every 100 numbers, what refs name\n"
+    assert said == f"{MODEL}: keeps one of every 100 numbers, what refs name or engines serve\n"
     assert local.trainer.retention(MODEL) == Retention(keep_every=100)
 
 
@@ -437,7 +437,7 @@ def test_retention_on_the_command_line(local: Bench) -> None:
     said = local.cli("retention", MODEL, "--keep-last", 1, "--keep-every-numbers", 2, "--keep-younger", "7d")
     assert (
         said.output
-        == f"{MODEL}: keeps the last 1, one of every 2 numbers, those younger than 7 d, what refs name\n"
+        == f"{MODEL}: keeps the last 1, one of every 2 numbers, those younger than 7 d, what refs name or engines serve\n"
     )
     assert local.trainer.retention(MODEL) == Retention(1, 2, 7 * 86400)
     assert local.cli("retention", MODEL).output == said.output

@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 from weighbridge._core.engines.facts import Engine
 from weighbridge._core.json_values import JsonValue
 from weighbridge._core.reports.rank_progress import RankProgress
-from weighbridge._core.resources import Model, Version, VersionState
+from weighbridge._core.resources import Model, Version, refs_of
 from weighbridge._core.text.counts import percent
 
 Place = tuple[str, int]
 """A model and a version's number."""
-_RECEIVING = (VersionState.OPEN, VersionState.RECEIVING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,14 +149,19 @@ def overview(
         away_reason: why not.
     """
     refs = {model.name: model.refs for model in now.models}
-    receiving = [version for version in now.versions if version.state in _RECEIVING]
-    others = [version for version in now.versions if version.state not in _RECEIVING]
+    receiving = unfinished(now.versions)
+    others = [version for version in now.versions if not version.state.receiving]
     return Overview(
         server,
         now.time_ms,
         tuple(_push(version, before, now) for version in sorted(receiving, key=_opened)),
         tuple(
-            _past(version, refs.get(version.model, {}))
+            Past(
+                version,
+                refs_of(refs.get(version.model, {}), version.number),
+                version.ready_seconds,
+                version.durable_seconds,
+            )
             for version in sorted(others, key=_opened, reverse=True)
         ),
         now.models,
@@ -194,20 +198,6 @@ def _rate(before: int | None, now: int, seconds: float) -> float | None:
     return None if before is None or seconds <= 0 else max(now - before, 0) / seconds
 
 
-def _past(version: Version, refs: Mapping[str, int]) -> Past:
-    names = tuple(sorted(ref for ref, number in refs.items() if number == version.number))
-    return Past(
-        version,
-        names,
-        _seconds(version.create_time_ms, version.ready_time_ms),
-        _seconds(version.create_time_ms, version.durable_time_ms),
-    )
-
-
-def _seconds(begun_ms: int, ended_ms: int) -> float | None:
-    return (ended_ms - begun_ms) / 1000 if begun_ms and ended_ms >= begun_ms else None
-
-
 def unfinished(versions: Sequence[Version]) -> list[Version]:
     """Versions that are being received: of these it is asked how far each rank is."""
-    return [each for each in versions if each.state in _RECEIVING]
+    return [each for each in versions if each.state.receiving]

@@ -21,11 +21,11 @@ from weighbridge._core.engines.facts import (
     Engine,
 )
 from weighbridge._core.reports.rank_progress import RankStage
-from weighbridge._core.resources import Model, Version, VersionState
-from weighbridge._core.text.counts import counted, percent, readable_count
-from weighbridge._core.text.durations import readable_duration
+from weighbridge._core.resources import Model, VersionState, refs_text
+from weighbridge._core.text.counts import counted, readable_count
+from weighbridge._core.text.durations import readable_age, readable_duration
 from weighbridge._core.text.plain import plain
-from weighbridge._core.text.sizes import readable_rate, readable_size
+from weighbridge._core.text.sizes import readable_part, readable_rate, readable_size
 
 T = TypeVar("T")
 _NARROW, _MEDIUM, _WIDE_LINE = 72, 110, 140
@@ -119,14 +119,14 @@ def push_lines(push: Push, now_ms: int, width: int) -> Iterator[Text]:
     """A push: how far it is, who is missing, and its slowest ranks."""
     version = push.version
     filled = push.percent * _BAR // 100
-    age = _age(version, now_ms)
+    age = readable_age(version.create_time_ms, now_ms)
     left = "" if push.left_s is None else f", {readable_duration(push.left_s, rough=True)} left"
     parts = (
         Text.assemble((plain(f"{version.model}@{version.number}"), "bold"), f"  step {version.step}"),
         Text.assemble(
             ("█" * filled, "cyan"),
             ("░" * (_BAR - filled), "dim"),
-            f" {push.percent:3}%  {readable_size(version.received_bytes)} of {readable_size(version.tensor_bytes)}",
+            f" {push.percent:3}%  {readable_part(version.received_bytes, version.tensor_bytes)}",
         ),
         Text(
             f"{_rate_text(push.rate)}  {version.sealed_ranks} of {counted(version.ranks, 'rank')} done, for {age}{left}"
@@ -143,7 +143,7 @@ def push_lines(push: Push, now_ms: int, width: int) -> Iterator[Text]:
         yield Text(f"  {plain(version.error)}", style="red")
     behind = sorted(
         (each for each in push.ranks if each.progress.stage in _SHOWN_RANKS),
-        key=lambda each: (_SHOWN_RANKS.index(each.progress.stage), _percent(each)),
+        key=lambda each: (_SHOWN_RANKS.index(each.progress.stage), each.progress.percent),
     )
     for rank in behind[:_MOST_RANKS]:
         yield Text(f"  rank {rank.progress.rank:<5} {_rank_text(rank)}")
@@ -153,16 +153,9 @@ def push_lines(push: Push, now_ms: int, width: int) -> Iterator[Text]:
 
 def _rank_text(rank: PushingRank) -> str:
     progress = rank.progress
-    if progress.stage is RankStage.MISSING:
-        return "not heard of"
-    if progress.stage is RankStage.COPYING:
-        return f"copies {readable_size(progress.total_bytes)} to shared memory itself"
-    size = f"{readable_size(progress.received_bytes)} of {readable_size(progress.total_bytes)}"
-    return f"{_percent(rank):3}%  {size}  {_rate_text(rank.rate)}"
-
-
-def _percent(rank: PushingRank) -> int:
-    return percent(rank.progress.received_bytes, rank.progress.total_bytes)
+    if progress.stage is not RankStage.SENDING:
+        return progress.text
+    return f"{progress.percent:3}%  {progress.text}  {_rate_text(rank.rate)}"
 
 
 def _engines(engines: Iterable[Engine], width: int) -> Table:
@@ -171,21 +164,17 @@ def _engines(engines: Iterable[Engine], width: int) -> Table:
 
 
 def _engine_cells(engine: Engine) -> tuple[Sequence[Text], ...]:
-    state = f"{engine.state} to {engine.target}" if engine.target else engine.state
-    standing = engine.standing
-    if standing == STANDING_BEHIND:
-        standing = f"{counted(engine.behind, 'version')} behind" if engine.behind else standing
     colour = {ENGINE_FAILING: "red", ENGINE_UPDATING: "cyan"}.get(engine.state, "")
     return (
         (
             Text(plain(engine.label)),
             Text(plain(engine.model)),
             Text(str(engine.version or "-")),
-            Text(plain(standing), style=_STANDINGS.get(engine.standing, "")),
+            Text(plain(engine.standing_text), style=_STANDINGS.get(engine.standing, "")),
         ),
-        (Text(plain(state), style=colour),),
+        (Text(plain(engine.state_text), style=colour),),
         (
-            Text(plain(f"{engine.ref}={engine.named or '?'}" if engine.ref else "-")),
+            Text(plain(engine.ref_text or "-")),
             Text(plain(engine.error)),
         ),
     )
@@ -210,7 +199,7 @@ def _version_cells(past: Past, now_ms: int) -> tuple[Sequence[Text], ...]:
         ),
         (
             Text(_took_text(past.durable_s)),
-            Text(_age(version, now_ms)),
+            Text(readable_age(version.create_time_ms, now_ms)),
             Text(plain(", ".join(past.refs) or "-")),
         ),
         (Text(str(version.step)), Text(plain(note))),
@@ -223,9 +212,8 @@ def _models(models: Iterable[Model], width: int) -> Table:
 
 
 def _model_cells(model: Model) -> tuple[Sequence[Text], ...]:
-    refs = ", ".join(f"{ref}={number}" for ref, number in sorted(model.refs.items()))
     return (
-        (Text(plain(model.name)), Text(plain(refs or "-"))),
+        (Text(plain(model.name)), Text(plain(refs_text(model.refs)))),
         (Text(readable_size(model.tensor_bytes)),),
         (Text(plain(model.model_type or "-")), Text(plain(model.dtype))),
     )
@@ -263,7 +251,3 @@ def _rate_text(rate: float | None) -> str:
 
 def _took_text(seconds: float | None) -> str:
     return "-" if seconds is None else readable_duration(seconds)
-
-
-def _age(version: Version, now_ms: int) -> str:
-    return readable_duration(max(now_ms - version.create_time_ms, 0) / 1000, rough=True)

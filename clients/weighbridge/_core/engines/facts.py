@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from weighbridge._core.json_values import JsonValue
+from weighbridge._core.text.counts import counted
+from weighbridge._core.text.durations import readable_duration
+from weighbridge._core.text.sizes import readable_size
 
 ENGINE_WAITING, ENGINE_UPDATING, ENGINE_SERVING = "waiting", "updating", "serving"
 ENGINE_FAILING, ENGINE_ENDED = "failing", "ended"
@@ -76,6 +79,21 @@ class EngineFacts(JsonValue):
         place = self.address or self.host
         return f"{self.kind or 'engine'} at {place}" if place else f"{self.kind or 'engine'} {self.engine_id}"
 
+    @property
+    def state_text(self) -> str:
+        """Its state, for people, with the version to which it is being taken."""
+        return f"{self.state} to {self.target}" if self.target else self.state
+
+    @property
+    def update_text(self) -> str:
+        """What its last update brought and took, for people; empty if there was none."""
+        if not self.update_version:
+            return ""
+        lane = f" by {self.update_lane}" if self.update_lane else ""
+        brought = f"{readable_size(self.update_bytes)}{lane} " if self.update_bytes else ""
+        took, paused = map(readable_duration, (self.update_prepare_seconds, self.update_pause_seconds))
+        return f"{brought}in {took}, paused for {paused}"
+
 
 @dataclass(frozen=True, slots=True)
 class EngineReport(EngineFacts):
@@ -114,6 +132,27 @@ class Engine(EngineFacts):
     heard_time_ms: int = 0
     since_ms: int = 0
     update_time_ms: int = 0
+
+    @property
+    def silent(self) -> bool:
+        """Whether its agent was not heard for a while."""
+        return self.standing in (STANDING_STALE, STANDING_GONE)
+
+    @property
+    def standing_text(self) -> str:
+        """How it stands, for people, with how far behind it is."""
+        if self.standing != STANDING_BEHIND:
+            return self.standing
+        if not self.version:
+            return "serves no version"
+        if not self.behind:
+            return "serves a newer one"
+        return f"{counted(self.behind, 'version')}{' or more' if self.behind >= MOST_BEHIND else ''} behind"
+
+    @property
+    def ref_text(self) -> str:
+        """The ref that it follows and what that names; empty if it follows none."""
+        return f"{self.ref}={self.named or '?'}" if self.ref else ""
 
 
 @dataclass(frozen=True, slots=True)

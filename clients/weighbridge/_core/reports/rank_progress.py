@@ -8,6 +8,8 @@ from enum import StrEnum
 from statistics import median_low
 
 from weighbridge._core.json_values import JsonValue
+from weighbridge._core.text.counts import percent
+from weighbridge._core.text.sizes import readable_part, readable_size
 
 _NOTABLE_MS = 100
 """By how much the last rank must be behind the middle one for it to count as held up by it."""
@@ -65,6 +67,30 @@ class RankProgress(JsonValue):
         if self.received_bytes:
             return RankStage.SENDING
         return RankStage.DECLARED if self.declared_time_ms else RankStage.MISSING
+
+    @property
+    def percent(self) -> int:
+        """Of its bytes, how many have come; 0 of one that is copying, as that is not known."""
+        if self.stage is RankStage.SEALED:
+            return 100
+        return percent(self.received_bytes, self.total_bytes) if self.stage is RankStage.SENDING else 0
+
+    @property
+    def text(self) -> str:
+        """Where it stands, for people."""
+        match self.stage:
+            case RankStage.ELSEWHERE:
+                return "pushes to another replica"
+            case RankStage.SEALED:
+                return f"sealed, {readable_size(self.total_bytes)}"
+            case RankStage.COPYING:
+                return f"copies {readable_size(self.total_bytes)} to shared memory itself"
+            case RankStage.SENDING:
+                return readable_part(self.received_bytes, self.total_bytes)
+            case RankStage.DECLARED:
+                return "declared, nothing received"
+            case RankStage.MISSING:
+                return "not heard of"
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,11 @@ _PARTS = ((86_400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s"))
 """A unit in seconds, and the one of its remainder."""
 
 
+def readable_age(since_ms: int, now_ms: float) -> str:
+    """How long ago a moment was, by Unix times in milliseconds."""
+    return readable_duration(max(now_ms - since_ms, 0) / 1000, rough=True)
+
+
 def readable_duration(seconds: float, *, rough: bool = False) -> str:
     """A duration in two units at most: ``840 ms``, ``4.20 s``, ``12.3 s``, ``2 min 05 s``, ``1 h 07 min``, ``3 d``.
 

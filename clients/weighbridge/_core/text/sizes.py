@@ -23,6 +23,11 @@ def readable_size(nbytes: int) -> str:
     return f"{size:.1f} TB"
 
 
+def readable_part(nbytes: int, total: int) -> str:
+    """Bytes of so many: ``1.5 GB of 5.0 GB``; without these if they are not known."""
+    return f"{readable_size(nbytes)} of {readable_size(total)}" if total else readable_size(nbytes)
+
+
 def readable_rate(bytes_per_second: float) -> str:
     """A rate for people: ``1.5 MB/s``."""
     return f"{readable_size(round(bytes_per_second))}/s"

@@ -14,7 +14,7 @@ May import: `callers`, `problems` and `guard` beside this folder, `exports`, `se
 - `reading`: what views are made of, read from the service.
 - `viewer`: what somebody may who looks at a page; pure.
 - `index_view`, `model_view`, `version_view`: views of pages; pure.
-- `push_view`, `engine_view`, `refs_view`, `timeline_view`, `retention_view`, `exports_view`: views of the parts of a model's page; pure.
+- `push_view`, `engine_view`, `refs_view`, `timeline_view`, `exports_view`: views of the parts of a model's page; pure.
 - `version_summary`: what pages say of a version; pure.
 - `side_by_side`: metadata of versions as columns and pictures, and two versions compared; pure.
 - `words`: figures as text; pure.

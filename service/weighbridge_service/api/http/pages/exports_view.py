@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from weighbridge._core.resources import Version
 from weighbridge._core.text.counts import percent
-from weighbridge._core.text.sizes import readable_size
+from weighbridge._core.text.sizes import readable_part
 from weighbridge_service.access.scopes import Verb
 from weighbridge_service.api.http.pages import words
 from weighbridge_service.api.http.pages.refs_view import OFFERED
@@ -62,7 +62,7 @@ def _export(job: ExportJob, may: bool) -> ExportRow:
     return ExportRow(
         job=job,
         percent=done,
-        bytes_text=f"{readable_size(job.bytes_done)} of {readable_size(total)}" if total else words.NONE,
+        bytes_text=readable_part(job.bytes_done, total) if total else words.NONE,
         time=words.span(job.create_time_ms, job.end_time_ms),
         may_cancel=may and not job.state.ended,
     )

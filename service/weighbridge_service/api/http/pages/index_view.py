@@ -6,13 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from weighbridge._core.engines.facts import Engine
-from weighbridge._core.resources import REF_LATEST, REF_LIVE, Model, Version, VersionState
+from weighbridge._core.resources import REF_LATEST, REF_LIVE, Model, Version
 from weighbridge._core.text.counts import percent
-from weighbridge._core.text.durations import readable_duration
-from weighbridge._core.text.sizes import readable_size
-from weighbridge_service.api.http.pages import words
 from weighbridge_service.api.http.pages.engine_view import summary
-from weighbridge_service.api.http.pages.version_summary import push_ms
+from weighbridge_service.api.http.pages.version_summary import LastPush, last_push
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,32 +32,23 @@ class ModelRow:
     """A model in the list.
 
     Attributes:
-        name, model_type, dtype: of the model.
-        size: bytes of its tensors.
+        model: which one.
         live, latest: the versions that these refs name; 0 if none.
         receiving: a version that is being received; None if there is none.
         receiving_percent: of its bytes that have come.
-        failed: the newest version, if it has failed; None otherwise.
         held: newest versions that are held.
-        pushed_ms: when the last version was opened that is complete; 0 if there is none.
-        push_time, push_rate: what receiving it took.
+        last: what the last push took.
         tags: other refs and what they name.
         engines: how many serve it, by their standing, in words.
     """
 
-    name: str
-    model_type: str
-    dtype: str
-    size: str
+    model: Model
     live: int
     latest: int
     receiving: Version | None
     receiving_percent: int
-    failed: Version | None
     held: tuple[int, ...]
-    pushed_ms: int
-    push_time: str
-    push_rate: str
+    last: LastPush
     tags: tuple[tuple[str, int], ...]
     engines: tuple[str, ...]
 
@@ -111,25 +99,15 @@ def is_busy(view: IndexView) -> bool:
 
 def _row(facts: ModelFacts) -> ModelRow:
     model, newest = facts.model, facts.newest
-    complete = next((each for each in newest if each.ready_time_ms), None)
-    receiving = next(
-        (each for each in newest if each.state in (VersionState.OPEN, VersionState.RECEIVING)), None
-    )
-    took_ms = push_ms(complete) if complete else 0
+    receiving = next((each for each in newest if each.state.receiving), None)
     return ModelRow(
-        name=model.name,
-        model_type=model.model_type,
-        dtype=model.dtype,
-        size=readable_size(model.tensor_bytes),
+        model=model,
         live=model.refs.get(REF_LIVE, 0),
         latest=model.refs.get(REF_LATEST, 0),
         receiving=receiving,
         receiving_percent=percent(receiving.received_bytes, receiving.tensor_bytes) if receiving else 0,
-        failed=newest[0] if newest and newest[0].state.given_up else None,
         held=tuple(each.number for each in newest if each.held and each.state.visible),
-        pushed_ms=complete.create_time_ms if complete else 0,
-        push_time=readable_duration(took_ms / 1000) if complete else words.NONE,
-        push_rate=words.rate(complete.tensor_bytes, took_ms) if complete else words.NONE,
+        last=last_push(newest),
         tags=tuple(sorted((ref, n) for ref, n in model.refs.items() if ref not in (REF_LIVE, REF_LATEST))),
         engines=summary(facts.engines),
     )

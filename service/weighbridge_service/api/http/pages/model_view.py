@@ -17,16 +17,14 @@ from weighbridge._core.resources import (
     VersionState,
 )
 from weighbridge._core.text.counts import counted
-from weighbridge._core.text.durations import readable_duration
 from weighbridge._core.text.sizes import readable_size
-from weighbridge_service.api.http.pages import words
+from weighbridge_service.access.scopes import Verb
 from weighbridge_service.api.http.pages.engine_view import Engines, engines_view
 from weighbridge_service.api.http.pages.exports_view import ExportsPart, exports_view
 from weighbridge_service.api.http.pages.push_view import Pushes, pushes_view
 from weighbridge_service.api.http.pages.refs_view import RefsPart, refs_view
-from weighbridge_service.api.http.pages.retention_view import RetentionPart, retention_view
 from weighbridge_service.api.http.pages.timeline_view import Timeline, VersionPage, timeline_view
-from weighbridge_service.api.http.pages.version_summary import push_ms
+from weighbridge_service.api.http.pages.version_summary import LastPush, last_push
 from weighbridge_service.api.http.pages.viewer import Viewer
 from weighbridge_service.exports.jobs import ExportJob
 
@@ -67,9 +65,7 @@ class Summary:
         facts: its type, dtype and so on.
         live, latest: the versions that these refs name, with their states; None if they name none that is on the page.
         live_number, latest_number: their numbers; 0 if none.
-        last: the last version that is complete; None if there is none.
-        push_time, push_rate, durable_time: what that cost.
-        given_up: the newest version, if it has failed or was aborted; None otherwise.
+        last: what the last push took.
         news: the newest thing that has happened, for screen readers.
     """
 
@@ -81,12 +77,18 @@ class Summary:
     latest: Version | None
     live_number: int
     latest_number: int
-    last: Version | None
-    push_time: str
-    push_rate: str
-    durable_time: str
-    given_up: Version | None
+    last: LastPush
     news: str
+
+
+@dataclass(frozen=True, slots=True)
+class RetentionPart:
+    """What is kept and held, and whether who looks may see what a collection would do."""
+
+    model: str
+    retention: Retention
+    gate: Gate
+    may_dry_run: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +119,7 @@ def model_view(facts: ModelFacts, viewer: Viewer, now_ms: int) -> ModelView:
         engines=engines_view(model.name, facts.engines),
         refs=refs_view(model, page.versions, facts.protections, facts.requests, viewer),
         timeline=timeline_view(model, page, facts.engines, viewer),
-        retention=retention_view(model.name, facts.retention, facts.gate, viewer),
+        retention=RetentionPart(model.name, facts.retention, facts.gate, viewer.may(Verb.MANAGE, model.name)),
         exports=exports_view(model.name, facts.exports, page.versions, viewer),
     )
 
@@ -136,7 +138,6 @@ def _summary(facts: ModelFacts) -> Summary:
     model, page = facts.model, facts.page
     by_number = {each.number: each for each in page.versions}
     name, _, part = model.name.partition(":")
-    last = next((each for each in page.versions if each.ready_time_ms), None)
     live, latest = model.refs.get(REF_LIVE, 0), model.refs.get(REF_LATEST, 0)
     described = (
         *([model.model_type] if model.model_type else []),
@@ -154,10 +155,6 @@ def _summary(facts: ModelFacts) -> Summary:
         latest=by_number.get(latest),
         live_number=live,
         latest_number=latest,
-        last=last,
-        push_time=readable_duration(push_ms(last) / 1000) if last else words.NONE,
-        push_rate=words.rate(last.tensor_bytes, push_ms(last)) if last else words.NONE,
-        durable_time=words.span(last.create_time_ms, last.durable_time_ms) if last else words.NONE,
-        given_up=newest if newest and newest.state.given_up else None,
+        last=last_push(page.versions, newest=not page.before),
         news=f"Version {newest.number} is {newest.state.value}" if newest else "",
     )

@@ -6,35 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from weighbridge._core.reports.rank_progress import RankProgress, RankStage
-from weighbridge._core.resources import Version, VersionState
+from weighbridge._core.resources import Version
 from weighbridge._core.text.counts import percent
-from weighbridge._core.text.sizes import readable_size
+from weighbridge._core.text.sizes import readable_part
 from weighbridge._core.text.waits import ranks_text
 from weighbridge_service.api.http.pages import words
 from weighbridge_service.api.http.pages.timeline_view import VersionPage
 from weighbridge_service.push.machine.rank_progress import PushProgress
 
-_SHOWN = 1024
+SHOWN = 1024
 """Ranks of which each has a cell."""
 _QUIET_MS = 3000
 """After which it is said that nothing is heard of any rank, and when the push is given up."""
-
-
-@dataclass(frozen=True, slots=True)
-class RankCell:
-    """A rank in a picture of all ranks.
-
-    Attributes:
-        rank: which one.
-        state: where it stands.
-        percent: of its bytes that have come; 0 of one that is copying, as that is not known.
-        text: the same in words.
-    """
-
-    rank: int
-    state: RankStage
-    percent: int
-    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,35 +25,26 @@ class LivePush:
     """A version that is being received.
 
     Attributes:
-        number, step, run, state: of the version.
-        opened_ms: when it was opened.
+        version: which one.
         percent: of its bytes that have come.
         percent_text: the same in words, as long as that is known.
         bytes_text: how many of how many.
         rate: since it was opened.
-        ranks: cells of its ranks; none where their replica knows more.
-        ranks_total: how many there are.
+        ranks: its first ranks, each of which has a cell; none where their replica knows more.
         ranks_text: how many have sealed, and copy to shared memory.
         missing: the ranks that have not declared, in words; empty if all have.
-        waits_for: what it waits for.
         heard_ms, given_up_ms: when a rank was last heard of, and when the push is given up unless one is before; 0 if one was just now, or that
             is not known.
     """
 
-    number: int
-    step: int
-    run: str
-    state: VersionState
-    opened_ms: int
+    version: Version
     percent: int
     percent_text: str
     bytes_text: str
     rate: str
-    ranks: tuple[RankCell, ...]
-    ranks_total: int
+    ranks: tuple[RankProgress, ...]
     ranks_text: str
     missing: str
-    waits_for: tuple[str, ...]
     heard_ms: int
     given_up_ms: int
 
@@ -94,9 +68,7 @@ def pushes_view(model: str, page: VersionPage, now_ms: int) -> Pushes:
     return Pushes(
         model,
         tuple(
-            live_push(each, page.progress_of(each), now_ms)
-            for each in page.versions
-            if each.state in (VersionState.OPEN, VersionState.RECEIVING)
+            live_push(each, page.progress_of(each), now_ms) for each in page.versions if each.state.receiving
         ),
     )
 
@@ -117,24 +89,16 @@ def live_push(version: Version, progress: PushProgress, now_ms: int) -> LivePush
     done = percent(received, total)
     quiet = now_ms - progress.heard_ms >= _QUIET_MS and not copying
     return LivePush(
-        number=version.number,
-        step=version.step,
-        run=version.run,
-        state=version.state,
-        opened_ms=version.create_time_ms,
+        version=version,
         percent=done,
         percent_text="copying" if copying and not received else f"{done} %",
-        bytes_text=f"{readable_size(received)} of {readable_size(total)}"
-        if total
-        else readable_size(received),
+        bytes_text=readable_part(received, total),
         # by whole seconds: a push that stands still is no news four times a second
-        rate=words.rate(received, max(1, (now_ms - version.create_time_ms) // 1000) * 1000),
-        ranks=cells(ranks),
-        ranks_total=version.ranks,
+        rate=words.rate(received, max(1, (now_ms - version.create_time_ms) // 1000)),
+        ranks=ranks[:SHOWN],
         ranks_text=f"{sealed} of {version.ranks} sealed"
         + (f", {copying} copying to shared memory" if copying else ""),
         missing=missing_text(ranks),
-        waits_for=version.waits_for,
         heard_ms=progress.heard_ms if quiet else 0,
         given_up_ms=progress.given_up_ms if quiet else 0,
     )
@@ -144,26 +108,3 @@ def missing_text(ranks: Sequence[RankProgress]) -> str:
     """The ranks of which nothing was heard, in words; empty if there is none."""
     absent = [each.rank for each in ranks if each.stage is RankStage.MISSING]
     return ranks_text(absent) if absent else ""
-
-
-def cells(ranks: Sequence[RankProgress]) -> tuple[RankCell, ...]:
-    """The ranks as cells of a picture."""
-    return tuple(map(_cell, ranks[:_SHOWN]))
-
-
-def _cell(each: RankProgress) -> RankCell:
-    done = percent(each.received_bytes, each.total_bytes)
-    match each.stage:
-        case RankStage.ELSEWHERE:
-            shown = 0, "pushes to another replica"
-        case RankStage.SEALED:
-            shown = 100, f"sealed, {readable_size(each.total_bytes)}"
-        case RankStage.COPYING:
-            shown = 0, f"copies {readable_size(each.total_bytes)} to shared memory itself"
-        case RankStage.SENDING:
-            shown = done, f"{readable_size(each.received_bytes)} of {readable_size(each.total_bytes)}"
-        case RankStage.DECLARED:
-            shown = 0, "declared, nothing received"
-        case RankStage.MISSING:
-            shown = 0, "not heard of"
-    return RankCell(each.rank, each.stage, *shown)

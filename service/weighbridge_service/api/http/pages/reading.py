@@ -9,7 +9,7 @@ from itertools import islice
 
 from weighbridge._core.engines.facts import Engine
 from weighbridge._core.lru import Cache
-from weighbridge._core.resources import Model, Version
+from weighbridge._core.resources import Model, Version, refs_of
 from weighbridge._formats.safetensors_files import FilesLayout
 from weighbridge._signing.bundle import signed_by
 from weighbridge.errors import FailedPrecondition, NotFound
@@ -129,7 +129,7 @@ class Reader:
         refs = service.catalog.refs(name)
         return VersionFacts(
             version=version,
-            refs=tuple(sorted(ref for ref, named in refs.items() if named == version.number)),
+            refs=refs_of(refs, version.number),
             progress=self._progress(model, version.number, service.catalog.heads.last_read(model)),
             contents=self._contents_of(model, version),
             signatures=self._signatures(name, version),

@@ -9,7 +9,7 @@ from weighbridge._core.reports.rank_progress import RankProgress, held_up
 from weighbridge._core.resources import Version, why_failed, why_held
 from weighbridge._core.text.counts import counted
 from weighbridge._core.text.durations import readable_duration
-from weighbridge._core.text.sizes import readable_size
+from weighbridge._core.text.sizes import readable_part, readable_size
 from weighbridge_service.access.scopes import Verb
 from weighbridge_service.api.http.pages import words
 from weighbridge_service.api.http.pages.viewer import Viewer
@@ -86,7 +86,7 @@ def version_summary(
         size=readable_size(version.tensor_bytes) if version.tensor_bytes else words.NONE,
         spans=spans_of(version, progress, bar_ms),
         clipped=taken_ms(version, progress) > bar_ms,
-        rate=words.rate(version.tensor_bytes, push_ms(version)),
+        rate=words.rate(version.tensor_bytes, version.ready_seconds),
         cost=_cost_text(version, progress.ranks) if given_up else "",
         held_up="" if given_up else _held_up_text(progress.ranks),
         reason=why_failed(version) if given_up else version.error,
@@ -97,9 +97,45 @@ def version_summary(
     )
 
 
-def push_ms(version: Version) -> int:
-    """Milliseconds for which a version was received; 0 if it is not complete."""
-    return max(0, version.ready_time_ms - version.create_time_ms) if version.ready_time_ms else 0
+@dataclass(frozen=True, slots=True)
+class LastPush:
+    """The last push of a model that was complete.
+
+    Attributes:
+        version: that it made; None if there is none.
+        time, rate: what receiving it took.
+        durable_time: what it took to store it as well.
+        given_up: the newest version, if it has failed or was aborted; None otherwise.
+    """
+
+    version: Version | None
+    time: str
+    rate: str
+    durable_time: str
+    given_up: Version | None
+
+    @property
+    def opened_ms(self) -> int:
+        """When it began; 0 if there is none."""
+        return self.version.create_time_ms if self.version else 0
+
+
+def last_push(versions: Sequence[Version], *, newest: bool = True) -> LastPush:
+    """The last push.
+
+    Args:
+        versions: of the model, newest first.
+        newest: whether the newest one is among them.
+    """
+    found = next((each for each in versions if each.ready_time_ms), None)
+    seconds = found.ready_seconds if found else None
+    return LastPush(
+        version=found,
+        time=words.took(seconds),
+        rate=words.rate(found.tensor_bytes if found else 0, seconds),
+        durable_time=words.took(found.durable_seconds if found else None),
+        given_up=versions[0] if versions and newest and versions[0].state.given_up else None,
+    )
 
 
 def taken_ms(version: Version, progress: PushProgress) -> int:
@@ -158,7 +194,7 @@ def _cost_text(version: Version, ranks: Sequence[RankProgress]) -> str:
     received = max(version.received_bytes, sum(each.received_bytes for each in ranks))
     if not ranks and not received:
         return ""
-    come = f"{readable_size(received)} of {readable_size(version.tensor_bytes)} had come"
+    come = f"{readable_part(received, version.tensor_bytes)} had come"
     sealed = [each for each in ranks if each.sealed_time_ms]
     declared = [each for each in ranks if each.declared_time_ms]
     if sealed:

@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from weighbridge._core.engines.facts import Engine
+from weighbridge._core.reports.rank_progress import RankProgress
 from weighbridge._core.resources import Version, VersionState
 from weighbridge._core.text.counts import readable_count
-from weighbridge._core.text.sizes import readable_size
+from weighbridge._core.text.sizes import readable_part, readable_size
 from weighbridge_service.access.scopes import Verb
 from weighbridge_service.api.http.pages import words
 from weighbridge_service.api.http.pages.engine_view import serving_it
-from weighbridge_service.api.http.pages.push_view import LivePush, RankCell, cells, live_push, missing_text
+from weighbridge_service.api.http.pages.push_view import SHOWN, LivePush, live_push, missing_text
 from weighbridge_service.api.http.pages.side_by_side.contents import Contents, FileFacts, TensorFacts
 from weighbridge_service.api.http.pages.version_summary import VersionSummary, taken_ms, version_summary
 from weighbridge_service.api.http.pages.viewer import Viewer
@@ -96,7 +97,7 @@ class Ranks:
 
     live: LivePush | None
     total: int
-    cells: tuple[RankCell, ...]
+    cells: tuple[RankProgress, ...]
     rows: tuple[RankRow, ...]
     missing: str
     held_up: str
@@ -202,12 +203,8 @@ def version_view(
 
 def is_busy(view: VersionView) -> bool:
     """Whether something happens to the version, so that the page changes by itself."""
-    return view.head.said.version.state in (
-        VersionState.OPEN,
-        VersionState.RECEIVING,
-        VersionState.READY,
-        VersionState.VERIFIED,
-    )
+    state = view.head.said.version.state
+    return state.receiving or state in (VersionState.READY, VersionState.VERIFIED)
 
 
 def as_pairs(fields: Mapping[str, object]) -> tuple[tuple[str, str], ...]:
@@ -233,18 +230,17 @@ def _steps(version: Version) -> tuple[Step, ...]:
 
 
 def _ranks(version: Version, progress: PushProgress, held_up: str, now_ms: int) -> Ranks:
-    receiving = version.state in (VersionState.OPEN, VersionState.RECEIVING)
     ranks, opened = progress.ranks, version.create_time_ms
     return Ranks(
-        live=live_push(version, progress, now_ms) if receiving else None,
+        live=live_push(version, progress, now_ms) if version.state.receiving else None,
         total=version.ranks,
-        cells=cells(ranks),
+        cells=ranks[:SHOWN],
         rows=tuple(
             RankRow(
                 each.rank,
                 words.span(opened, each.declared_time_ms),
                 words.span(opened, each.sealed_time_ms),
-                f"{readable_size(each.received_bytes)} of {readable_size(each.total_bytes)}"
+                readable_part(each.received_bytes, each.total_bytes)
                 if each.received_bytes < each.total_bytes
                 else readable_size(each.total_bytes),
             )
@@ -257,10 +253,6 @@ def _ranks(version: Version, progress: PushProgress, held_up: str, now_ms: int) 
 
 def _about(facts: VersionFacts) -> About:
     version = facts.version
-    approval = (
-        f"{', '.join(version.approved_reasons)} by {version.approved_by or 'nobody who is named'}"
-        f"{f': {version.approved_note}' if version.approved_note else ''}"
-    )
     pairs = (
         ("step", str(version.step)),
         *([("run", version.run)] if version.run else []),
@@ -272,7 +264,7 @@ def _about(facts: VersionFacts) -> About:
             if version.nonfinite_elements
             else []
         ),
-        *([("approved", approval)] if version.approved_reasons else []),
+        *([("approved", version.approval_text)] if version.approved_reasons else []),
     )
     return About(pairs, as_pairs(version.metadata), facts.signatures)
 

@@ -13,14 +13,19 @@ _LAST_MS = 253_402_300_799_000
 """The end of the year 9999, behind which calendars of programs know nothing."""
 
 
+def took(seconds: float | None) -> str:
+    """How long something took; `NONE` if that is not known."""
+    return NONE if seconds is None else readable_duration(seconds)
+
+
 def span(start_ms: int, end_ms: int) -> str:
     """The time between two moments; `NONE` if one of them is not known."""
-    return readable_duration(max(0, end_ms - start_ms) / 1000) if start_ms and end_ms else NONE
+    return took(max(0, end_ms - start_ms) / 1000 if start_ms and end_ms else None)
 
 
-def rate(nbytes: int, ms: int) -> str:
-    """Bytes in so many milliseconds, per second; `NONE` if either is nothing."""
-    return readable_rate(nbytes * 1000 / ms) if nbytes and ms > 0 else NONE
+def rate(nbytes: int, seconds: float | None) -> str:
+    """Bytes in so many seconds, per second; `NONE` if either is nothing."""
+    return readable_rate(nbytes / seconds) if nbytes and seconds else NONE
 
 
 def iso(unix_ms: int) -> str:

@@ -28,7 +28,7 @@ NOBODY = Viewer("", (), proven=False)
 
 def test_figures_that_are_not_known_are_no_figures() -> None:
     assert words.rate(0, 10) == words.rate(10, 0) == words.span(0, 10) == words.span(10, 0) == words.NONE
-    assert words.rate(5_000_000, 2000) == "2.5 MB/s"
+    assert words.rate(5_000_000, 2.0) == "2.5 MB/s"
 
 
 def test_parts_of_a_bar_stand_for_times_on_one_scale() -> None:
@@ -131,7 +131,7 @@ def test_a_push_that_is_silent_says_when_it_is_given_up_and_one_that_copies_no_f
     copying = tuple(RankProgress(rank, 1100, 0, 0, 500, copying=True) for rank in range(2))
     view = live_push(version, PushProgress(copying, 60_000, 360_000), 90_000)
     assert (view.percent_text, view.given_up_ms) == ("copying", 0)
-    assert [(each.state, each.percent) for each in view.ranks] == [("copying", 0)] * 2
+    assert [(each.stage, each.percent) for each in view.ranks] == [("copying", 0)] * 2
     assert view.ranks_text == "0 of 2 sealed, 2 copying to shared memory"
 
 
@@ -145,7 +145,7 @@ def test_a_push_names_who_is_missing_and_pushes_elsewhere() -> None:
         RankProgress(4, elsewhere=True),
     ]
     view = live_push(version, PushProgress(tuple(ranks)), now_ms=2000)
-    assert [(each.state, each.percent) for each in view.ranks] == [
+    assert [(each.stage, each.percent) for each in view.ranks] == [
         ("sealed", 100),
         ("sending", 25),
         ("declared", 0),
@@ -173,7 +173,7 @@ def test_engines_that_need_a_look_come_first_and_those_that_ended_not_at_all() -
         return Engine(name, **{**facts, "version": version, "standing": standing, **more})  # type: ignore[arg-type]
 
     engines = [
-        engine("fine", "current", 9),
+        engine("fine", "current", 9, heard_time_ms=7),
         engine("far", "behind", 2, behind=7),
         engine("silent", "stale", 9, heard_time_ms=5),
         engine("broken", "behind", 8, behind=1, error="no room"),
@@ -184,13 +184,14 @@ def test_engines_that_need_a_look_come_first_and_those_that_ended_not_at_all() -
     ]
     view = engines_view("a/b", engines)
     assert [
-        (each.label.removeprefix("vllm at http://"), each.standing_text, each.silent_ms) for each in view.rows
+        (each.label.removeprefix("vllm at http://"), each.standing_text, each.heard_time_ms)
+        for each in view.rows
     ] == [
-        ("broken", "behind by 1 version", 0),
+        ("broken", "1 version behind", 0),
         ("silent", "stale", 5),
-        ("far", "behind by 7 versions", 0),
-        ("moved back", "live names 9", 0),
-        ("new", "serves none yet", 0),
+        ("far", "7 versions behind", 0),
+        ("moved back", "serves a newer one", 0),
+        ("new", "serves no version", 0),
         ("fine", "current", 0),
         ("lost", "gone", 4),
     ]

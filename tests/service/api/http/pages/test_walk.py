@@ -111,7 +111,7 @@ def test_a_newcomers_walk_is_seen_on_the_page(
     report(
         place, "sglang", "http://node-4:30000", 2, error="node-4 has no room for version 3", state="failing"
     )
-    opened.shows(".engines .e-behind", "behind by 2 versions")
+    opened.shows(".engines .e-behind", "2 versions behind")
     opened.shows(".engines .reason", "no room")
     opened.shot("page-model")
     opened.shot("05-model-dark", dark=True)
