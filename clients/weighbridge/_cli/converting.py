@@ -126,7 +126,7 @@ def convert_command(
     finally:
         library.close()
     if as_json:
-        print_json(report.to_json())
+        print_json(report)
         return
     say(
         f"{target}: {readable_size(report.bytes)}, {counted(report.tensors, 'tensor')} in {counted(len(report.files), 'file')}, "

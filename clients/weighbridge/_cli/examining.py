@@ -87,7 +87,7 @@ def doctor_command(
         *_of_machine(),
     ]
     if as_json:
-        print_json({"checks": [check.to_json() for check in checks]})
+        print_json({"checks": checks})
     else:
         _print(checks)
     ctx.exit(1 if any(check.status is CheckStatus.FAIL for check in checks) else 0)

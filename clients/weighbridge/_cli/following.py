@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from weighbridge._cli.looking import say_if_absent
-from weighbridge._cli.output import print_json, print_table, say
+from weighbridge._cli.output import print_json, print_result, print_table, say
 from weighbridge._cli.parsing import WholeNumber, model_perhaps_at_version, ref_of
-from weighbridge._cli.running import RETRY_SECONDS, Command, client_options, end_tidily
+from weighbridge._cli.running import Command, client_of, client_options, end_tidily, engine_of
 from weighbridge._cli.showing import completing
 from weighbridge._cli.signing import FILE, trusted
 from weighbridge._core.references import Reference, is_training
@@ -122,7 +122,6 @@ def follow_command(
     it should have. With --require-signature it fetches nothing of a version that is not signed so, and takes the version
     when it is.
     """
-    from weighbridge._clients.engine import EngineClient
     from weighbridge._reporting.reporter import EngineReporter
     from weighbridge.follow.agent import Follower
     from weighbridge.follow.reaching import ReachWatch
@@ -140,17 +139,14 @@ def follow_command(
     trusts = trusted(required)
     listener = _nobody if status_path is None else status_file(status_path)
     engine = _engine(kind, url, model, engine_server or server, lane, pause_mode, engine_key)
-    with EngineClient(server, retry_seconds=RETRY_SECONDS) as client:
+    with engine_of(server) as client:
         say_if_absent(client, model, ref)
         done = None
         reporter = EngineReporter(client, model, kind=kind, address=engine.url, ref=ref, listener=listener)
         with closing(reporter), closing(ReachWatch(engine.url)):
             follower = Follower(client, model, engine, ref, force=force, required=trusts, reporter=reporter)
             for done in itertools.islice(follower.run(), count):
-                if as_json:
-                    print_json(done.to_json(), one_line=True)
-                else:
-                    say(_line(done))
+                print_result(done, as_json, _line(done), one_line=True)
     ctx.exit(1 if done is not None and done.error else 0)
 
 
@@ -212,12 +208,10 @@ def engines_command(model: str | None, server: str, as_json: bool) -> None:
     Those of MODEL, or of all models, as their agents report. An engine is stale when its agent was not heard for three reports (15 s), and
     gone after a minute. What engines serve that are not gone is kept, whatever the retention says.
     """
-    from weighbridge._clients.client import Client
-
-    with Client(server, retry_seconds=RETRY_SECONDS) as client:
+    with client_of(server) as client:
         found = client.engines(model)
     if as_json:
-        print_json([engine.to_json() for engine in found])
+        print_json(found)
     elif found:
         print_table(
             ("ENGINE", "MODEL", "SERVES", "STANDING", "STATE", *_BESIDES),

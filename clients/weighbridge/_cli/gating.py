@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import getpass
 import socket
-from typing import TYPE_CHECKING
 
 import click
 
-from weighbridge._cli.output import print_json, say
+from weighbridge._cli.output import print_result
 from weighbridge._cli.parsing import model_at_number, model_perhaps_at_version
-from weighbridge._cli.running import RETRY_SECONDS, Command, client_options
+from weighbridge._cli.running import Command, client_of, client_options
 from weighbridge._cli.showing import completing
 from weighbridge._cli.tagging import (
     approval_command,
@@ -23,20 +22,11 @@ from weighbridge._core.references import Reference
 from weighbridge._core.resources import REF_LATEST, REF_LIVE, Gate, refs_of
 from weighbridge.errors import FailedPrecondition
 
-if TYPE_CHECKING:
-    from weighbridge._clients.client import Client
-
 _REQUIRED, _NONE = "required", "none"
 _HOLD, _ALLOW = "hold", "allow"
 _MOST_APPROVALS = 16
 _NAMED = 10
 """How many versions are named that are held."""
-
-
-def _connect(server: str) -> Client:
-    from weighbridge._clients.client import Client
-
-    return Client(server, retry_seconds=RETRY_SECONDS)
 
 
 @click.command("gate", cls=Command)
@@ -79,7 +69,7 @@ def gate_command(
     """
     if approvals is not None and protect is None:
         raise click.UsageError("--approvals goes with --protect REF")
-    with _connect(server) as client:
+    with client_of(server) as client:
         if protect is not None:
             client.protect_ref(model, protect, approvals=approvals or 0)
         request = None if unprotect is None else client.unprotect_ref(model, unprotect)
@@ -91,15 +81,14 @@ def gate_command(
         if asked != gate:
             gate = client.set_gate(model, asked)
         protections = client.protections(model)
-    if as_json:
-        shown = {"model": model, **gate.to_json(), "protections": [each.to_json() for each in protections]}
-        print_json(shown if request is None else {**shown, "request": request.to_json()})
-    else:
-        say(f"{model}: holds {gate.text}")
-        for protection in protections:
-            say(f"{model}: protects {protection_text(protection)}")
-        if request is not None:
-            say(*outcome_lines(request))
+    shown = {"model": model, **gate.to_json(), "protections": protections}
+    print_result(
+        shown if request is None else {**shown, "request": request},
+        as_json,
+        f"{model}: holds {gate.text}",
+        *(f"{model}: protects {protection_text(protection)}" for protection in protections),
+        *(() if request is None else outcome_lines(request)),
+    )
 
 
 @click.command("approve", cls=Command)
@@ -140,7 +129,7 @@ def approve_command(
     if not reference.version:
         model_at_number(ctx, ctx.command.params[0], reference.model)  # refuses it, in its words
     model = reference.model
-    with _connect(server) as client:
+    with client_of(server) as client:
         before = client.version(model, reference.version)
         if reference.version in (REF_LATEST, REF_LIVE) and not before.held:
             held = [each.number for each in client.versions(model, include_invisible=True) if each.held]
@@ -152,21 +141,17 @@ def approve_command(
             )
         version = client.approve(model, before.number, note=note, by=_caller() if by is None else by)
         refs = client.refs(model)
-    if as_json:
-        print_json(version.to_json())
-        return
-    if before.held:
-        names = ", ".join(refs_of(refs, version.number)) or "no ref"
-        say(f"{version}: approved ({', '.join(before.held)}); named by {names}")
-    else:
-        say(f"{version}: is not held, so there is nothing to approve")
+    names = ", ".join(refs_of(refs, version.number)) or "no ref"
+    approved = f"approved ({', '.join(before.held)}); named by {names}"
+    told = approved if before.held else "is not held, so there is nothing to approve"
+    print_result(version, as_json, f"{version}: {told}")
 
 
 def _approve_request(
     reference: Reference, ref: str, request_id: str | None, note: str, server: str, as_json: bool
 ) -> None:
     model = reference.model
-    with _connect(server) as client:
+    with client_of(server) as client:
         meant = named_request(client, reference, ref, request_id)
         if request_id is None and not reference.version:
             raise FailedPrecondition(
@@ -174,10 +159,7 @@ def _approve_request(
                 fix=f"say that this is meant: {approval_command(meant)}",
             )
         found = client.approve_ref(model, ref, meant.request_id, note=note)
-    if as_json:
-        print_json(found.to_json())
-    else:
-        say(*outcome_lines(found))
+    print_result(found, as_json, *outcome_lines(found))
 
 
 def _caller() -> str:

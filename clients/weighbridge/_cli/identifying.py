@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from weighbridge._cli.output import print_json, say
+from weighbridge._cli.output import print_result
 from weighbridge._cli.running import Command
 from weighbridge._core.text.extras import needs_extra
 
@@ -20,7 +20,6 @@ def token_command(as_json: bool) -> None:
         from weighbridge_service.access.tokens import digest, new_token
 
     token = new_token()
-    if as_json:
-        print_json({"token": token, "digest": digest(token)})
-    else:
-        say(f"token   {token}", f"digest  {digest(token)}")
+    print_result(
+        {"token": token, "digest": digest(token)}, as_json, f"token   {token}", f"digest  {digest(token)}"
+    )

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from weighbridge._cli.output import print_json, print_table, readable_time, say
+from weighbridge._cli.output import print_json, print_result, print_table, readable_time, say
 from weighbridge._cli.parsing import WholeNumber, duration
-from weighbridge._cli.running import RETRY_SECONDS, Command, client_options
+from weighbridge._cli.running import Command, client_of, client_options
 from weighbridge._cli.showing import completing
 from weighbridge._core.references import is_training, training_of
 from weighbridge._core.reports.collection import RULE_KEEP_EVERYTHING
@@ -18,15 +18,8 @@ from weighbridge._core.text.counts import counted
 from weighbridge._core.text.sizes import readable_size
 
 if TYPE_CHECKING:
-    from weighbridge._clients.client import Client
     from weighbridge._core.reports.collection import Collection, KeptVersion
     from weighbridge._core.reports.usage import Quota
-
-
-def _connect(server: str) -> Client:
-    from weighbridge._clients.client import Client
-
-    return Client(server, retry_seconds=RETRY_SECONDS)
 
 
 @click.command("retention", cls=Command)
@@ -100,7 +93,7 @@ def retention_command(
         raise click.UsageError("--keep-everything goes with no other rule")
     if is_training(model) and not training.keeps_everything:
         raise click.UsageError(f"{model} are training states already: --keep-last, --keep-every-steps")
-    with _connect(server) as client:
+    with client_of(server) as client:
         if not training.keeps_everything:
             client.set_retention(training_of(model), training)
         if keep_everything or not rules.keeps_everything:
@@ -108,12 +101,12 @@ def retention_command(
         else:
             rules = client.retention(model)
     shown = {model: rules, **({} if training.keeps_everything else {training_of(model): training})}
-    if as_json:
-        own, *others = ({"model": name, **each.to_json()} for name, each in shown.items())
-        print_json({**own, **({"training": others[0]} if others else {})})
-    else:
-        for name, each in shown.items():
-            say(f"{name}: keeps {each.text}")
+    own, *others = ({"model": name, **each.to_json()} for name, each in shown.items())
+    print_result(
+        {**own, **({"training": others[0]} if others else {})},
+        as_json,
+        *(f"{name}: keeps {each.text}" for name, each in shown.items()),
+    )
 
 
 @click.command("collect", cls=Command)
@@ -127,10 +120,10 @@ def collect_command(ctx: click.Context, model: str, dry_run: bool, server: str, 
     Services do so by themselves every ten minutes (`serve --collect-every`). A version that is not kept is taken out of history first, and its
     files are deleted by a collection after the grace time. The exit code is 1 if a deletion failed.
     """
-    with _connect(server) as client:
+    with client_of(server) as client:
         report = client.collect(model, dry_run=dry_run)
     if as_json:
-        print_json(report.to_json())
+        print_json(report)
     else:
         _show(report)
     ctx.exit(1 if report.problems else 0)
@@ -188,10 +181,10 @@ def warm_command(ctx: click.Context, model: str, server: str, as_json: bool) -> 
     It is room that nobody has, within the service's memory budget; another model that needs it gets it. The exit code is 1 if there is
     not as much as pushes want that follow each other.
     """
-    with _connect(server) as client:
+    with client_of(server) as client:
         memory = client.warm(model)
     if as_json:
-        print_json(memory.to_json())
+        print_json(memory)
     else:
         say(
             f"{model}: memory for {memory.images} of {counted(memory.wanted, 'image')}, {readable_size(memory.image_bytes)} each"
@@ -211,10 +204,10 @@ def usage_command(server: str, as_json: bool) -> None:
 
     They are those that the service's policy gives your identity, and namespaces of which you may look at a model.
     """
-    with _connect(server) as client:
+    with client_of(server) as client:
         usage = client.usage()
     if as_json:
-        print_json(usage.to_json())
+        print_json(usage)
     elif usage.quotas:
         print_table(("LIMIT", "OF", "USED", "AT MOST"), [_usage_row(quota) for quota in usage.quotas])
     else:

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from weighbridge._cli.output import print_json, print_table, progress_bar, readable_time, say
+from weighbridge._cli.output import print_json, print_result, print_table, progress_bar, readable_time, say
 from weighbridge._cli.parsing import WholeNumber, comparisons, model_perhaps_at_version, ref_of
 from weighbridge._cli.resuming import Progress
-from weighbridge._cli.running import RETRY_SECONDS, Command, client_options
+from weighbridge._cli.running import Command, client_options, engine_of
 from weighbridge._cli.showing import completing
 from weighbridge._cli.signing import FILE, trusted
 from weighbridge._cli.tagging import approval_command, asked_text, protection_text
@@ -31,20 +31,14 @@ if TYPE_CHECKING:
     from weighbridge._signing.checking import Signed
 
 
-def _connect(server: str) -> EngineClient:
-    from weighbridge._clients.engine import EngineClient
-
-    return EngineClient(server, retry_seconds=RETRY_SECONDS)
-
-
 @click.command("models", cls=Command)
 @client_options
 def models_command(server: str, as_json: bool) -> None:
     """List all models."""
-    with _connect(server) as client:
+    with engine_of(server) as client:
         found = client.models()
     if as_json:
-        print_json([model.to_json() for model in found])
+        print_json(found)
         return
     rows = [
         (m.name, _type_text(m), m.dtype, m.tensor_count, readable_size(m.tensor_bytes), refs_text(m.refs))
@@ -81,7 +75,7 @@ def versions_command(
     as_json: bool,
 ) -> None:
     """List a model's versions, newest first."""
-    with _connect(server) as client:
+    with engine_of(server) as client:
         found = client.versions(model, include_invisible=include_invisible, where=where, limit=limit)
         if where and not found:
             _check_keys(model, where, client.versions(model, include_invisible=True))
@@ -148,7 +142,7 @@ def show_command(reference: Reference, with_tensors: bool, server: str, as_json:
 
     Without @VERSION it is the newest that is not held; of versions that are all held the newest.
     """
-    with _connect(server) as client:
+    with engine_of(server) as client:
         model = client.model(reference.model)
         wanted = reference.version or next((ref for ref in (REF_LATEST, REF_LIVE) if ref in model.refs), "")
         if not wanted:  # all that there are may be held
@@ -166,11 +160,11 @@ def show_command(reference: Reference, with_tensors: bool, server: str, as_json:
         state = None if is_training(model.name) else _newest_state(client, model.name)
     if as_json:
         shown: dict[str, Any] = {
-            "model": model.to_json(),
-            "version": version.to_json() if version else None,
-            "training_state": state.to_json() if state else None,
-            "protections": [each.to_json() for each in protections],
-            "requests": [each.to_json() for each in requests],
+            "model": model,
+            "version": version,
+            "training_state": state,
+            "protections": protections,
+            "requests": requests,
         }
         if tensors is not None:
             shown["tensors"] = [
@@ -270,13 +264,10 @@ def watch_command(
     Begins with the one it names now; one line a version. Waits out a service that restarts.
     """
     model, ref = reference.model, ref_of(reference, ref, REF_LIVE)
-    with _connect(server) as client:
+    with engine_of(server) as client:
         say_if_absent(client, model, ref)
         for version in itertools.islice(client.watch(model, ref), count):
-            if as_json:
-                print_json(version.to_json(), one_line=True)
-            else:
-                say(str(version))
+            print_result(version, as_json, str(version), one_line=True)
 
 
 def say_if_absent(client: EngineClient, model: str, ref: str) -> None:
@@ -360,10 +351,10 @@ def verify_command(
     if resume is not None and not all_versions:
         raise click.UsageError("--resume goes with --all")
     if all_versions:
-        with _connect(server) as client:
+        with engine_of(server) as client:
             ctx.exit(_verify_all(client, reference.model, Progress(resume), as_json=as_json))
     signed: tuple[Signed, ...] = ()
-    with _connect(server) as client:
+    with engine_of(server) as client:
         if by_signature:
             from weighbridge._signing.signatures import Signatures
 
@@ -377,7 +368,7 @@ def verify_command(
         print_json(
             {
                 **_verified_json(reference.model, found),
-                **({"signed": [each.to_json() for each in signed]} if by_signature else {}),
+                **({"signed": signed} if by_signature else {}),
             }
         )
     else:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from weighbridge._core.json_values import json_value
 from weighbridge._core.text.plain import plain
 from weighbridge._core.text.sizes import readable_size
 from weighbridge.errors import WeighbridgeError
@@ -39,9 +40,24 @@ def print_left_out(left_out: Mapping[str, int], *, err: bool = False) -> None:
         say(f"left out, as they are no weights of the model: {what}", err=err)
 
 
+def print_result(found: Any, as_json: bool, *lines: str, one_line: bool = False) -> None:
+    """What a command has found or done, on stdout.
+
+    Args:
+        found: for programs, as `print_json` takes it.
+        as_json: whether ``--json`` was said.
+        lines: the same for people.
+        one_line: whether the document is one of several.
+    """
+    if as_json:
+        print_json(found, one_line=one_line)
+    else:
+        say(*lines)
+
+
 def print_json(value: Any, *, one_line: bool = False) -> None:
-    """One JSON document on stdout. What a terminal would obey in its texts is escaped."""
-    text = json.dumps(value, indent=None if one_line else 2, ensure_ascii=False)
+    """One JSON document on stdout, of values and of dataclasses that are `JsonValue`. What a terminal would obey in its texts is escaped."""
+    text = json.dumps(json_value(value), indent=None if one_line else 2, ensure_ascii=False)
     if not text.isprintable():
         text = "".join(
             each if each.isprintable() or each == "\n" else json.dumps(each)[1:-1] for each in text

@@ -10,7 +10,7 @@ import click
 
 from weighbridge._cli.output import print_json, progress_bar, say
 from weighbridge._cli.parsing import WholeNumber, model_at_version, size
-from weighbridge._cli.running import RETRY_SECONDS, Command, client_options
+from weighbridge._cli.running import Command, client_options, engine_of, trainer_of
 from weighbridge._cli.showing import completing
 from weighbridge._core.megatron_rank import MegatronRank
 from weighbridge._core.references import Reference, is_training, training_of
@@ -96,7 +96,7 @@ def pull_command(
     _check_together(tp_size=tp_size, tp_rank=tp_rank)
     _check_together(ep_size=ep_size, ep_rank=ep_rank)
     _check_together(etp_size=etp_size, etp_rank=etp_rank)
-    with _engine(server) as client:
+    with engine_of(server) as client:
         if all(option is None for option in (tp_size, ep_size, etp_size, layers, vocab_multiple)):
             _write_folder(client, reference, out, as_json, "pulling", {"dtype": dtype})
             return
@@ -167,7 +167,7 @@ def export_command(
             f"{option} is for training states, and {reference.model} has weights",
             fix=f"name the training state: {training_of(reference.model)}@{reference.version}; of weights, convert the folder",
         )
-    with _engine(server) as client:
+    with engine_of(server) as client:
         settings = {"dtype": dtype, "max_shard_bytes": max_shard_size}
         _write_folder(client, reference, folder, as_json, "exporting", settings)
 
@@ -184,7 +184,7 @@ def _write_training(
     with needs_extra("torch"):
         import torch  # noqa: F401 (before anything is written)
     with (
-        _trainer(server) as client,
+        trainer_of(server) as client,
         progress_bar(f"exporting {reference.model}@{reference.version}") as update,
     ):
         written = client.export_training(
@@ -249,7 +249,7 @@ def restore_command(
     name += f"-etp{etp_rank}-of-{etp_size}" if etp_size else ""
     with needs_extra("torch"):
         import torch  # noqa: F401 (before anything is written)
-    with _trainer(server) as client:
+    with trainer_of(server) as client:
         version = client.version(reference.model, reference.version)
         layout = client.describe_shards(reference.model, at)
         stream = _shards_of(client, version, layout)
@@ -288,18 +288,6 @@ def _check_together(**options: int | None) -> None:
     missing = [f"--{name.replace('_', '-')}" for name, value in options.items() if value is None]
     if len(missing) == 1:
         raise click.UsageError(f"{missing[0]} is missing: a size and a rank go together")
-
-
-def _trainer(server: str) -> TrainerClient:
-    from weighbridge._trainers.trainer import TrainerClient
-
-    return TrainerClient(server, retry_seconds=RETRY_SECONDS)
-
-
-def _engine(server: str) -> EngineClient:
-    from weighbridge._clients.engine import EngineClient
-
-    return EngineClient(server, retry_seconds=RETRY_SECONDS)
 
 
 def _write_folder(
@@ -374,7 +362,7 @@ def _report_written(version: Version, paths: list[Path], as_json: bool, folder: 
     if as_json:
         folder = folder or paths[0].parent
         names = [str(path.relative_to(folder)) for path in paths]
-        print_json({"version": version.to_json(), "folder": str(folder), "files": names, "bytes": nbytes})
+        print_json({"version": version, "folder": str(folder), "files": names, "bytes": nbytes})
     else:
         where = paths[0] if len(paths) == 1 else folder or paths[0].parent
         say(f"{version}: {readable_size(nbytes)} in {where}")

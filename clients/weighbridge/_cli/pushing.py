@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from weighbridge._cli.output import print_json, print_left_out, progress_phases, say
+from weighbridge._cli.output import print_left_out, print_result, progress_phases, say
 from weighbridge._cli.parsing import WholeNumber, key_values
-from weighbridge._cli.running import RETRY_SECONDS, Command, client_options
+from weighbridge._cli.running import Command, client_options, trainer_of
 from weighbridge._cli.showing import completing
 from weighbridge._core.metadata import Metadata
 from weighbridge._core.resources import VersionState, why_held
@@ -82,15 +82,10 @@ def register_command(
     Its config.json, tokenizer and so on become MODEL's; weights come with the first push of a trainer, or of `weighbridge push`, which casts
     them to the dtype that is registered. Of a model that is registered already the files are replaced; its dtype stays as it is once it has versions.
     """
-    with _trainer(server) as client:
+    with trainer_of(server) as client:
         found = client.register_model(model, hf_dir, dtype=dtype or "", weight_map=not no_weight_map)
-    if as_json:
-        print_json(found.to_json())
-    else:
-        size = (
-            f"{counted(found.tensor_count, 'tensor')} in {found.dtype}, {readable_size(found.tensor_bytes)}"
-        )
-        say(f"{found.name}: {found.model_type}, {size}")
+    size = f"{counted(found.tensor_count, 'tensor')} in {found.dtype}, {readable_size(found.tensor_bytes)}"
+    print_result(found, as_json, f"{found.name}: {found.model_type}, {size}")
 
 
 @click.command("import", cls=Command)
@@ -160,7 +155,7 @@ def import_command(
             raise InvalidArgument(
                 f"{option} is for weights, and a training state is kept as it is: leave it out"
             )
-        with _trainer(server) as client:
+        with trainer_of(server) as client:
             importing = partial(client.import_training, model, folder, step=step, run="import", **options)
             version, _ = _pushed(client, model, importing)
         _report_pushed(version, as_json)
@@ -180,7 +175,7 @@ def import_command(
             )
         from weighbridge._trainers.states.checkpoints.checkpoint_step import step_of_folder
 
-        with _trainer(server) as client:
+        with trainer_of(server) as client:
             importing = partial(
                 client.import_folder,
                 model,
@@ -217,7 +212,7 @@ def _import_checkpoint(
     step = known_step(checkpoint.step if step is None else step, folder)
     target = None if dtype is None else dtypes.parse(dtype)
     print_left_out(checkpoint.left_out, err=True)
-    with _trainer(server) as client:
+    with trainer_of(server) as client:
         push = partial(
             checkpoint.push,
             client,
@@ -268,7 +263,7 @@ def push_command(
     options: PushOptions = {"allow_nonfinite": allow_nonfinite, "candidate": candidate, "metadata": metadata}
     with needs_extra("torch"):
         import torch  # noqa: F401 (before anything is sent)
-    with _trainer(server) as client:
+    with trainer_of(server) as client:
         push = partial(client.push_folder, model, hf_dir, step=step, run=run, cast=cast, **options)
         version, handle = _pushed(client, model, push)
     _tell_of_casts(handle)
@@ -284,12 +279,6 @@ def _tell_of_casts(handle: PushHandle) -> None:
             + f" cast to the model's dtype ({exact})",
             err=True,
         )
-
-
-def _trainer(server: str) -> TrainerClient:
-    from weighbridge._trainers.trainer import TrainerClient
-
-    return TrainerClient(server, retry_seconds=RETRY_SECONDS)
 
 
 def _pushed(client: TrainerClient, model: str, push: Callable[[], PushHandle]) -> tuple[Version, PushHandle]:
@@ -326,9 +315,6 @@ def _finish(
 
 
 def _report_pushed(version: Version, as_json: bool) -> None:
-    if as_json:
-        print_json(version.to_json())
-    else:
-        say(f"{version}: {readable_size(version.tensor_bytes)}")
+    print_result(version, as_json, f"{version}: {readable_size(version.tensor_bytes)}")
     if version.held:
         say(why_held(version), err=True)

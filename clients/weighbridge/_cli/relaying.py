@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import click
 
 from weighbridge._cli.looking import say_if_absent
-from weighbridge._cli.output import print_json, say
+from weighbridge._cli.output import print_result
 from weighbridge._cli.parsing import WholeNumber
-from weighbridge._cli.running import RETRY_SECONDS, Command, client_options, end_tidily
+from weighbridge._cli.running import Command, client_options, end_tidily, engine_of, trainer_of
 from weighbridge._cli.showing import completing
 from weighbridge._core.resources import REF_LIVE
 from weighbridge._core.text.durations import readable_duration
@@ -125,20 +125,16 @@ def relay_command(
     elif target is not None:
         steps = _incoming(server, model, target, names, keep, ref)
     for done in itertools.islice(steps, count):
-        if as_json:
-            print_json(done.to_json(), one_line=True)
-        else:
-            say(_line(done))
+        print_result(done, as_json, _line(done), one_line=True)
     ctx.exit(1 if done is not None and done.error else 0)
 
 
 def _outgoing(
     server: str, model: str, source: Path, names: StepNames, hf_dir: Path | None, run: str, cast: str
 ) -> Iterator[Relayed]:
-    from weighbridge._trainers.trainer import TrainerClient
     from weighbridge.relay.outgoing import Outgoing
 
-    with TrainerClient(server, run=run, retry_seconds=RETRY_SECONDS) as client:
+    with trainer_of(server, run) as client:
         if hf_dir is None:
             _check_registered(client, model)
         yield from Outgoing(client, model, source, names, hf_dir=hf_dir, cast=cast).run()
@@ -156,12 +152,11 @@ def _check_registered(client: TrainerClient, model: str) -> None:
 def _incoming(
     server: str, model: str, target: Path, names: StepNames, keep: int, ref: str
 ) -> Iterator[Relayed]:
-    from weighbridge._clients.engine import EngineClient
     from weighbridge.relay.incoming import Incoming
     from weighbridge.relay.places import StepPlaces
 
     places = StepPlaces(target, names, keep)
-    with EngineClient(server, retry_seconds=RETRY_SECONDS) as client:
+    with engine_of(server) as client:
         say_if_absent(client, model, ref)
         yield from Incoming(client, model, places, ref).run()
 

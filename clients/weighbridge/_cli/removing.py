@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from weighbridge._cli.output import print_json, say
+from weighbridge._cli.output import print_result, say
 from weighbridge._cli.parsing import model_at_number, model_perhaps_at_version
-from weighbridge._cli.running import RETRY_SECONDS, Command, client_options
+from weighbridge._cli.running import Command, client_of, client_options
 from weighbridge._cli.showing import completing
 from weighbridge._core.references import Reference
 from weighbridge._core.text.counts import counted
@@ -18,12 +18,6 @@ from weighbridge.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from weighbridge._clients.client import Client
-
-
-def _connect(server: str) -> Client:
-    from weighbridge._clients.client import Client
-
-    return Client(server, retry_seconds=RETRY_SECONDS)
 
 
 @click.command("delete", cls=Command)
@@ -45,24 +39,22 @@ def delete_command(reference: Reference, yes: bool, server: str, as_json: bool) 
         _delete_version(reference, server, as_json)
         return
     model = reference.model
-    with _connect(server) as client:
+    with client_of(server) as client:
         if not yes:
             _confirm(client, model, as_json)
         deleted = client.delete_model(model)
-    if as_json:
-        print_json(deleted.to_json())
-        return
-    say(f"{model}: deleted, with {counted(deleted.versions, 'version')}")
+    print_result(deleted, as_json, f"{model}: deleted, with {counted(deleted.versions, 'version')}")
 
 
 def _delete_version(reference: Reference, server: str, as_json: bool) -> None:
     number = _number(reference, "what a ref names cannot be deleted")
-    with _connect(server) as client:
+    with client_of(server) as client:
         client.delete_version(reference.model, number)
-    if as_json:
-        print_json({"model": reference.model, "number": number})
-    else:
-        say(f"{reference.model}: version {number} is deleted")
+    print_result(
+        {"model": reference.model, "number": number},
+        as_json,
+        f"{reference.model}: version {number} is deleted",
+    )
 
 
 def _number(reference: Reference, why_no_ref: str) -> int:
@@ -103,9 +95,6 @@ def abort_command(reference: Reference, reason: str, server: str, as_json: bool)
         reference,
         "a ref names what is visible; `weighbridge versions MODEL --all` lists what is being received",
     )
-    with _connect(server) as client:
+    with client_of(server) as client:
         version = client.abort(reference.model, number, reason)
-    if as_json:
-        print_json(version.to_json())
-    else:
-        say(f"{version}: {version.error}")
+    print_result(version, as_json, f"{version}: {version.error}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -12,10 +12,36 @@ from weighbridge._cli.output import print_error
 from weighbridge._transport.addresses import DEFAULT_SERVER
 from weighbridge.errors import FailedPrecondition, WeighbridgeError
 
+if TYPE_CHECKING:
+    from weighbridge._clients.client import Client
+    from weighbridge._clients.engine import EngineClient
+    from weighbridge._trainers.trainer import TrainerClient
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 RETRY_SECONDS = 5.0
 """How long a command tries to reach the service: someone is waiting for the answer."""
+
+
+def client_of(server: str) -> Client:
+    """A client for a command."""
+    from weighbridge._clients.client import Client
+
+    return Client(server, retry_seconds=RETRY_SECONDS)
+
+
+def engine_of(server: str) -> EngineClient:
+    """A client for a command that pulls."""
+    from weighbridge._clients.engine import EngineClient
+
+    return EngineClient(server, retry_seconds=RETRY_SECONDS)
+
+
+def trainer_of(server: str, run: str = "default") -> TrainerClient:
+    """A client for a command that pushes."""
+    from weighbridge._trainers.trainer import TrainerClient
+
+    return TrainerClient(server, run=run, retry_seconds=RETRY_SECONDS)
 
 
 class Command(click.Command):

@@ -13,13 +13,12 @@ import click
 
 from weighbridge._cli.output import print_json, print_table, say
 from weighbridge._cli.parsing import model_at_version
-from weighbridge._cli.running import RETRY_SECONDS, Command, client_options
+from weighbridge._cli.running import Command, client_of, client_options
 from weighbridge._cli.showing import completing
 from weighbridge._core.references import Reference
 from weighbridge._core.text.sizes import readable_size
 
 if TYPE_CHECKING:
-    from weighbridge._clients.client import Client
     from weighbridge._signing.signer import Signer
     from weighbridge._signing.trust import Trusted
 
@@ -33,12 +32,6 @@ def trusted(paths: Iterable[Path]) -> tuple[Trusted, ...]:
     from weighbridge._signing.trust import Trusted
 
     return tuple(map(Trusted.of_file, paths))
-
-
-def _connect(server: str) -> Client:
-    from weighbridge._clients.client import Client
-
-    return Client(server, retry_seconds=RETRY_SECONDS)
 
 
 @click.command("sign", cls=Command)
@@ -85,13 +78,13 @@ def sign_command(
     signer = None if key is None else _signer(key, certificate, chain)
     from weighbridge._signing.signatures import Signatures
 
-    with _connect(server) as client:
+    with client_of(server) as client:
         if signer is not None:
             done = Signatures(client).sign(reference.model, reference.version, signer=signer)
         elif made is not None:
             done = Signatures(client).add(reference.model, reference.version, content=made.read_bytes())
     if as_json:
-        print_json(done.to_json())
+        print_json(done)
         return
     what = "signed" if done.added else "is signed already"
     read = f"; the service has read {readable_size(done.bytes_read)} for it" if done.bytes_read else ""
@@ -116,7 +109,7 @@ def signatures_command(reference: Reference, out: Path | None, server: str, as_j
     from weighbridge._formats.side_files.signature_files import write_signature_files
     from weighbridge._signing.bundle import signed_by
 
-    with _connect(server) as client:
+    with client_of(server) as client:
         found = client.signatures(reference.model, reference.version)
     paths = [] if out is None else write_signature_files(out, found)
     rows: list[dict[str, Any]] = []

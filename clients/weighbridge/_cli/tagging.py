@@ -8,7 +8,7 @@ import click
 
 from weighbridge._cli.output import print_json, say
 from weighbridge._cli.parsing import model_perhaps_at_version
-from weighbridge._cli.running import RETRY_SECONDS, Command, client_options
+from weighbridge._cli.running import Command, client_of, client_options
 from weighbridge._cli.showing import completing
 from weighbridge._core.references import Reference
 from weighbridge._core.resources import (
@@ -23,12 +23,6 @@ from weighbridge.errors import FailedPrecondition
 
 if TYPE_CHECKING:
     from weighbridge._clients.client import Client
-
-
-def _connect(server: str) -> Client:
-    from weighbridge._clients.client import Client
-
-    return Client(server, retry_seconds=RETRY_SECONDS)
 
 
 @click.command("tag", cls=Command)
@@ -60,7 +54,7 @@ def tag_command(
         raise click.UsageError(
             f"{model!r} names no version: write {model}@latest, or a number or another ref"
         )
-    with _connect(server) as client:
+    with client_of(server) as client:
         if withdraw:
             found = client.withdraw_ref(model, name, named_request(client, reference, name).request_id)
         elif delete:
@@ -71,9 +65,7 @@ def tag_command(
             found = client.request_ref(model, name, version, note=note)
     if as_json:
         number = found.version if found.done and found.version else None
-        print_json(
-            {"model": model, "ref": name, "number": number, "state": found.state, "request": found.to_json()}
-        )
+        print_json({"model": model, "ref": name, "number": number, "state": found.state, "request": found})
     elif withdraw:
         say(f"{model}: {asked_text(found)} is withdrawn")
     else:

@@ -16,7 +16,7 @@ class JsonValue:
 
     def to_json(self) -> dict[str, Any]:
         """Its fields as JSON values, by name."""
-        return {name: _json(getattr(self, name)) for name in _names(type(self))}  # type: ignore[arg-type]
+        return {name: json_value(getattr(self, name)) for name in _names(type(self))}  # type: ignore[arg-type]
 
 
 @functools.cache
@@ -24,7 +24,8 @@ def _names(kind: Any) -> tuple[str, ...]:
     return tuple(each.name for each in dataclasses.fields(kind))
 
 
-def _json(value: Any) -> Any:
+def json_value(value: Any) -> Any:
+    """What `json` writes of a value, whatever such dataclasses are in it."""
     if type(value) in (int, str, bool, float):  # nearly all of them
         return value
     match value:
@@ -33,7 +34,7 @@ def _json(value: Any) -> Any:
         case Enum():
             return value.value
         case tuple() | list():
-            return [_json(each) for each in value]
+            return [json_value(each) for each in value]
         case Mapping():
-            return {key: _json(each) for key, each in value.items()}
+            return {key: json_value(each) for key, each in value.items()}
     return value

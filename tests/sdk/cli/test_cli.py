@@ -729,13 +729,13 @@ def test_watch_prints_a_line_a_version(
     as_json(weighbridge(service, "import", hf_dir, "acme/watched"))
     results: list[Result] = []
     told: list[int] = []
-    really = looking.print_json
+    really = looking.print_result
 
-    def print_json(content: Any, **options: Any) -> None:
-        really(content, **options)
-        told.append(content["number"])
+    def print_result(found: Any, *said: Any, **options: Any) -> None:
+        really(found, *said, **options)
+        told.append(found.number)
 
-    monkeypatch.setattr(looking, "print_json", print_json)
+    monkeypatch.setattr(looking, "print_result", print_result)
     watching = threading.Thread(
         target=lambda: results.append(
             weighbridge(service, "watch", "acme/watched", "--ref", "latest", "--count", 2)

@@ -12,7 +12,7 @@ import click
 
 from weighbridge._cli.output import print_json, print_table, progress_bar, say
 from weighbridge._cli.parsing import WholeNumber
-from weighbridge._cli.running import RETRY_SECONDS, Command, client_options
+from weighbridge._cli.running import Command, client_options, engine_of
 from weighbridge._cli.showing import completing
 from weighbridge._core.references import Reference, parse_reference
 from weighbridge._core.text.counts import counted
@@ -127,7 +127,7 @@ def _open(before: Named, after: Named, server: str, stack: ExitStack) -> tuple[S
 
     @cache
     def client() -> EngineClient:
-        return stack.enter_context(EngineClient(server, retry_seconds=RETRY_SECONDS))
+        return stack.enter_context(engine_of(server))
 
     def opened(named: Named) -> Side:
         return FolderSide.map(named) if isinstance(named, Path) else VersionSide.find(client(), named)

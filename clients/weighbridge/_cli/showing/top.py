@@ -67,7 +67,7 @@ def top_command(
         if as_json or once or not console.is_terminal:
             seen = _once(gatherer, first, every)
             if as_json:
-                print_json(seen.to_json())
+                print_json(seen)
             else:
                 _print(console, seen)
         else:
