@@ -16,9 +16,9 @@ from weighbridge_service.access.identities import Evidence
 from weighbridge_service.access.scopes import Verb
 from weighbridge_service.api.http.callers import SHOWN, ask, peer_of
 from weighbridge_service.api.http.pages.login import Sessions, forget, keep, session_in
-from weighbridge_service.api.http.pages.page_route import viewer_of
+from weighbridge_service.api.http.pages.page_route import ModelInPath, viewer_of
 from weighbridge_service.api.http.pages.rendering import Renderer
-from weighbridge_service.api.http.parameters import JobId, Name, Namespace, Number, Ref, RequestId
+from weighbridge_service.api.http.parameters import JobId, Number, Ref, RequestId
 from weighbridge_service.api.http.threads import in_threads
 from weighbridge_service.exports.jobs import Exports
 from weighbridge_service.service import Weighbridge
@@ -52,11 +52,9 @@ def add_actions(
 
     @router.post(of_model + "/versions/{version}/approve")
     @acting
-    def approve_version_form(
-        namespace: Namespace, name: Name, version: Number, form: Form, request: Request
-    ) -> Response:
+    def approve_version_form(model: ModelInPath, version: Number, form: Form, request: Request) -> Response:
         """Hold a version no longer."""
-        by, model = peer_of(request).called(""), f"{namespace}/{name}"
+        by = peer_of(request).called("")
         service.gates.approve_version(model, version, by=by, note=form.get("note", ""))
         return _back(model, f"/versions/{version}" if form.get("to") == "version" else "")
 
@@ -67,53 +65,46 @@ def add_actions(
 
     @router.post(of_model + "/refs")
     @acting
-    def new_ref_form(namespace: Namespace, name: Name, form: Form, request: Request) -> Response:
+    def new_ref_form(model: ModelInPath, form: Form, request: Request) -> Response:
         """Give a version a tag that is named in the form."""
-        model, ref = f"{namespace}/{name}", form.get("ref", "")
+        ref = form.get("ref", "")
         ask(request, Verb.TAG, model, ref)
         return move(request, model, ref, form)
 
     @router.post(of_model + "/refs/{ref}/move")
     @acting
-    def request_ref_form(
-        namespace: Namespace, name: Name, ref: Ref, form: Form, request: Request
-    ) -> Response:
+    def request_ref_form(model: ModelInPath, ref: Ref, form: Form, request: Request) -> Response:
         """Move a tag, or ask for it if that takes approvals."""
-        return move(request, f"{namespace}/{name}", ref, form)
+        return move(request, model, ref, form)
 
     @router.post(of_model + "/refs/{ref}/delete")
     @acting
-    def delete_ref_form(namespace: Namespace, name: Name, ref: Ref, form: Form, request: Request) -> Response:
+    def delete_ref_form(model: ModelInPath, ref: Ref, form: Form, request: Request) -> Response:
         """Take a tag away, or ask for it."""
-        model, note, named = f"{namespace}/{name}", form.get("note", ""), uuid.uuid4().hex
+        note, named = form.get("note", ""), uuid.uuid4().hex
         service.gates.ask(model, ref, REQUEST_DELETE, peer_of(request), request_id=named, note=note)
         return _back(model, "#refs")
 
     @router.post(of_model + "/refs/{ref}/requests/{request_id}/approve")
     @acting
     def approve_ref_form(
-        namespace: Namespace, name: Name, ref: Ref, request_id: RequestId, form: Form, request: Request
+        model: ModelInPath, ref: Ref, request_id: RequestId, form: Form, request: Request
     ) -> Response:
         """Approve what another identity has asked for."""
-        model = f"{namespace}/{name}"
         service.gates.approve_ref(model, ref, request_id, peer_of(request), note=form.get("note", ""))
         return _back(model, "#refs")
 
     @router.post(of_model + "/refs/{ref}/requests/{request_id}/withdraw")
     @acting
-    def withdraw_ref_form(
-        namespace: Namespace, name: Name, ref: Ref, request_id: RequestId, request: Request
-    ) -> Response:
+    def withdraw_ref_form(model: ModelInPath, ref: Ref, request_id: RequestId, request: Request) -> Response:
         """End a request without carrying it out."""
-        model = f"{namespace}/{name}"
         service.gates.withdraw_ref(model, ref, request_id, peer_of(request))
         return _back(model, "#refs")
 
     @router.post(of_model + "/exports")
     @acting
-    def start_export_form(namespace: Namespace, name: Name, form: Form, request: Request) -> Response:
+    def start_export_form(model: ModelInPath, form: Form, request: Request) -> Response:
         """Begin to write a version as a folder on the service's side."""
-        model = f"{namespace}/{name}"
         folder, dtype = form.get("folder") or None, form.get("dtype") or None
         exports.start(model, form.get("version", ""), folder=folder, dtype=dtype, peer=peer_of(request))
         return _back(model, "#exports")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import Request, Response
+from fastapi import Depends, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse
 from fastapi.routing import APIRoute
@@ -17,8 +17,16 @@ from weighbridge_service.api.http.guard import PAGE
 from weighbridge_service.api.http.pages.login import Sessions, session_in
 from weighbridge_service.api.http.pages.rendering import Renderer
 from weighbridge_service.api.http.pages.viewer import Viewer
+from weighbridge_service.api.http.parameters import Name, Namespace
 
 _Handler = Callable[[Request], Coroutine[Any, Any, Response]]
+
+
+async def _model(namespace: Namespace, name: Name) -> str:
+    return f"{namespace}/{name}"
+
+
+ModelInPath = Annotated[str, Depends(_model)]
 
 
 def viewer_of(request: Request) -> Viewer:

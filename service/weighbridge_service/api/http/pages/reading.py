@@ -126,10 +126,9 @@ class Reader:
         """
         service, model = self._service, ModelName.parse(name)
         version = service.catalog.get_version(name, number)
-        refs = service.catalog.refs(name)
         return VersionFacts(
             version=version,
-            refs=refs_of(refs, version.number),
+            refs=refs_of(service.catalog.refs(name), version.number),
             progress=self._progress(model, version.number, service.catalog.heads.last_read(model)),
             contents=self._contents_of(model, version),
             signatures=self._signatures(name, version),
@@ -144,8 +143,7 @@ class Reader:
             WeighbridgeError: the store cannot be read.
         """
         version = self._service.catalog.get_version(name, number)
-        refs = self._service.catalog.refs(name)
-        named = tuple(sorted(ref for ref, each in refs.items() if each == version.number))
+        named = refs_of(self._service.catalog.refs(name), version.number)
         return Side(version, self._contents_of(ModelName.parse(name), version), named)
 
     def _line(self, name: ModelName, model: Model, engines: Sequence[Engine]) -> index_view.ModelFacts:

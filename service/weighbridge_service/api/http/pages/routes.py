@@ -17,12 +17,12 @@ from weighbridge_service.api.http.pages.actions import add_actions
 from weighbridge_service.api.http.pages.distributions import Distributions
 from weighbridge_service.api.http.pages.live import TROUBLE, Fragments, LiveViews, digest
 from weighbridge_service.api.http.pages.login import Sessions
-from weighbridge_service.api.http.pages.page_route import page_route, viewer_of
+from weighbridge_service.api.http.pages.page_route import ModelInPath, page_route, viewer_of
 from weighbridge_service.api.http.pages.reading import Reader
 from weighbridge_service.api.http.pages.rendering import Renderer, assets
 from weighbridge_service.api.http.pages.side_by_side.compare_view import compare_view
 from weighbridge_service.api.http.pages.viewer import Viewer
-from weighbridge_service.api.http.parameters import Name, Namespace, VersionOrRef
+from weighbridge_service.api.http.parameters import VersionOrRef
 from weighbridge_service.api.http.threads import in_threads
 from weighbridge_service.exports.jobs import Exports
 from weighbridge_service.runtime.clock import unix_ms
@@ -80,51 +80,46 @@ def pages_router(service: Weighbridge, exports: Exports) -> APIRouter:
 
     @router.get("/models/{namespace}/{name}")
     @making
-    def model_page(namespace: Namespace, name: Name, request: Request, before: Before = 0) -> Response:
+    def model_page(model: ModelInPath, request: Request, before: Before = 0) -> Response:
         """One model."""
-        viewer, model = viewer_of(request), f"{namespace}/{name}"
+        viewer = viewer_of(request)
         made = pages.model(viewer, model, before)
         return pages.answer("model", made, viewer, f"/models/{model}/events", model=model, before=before)
 
     @router.get("/models/{namespace}/{name}/events")
     async def model_events(
-        namespace: Namespace, name: Name, request: Request, before: Before = 0, seen: Seen = ""
+        model: ModelInPath, request: Request, before: Before = 0, seen: Seen = ""
     ) -> EventSourceResponse:
         """What changes of a model's page."""
-        viewer, model = viewer_of(request), ModelName.parse(f"{namespace}/{name}")
-        key = ("model", viewer, model, before)
-        return pages.follow(request, key, model, lambda: pages.model(viewer, str(model), before)[1], seen)
+        viewer, named = viewer_of(request), ModelName.parse(model)
+        key = ("model", viewer, named, before)
+        return pages.follow(request, key, named, lambda: pages.model(viewer, model, before)[1], seen)
 
     @router.get("/models/{namespace}/{name}/retention")
     @making
-    def retention_page(namespace: Namespace, name: Name, request: Request) -> Response:
+    def retention_page(model: ModelInPath, request: Request) -> Response:
         """What a collection of a model's versions would do now."""
-        model = f"{namespace}/{name}"
         found = service.collecting.collect(model, dry_run=True)
         return HTMLResponse(renderer.page("retention", viewer_of(request), model=model, found=found))
 
     @router.get("/models/{namespace}/{name}/compare")
     @making
-    def compare_page(
-        namespace: Namespace, name: Name, request: Request, before: Compared, after: Compared
-    ) -> Response:
+    def compare_page(model: ModelInPath, request: Request, before: Compared, after: Compared) -> Response:
         """Two versions of a model side by side."""
-        model = f"{namespace}/{name}"
         view = compare_view(pages.reader.side(model, before.strip()), pages.reader.side(model, after.strip()))
         return HTMLResponse(renderer.page("compare", viewer_of(request), model=model, view=view))
 
     @router.get("/models/{namespace}/{name}/versions/{version}")
     @making
     def version_page(
-        namespace: Namespace,
-        name: Name,
+        model: ModelInPath,
         version: VersionOrRef,
         request: Request,
         q: Search = "",
         first: First = 0,
     ) -> Response:
         """One version."""
-        viewer, model = viewer_of(request), f"{namespace}/{name}"
+        viewer = viewer_of(request)
         made = pages.version(viewer, model, version, q, first)
         number = made[0].head.said.version.number
         events = f"/models/{model}/versions/{number}/events"
@@ -132,8 +127,7 @@ def pages_router(service: Weighbridge, exports: Exports) -> APIRouter:
 
     @router.get("/models/{namespace}/{name}/versions/{version}/events")
     async def version_events(
-        namespace: Namespace,
-        name: Name,
+        model: ModelInPath,
         version: VersionOrRef,
         request: Request,
         q: Search = "",
@@ -141,22 +135,21 @@ def pages_router(service: Weighbridge, exports: Exports) -> APIRouter:
         seen: Seen = "",
     ) -> EventSourceResponse:
         """What changes of a version's page."""
-        viewer, model = viewer_of(request), ModelName.parse(f"{namespace}/{name}")
-        key = ("version", viewer, model, version, q, first)
+        viewer, named = viewer_of(request), ModelName.parse(model)
+        key = ("version", viewer, named, version, q, first)
         return pages.follow(
-            request, key, model, lambda: pages.version(viewer, str(model), version, q, first)[1], seen
+            request, key, named, lambda: pages.version(viewer, model, version, q, first)[1], seen
         )
 
     @router.get("/models/{namespace}/{name}/versions/{version}/distribution.svg")
     @in_threads(ThreadPool("http-samples", _SAMPLED), _ANSWER_SECONDS)
     def distribution(
-        namespace: Namespace,
-        name: Name,
+        model: ModelInPath,
         version: VersionOrRef,
         tensor: Annotated[str, Query(max_length=4096)],
     ) -> Response:
         """How the values of a tensor are distributed, as a picture of a sample of them."""
-        picture = distributions.picture(f"{namespace}/{name}", version, tensor)
+        picture = distributions.picture(model, version, tensor)
         return Response(
             picture,
             media_type="image/svg+xml",
