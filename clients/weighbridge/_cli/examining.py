@@ -106,7 +106,7 @@ def _of_service(named: str | None, server: str, memory_budget: int | None, scrat
         asked = time.time()
         answer = asking.ask(http, "/v1/checks", _SECONDS, credentials)
         answered = answer.url
-        yield Check("service", CheckStatus.OK, f"one answers at {http}")
+        yield Check.ok("service", f"one answers at {http}")
         yield from _found(answer)
         if answer.said_s is not None:
             from weighbridge._cli.doctor.checks import check_skew
@@ -143,8 +143,8 @@ def _found(answer: asking.Answer) -> list[Check]:
 def _absent(error: Unavailable, *, wanted: bool) -> Check:
     """What is said where no service has answered: that is wrong only if one was named."""
     if wanted:
-        return Check("service", CheckStatus.FAIL, error.message, error.fix)
-    return Check("service", CheckStatus.OK, f"{error.message}: this is what this machine allows one")
+        return Check.fail("service", error.message, error.fix)
+    return Check.ok("service", f"{error.message}: this is what this machine allows one")
 
 
 def _examine_machine(memory_budget: int | None, scratch: Path) -> list[Check]:
@@ -172,7 +172,7 @@ def _of_connections(servers: Sequence[str], http: str, credentials: Credentials)
         try:
             yield checks.check_lane(readings.read_lane(address, credentials))
         except WeighbridgeError as error:
-            yield Check("local lane", CheckStatus.WARN, error.message, error.fix)
+            yield Check.warn("local lane", error.message, error.fix)
     for address in secured:
         yield checks.check_certificate(readings.read_certificate(address, credentials), time.time())
 

@@ -34,5 +34,20 @@ class Check(JsonValue):
     what: str
     fix: str = ""
 
+    @staticmethod
+    def ok(name: str, what: str) -> Check:
+        """Something that is well."""
+        return Check(name, CheckStatus.OK, what)
+
+    @staticmethod
+    def warn(name: str, what: str, fix: str) -> Check:
+        """Something that works, and not as well as it could, or not much longer."""
+        return Check(name, CheckStatus.WARN, what, fix)
+
+    @staticmethod
+    def fail(name: str, what: str, fix: str) -> Check:
+        """Something that should work and does not."""
+        return Check(name, CheckStatus.FAIL, what, fix)
+
     def __str__(self) -> str:
         return f"{self.name}: {self.what}" + (f"; what to do: {self.fix}" if self.fix else "")

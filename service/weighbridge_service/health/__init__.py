@@ -62,7 +62,5 @@ class Health:
 
     def _accepting(self) -> Check:
         if self._draining():
-            return Check(
-                "accepting", CheckStatus.FAIL, "the service is shutting down", "send new work to another one"
-            )
-        return Check("accepting", CheckStatus.OK, "new work is taken")
+            return Check.fail("accepting", "the service is shutting down", "send new work to another one")
+        return Check.ok("accepting", "new work is taken")

@@ -61,24 +61,22 @@ class StoreChecks:
         """Whether the store answers."""
         with suppress(NotFound):
             self._store.size(f"{self._prefix}-none")
-        return Check(STORE_REACHABLE, CheckStatus.OK, "it answers")
+        return Check.ok(STORE_REACHABLE, "it answers")
 
     def writable(self) -> Check:
         """Whether the store takes an object."""
         key = f"{self._prefix}-written"
         self._store.put(key, b"", mode="overwrite")
         self._store.delete(key)
-        return Check(STORE_WRITABLE, CheckStatus.OK, "it takes objects")
+        return Check.ok(STORE_WRITABLE, "it takes objects")
 
     def conditions(self) -> Check:
         """Whether the store keeps conditional writes, also of writers that race; not asked in the background, as it takes some forty writes."""
         try:
             probe(self._store)
         except FailedPrecondition as error:
-            return Check(STORE_CONDITIONS, CheckStatus.FAIL, error.message, error.fix)
-        return Check(
-            STORE_CONDITIONS, CheckStatus.OK, "it keeps conditional writes, also of writers that race"
-        )
+            return Check.fail(STORE_CONDITIONS, error.message, error.fix)
+        return Check.ok(STORE_CONDITIONS, "it keeps conditional writes, also of writers that race")
 
     def clock(self) -> Check:
         """Whether this process's clock and the store's say the same."""
@@ -104,23 +102,23 @@ def check_clock(written_ms: tuple[int, int], modified_ms: int, most_ms: int) -> 
     what = f"it and the store's clock differ by {readable_duration(offset / 1000)}; {readable_duration(most_ms / 1000)} are the most"
     fix = "set the clocks of all machines by NTP"
     if offset > most_ms:
-        return Check(CLOCK, CheckStatus.FAIL, what, fix)
+        return Check.fail(CLOCK, what, fix)
     if offset > most_ms // 4:
-        return Check(CLOCK, CheckStatus.WARN, what, fix)
-    return Check(CLOCK, CheckStatus.OK, what)
+        return Check.warn(CLOCK, what, fix)
+    return Check.ok(CLOCK, what)
 
 
 def check_disk(disk: DiskReading) -> Check:
     """Whether there is room on a disk."""
     if disk.available < _LEAST_DISK:
         what = f"{disk}: less than the {readable_size(_LEAST_DISK)} that new work needs"
-        return Check(DISK_ROOM, CheckStatus.FAIL, what, MAKE_ROOM)
+        return Check.fail(DISK_ROOM, what, MAKE_ROOM)
     if disk.available < disk.size * _LITTLE_DISK:
         what = (
             f"{disk}: less than {_LITTLE_DISK:.0%}; below {readable_size(_LEAST_DISK)} no new work is taken"
         )
-        return Check(DISK_ROOM, CheckStatus.WARN, what, MAKE_ROOM)
-    return Check(DISK_ROOM, CheckStatus.OK, str(disk))
+        return Check.warn(DISK_ROOM, what, MAKE_ROOM)
+    return Check.ok(DISK_ROOM, str(disk))
 
 
 def check_durable(failing: Sequence[Version]) -> Check:
@@ -130,10 +128,9 @@ def check_durable(failing: Sequence[Version]) -> Check:
         failing: those for which that has failed so far.
     """
     if not failing:
-        return Check(VERSIONS_DURABLE, CheckStatus.OK, "no version waits for the store to take it")
-    return Check(
+        return Check.ok(VERSIONS_DURABLE, "no version waits for the store to take it")
+    return Check.warn(
         VERSIONS_DURABLE,
-        CheckStatus.WARN,
         "; ".join(f"{version}: {version.error}" for version in failing[:_NAMED]),
         "see why the object store does not take it: it is tried again until it does, is held in memory alone meanwhile, and is given "
         "up if a newer version needs its memory or somebody aborts it",
@@ -152,7 +149,7 @@ def check_models(examined: Iterable[tuple[ModelName, WeighbridgeError | None]]) 
         if error is not None:
             unreadable.append((name, error))
     if not unreadable:
-        return Check(MODELS_READABLE, CheckStatus.OK, "what the store says of its models can be read")
+        return Check.ok(MODELS_READABLE, "what the store says of its models can be read")
     return Check(
         MODELS_READABLE,
         CheckStatus.FAIL if len(unreadable) == count else CheckStatus.WARN,

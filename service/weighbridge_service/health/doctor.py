@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from weighbridge._core.checks import Check, CheckStatus
+from weighbridge._core.checks import Check
 from weighbridge.errors import WeighbridgeError
 from weighbridge_service.health.checks import StoreChecks, store_checks_of
 from weighbridge_service.runtime.config import ServiceConfig
@@ -68,9 +68,8 @@ class Examiner:
                 checks.append(check_model(model, report))
         except WeighbridgeError as error:
             checks.append(
-                Check(
+                Check.fail(
                     "models",
-                    CheckStatus.FAIL,
                     f"they cannot be listed: {error.message}",
                     error.fix or "see the service's log",
                 )
@@ -118,9 +117,8 @@ def _looked_at(checks: StoreChecks, where: str) -> Iterator[Check]:
 
 
 def _unusable(location: str, error: WeighbridgeError) -> Check:
-    return Check(
+    return Check.fail(
         _STORE,
-        CheckStatus.FAIL,
         f"{location} cannot be used: {error.message}",
         error.fix or "is it there, and may these credentials read and write?",
     )

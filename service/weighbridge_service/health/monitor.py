@@ -64,14 +64,13 @@ def finding(check: NamedCheck, observed: Observation, now: float) -> Check:
     if observed.running_since is not None:
         waited = now - observed.running_since
         if waited > check.patience:
-            return Check(
+            return Check.fail(
                 check.name,
-                CheckStatus.FAIL,
                 f"no answer for {readable_duration(waited, rough=True)}",
                 "see whether what it looks at is there, and can be reached from this machine",
             )
     if observed.found is None:
-        return Check(check.name, CheckStatus.FAIL, "it has not been looked at yet", "ask again in a second")
+        return Check.fail(check.name, "it has not been looked at yet", "ask again in a second")
     return observed.found
 
 
@@ -146,10 +145,8 @@ def _run(check: NamedCheck) -> Check:
     try:
         found = check.run()
     except WeighbridgeError as error:
-        return Check(check.name, CheckStatus.FAIL, error.message, error.fix)
+        return Check.fail(check.name, error.message, error.fix)
     except Exception as error:
         log.exception("the check %s broke", check.name)
-        return Check(
-            check.name, CheckStatus.FAIL, f"the check itself broke: {error!r}", "see the service's log"
-        )
+        return Check.fail(check.name, f"the check itself broke: {error!r}", "see the service's log")
     return replace(found, name=check.name)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from weighbridge._core.checks import Check, CheckStatus
+from weighbridge._core.checks import Check
 from weighbridge._core.text.sizes import readable_size
 from weighbridge_storage.memory.image_books import HeldFor, Holding
 from weighbridge_storage.memory.image_decisions import (
@@ -161,62 +161,56 @@ def check_limits(reading: MemoryReading, needs: Needs) -> Check:
     )
     still = max(needs.process - reading.private, 0) + needs.cache
     if limit.available < still:
-        return Check(
+        return Check.warn(
             "memory limits",
-            CheckStatus.WARN,
             f"{what}, and the service may come to need {readable_size(still)} of its own",
             "raise that limit, or stop what else uses it: there is no memory for images, and the kernel ends a process "
             "that goes over a limit",
         )
-    return Check("memory limits", CheckStatus.OK, what)
+    return Check.ok("memory limits", what)
 
 
 def check_budget(budget: MemoryBudget, memory: Space) -> Check:
     """Whether the memory budget is there."""
     what = f"{readable_size(budget.nbytes)}, {budget.why}"
     if budget.nbytes == 0:
-        return Check(
+        return Check.warn(
             "memory budget",
-            CheckStatus.WARN,
             f"{what}: every version is put together on disk",
             "let the service have more memory, or name a --memory-budget",
         )
     if budget.nbytes > memory.most:
-        return Check(
+        return Check.warn(
             "memory budget",
-            CheckStatus.WARN,
             f"{what}; the machine could give images {readable_size(memory.most)} at most, and what is over that goes to disk or waits",
             f"serve with --memory-budget {memory.most >> 20}MiB or auto, or raise the limit",
         )
     unused = budget.nbytes - memory.regions
     if unused > memory.available:
-        return Check(
+        return Check.warn(
             "memory budget",
-            CheckStatus.WARN,
             f"{what}; {readable_size(unused)} of it are not taken yet, and the machine has only "
             f"{readable_size(memory.available)} left: others have taken memory",
             "stop what else uses it, or serve with a smaller --memory-budget",
         )
-    return Check("memory budget", CheckStatus.OK, f"{what}; images hold {readable_size(memory.in_use)}")
+    return Check.ok("memory budget", f"{what}; images hold {readable_size(memory.in_use)}")
 
 
 def check_scratch(scratch: DiskReading, disk: Space) -> Check:
     """Whether versions for which memory has no room can go to disk."""
     what = str(scratch)
     if scratch.in_memory:
-        return Check(
+        return Check.warn(
             "scratch folder",
-            CheckStatus.WARN,
             f"{what}, and lies in memory: what goes there takes memory as well",
             "name a --scratch folder on a disk",
         )
     if disk.budget == 0:
-        return Check(
+        return Check.ok(
             "scratch folder",
-            CheckStatus.OK,
             f"{what}; versions do not go there (--spill-budget off), they wait for memory",
         )
-    return Check("scratch folder", CheckStatus.OK, what)
+    return Check.ok("scratch folder", what)
 
 
 def check_read_cache(scratch: DiskReading, used: int, budget: int) -> Check:
@@ -224,34 +218,31 @@ def check_read_cache(scratch: DiskReading, used: int, budget: int) -> Check:
     missing = budget - used
     what = f"{readable_size(used)} of {readable_size(budget)} are in use"
     if missing > scratch.available:
-        return Check(
+        return Check.warn(
             "read cache",
-            CheckStatus.WARN,
             f"{what}, and {scratch.folder} has {readable_size(scratch.available)} left for it",
             f"serve with --read-cache {(used + scratch.available) >> 20}MiB, or name a larger --scratch",
         )
-    return Check("read cache", CheckStatus.OK, what)
+    return Check.ok("read cache", what)
 
 
 def check_images(waiting: Sequence[Waiting], holdings: Sequence[Holding]) -> Check:
     """Whether a push waits for memory, and for whose; or memory is held that no version needs."""
     held = "; ".join(map(str, holdings)) or "nothing"
     if waiting:
-        return Check(
+        return Check.warn(
             "images",
-            CheckStatus.WARN,
             f"{'; '.join(map(str, waiting))}. Held now: {held}",
             "wait until a version is done, or abort one; what a push needs is said for each model",
         )
     late = [holding for holding in holdings if _seconds_unneeded(holding) > _LONG_SECONDS]
     if late:
-        return Check(
+        return Check.warn(
             "images",
-            CheckStatus.WARN,
             "; ".join(map(str, late)),
             "let go of tensors that were pulled without a copy once a newer version is loaded",
         )
-    return Check("images", CheckStatus.OK, f"nobody waits; held now: {held}")
+    return Check.ok("images", f"nobody waits; held now: {held}")
 
 
 def _seconds_unneeded(holding: Holding) -> float:
@@ -267,9 +258,8 @@ def check_model(model: ModelSize, report: MemoryReport) -> Check:
     room = max(memory.ceiling - others, 0)
     name, needs = f"push of {model.name}", f"a version takes {readable_size(nbytes)}"
     if nbytes > max(memory.ceiling, disk.ceiling):
-        return Check(
+        return Check.fail(
             name,
-            CheckStatus.FAIL,
             f"{needs}: more than images can have, {readable_size(memory.ceiling)} of memory and "
             f"{readable_size(disk.ceiling)} of disk",
             remedy(nbytes, memory, disk),
@@ -277,8 +267,8 @@ def check_model(model: ModelSize, report: MemoryReport) -> Check:
     besides = f" (and {readable_size(others)} that other models hold)" if others else ""
     what = f"{needs}, and images can have {readable_size(room)} of memory{besides}: {_how_many(nbytes, room)}. {_now(nbytes, report)}"
     if 2 * nbytes > room:
-        return Check(name, CheckStatus.WARN, what, more_memory(2 * nbytes + others, memory))
-    return Check(name, CheckStatus.OK, what)
+        return Check.warn(name, what, more_memory(2 * nbytes + others, memory))
+    return Check.ok(name, what)
 
 
 def _how_many(nbytes: int, room: int) -> str:
@@ -306,13 +296,12 @@ def check_store_disk(store: DiskReading, largest: int) -> Check:
         largest: bytes of a version of the largest model; 0 if there is no model.
     """
     if store.available < largest:
-        return Check(
+        return Check.fail(
             "store disk",
-            CheckStatus.FAIL,
             f"{store}, and a version of the largest model takes {readable_size(largest)}: it could not become durable",
             MAKE_ROOM,
         )
-    return Check("store disk", CheckStatus.OK, str(store))
+    return Check.ok("store disk", str(store))
 
 
 def check_memory(report: MemoryReport) -> list[Check]:

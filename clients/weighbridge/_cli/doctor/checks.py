@@ -35,12 +35,9 @@ def check_port(reading: PortReading) -> Check:
     """Whether something listens at an address."""
     name = f"port of {reading.what}"
     if not reading.error:
-        return Check(
-            name, CheckStatus.OK, f"{reading.address} answers in {readable_duration(reading.seconds)}"
-        )
-    return Check(
+        return Check.ok(name, f"{reading.address} answers in {readable_duration(reading.seconds)}")
+    return Check.fail(
         name,
-        CheckStatus.FAIL,
         f"{reading.address} cannot be reached: {reading.error}",
         "is the service running, is this its address, and does a firewall or a network policy let connections through?",
     )
@@ -72,19 +69,16 @@ def check_certificate(reading: CertificateReading, now_s: float) -> Check:
     """
     name = f"certificate of {reading.address}"
     if reading.error:
-        return Check(
-            name, CheckStatus.FAIL, f"it is refused: {reading.error}", _certificate_fix(reading.error)
-        )
+        return Check.fail(name, f"it is refused: {reading.error}", _certificate_fix(reading.error))
     days = (reading.expires_s - now_s) / _DAY_S
     what = f"it is for {', '.join(reading.names) or 'no name'}, and ends in {days:.0f} days"
     if days < _SOON_DAYS:
-        return Check(
+        return Check.warn(
             name,
-            CheckStatus.WARN,
             what,
             "renew it: a service reads the files again when they change, without a restart",
         )
-    return Check(name, CheckStatus.OK, what)
+    return Check.ok(name, what)
 
 
 def _certificate_fix(error: str) -> str:
@@ -116,15 +110,13 @@ def check_skew(asked_s: float, answered_s: float, said_s: float) -> Check:
     offset = max(behind, ahead, 0.0)
     name = "clock of the service"
     if offset <= _MOST_SKEW_S:
-        return Check(
+        return Check.ok(
             name,
-            CheckStatus.OK,
             f"it and this machine's differ by {readable_duration(offset, rough=True)}, as far as can be told",
         )
     which = "behind" if behind > ahead else "ahead of"
-    return Check(
+    return Check.warn(
         name,
-        CheckStatus.WARN,
         f"it is {readable_duration(offset, rough=True)} {which} this machine's: times in lists and traces mislead, and tokens may count as expired",
         "set the clocks of all machines by NTP",
     )
@@ -160,23 +152,20 @@ def check_lane(reading: LaneReading) -> Check:
         )
         return Check(name, status, f"the service lends no memory: {why}", fix)
     if not reading.error:
-        return Check(name, CheckStatus.OK, f"{reading.socket} answers: weights need no network")
+        return Check.ok(name, f"{reading.socket} answers: weights need no network")
     if reading.missing and not reading.same_host:
-        return Check(
+        return Check.ok(
             name,
-            CheckStatus.OK,
             f"{reading.socket} is not on this machine: weights go by gRPC, as to any other machine",
         )
     if reading.missing:
-        return Check(
+        return Check.warn(
             name,
-            CheckStatus.WARN,
             f"{reading.socket} is not there for this process: weights go by gRPC, through the kernel's loopback",
             "in a container, mount the folder of the socket at the same path (serve --local-socket /run/weighbridge/lane.sock)",
         )
-    return Check(
+    return Check.warn(
         name,
-        CheckStatus.WARN,
         f"{reading.socket} cannot be used: {reading.error}; weights go by gRPC",
         "run as the service's user, or have it use a folder that this user may enter (serve --local-socket)",
     )
@@ -205,27 +194,25 @@ def check_shared_memory(reading: SharedMemoryReading) -> Check:
     """Whether a service here can lend memory, and makes it ahead of its first use."""
     name = "shared memory"
     if reading.shared:
-        return Check(
+        return Check.fail(
             name,
-            CheckStatus.FAIL,
             f"none can be made without a file system (memfd_create): {reading.shared}",
             "allow memfd_create, e.g. in the seccomp profile of the container",
         )
     if reading.ahead:
-        return Check(
+        return Check.warn(
             name,
-            CheckStatus.WARN,
             f"Linux {reading.kernel} does not make it ahead of its use (MADV_POPULATE_WRITE): {reading.ahead}; first pushes are slower",
             "use Linux 5.14 or newer",
         )
-    return Check(name, CheckStatus.OK, "it is made ahead of its use; the size of /dev/shm does not matter")
+    return Check.ok(name, "it is made ahead of its use; the size of /dev/shm does not matter")
 
 
 def check_huge_pages(reading: SharedMemoryReading) -> Check:
     """Whether shared memory of a service here has huge pages."""
     name = "huge pages"
     if not reading.huge and not reading.shared:
-        return Check(name, CheckStatus.OK, "shared memory has them")
+        return Check.ok(name, "shared memory has them")
     why = reading.huge or "there is no shared memory"
     fix = (
         "echo never > /sys/kernel/mm/transparent_hugepage/shmem_enabled, as root: deny refuses also those that are asked for"
@@ -234,4 +221,4 @@ def check_huge_pages(reading: SharedMemoryReading) -> Check:
     )
     said = f", and shmem_enabled is {reading.policy}" if reading.policy else ""
     what = f"Linux {reading.kernel} does not make any of shared memory (MADV_COLLAPSE): {why}{said}; first pushes and mappings are slower"
-    return Check(name, CheckStatus.WARN, what, fix)
+    return Check.warn(name, what, fix)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from weighbridge._core.checks import Check, CheckStatus
+from weighbridge._core.checks import Check
 
 Release: TypeAlias = tuple[int, ...]
 _NUMBERS = re.compile(r"\d+(?:\.\d+)*")
@@ -98,17 +98,16 @@ def check_release(package: str, installed: str) -> Check | None:
         return None
     name = f"version of {package}"
     if release(installed) < release(supported.oldest):
-        return Check(
+        return Check.fail(
             name,
-            CheckStatus.FAIL,
             f"{installed} is older than {supported.oldest}, the first one that is supported",
             f"pip install '{package}>={supported.oldest}'",
         )
     for fault in KNOWN_FAULTS:
         if fault.concerns(package, installed):
-            return Check(name, CheckStatus.WARN, f"{installed}: {fault.what}", fault.fix)
+            return Check.warn(name, f"{installed}: {fault.what}", fault.fix)
     what = f"{installed}; supported from {supported.oldest} on, tested up to {supported.tested}"
-    return Check(name, CheckStatus.OK, what)
+    return Check.ok(name, what)
 
 
 def release(version: str) -> Release:
