@@ -95,14 +95,7 @@ class GuardedPushes:
     def wait(
         self, until: VersionState | str = VersionState.DURABLE, *, timeout: float | None = None
     ) -> Version:
-        """Wait for the newest version that this rank has pushed to, and for its training state if there is one; as `PushHandle.wait`.
-
-        Returns:
-            The version of the weights.
-
-        Raises:
-            FailedPrecondition: it has pushed nothing.
-        """
+        """See `PushHook.wait`."""
         if self.last is None:
             raise FailedPrecondition(f"nothing of {self._model} has been pushed", fix="the log says why")
         started = time.monotonic()
@@ -176,6 +169,39 @@ class GuardedPushes:
                 fix="it cannot be pushed again by the same processes; the next step can",
             )
         return step, weights
+
+
+class PushHook:
+    """What the user of a hook sees of its pushes.
+
+    Attributes:
+        model: ``namespace/name``.
+    """
+
+    model: str
+    _pushes: GuardedPushes
+
+    @property
+    def last(self) -> PushHandle | None:
+        """This rank's newest push, or None."""
+        return self._pushes.last
+
+    def wait(
+        self, until: VersionState | str = VersionState.DURABLE, *, timeout: float | None = None
+    ) -> Version:
+        """Wait for the newest version that this rank has pushed to, and for its training state if there is one; as `PushHandle.wait`.
+
+        Returns:
+            The version of the weights.
+
+        Raises:
+            FailedPrecondition: it has pushed nothing.
+        """
+        return self._pushes.wait(until, timeout=timeout)
+
+    def close(self) -> None:
+        """Wait until what was pushed has arrived or failed, and close the connection."""
+        self._pushes.close()
 
 
 def of_all_ranks(value: T, world_size: int) -> list[T]:

@@ -14,19 +14,17 @@ import inspect
 import logging
 import re
 from collections.abc import Callable, Mapping
-from types import TracebackType
 from typing import Any, Self, Unpack
 
 from weighbridge._clients.push_handle import PushHandle
 from weighbridge._clients.push_options import PushOptions, check_options
-from weighbridge._core.resources import Version, VersionState
 from weighbridge._formats.megatron_state import sharded_tensors
 from weighbridge._formats.torch_state import rank_and_world
 from weighbridge._trainers.trainer import TrainerClient
 from weighbridge._transport.credentials import Credentials
 from weighbridge.errors import FailedPrecondition, InvalidArgument
 from weighbridge.integrations.checkpoint_names import step_named
-from weighbridge.integrations.guarded_pushes import GuardedPushes, of_all_ranks
+from weighbridge.integrations.guarded_pushes import GuardedPushes, PushHook, of_all_ranks
 from weighbridge.integrations.megatron_saved_state import OptimizerNotes, SavedState
 
 logger = logging.getLogger(__name__)
@@ -107,12 +105,8 @@ def model_weights(state_dict: Mapping[str, Any]) -> Any:
     return found or state_dict
 
 
-class PushOnSave:
-    """A hook that is in place, and what it has pushed.
-
-    Attributes:
-        model: the model.
-    """
+class PushOnSave(PushHook):
+    """A hook that is in place, and what it has pushed."""
 
     def __init__(
         self,
@@ -154,33 +148,13 @@ class PushOnSave:
                 module.save = self._original
         if self._notes is not None:
             self._notes.close()
-        self._pushes.close()
-
-    @property
-    def last(self) -> PushHandle | None:
-        """This rank's newest push, or None."""
-        return self._pushes.last
+        super().close()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
-
-    def wait(
-        self, until: VersionState | str = VersionState.DURABLE, *, timeout: float | None = None
-    ) -> Version:
-        """Wait for the newest version that this rank has pushed to, and for its training state; as `PushHandle.wait`.
-
-        Returns:
-            The version of the weights.
-
-        Raises:
-            FailedPrecondition: it has pushed nothing.
-        """
-        return self._pushes.wait(until, timeout=timeout)
 
     def _wrapped(self) -> Callable[..., Any]:
         original = self._original

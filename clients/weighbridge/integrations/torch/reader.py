@@ -6,7 +6,6 @@ import os
 import weakref
 from collections.abc import Mapping
 from dataclasses import replace
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -84,9 +83,7 @@ class WeighbridgeReader(StorageReader):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # In the order in which DCP calls them.

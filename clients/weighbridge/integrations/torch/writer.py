@@ -13,7 +13,6 @@ import os
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from types import TracebackType
 from typing import Any, Self, Unpack
 
 import torch
@@ -121,9 +120,7 @@ class WeighbridgeWriter(StorageWriter):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __getstate__(self) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from transformers import TrainerCallback
 
 from weighbridge._clients.push_handle import PushHandle
 from weighbridge._clients.push_options import PushOptions, check_options
-from weighbridge._core.resources import Version, VersionState
 from weighbridge._formats.peft_models import has_adapters
 from weighbridge._formats.side_files.carried import carried_files
 from weighbridge._formats.side_files.reading import SideFiles
@@ -23,7 +22,7 @@ from weighbridge._trainers.importer import replace_files
 from weighbridge._trainers.trainer import TrainerClient
 from weighbridge._transport.credentials import Credentials
 from weighbridge.errors import FailedPrecondition, InvalidArgument, LayoutError, NotFound
-from weighbridge.integrations.guarded_pushes import GuardedPushes
+from weighbridge.integrations.guarded_pushes import GuardedPushes, PushHook
 
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class PushCallback(TrainerCallback):  # type: ignore[misc]  # transformers is seen as untyped
+class PushCallback(PushHook, TrainerCallback):  # type: ignore[misc]  # transformers is seen as untyped
     """Pushes the model of a ``Trainer`` as versions whose steps are its global steps: ``Trainer(..., callbacks=[PushCallback("acme/smol")])``.
 
     If the service does not know the model, rank 0 registers it with the trainer's config and tokenizer; otherwise these replace the registered
@@ -79,25 +78,6 @@ class PushCallback(TrainerCallback):  # type: ignore[misc]  # transformers is se
         )
         self._pushes = GuardedPushes(self._client, model, None, strict=strict, logger=logger, options=options)
         self._carried = False
-
-    @property
-    def last(self) -> PushHandle | None:
-        """This rank's newest push, or None."""
-        return self._pushes.last
-
-    def wait(
-        self, until: VersionState | str = VersionState.DURABLE, *, timeout: float | None = None
-    ) -> Version:
-        """Wait for the newest version that this rank has pushed to; as `PushHandle.wait`.
-
-        Raises:
-            FailedPrecondition: it has pushed nothing.
-        """
-        return self._pushes.wait(until, timeout=timeout)
-
-    def close(self) -> None:
-        """Wait until what was pushed has arrived or failed, and close the connection."""
-        self._pushes.close()
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
