@@ -31,12 +31,7 @@ if TYPE_CHECKING:
 
 
 @click.command("follow", cls=Command)
-@click.argument(
-    "reference",
-    callback=model_perhaps_at_version,
-    metavar="MODEL[@REF]",
-    shell_complete=completing.references,
-)
+@completing.reference("MODEL[@REF]", model_perhaps_at_version)
 @click.option(
     "--engine",
     "kind",

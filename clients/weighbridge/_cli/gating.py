@@ -92,12 +92,7 @@ def gate_command(
 
 
 @click.command("approve", cls=Command)
-@click.argument(
-    "reference",
-    callback=model_perhaps_at_version,
-    metavar="MODEL[@NUMBER]",
-    shell_complete=completing.numbers,
-)
+@completing.reference("MODEL[@NUMBER]", model_perhaps_at_version, completing.numbers)
 @click.argument("ref", required=False, shell_complete=completing.refs)
 @click.option("--note", default="", help="Kept with the approval.")
 @click.option("--by", help="Who approves a version.  [default: USER@HOST of this process]")

@@ -129,12 +129,7 @@ def _metadata_text(metadata: Metadata) -> str:
 
 
 @click.command("show", cls=Command)
-@click.argument(
-    "reference",
-    callback=model_perhaps_at_version,
-    metavar="MODEL[@VERSION]",
-    shell_complete=completing.references,
-)
+@completing.reference("MODEL[@VERSION]", model_perhaps_at_version)
 @click.option("--tensors", "with_tensors", is_flag=True, help="Also list the tensors: name, dtype, shape.")
 @client_options
 def show_command(reference: Reference, with_tensors: bool, server: str, as_json: bool) -> None:
@@ -247,12 +242,7 @@ def _version_lines(version: Version, refs: Mapping[str, int]) -> list[tuple[str,
 
 
 @click.command("watch", cls=Command)
-@click.argument(
-    "reference",
-    callback=model_perhaps_at_version,
-    metavar="MODEL[@REF]",
-    shell_complete=completing.references,
-)
+@completing.reference("MODEL[@REF]", model_perhaps_at_version)
 @click.option("--ref", show_default=REF_LIVE, help="Which ref to watch.", shell_complete=completing.refs)
 @click.option("--count", type=WholeNumber(min=1), help="End after so many versions.")
 @client_options
@@ -290,12 +280,7 @@ def say_if_absent(client: EngineClient, model: str, ref: str) -> None:
 
 
 @click.command("verify", cls=Command)
-@click.argument(
-    "reference",
-    callback=model_perhaps_at_version,
-    metavar="MODEL[@VERSION]",
-    shell_complete=completing.references,
-)
+@completing.reference("MODEL[@VERSION]", model_perhaps_at_version)
 @click.option(
     "--signature",
     "by_signature",

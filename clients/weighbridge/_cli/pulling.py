@@ -42,9 +42,7 @@ def _layer_range(ctx: click.Context, param: click.Parameter, text: str | None) -
 
 
 @click.command("pull", cls=Command)
-@click.argument(
-    "reference", callback=model_at_version, metavar="MODEL@VERSION", shell_complete=completing.references
-)
+@completing.reference("MODEL@VERSION", model_at_version)
 @click.option(
     "--out",
     type=_FOLDER,
@@ -116,9 +114,7 @@ def pull_command(
 
 
 @click.command("export", cls=Command)
-@click.argument(
-    "reference", callback=model_at_version, metavar="MODEL@VERSION", shell_complete=completing.references
-)
+@completing.reference("MODEL@VERSION", model_at_version)
 @click.argument("folder", type=_FOLDER)
 @click.option("--dtype", help="Cast floating-point tensors, e.g. to bf16.  [default: keep them as they are]")
 @click.option(
@@ -201,9 +197,7 @@ def _write_training(
 
 
 @click.command("restore", cls=Command)
-@click.argument(
-    "reference", callback=model_at_version, metavar="MODEL@VERSION", shell_complete=completing.references
-)
+@completing.reference("MODEL@VERSION", model_at_version)
 @click.option("--out", type=_FOLDER, required=True, help="Folder; other ranks may write to it as well.")
 @click.option("--tp-size", type=_SIZE, help="Tensor-parallel ranks.  [default: 1]")
 @click.option("--tp-rank", type=_RANK, help="Which of them, from 0.")

@@ -21,12 +21,7 @@ if TYPE_CHECKING:
 
 
 @click.command("delete", cls=Command)
-@click.argument(
-    "reference",
-    callback=model_perhaps_at_version,
-    metavar="MODEL[@NUMBER]",
-    shell_complete=completing.numbers,
-)
+@completing.reference("MODEL[@NUMBER]", model_perhaps_at_version, completing.numbers)
 @click.option("--yes", is_flag=True, help="Delete a whole model without asking.")
 @client_options
 def delete_command(reference: Reference, yes: bool, server: str, as_json: bool) -> None:
@@ -81,9 +76,7 @@ def _at_a_terminal() -> bool:
 
 
 @click.command("abort", cls=Command)
-@click.argument(
-    "reference", callback=model_at_number, metavar="MODEL@NUMBER", shell_complete=completing.numbers
-)
+@completing.reference("MODEL@NUMBER", model_at_number, completing.numbers)
 @click.option("--reason", default="aborted from the command line", show_default=True, help="Kept with it.")
 @client_options
 def abort_command(reference: Reference, reason: str, server: str, as_json: bool) -> None:

@@ -35,9 +35,7 @@ def trusted(paths: Iterable[Path]) -> tuple[Trusted, ...]:
 
 
 @click.command("sign", cls=Command)
-@click.argument(
-    "reference", callback=model_at_version, metavar="MODEL@VERSION", shell_complete=completing.references
-)
+@completing.reference("MODEL@VERSION", model_at_version)
 @click.option("--key", type=FILE, help="The private key (PEM), on the curve P-256, P-384 or P-521.")
 @click.option(
     "--certificate",
@@ -95,9 +93,7 @@ def sign_command(
 
 
 @click.command("signatures", cls=Command)
-@click.argument(
-    "reference", callback=model_at_version, metavar="MODEL@VERSION", shell_complete=completing.references
-)
+@completing.reference("MODEL@VERSION", model_at_version)
 @click.option(
     "--out",
     type=click.Path(file_okay=False, path_type=Path),

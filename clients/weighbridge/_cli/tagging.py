@@ -26,12 +26,7 @@ if TYPE_CHECKING:
 
 
 @click.command("tag", cls=Command)
-@click.argument(
-    "reference",
-    callback=model_perhaps_at_version,
-    metavar="MODEL@VERSION",
-    shell_complete=completing.references,
-)
+@completing.reference("MODEL@VERSION", model_perhaps_at_version)
 @click.argument("name", shell_complete=completing.refs)
 @click.option("--delete", is_flag=True, help="Take the tag away; @VERSION may be left out.")
 @click.option(

@@ -9,7 +9,7 @@ import os
 import re
 import threading
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 from click.shell_completion import (
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from weighbridge._core.resources import Version
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 PROGRAM = "weighbridge"
 COMPLETE_VARIABLE = "_WEIGHBRIDGE_COMPLETE"
 """Set by the scripts: click answers with what a shell is to offer instead of running a command."""
@@ -150,6 +151,19 @@ def references(ctx: click.Context, _param: click.Parameter, incomplete: str) -> 
 def numbers(ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem[str]]:
     """Offers of an argument ``MODEL@NUMBER``: no refs, but versions that are being received."""
     return _ask(ctx, lambda client: _references(client, incomplete, by_number=True)) or []
+
+
+def reference(
+    metavar: str, callback: Callable[..., Any], offers: Callable[..., Any] = references
+) -> Callable[[F], F]:
+    """The argument of a command that names a model, and a version where the command wants one.
+
+    Args:
+        metavar: how help writes it.
+        callback: reads it.
+        offers: completes it.
+    """
+    return click.argument("reference", callback=callback, metavar=metavar, shell_complete=offers)
 
 
 def refs(ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem[str]]:
