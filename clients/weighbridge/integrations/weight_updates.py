@@ -121,10 +121,13 @@ class UpdateSender:
 
     Args:
         settings: say where and how it pushes.
+
+    Attributes:
+        settings: as given.
     """
 
     def __init__(self, settings: UpdateSettings) -> None:
-        self._settings = settings
+        self.settings = settings
         self._model = settings.model
         self._client = settings.trainer()
         self._registered = False
@@ -132,9 +135,9 @@ class UpdateSender:
 
     def register(self) -> None:
         """Register the model, if there is a folder and this has not been done; as `TrainerClient.register_model`."""
-        folder = self._settings.hf_dir
+        folder = self.settings.hf_dir
         if folder is not None and not self._registered:
-            self._client.register_model(self._model, folder, dtype=self._settings.dtype)
+            self._client.register_model(self._model, folder, dtype=self.settings.dtype)
             self._registered = True
 
     def wait_registered(self, timeout: float) -> None:
@@ -188,7 +191,7 @@ class UpdateSender:
             rank=rank,
             world_size=ranks,
             request_id=None if update is None else update.ticket,
-            cast=self._settings.cast,
+            cast=self.settings.cast,
             buffer_bytes=buffer_bytes,
             held=held,
             metadata={} if update is None else {TICKET: update.ticket},

@@ -11,7 +11,8 @@ import time
 import pytest
 
 from weighbridge._tracing.exporting import exporting
-from weighbridge.errors import InvalidArgument
+from weighbridge._tracing.settings import Settings
+from weighbridge.errors import FailedPrecondition, InvalidArgument
 
 
 @pytest.mark.process
@@ -54,3 +55,11 @@ def test_an_address_with_a_password_in_the_environment_is_refused_for_grpc(
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://me:wb-secret@127.0.0.1:4317")
     with pytest.raises(InvalidArgument, match="OTEL_EXPORTER_OTLP_HEADERS"):
         exporting("trainer", "")
+
+
+def test_without_the_packages_of_the_extra_it_is_said_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.resources", None)
+    with pytest.raises(FailedPrecondition, match=r"pip install 'weighbridge\[tracing\]'"):
+        Settings().enable("http://127.0.0.1:4317")

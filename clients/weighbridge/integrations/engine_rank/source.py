@@ -53,6 +53,12 @@ class ModelSource:
             raise InvalidArgument(f"{of} names no model", fix="set model, as in acme/policy")
         return cls(**given)
 
+    @property
+    def init_info(self) -> dict[str, str]:
+        """The same for the ranks of an engine, without what they know themselves."""
+        said = {"server": self.server, "model": self.model, "lane": self.lane}
+        return {name: value for name, value in said.items() if value is not None}
+
     def connect(self) -> EngineClient:
         """A client of the service; it connects when it is first used."""
         return EngineClient(self.server, lane=self.lane, retry_seconds=self.retry_seconds)

@@ -127,9 +127,8 @@ class WeighbridgeManager(CheckpointEngineManager):  # type: ignore[misc]  # verl
         async def ask(method: str, **arguments: Any) -> None:
             await server.collective_rpc.remote(method, kwargs=arguments)
 
-        said = {"server": self._source.server, "model": self._source.model, "lane": self._source.lane}
-        known = {key: value for key, value in said.items() if value is not None}
-        await ask("init_weight_transfer_engine", init_info={**known, "version": str(number)})
+        info = {**self._source.init_info, "version": str(number)}
+        await ask("init_weight_transfer_engine", init_info=info)
         await ask("start_weight_update")
         try:
             await ask("update_weights", update_info={"version": number, "phase": "prepare"})

@@ -156,10 +156,7 @@ class WeighbridgeTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[mis
             self._sender.wait_registered(info.retry_seconds)
             return
         self._sender.register()
-        said = {"server": info.engine_server or info.server, "model": info.model, "lane": info.lane}
-        self._ask(
-            "init_weight_transfer_engine", {key: each for key, each in said.items() if each is not None}
-        )
+        self._ask("init_weight_transfer_engine", self._sender.settings.of_engines.init_info)
 
     def _held(self) -> Collection[str] | None:
         """Names of the tensors that this rank is given; None if all are given all."""
