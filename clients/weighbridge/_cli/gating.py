@@ -13,10 +13,8 @@ from weighbridge._cli.running import Command, client_of, client_options
 from weighbridge._cli.showing import completing
 from weighbridge._cli.tagging import (
     approval_command,
-    asked_text,
     named_request,
     outcome_lines,
-    protection_text,
 )
 from weighbridge._core.references import Reference
 from weighbridge._core.resources import REF_LATEST, REF_LIVE, Gate, refs_of
@@ -86,7 +84,7 @@ def gate_command(
         shown if request is None else {**shown, "request": request},
         as_json,
         f"{model}: holds {gate.text}",
-        *(f"{model}: protects {protection_text(protection)}" for protection in protections),
+        *(f"{model}: protects {protection.text}" for protection in protections),
         *(() if request is None else outcome_lines(request)),
     )
 
@@ -150,7 +148,7 @@ def _approve_request(
         meant = named_request(client, reference, ref, request_id)
         if request_id is None and not reference.version:
             raise FailedPrecondition(
-                f"{meant.by} has asked for {asked_text(meant)} of {model}",
+                f"{meant.by} has asked for {meant.text} of {model}",
                 fix=f"say that this is meant: {approval_command(meant)}",
             )
         found = client.approve_ref(model, ref, meant.request_id, note=note)

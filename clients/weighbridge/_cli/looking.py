@@ -16,7 +16,7 @@ from weighbridge._cli.resuming import Progress
 from weighbridge._cli.running import Command, client_options, engine_of
 from weighbridge._cli.showing import completing
 from weighbridge._cli.signing import FILE, trusted
-from weighbridge._cli.tagging import approval_command, asked_text, protection_text
+from weighbridge._cli.tagging import approval_command
 from weighbridge._core.metadata import Metadata, conditions
 from weighbridge._core.references import Reference, is_training, training_of
 from weighbridge._core.resources import REF_LATEST, REF_LIVE, refs_of, refs_text, why_held
@@ -172,7 +172,7 @@ def show_command(reference: Reference, with_tensors: bool, server: str, as_json:
         *_kind_lines(model, version),
         ("refs", refs_text(model.refs)),
         *([("training", f"{state}, {readable_size(state.tensor_bytes)}")] if state else []),
-        *(("protected", protection_text(each)) for each in protections),
+        *(("protected", each.text) for each in protections),
         *(("asked", _request_text(each)) for each in requests if each.pending),
         *(_version_lines(version, model.refs) if version else [("version", "none yet")]),
     ]
@@ -209,7 +209,7 @@ def _kind_lines(model: Model, version: Version | None) -> list[tuple[str, str]]:
 def _request_text(request: RefRequest) -> str:
     note = f" ({request.note})" if request.note else ""
     until = f"until {readable_time(request.expire_time_ms)}"
-    return f"{asked_text(request)}, by {request.by}{note}, {until}: {approval_command(request)}"
+    return f"{request.text}, by {request.by}{note}, {until}: {approval_command(request)}"
 
 
 def _version_lines(version: Version, refs: Mapping[str, int]) -> list[tuple[str, str]]:

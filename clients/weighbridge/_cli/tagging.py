@@ -15,10 +15,8 @@ from weighbridge._core.resources import (
     REQUEST_DELETE,
     REQUEST_MOVE,
     REQUEST_UNPROTECT,
-    Protection,
     RefRequest,
 )
-from weighbridge._core.text.counts import counted
 from weighbridge.errors import FailedPrecondition
 
 if TYPE_CHECKING:
@@ -62,7 +60,7 @@ def tag_command(
         number = found.version if found.done and found.version else None
         print_json({"model": model, "ref": name, "number": number, "state": found.state, "request": found})
     elif withdraw:
-        say(f"{model}: {asked_text(found)} is withdrawn")
+        say(f"{model}: {found.text} is withdrawn")
     else:
         say(*outcome_lines(found))
 
@@ -93,7 +91,7 @@ def named_request(
         number = client.version(model, reference.version).number
         if (found.action, found.version) != (REQUEST_MOVE, number):
             raise FailedPrecondition(
-                f"{found.by} has asked for {asked_text(found)} of {model}, and not that it names version {number}",
+                f"{found.by} has asked for {found.text} of {model}, and not that it names version {number}",
                 fix=f"if that is meant: {approval_command(found)}",
             )
     return found
@@ -104,25 +102,12 @@ def outcome_lines(request: RefRequest) -> list[str]:
     model, ref = request.model, request.ref
     if request.pending:
         others = "another identity" if request.missing == 1 else f"{request.missing} other identities"
-        asked = f"{model}: asked for {asked_text(request)}; it takes the approval of {others}:"
+        asked = f"{model}: asked for {request.text}; it takes the approval of {others}:"
         return [asked, f"  {approval_command(request)}"]
     if not request.done:
-        return [f"{model}: {asked_text(request)} was {request.state}"]
+        return [f"{model}: {request.text} was {request.state}"]
     done = {REQUEST_DELETE: f"{ref} is gone", REQUEST_UNPROTECT: f"{ref} is protected no longer"}
     return [f"{model}: {done.get(request.action, f'{ref} names version {request.version}')}"]
-
-
-def asked_text(request: RefRequest) -> str:
-    """What a request asks for."""
-    if request.action == REQUEST_MOVE:
-        return f"{request.ref} to name version {request.version}"
-    return f"{request.action} of {request.ref}"
-
-
-def protection_text(protection: Protection) -> str:
-    """What it takes to change a ref."""
-    approvals = f" and {counted(protection.approvals, 'approval')}" if protection.approvals else ""
-    return f"{protection.ref}, whose changes take a scope that names it{approvals}"
 
 
 def approval_command(request: RefRequest) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from weighbridge._core.json_values import JsonValue
 from weighbridge._core.metadata import Metadata
+from weighbridge._core.text.counts import counted
 from weighbridge._core.text.durations import readable_duration
 from weighbridge.errors import InvalidArgument
 
@@ -317,6 +318,12 @@ class Protection(JsonValue):
     ref: str
     approvals: int = 0
 
+    @property
+    def text(self) -> str:
+        """What it takes, for people."""
+        approvals = f" and {counted(self.approvals, 'approval')}" if self.approvals else ""
+        return f"{self.ref}, whose changes take a scope that names it{approvals}"
+
 
 @dataclass(frozen=True, slots=True)
 class RefApproval(JsonValue):
@@ -368,6 +375,13 @@ class RefRequest(JsonValue):
     previous: int = 0
     approvals: tuple[RefApproval, ...] = ()
     missing: int = 0
+
+    @property
+    def text(self) -> str:
+        """What it asks for, for people."""
+        if self.action == REQUEST_MOVE:
+            return f"{self.ref} to name version {self.version}"
+        return f"{self.action} of {self.ref}"
 
     @property
     def pending(self) -> bool:

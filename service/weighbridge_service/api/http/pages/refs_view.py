@@ -51,7 +51,6 @@ class RequestRow:
     """A request to change a protected ref, and what who looks may do about it."""
 
     request: RefRequest
-    text: str
     may_approve: bool
     may_withdraw: bool
 
@@ -120,10 +119,8 @@ def _ref(
 
 
 def _request(request: RefRequest, viewer: Viewer, protections: Mapping[str, Protection]) -> RequestRow:
-    to = f" to version {request.version}" if request.version else ""
     return RequestRow(
         request=request,
-        text=f"{request.action} {request.ref}{to}",
         may_approve=viewer.may_approve(request),
         may_withdraw=request.pending
         and viewer.may_change(request.model, request.ref, protections.get(request.ref)),
