@@ -17,9 +17,9 @@ import pytest
 
 from tests.support.json_servers import json_server
 from tests.support.sglang_engines import update
-from weighbridge.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, Unavailable
+from weighbridge.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument
 from weighbridge.follow.agent import Follower
-from weighbridge.follow.engines import Serving
+from weighbridge.follow.engines import EngineFailed, Serving
 from weighbridge.follow.sglang import SglangServer
 from weighbridge.follow.wanted import Wanted
 
@@ -182,7 +182,7 @@ def test_a_release_without_sessions_is_updated_or_refuses_without_one(
     engine.calls.clear()
     engine.refuses = refuses
     if refuses:
-        with pytest.raises(FailedPrecondition, match="vocab_size is 256"):
+        with pytest.raises(EngineFailed, match="vocab_size is 256"):
             driver.apply(2, f"{MODEL}@2")
     else:
         driver.apply(2, f"{MODEL}@2")
@@ -201,7 +201,7 @@ def test_an_engine_that_refuses_goes_on_with_what_it_has_and_the_error_says_why(
     if where == "apply":
         driver.prepare(2)
     engine.refuses = "rank 1: vocab_size is 256, and 128 in the engine"
-    with pytest.raises(FailedPrecondition, match="vocab_size is 256"):
+    with pytest.raises(EngineFailed, match="vocab_size is 256"):
         update(driver, 2) if where == "prepare" else driver.apply(2, f"{MODEL}@2")
     assert driver.serving().version == 1
     assert not engine.paused
@@ -223,7 +223,7 @@ def test_waiting_for_bytes_ends(engine: FakeSglang, url: str) -> None:
 
 def test_of_two_updates_at_once_the_second_is_refused(engine: FakeSglang, driver: SglangServer) -> None:
     engine.session = True
-    with pytest.raises(FailedPrecondition, match="already open"):
+    with pytest.raises(EngineFailed, match="already open"):
         update(driver, 2)
     assert engine.session, "the session is the other's"
     assert not engine.paused
@@ -234,7 +234,7 @@ def test_what_is_served_is_what_the_ranks_have_though_the_server_reports_a_failu
     engine: FakeSglang, driver: SglangServer
 ) -> None:
     engine.running = True
-    with pytest.raises(FailedPrecondition, match="cache was not flushed"):
+    with pytest.raises(EngineFailed, match="cache was not flushed"):
         driver.apply(2, f"{MODEL}@2")  # without a pause
     assert driver.serving().version == 2
 
@@ -274,19 +274,19 @@ def test_an_engine_with_other_weights_serves_no_version(
 
 def test_a_server_without_the_plug_in_is_told_apart(engine: FakeSglang, driver: SglangServer) -> None:
     engine.plugin = False
-    with pytest.raises(FailedPrecondition, match="Unsupported action"):
+    with pytest.raises(EngineFailed, match="Unsupported action"):
         driver.serving()
 
 
 def test_a_key_is_sent_if_there_is_one(engine: FakeSglang, url: str) -> None:
     engine.hidden_key = "secret"
     assert SglangServer(url, "127.0.0.1:50051", MODEL, api_key="secret").serving().version == 1
-    with pytest.raises(FailedPrecondition, match="Unauthorized"):
+    with pytest.raises(EngineFailed, match="Unauthorized"):
         SglangServer(url, "127.0.0.1:50051", MODEL).serving()
 
 
-def test_a_server_that_is_not_there_is_unavailable() -> None:
-    with pytest.raises(Unavailable):
+def test_a_server_that_is_not_there_cannot_be_reached() -> None:
+    with pytest.raises(EngineFailed, match="cannot be reached"):
         SglangServer("http://127.0.0.1:9", "127.0.0.1:50051", MODEL, timeout=2).serving()
 
 

@@ -1,20 +1,22 @@
-"""Answers of an engine's HTTP API. One that breaks off, is no JSON or has another form is an error of the engine, and ends no agent."""
+"""HTTP API of an engine. An answer that breaks off, is no JSON or has another form is an error of the engine, and ends no agent."""
 
 from __future__ import annotations
 
 import http.client
+import json
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from weighbridge._core.text.shortening import shortened
 from weighbridge._transport.proxies import opener
 from weighbridge.errors import WeighbridgeError
 from weighbridge.follow.engines import EngineFailed
 
-_MOST_SAID = 200
+_MOST_SAID, _LONGEST_PAGE = 200, 500
 _FORM = ValueError, TypeError, LookupError, AttributeError, RecursionError
 """Errors of code that reads an answer which has another form."""
 
@@ -68,3 +70,64 @@ def understood(where: str) -> Iterator[None]:
             f"{where} has given an answer that cannot be understood: {shortened(repr(error), _MOST_SAID)}",
             fix="see whether the address is the engine's own, and whether the same release of weighbridge is installed where it runs",
         ) from error
+
+
+class NoRoute(EngineFailed):
+    """The server has no such route."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineApi:
+    """API of one server.
+
+    Attributes:
+        url: of the server, without a slash at its end.
+        timeout: seconds for each call.
+        other: what to do if the server lacks a route.
+        headers: of each call.
+    """
+
+    url: str
+    timeout: float
+    other: str
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    def call(self, path: str, body: Any = None) -> Any:
+        """The JSON that the server answers; a GET without a body.
+
+        Raises:
+            NoRoute: it has no such route.
+            EngineFailed: it cannot be reached, does not answer in time or as an engine does, or refuses.
+        """
+        data = None if body is None else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json", **self.headers}
+        request = urllib.request.Request(self.url + path, data, headers)  # noqa: S310  # the user names the server
+        try:
+            answer = ask(request, self.timeout)
+        except OSError as error:
+            raise EngineFailed(
+                f"the engine at {self.url} cannot be reached: {error}",
+                fix="start it, or name its address with --url",
+            ) from error
+        if answer.is_error:
+            raise refused(path, answer.status, answer.body, self.other)
+        with understood(self.url + path):
+            return json.loads(answer.body) if answer.body else {}
+
+
+def refused(path: str, status: int, body: bytes, other: str) -> EngineFailed:
+    """What a server's answer to a call says that it did not do.
+
+    Args:
+        path: that was called.
+        status, body: of the answer.
+        other: what to do if the server lacks the route.
+    """
+    if status == 404:
+        return NoRoute(f"the engine has no {path}", fix=other)
+    text = shortened(body.decode(errors="replace"), _LONGEST_PAGE)
+    with suppress(ValueError):
+        said = json.loads(body)
+        said = said.get("error", said) if isinstance(said, dict) else said
+        text = str(said.get("message", said) if isinstance(said, dict) else said)
+    return EngineFailed(f"the engine refused {path}: {text.strip() or f'HTTP status {status}'}")

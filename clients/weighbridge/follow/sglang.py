@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import base64
 import json
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http import HTTPStatus
 from typing import Any
 
-from weighbridge.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, Unavailable
-from weighbridge.follow.answers import ask, understood
+from weighbridge.errors import FailedPrecondition, InvalidArgument
+from weighbridge.follow.answers import EngineApi, NoRoute, understood
 from weighbridge.follow.engines import Prepared, Ranks, Serving, serving_of, wait_prepared
 from weighbridge.follow.status import Status
 from weighbridge.follow.wanted import DISCARD, LOAD_FORMAT, PREPARE, REPORTED, STATUS, Wanted
@@ -25,8 +23,7 @@ _SEVERAL = {
 """Settings by which several parts answer at one address, and why they cannot be updated together."""
 
 
-class _NoRoute(FailedPrecondition):
-    """The server has no such route."""
+_OTHER = "if it is a vLLM, say so: --engine vllm; else install a release of SGLang that weighbridge supports"
 
 
 class SglangServer:
@@ -69,15 +66,15 @@ class SglangServer:
         self._status = f"{STATUS} {REPORTED}" if reported else STATUS
         self._requests: dict[int, dict[str, Any]] = {}
         self._wanted = Wanted(service, model, lane=lane)
-        self._headers = {"Content-Type": "application/json"}
-        if api_key:
-            self._headers["Authorization"] = f"Bearer {api_key}"
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._api = EngineApi(self.url, timeout, _OTHER, headers)
 
     def connect(self) -> None:
         """Nothing has to be told before an update.
 
         Raises:
-            FailedPrecondition: the server has no plug-in; or it has several engines or API servers.
+            FailedPrecondition: it has several engines or API servers.
+            EngineFailed: it cannot be reached, or has no plug-in.
         """
         self._check_single()
         self._ranks()
@@ -86,8 +83,7 @@ class SglangServer:
         """What all ranks say they have.
 
         Raises:
-            FailedPrecondition: the server has no plug-in.
-            Unavailable: it cannot be reached.
+            EngineFailed: it cannot be reached, or has no plug-in.
         """
         return serving_of(self._ranks(), self.model)
 
@@ -97,7 +93,7 @@ class SglangServer:
         Raises:
             FailedPrecondition: a rank cannot take it, or its bytes did not come; says why.
             DeadlineExceeded: not in time.
-            Unavailable: the server cannot be reached.
+            EngineFailed: the server cannot be reached, or refuses.
         """
         self._request(version)
         told = self._named(self._control(f"{PREPARE} {self._order(version)}"))
@@ -109,45 +105,44 @@ class SglangServer:
 
     def pause(self) -> None:
         """Stop generating. Requests that come meanwhile wait."""
-        self._call("/pause_generation", {"mode": self.pause_mode})
+        self._api.call("/pause_generation", {"mode": self.pause_mode})
 
     def apply(self, version: int, label: str) -> None:
         """Put a version into the parameters of all ranks, best while the engine is paused. Answers name it from then on, as their
         ``weight_version``, and prefixes that the old weights have computed are forgotten.
 
         Raises:
-            FailedPrecondition: the engine refused, and keeps what it has; or another update is under way.
-            Unavailable: the server cannot be reached.
+            EngineFailed: the server cannot be reached; or it refuses, as while another update is under way, and keeps what it has.
         """
         request = {**self._request(version), "weight_version": label}
         with self._session():
-            self._call("/update_weights_from_tensor", request)
+            self._api.call("/update_weights_from_tensor", request)
 
     def resume(self) -> None:
         """Go on generating."""
-        self._call("/continue_generation", {"torch_empty_cache": False})
+        self._api.call("/continue_generation", {"torch_empty_cache": False})
 
     def label(self, label: str) -> None:
         """Set SGLang's ``weight_version``; what is being answered goes on."""
-        self._call("/update_weight_version", {"new_version": label, "abort_all_requests": False})
+        self._api.call("/update_weight_version", {"new_version": label, "abort_all_requests": False})
 
     @contextmanager
     def _session(self) -> Iterator[None]:
         """SGLang's own session around an update, for as long as it lasts. Releases up to 0.5.15 have none."""
         try:
-            self._call("/begin_weight_update", {"selector": "target"})
-        except _NoRoute:
+            self._api.call("/begin_weight_update", {"selector": "target"})
+        except NoRoute:
             yield
             return
         try:
             yield
         finally:
-            self._call("/end_weight_update", {})
+            self._api.call("/end_weight_update", {})
 
     def _request(self, version: int) -> dict[str, Any]:
         """The request that brings a version. To make it can take seconds (torch is imported), so it is made before the engine is paused."""
         if version not in self._requests:
-            payload, info = _payload(self._order(version)), self._call(_INFO)
+            payload, info = _payload(self._order(version)), self._api.call(_INFO)
             with understood(self.url + _INFO):
                 ranks = int(info["tp_size"])
             self._requests = {
@@ -174,7 +169,7 @@ class SglangServer:
 
     def _check_single(self) -> None:
         """Refuse a server of which a request reaches one part, while others may go on with other weights or another label."""
-        info = self._call(_INFO)
+        info = self._api.call(_INFO)
         with understood(self.url + _INFO):
             counts = {setting: int(info.get(setting) or 1) for setting in _SEVERAL}
         for setting, why in _SEVERAL.items():
@@ -186,7 +181,7 @@ class SglangServer:
                 )
 
     def _control(self, action: str) -> Any:
-        answer = self._call(_CONTROL, {"action": action})
+        answer = self._api.call(_CONTROL, {"action": action})
         with understood(self.url + _CONTROL):
             message = str(answer["message"])
         try:
@@ -196,35 +191,6 @@ class SglangServer:
                 f"{self.url} does not know {action.partition(' ')[0]}",
                 fix="install weighbridge in the environment of SGLang, and start the server again",
             ) from error
-
-    def _call(self, path: str, body: Any = None) -> Any:
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, data, self._headers)  # noqa: S310  # checked above
-        try:
-            answer = ask(request, self.timeout)
-        except TimeoutError as error:
-            raise DeadlineExceeded(f"{self.url}{path} did not answer within {self.timeout} s") from error
-        except OSError as error:
-            raise Unavailable(f"{self.url}{path} cannot be reached: {error}") from error
-        if answer.status == HTTPStatus.NOT_FOUND:
-            raise _NoRoute(
-                f"the engine at {self.url} has no {path}",
-                fix="if it is a vLLM, say so: --engine vllm; else install a release of SGLang that weighbridge supports",
-            )
-        if answer.is_error:
-            said = _message(answer.body) or f"HTTP status {answer.status}"
-            raise FailedPrecondition(f"{self.url}{path}: {said}")
-        with understood(self.url + path):
-            return json.loads(answer.body)
-
-
-def _message(body: bytes) -> str:
-    """What an answer says that is an error."""
-    try:
-        found = json.loads(body)
-        return str(found.get("message") or found.get("error", {}).get("message", ""))
-    except (ValueError, AttributeError):
-        return body.decode(errors="replace")[:500]
 
 
 def _payload(text: str) -> str:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-import urllib.request
-from collections.abc import Mapping
 from typing import Any, Literal
 
 from weighbridge.errors import FailedPrecondition
 from weighbridge.follow import heard
-from weighbridge.follow.answers import ask, understood
+from weighbridge.follow.answers import EngineApi, NoRoute, understood
 from weighbridge.follow.engines import (
     EngineFailed,
     Prepared,
@@ -28,10 +26,8 @@ _PREPARE_SECONDS = 3600.0
 _LOOK_SECONDS = 0.5
 _WORKERS = "/collective_rpc"
 """Route of calls that all workers answer."""
-
-
-class _NoRoute(EngineFailed):
-    """The server has no such route."""
+OTHER = "start it with VLLM_SERVER_DEV_MODE=1; if it is an SGLang, say so: --engine sglang"
+"""What to do if a server lacks a route."""
 
 
 class VllmServer:
@@ -64,7 +60,7 @@ class VllmServer:
         more: dict[str, Any] = ({"lane": lane} if lane else {}) | ({"reported": True} if reported else {})
         self._init_info = {"server": server, "model": model, **more}
         self._pause_mode = pause_mode
-        self._timeout = timeout
+        self._api = EngineApi(self.url, timeout, OTHER)
         self._told: Ranks = {}
 
     def wait_ready(self, seconds: float) -> None:
@@ -76,7 +72,7 @@ class VllmServer:
         deadline = time.monotonic() + seconds
         while True:
             try:
-                self._call("/health")
+                self._api.call("/health")
             except EngineFailed:
                 if time.monotonic() > deadline:
                     raise
@@ -113,7 +109,7 @@ class VllmServer:
 
     def pause(self) -> None:
         """Returns when nothing is being computed, and caches of the old weights are empty."""
-        self._post(f"/pause?mode={self._pause_mode}")
+        self._api.call(f"/pause?mode={self._pause_mode}", {})
 
     def apply(self, version: int, label: str) -> None:
         """Not in a session of vLLM's own: one that another agent has left open, or a worker that fails, would end it for all.
@@ -137,12 +133,12 @@ class VllmServer:
 
     def resume(self) -> None:
         """Let it go on."""
-        self._post("/resume")
+        self._api.call("/resume", {})
 
     def label(self, label: str) -> None:
         """Set vLLM's ``weight_version``, of each engine. vLLM 0.24 has none."""
-        with contextlib.suppress(_NoRoute):
-            self._post("/update_weight_version", {"new_version": label})
+        with contextlib.suppress(NoRoute):
+            self._api.call("/update_weight_version", {"new_version": label})
 
     def _ask_workers(self, method: str, *arguments: str) -> Ranks:
         """Statuses of all workers of all engines.
@@ -157,7 +153,7 @@ class VllmServer:
             return heard.by_name(answers, self._count_workers)
 
     def _answers(self, method: str, *arguments: str) -> heard.Answers:
-        said = self._post(_WORKERS, {"method": method, "args": arguments})
+        said = self._api.call(_WORKERS, {"method": method, "args": arguments})
         with understood(self.url + _WORKERS):
             answers: heard.Answers = said.get("results", [])
             heard.check_done(answers)
@@ -165,44 +161,8 @@ class VllmServer:
 
     def _count_workers(self) -> int | None:
         """Number of workers that vLLM has started, of all engines; None if it does not say."""
-        with contextlib.suppress(_NoRoute):
-            said = self._call("/get_world_size")
+        with contextlib.suppress(NoRoute):
+            said = self._api.call("/get_world_size")
             size = said.get("world_size") if isinstance(said, dict) else None
             return size if isinstance(size, int) else None
         return None
-
-    def _post(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        return self._call(path, body or {})
-
-    def _call(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """One call; a GET without a body."""
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(  # noqa: S310  # the user names the server
-            self.url + path, data, {"Content-Type": "application/json"}
-        )
-        try:
-            answer = ask(request, self._timeout)
-        except OSError as error:
-            raise EngineFailed(
-                f"the engine at {self.url} cannot be reached: {error}",
-                fix="start it, or name its address with --url",
-            ) from error
-        if answer.is_error:
-            raise refused(path, answer.status, answer.body)
-        with understood(self.url + path):
-            return json.loads(answer.body) if answer.body else {}
-
-
-def refused(path: str, status: int, body: bytes) -> EngineFailed:
-    """What a server's answer to a call says that it did not do."""
-    if status == 404:
-        return _NoRoute(
-            f"the engine has no {path}",
-            fix="start it with VLLM_SERVER_DEV_MODE=1; if it is an SGLang, say so: --engine sglang",
-        )
-    text = body.decode(errors="replace")
-    with contextlib.suppress(ValueError):
-        said = json.loads(text)
-        said = said.get("error", said) if isinstance(said, dict) else said
-        text = str(said.get("message", said) if isinstance(said, dict) else said)
-    return EngineFailed(f"the engine refused {path}: {text.strip() or f'HTTP status {status}'}")

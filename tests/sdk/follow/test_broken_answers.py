@@ -9,7 +9,6 @@ from contextlib import contextmanager
 
 import pytest
 
-from weighbridge.errors import Unavailable, WeighbridgeError
 from weighbridge.follow.engines import Engine, EngineFailed
 from weighbridge.follow.sglang import SglangServer
 from weighbridge.follow.vllm import VllmServer
@@ -54,10 +53,9 @@ def answering(answer: bytes) -> Iterator[str]:
 def test_an_engine_that_ends_while_it_answers_cannot_be_reached(driver: str, part: str) -> None:
     with (
         answering(BROKEN_OFF[part]) as url,
-        pytest.raises(WeighbridgeError, match="cannot be reached") as said,
+        pytest.raises(EngineFailed, match="cannot be reached"),
     ):
         DRIVERS[driver](url).serving()
-    assert isinstance(said.value, EngineFailed | Unavailable)
 
 
 @pytest.mark.parametrize("driver", DRIVERS)

@@ -19,9 +19,10 @@ from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactor
 from weighbridge._clients.push_handle import PushHandle
 from weighbridge._core.resources import VersionState
 from weighbridge.errors import InvalidArgument, WeighbridgeError
+from weighbridge.follow.answers import refused
 from weighbridge.follow.engines import EngineFailed
 from weighbridge.follow.status import label
-from weighbridge.follow.vllm import refused
+from weighbridge.follow.vllm import OTHER
 from weighbridge.integrations.engine_rank.agreement import ProcessGroup, Ranks, RanksFailed, agree
 from weighbridge.integrations.vllm import NAME
 from weighbridge.integrations.vllm.engines import STAGE, UNDO
@@ -249,7 +250,7 @@ def _said_by_engines(method: str) -> Iterator[None]:
     except Exception as error:
         answer = getattr(error, "response", None)
         if answer is not None:
-            raise refused(f"/{method}", answer.status_code, answer.content) from error
+            raise refused(f"/{method}", answer.status_code, answer.content, OTHER) from error
         raise EngineFailed(f"the engine did not answer {method}: {error}") from error
 
 
