@@ -11,7 +11,6 @@ import ctypes
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from weighbridge._core.byte_copies import ByteCopy
@@ -88,9 +87,7 @@ class CopyQueue:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         with ExitStack() as all_of_them:  # also if one fails: nobody may think that the others are done
             for stream in self._streams.values():
                 all_of_them.callback(stream.synchronize)

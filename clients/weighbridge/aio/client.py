@@ -7,7 +7,6 @@ import random
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
-from types import TracebackType
 from typing import TYPE_CHECKING, Self, Unpack
 
 from weighbridge._clients.calls import model_calls, pull_calls, ref_calls, version_calls
@@ -72,9 +71,7 @@ class AsyncEngineClient:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def model(self, model: str) -> Model:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_EXCEPTION, Executor, Future, wait
-from types import TracebackType
 from typing import Generic, Self, TypeVar
 
 import numpy as np
@@ -171,9 +170,7 @@ class Sending(Generic[T]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for task in self._tasks:
             task.cancel()
         wait(self._tasks)
