@@ -18,7 +18,7 @@ from torch import Tensor
 from tests.support.reference import tiny_config, tiny_model
 from tests.support.services import RunningService, running_service
 from tests.support.torch_ranks import fill, full_tensors, run_ranks, shared
-from weighbridge import EngineClient, FailedPrecondition, InvalidArgument, TrainerClient
+from weighbridge import EngineClient, FailedPrecondition, InvalidArgument, TrainerClient, VersionState
 
 RECIPES = Path(__file__).parents[2] / "docs" / "recipes"
 CONFIG = tiny_config("llama", tied=False, num_hidden_layers=2, vocab_size=130)
@@ -150,10 +150,13 @@ def test_a_push_that_fails_harms_training_only_if_it_shall(
     with pytest.raises(FailedPrecondition, match="not all ranks can push"):
         train(PushCallback("tests/other", service.address, every=2, strict=True))
 
+    caplog.clear()
     saving = PushCallback("tests/saving", service.address, dtype="bf16", strict=True)
     model = train(saving, save_strategy="steps", save_steps=2).model
+    assert "has failed" not in caplog.text
     with TrainerClient(service.address) as trainer:
         assert [version.step for version in trainer.versions("tests/saving")] == [2]
+        trainer.wait_for("tests/saving", 1, VersionState.DURABLE, timeout=60)
     _equal(
         _pulled(service.address, "tests/saving"),
         {name: tensor.bfloat16() for name, tensor in model.state_dict().items()},

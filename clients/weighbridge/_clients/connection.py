@@ -173,10 +173,11 @@ class Connection(Transport):
 
     @contextmanager
     def _ending_when_closed(self) -> Iterator[None]:
-        """Raise Unavailable where grpc has its own word for a channel that was closed meanwhile."""
+        """Raise Unavailable where grpc has its own words for a channel that was closed meanwhile."""
         try:
             yield
-        except ValueError:
-            if not self._closed:
+        except (ValueError, grpc.RpcError) as error:
+            ended = not isinstance(error, grpc.Call) or error.code() is grpc.StatusCode.CANCELLED
+            if not self._closed or not ended:
                 raise
             raise Unavailable("the client has been closed") from None

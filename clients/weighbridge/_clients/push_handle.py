@@ -125,6 +125,11 @@ class PushHandle:
         """Whether this rank's bytes have arrived and it has sealed unless its seal is held, or has failed to."""
         return self._report.done()
 
+    @property
+    def closed(self) -> bool:
+        """Whether the client was closed: the version can be waited for no longer."""
+        return self._connection.closed
+
     def report(self, timeout: float | None = None) -> PushReport:
         """Wait until this rank has sealed, or its bytes have arrived if its seal is held; what its push cost.
 

@@ -220,9 +220,19 @@ def follow(handle: PushHandle, step: int, rank: int, logger: logging.Logger) -> 
     try:
         handle.report()
         if rank == 0:
-            handle.wait(VersionState.DURABLE, timeout=_DURABLE_SECONDS)
-            logger.info("%s is in the store", what)
+            _follow_to_store(handle, what, logger)
     except DeadlineExceeded:
         logger.warning("%s is not in the store after %g s; it is still on its way", what, _DURABLE_SECONDS)
     except WeighbridgeError as error:
         logger.error("rank %s: the push of %s has failed: %s", rank, what, error)
+
+
+def _follow_to_store(handle: PushHandle, what: str, logger: logging.Logger) -> None:
+    try:
+        handle.wait(VersionState.DURABLE, timeout=_DURABLE_SECONDS)
+    except Unavailable:
+        if not handle.closed:  # the service could not be reached
+            raise
+        logger.info("%s has arrived; its client was closed before it was in the store", what)
+    else:
+        logger.info("%s is in the store", what)

@@ -139,9 +139,7 @@ def _calls() -> Iterator[Parse]:
             details: Any = SimpleNamespace(
                 method=f"/{method.containing_service.full_name}/{method.name}", invocation_metadata=()
             )
-            of_method: Any = next(
-                each for each in (one.service(details) for one in running.grpc._handlers) if each is not None
-            )
+            of_method: Any = running.grpc._behaviours.service(details)
             found.append(of_method.stream_stream)
         loop = running.grpc._listener.loop
         count = 0

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import grpc
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -232,3 +235,30 @@ def test_a_client_that_has_been_closed_says_so(used: bool) -> None:
                 ask()
 
         assert processor_seconds(refuse) < 5.0
+
+
+def test_a_call_whose_client_is_closed_says_that_and_not_that_it_was_cancelled() -> None:
+    asked, over = threading.Event(), threading.Event()
+
+    def wait(_request: bytes, _context: grpc.ServicerContext) -> bytes:
+        asked.set()
+        over.wait(60)
+        return b""
+
+    behaviours = {"GetVersion": grpc.unary_unary_rpc_method_handler(wait)}
+    with ThreadPoolExecutor(2) as pool:
+        server = grpc.server(pool)
+        server.add_generic_rpc_handlers(
+            [grpc.method_handlers_generic_handler("weighbridge.v1.ModelService", behaviours)]
+        )
+        port = server.add_insecure_port("127.0.0.1:0")
+        server.start()
+        client = EngineClient(f"127.0.0.1:{port}")
+        with ThreadPoolExecutor(1) as waiting:
+            found = waiting.submit(client.version, MODEL, 1)
+            assert asked.wait(60)
+            client.close()
+            with pytest.raises(Unavailable, match="the client has been closed"):
+                found.result(60)
+        over.set()
+        server.stop(0.0).wait()

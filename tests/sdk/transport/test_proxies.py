@@ -159,6 +159,6 @@ def test_agents_ask_engines_without_a_proxy_of_the_environment(refusing: Connect
         return 200, {"path": path}
 
     with json_server(answer) as url:
-        assert VllmServer(url, MODEL, "127.0.0.1:1")._call("/x", None) == {"path": "/x"}
-        assert SglangServer(url, "127.0.0.1:1", MODEL)._call("/x", None) == {"path": "/x"}
+        assert VllmServer(url, MODEL, "127.0.0.1:1")._api.call("/x") == {"path": "/x"}
+        assert SglangServer(url, "127.0.0.1:1", MODEL)._api.call("/x") == {"path": "/x"}
     assert refusing.asked == []
