@@ -307,7 +307,7 @@ def lay_out_torch_dist(
         nbytes = shard.box.volume * dtype.itemsize
         kind = dtype, shard.box.extent
         if kind not in framings:
-            framings[kind] = frame(dtype, shard.box.extent, nbytes)
+            framings[kind] = frame(dtype, shard.box.extent)
         item = writer.add(framings[kind].head, nbytes, framings[kind].tail)
         placements.append(Placement(shard, item.file, item.offset + len(framings[kind].head), nbytes))
         stored.append((shard, item))

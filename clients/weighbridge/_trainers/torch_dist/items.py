@@ -7,16 +7,14 @@ start of the archive, by padding in the extra field of its local header; ``archi
 
 from __future__ import annotations
 
-import struct
-import zlib
+import io
 from dataclasses import dataclass
 from functools import lru_cache
 
 from weighbridge._core.dtypes import DType
-from weighbridge._trainers.torch_dist.archives import CENTRAL, END, END64, FULL, LOCAL, LOCATOR, Archive
+from weighbridge._trainers.torch_dist.archives import Archive
 from weighbridge._trainers.torch_dist.pickles import allow, read_pickle
 from weighbridge._trainers.torch_dist.stored_tensors import (
-    STORAGES,
     TENSOR_NAMES,
     DescribedTensor,
     StoredTensor,
@@ -27,7 +25,6 @@ from weighbridge._trainers.torch_dist.stored_tensors import (
 ALIGNMENT = 64
 """torch's own: raw bytes begin at a multiple of it, counted from the start of the archive."""
 
-_STORAGE_OF = {dtype: name.removeprefix("torch.") for name, dtype in STORAGES.items()}
 _ALLOWED = allow(*TENSOR_NAMES)
 _MAX_DIRECTORY = 1 << 16
 _MAX_PICKLE = 1 << 12
@@ -62,8 +59,8 @@ def _describe(pickle: bytes) -> DescribedTensor:
     return described(read_pickle(pickle, _ALLOWED, "its pickle"))
 
 
-def frame(dtype: DType, shape: tuple[int, ...], nbytes: int) -> Framing:
-    """What is to stand before and after the raw bytes of a dense tensor.
+def frame(dtype: DType, shape: tuple[int, ...]) -> Framing:
+    """What ``torch.save`` puts before and after the raw bytes of a dense tensor.
 
     The raw bytes begin at a multiple of `ALIGNMENT` from the start of the archive.
 
@@ -71,73 +68,21 @@ def frame(dtype: DType, shape: tuple[int, ...], nbytes: int) -> Framing:
     of it (``torch.serialization.set_crc32_options(False)`` makes torch write none either). Other readers of ZIP archives
     would complain.
     """
-    records = (
-        (b"archive/data.pkl", _write_pickle(dtype, shape)),
-        (b"archive/.format_version", b"1"),
-        (b"archive/.storage_alignment", str(ALIGNMENT).encode()),
-        (b"archive/byteorder", b"little"),
-        (b"archive/version", b"3\n"),
-    )
-    head = bytearray()
-    directory = bytearray()
-    for name, content in records:
-        crc = zlib.crc32(content)
-        directory += _central(name, crc, len(content), len(head))
-        head += LOCAL.pack(b"PK\x03\x04", 20, 0x800, 0, 0, 0, crc, len(content), len(content), len(name), 0)
-        head += name + content
-    name = b"archive/data/0"
-    directory += _central(name, 0, nbytes, len(head))
-    wide = struct.pack("<HHQQ", 1, 16, nbytes, nbytes) if nbytes >= FULL else b""
-    fill = -(len(head) + LOCAL.size + len(name) + len(wide) + 4) % ALIGNMENT
-    # "FB" is the tag that torch gives its padding.
-    extra = wide + b"FB" + struct.pack("<H", fill) + b"Z" * fill
-    narrow = min(nbytes, FULL)
-    head += LOCAL.pack(
-        b"PK\x03\x04", 45 if wide else 20, 0x800, 0, 0, 0, 0, narrow, narrow, len(name), len(extra)
-    )
-    head += name + extra
-    start, count = len(head) + nbytes, len(records) + 1
-    tail = bytes(directory)
-    if start >= FULL:
-        tail += END64.pack(b"PK\x06\x06", 44, 45, 45, 0, 0, count, count, len(directory), start)
-        tail += LOCATOR.pack(b"PK\x06\x07", 0, start + len(directory), 1)
-    tail += END.pack(b"PK\x05\x06", 0, 0, count, count, len(directory), min(start, FULL), 0)
-    return Framing(bytes(head), tail)
+    import torch
+
+    tensor = torch.empty(shape, dtype=dtype.torch, device="cpu")  # no page of it is touched
+    file = _WithoutData()
+    with torch.serialization.skip_data():
+        torch.save(tensor, file)
+    written, name = file.getvalue(), b"archive/data/0"
+    at = written.index(name)  # in its header, which says just before how much stands behind the name
+    begin = at + len(name) + int.from_bytes(written[at - 2 : at], "little")
+    return Framing(written[:begin], written[begin:])
 
 
-def _central(name: bytes, crc: int, size: int, header: int) -> bytes:
-    """A directory entry."""
-    wide = struct.pack("<HHQQ", 1, 16, size, size) if size >= FULL else b""
-    version = 45 if wide else 20
-    narrow = min(size, FULL)
-    fields = (version, version, 0x800, 0, 0, 0, crc, narrow, narrow, len(name), len(wide), 0, 0, 0, 0, header)
-    return CENTRAL.pack(b"PK\x01\x02", *fields) + name + wide
+class _WithoutData(io.BytesIO):
+    """A file in which what torch leaves open takes no room."""
 
-
-def _write_pickle(dtype: DType, shape: tuple[int, ...]) -> bytes:
-    """``data.pkl``, in the protocol 2 that torch uses, without its memo."""
-    strides = []
-    volume = 1
-    for extent in reversed(shape):
-        strides.append(volume)
-        volume *= max(extent, 1)
-    elements = 0 if 0 in shape else volume
-    typed = _STORAGE_OF.get(dtype.torch_name)
-    storage = f"ctorch\n{typed}\n" if typed else "ctorch.storage\nUntypedStorage\n"
-    last = b"" if typed else f"ctorch\n{dtype.torch_name}\n".encode()
-    return b"".join(
-        (
-            f"\x80\x02ctorch._utils\n_rebuild_tensor_{'v2' if typed else 'v3'}\n((".encode("latin-1"),
-            b"X\x07\x00\x00\x00storage" + storage.encode() + b"X\x01\x00\x00\x000X\x03\x00\x00\x00cpu",
-            _write_int(elements if typed else elements * dtype.itemsize) + b"tQK\x00",
-            b"(" + b"".join(map(_write_int, shape)) + b"t",
-            b"(" + b"".join(map(_write_int, reversed(strides))) + b"t",
-            b"\x89ccollections\nOrderedDict\n)R" + last + b"tR.",
-        )
-    )
-
-
-def _write_int(value: int) -> bytes:
-    if value < 1 << 31:
-        return b"J" + struct.pack("<i", value)
-    return b"\x8a\x08" + struct.pack("<q", value)
+    def seek(self, *_: int) -> int:
+        """Stay."""
+        return self.tell()
