@@ -11,8 +11,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import NamedTuple
@@ -140,6 +140,21 @@ class Layout:
         ]
         text = json.dumps([tensors, shards], separators=(",", ":"), ensure_ascii=False)
         return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+    def renamed(self, names: Mapping[str, str]) -> Layout:
+        """Those of its tensors that have a name here, by that name; where they lie."""
+        return Layout(
+            MappingProxyType({new: replace(self.tensors[old], name=new) for old, new in names.items()}),
+            tuple(
+                p._replace(shard=p.shard._replace(tensor=names[p.shard.tensor]))
+                for p in self.placements
+                if p.shard.tensor in names
+            ),
+        )
+
+    def without(self, names: Collection[str]) -> Layout:
+        """All but some of its tensors."""
+        return self.renamed({name: name for name in self.tensors if name not in names})
 
     def select(self, indexes: Sequence[int]) -> Layout:
         """The stream of only these shards, in this order."""

@@ -379,7 +379,4 @@ def _without_copies(files: Layout, buffers: Mapping[str, OpenFile], config_json:
     for copy, original in copies.items():
         if not _same(buffers, placed[copy], placed[original]):
             raise _not_tied(copy, original, "config.json ties them")
-    return Layout(
-        {name: spec for name, spec in files.tensors.items() if name not in copies},
-        tuple(p for p in files.placements if p.shard.tensor not in copies),
-    )
+    return files.without(copies)

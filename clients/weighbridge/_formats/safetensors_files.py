@@ -12,7 +12,7 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -262,16 +262,7 @@ def read_folder(folder: Path, *, by_path: bool = False) -> FolderFiles:
     check_listed(listed, found.layout.tensors)
     own = unwrapped_names(found.layout.tensors)
     wrapped = sum(name != given for given, name in own.items())
-    return FolderFiles(_renamed(found.layout, own) if wrapped else found.layout, buffers, left_out, wrapped)
-
-
-def _renamed(layout: Layout, names: Mapping[str, str]) -> Layout:
-    return Layout(
-        MappingProxyType(
-            {names[name]: replace(spec, name=names[name]) for name, spec in layout.tensors.items()}
-        ),
-        tuple(p._replace(shard=p.shard._replace(tensor=names[p.shard.tensor])) for p in layout.placements),
-    )
+    return FolderFiles(found.layout.renamed(own) if wrapped else found.layout, buffers, left_out, wrapped)
 
 
 def _offsets_of_parts(file: TensorFile) -> dict[str, list[int]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 
 from weighbridge._core.dtypes import DType
@@ -58,14 +57,7 @@ def model_part(checkpoint: TorchDistCheckpoint) -> tuple[Layout, dict[str, int]]
         raise LayoutError(f"keys are there with and without {prefix!r} in front", details=twice[:_NAMED])
     if not keys:
         raise NotFound("the checkpoint has no weights of a model", details=sorted(left_out)[:_NAMED])
-    return Layout(
-        {key: replace(tensors[name], name=key) for name, key in keys.items()},
-        tuple(
-            p._replace(shard=p.shard._replace(tensor=keys[p.shard.tensor]))
-            for p in checkpoint.layout.placements
-            if p.shard.tensor in keys
-        ),
-    ), dict(sorted(left_out.items()))
+    return checkpoint.layout.renamed(keys), dict(sorted(left_out.items()))
 
 
 def is_megatron(checkpoint: TorchDistCheckpoint) -> bool:

@@ -252,11 +252,9 @@ def _from_hugging_face(source: Path, options: ConvertOptions) -> Conversion:
     relation = derive_weight_map(bridge, tensors, {spec.name: spec for spec in wanted.specs})
     twins = (*_tied_twins(there, tied), *_twins(there, relation))
     left_out = {twin.name for twin in twins}
-    kept = Layout(
-        {name: spec for name, spec in there.tensors.items() if name not in left_out},
-        tuple(p for p in there.placements if p.shard.tensor not in left_out),
+    plan = _planned(
+        relation.as_seen(there.without(left_out)), laid_out.layout, relation.inverse_links, relation.padding
     )
-    plan = _planned(relation.as_seen(kept), laid_out.layout, relation.inverse_links, relation.padding)
     metadata = laid_out.metadata_files
     return Conversion(
         "hugging_face",

@@ -159,10 +159,7 @@ def named_model(config_json: bytes, checkpoint: TorchDistCheckpoint) -> NamedMod
     weights = {full: name for full, name in own.items() if name not in tied and not name.endswith("inv_freq")}
     forms = {full: form for full, name in weights.items() if (form := model_form(name, known)) is not None}
     tensors = _checked(known, weights, forms, there, parts, prefix)
-    kept = Layout(
-        {full: there[full] for full in forms},
-        tuple(place for place in checkpoint.layout.placements if place.shard.tensor in forms),
-    )
+    kept = checkpoint.layout.renamed({full: full for full in forms})
     full_names = {name: full for full, name in own.items()}
     copies = {full_names[copy]: full_names[original] for copy, original in tied.items()}
     return NamedModel(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -122,13 +121,13 @@ def _of_ranks(folder: Path) -> CheckpointFolder:
     parameters, tied = sharded_parameters(folder)
     model = read_rank_files(folder).layout
     optimizer = read_optimizer(folder, parameters)
-    parts = [_prefixed(model, f"{MODEL}.", tied)]
+    parts = [_prefixed(model.without(tied), f"{MODEL}.")]
     trainer: dict[str, Any] = {
         MODEL: {},
         "tied": {unwrapped_name(name): unwrapped_name(kept) for name, kept in tied.items()},
     }
     if optimizer is not None:
-        parts.append(_prefixed(optimizer.checkpoint.layout, f"{OPTIMIZER}.", ()))
+        parts.append(_prefixed(optimizer.checkpoint.layout, f"{OPTIMIZER}."))
         numbers = {unwrapped_name(name): dict(found) for name, found in optimizer.numbers.items()}
         groups = [
             {**group, "params": [unwrapped_name(name) for name in group["params"]]}
@@ -145,21 +144,9 @@ def _of_ranks(folder: Path) -> CheckpointFolder:
     return _pushed(folder, "rank_files", layout, TensorSpace.HUGGING_FACE, values, step_named(folder))
 
 
-def _prefixed(layout: Layout, prefix: str, without: Collection[str]) -> Layout:
+def _prefixed(layout: Layout, prefix: str) -> Layout:
     """A layout whose tensors have this before their names, and no wrappers' names in them."""
-    names = {name: prefix + unwrapped_name(name) for name in layout.tensors if name not in without}
-    return Layout(
-        {
-            names[name]: replace(spec, name=names[name])
-            for name, spec in layout.tensors.items()
-            if name in names
-        },
-        tuple(
-            place._replace(shard=place.shard._replace(tensor=names[place.shard.tensor]))
-            for place in layout.placements
-            if place.shard.tensor in names
-        ),
-    )
+    return layout.renamed({name: prefix + unwrapped_name(name) for name in layout.tensors})
 
 
 def _named(found: TorchDistCheckpoint) -> TorchDistCheckpoint:
@@ -177,25 +164,14 @@ def _named(found: TorchDistCheckpoint) -> TorchDistCheckpoint:
         raise LayoutError(
             "several optimizers keep state of the same tensors", details=first_lines(sorted(twice))
         )
-    tensors = {names[name]: replace(spec, name=names[name]) for name, spec in found.layout.tensors.items()}
-    placements = [
-        place._replace(shard=place.shard._replace(tensor=names[place.shard.tensor]))
-        for place in found.layout.placements
-    ]
-    return replace(found, layout=Layout(tensors, tuple(placements)))
+    return replace(found, layout=found.layout.renamed(names))
 
 
 def _renamed(found: TorchDistCheckpoint, entries: TorchEntries) -> TorchDistCheckpoint:
     """A checkpoint whose parameters have no wrappers' names."""
-    names = entries.names
-    tensors = {names[name]: replace(spec, name=names[name]) for name, spec in found.layout.tensors.items()}
-    placements = [
-        place._replace(shard=place.shard._replace(tensor=names[place.shard.tensor]))
-        for place in found.layout.placements
-    ]
     return replace(
         found,
-        layout=Layout(tensors, tuple(placements)),
+        layout=found.layout.renamed({name: entries.names[name] for name in found.layout.tensors}),
         others=entries.renamed(found.others),
         paths=entries.renamed_paths(found.paths),
     )
