@@ -12,5 +12,6 @@ May import: `_core`, `_formats`, `weighbridge.errors`.
 - `items`: items inside a file.
 - `archives`: the archives that `torch.save` writes.
 - `stored_tensors`: tensors in them.
+- `names`: what pickles may name.
 - `pickles`: pickles read as data, without running them.
 """

@@ -13,9 +13,9 @@ from functools import lru_cache
 
 from weighbridge._core.dtypes import DType
 from weighbridge._trainers.torch_dist.archives import Archive
-from weighbridge._trainers.torch_dist.pickles import allow, read_pickle
+from weighbridge._trainers.torch_dist.names import KNOWN
+from weighbridge._trainers.torch_dist.pickles import read_pickle
 from weighbridge._trainers.torch_dist.stored_tensors import (
-    TENSOR_NAMES,
     DescribedTensor,
     StoredTensor,
     described,
@@ -25,7 +25,6 @@ from weighbridge._trainers.torch_dist.stored_tensors import (
 ALIGNMENT = 64
 """torch's own: raw bytes begin at a multiple of it, counted from the start of the archive."""
 
-_ALLOWED = allow(*TENSOR_NAMES)
 _MAX_DIRECTORY = 1 << 16
 _MAX_PICKLE = 1 << 12
 
@@ -56,7 +55,7 @@ def find_tensor(fd: int, offset: int, length: int) -> StoredTensor:
 # A model has few kinds of chunks, and all chunks of a kind have one pickle.
 @lru_cache(maxsize=4096)
 def _describe(pickle: bytes) -> DescribedTensor:
-    return described(read_pickle(pickle, _ALLOWED, "its pickle"))
+    return described(read_pickle(pickle, KNOWN, "its pickle"))
 
 
 def frame(dtype: DType, shape: tuple[int, ...]) -> Framing:

@@ -23,11 +23,10 @@ from weighbridge._core import dtypes
 from weighbridge._core.boxes import Box
 from weighbridge._core.layouts import MAX_RANK, Shard, TensorSpec, check_spec
 from weighbridge._core.text.shortening import shown
+from weighbridge._trainers.torch_dist.names import KNOWN
 from weighbridge._trainers.torch_dist.pickles import (
-    OTHER_DTYPES,
     Instance,
     Named,
-    allow,
     are_sizes,
     read_pickle,
 )
@@ -49,27 +48,6 @@ _PROPERTIES = (
 )
 _INDEX = "torch.distributed.checkpoint.metadata.MetadataIndex"
 _INFO = "torch.distributed.checkpoint.filesystem._StorageInfo"
-_ALLOWED = allow(
-    *(_METADATA, _MCORE_METADATA, _TENSOR, _BYTES, _CHUNK, *_PROPERTIES, _INDEX, _INFO),
-    "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING",
-    "torch.distributed.checkpoint.metadata.StorageMeta",
-    "torch.distributed._shard.sharded_tensor.metadata.MEM_FORMAT_ENCODING",
-    # The plans of all ranks.
-    "torch.distributed.checkpoint.filesystem._StoragePrefix",
-    "torch.distributed.checkpoint.planner.BytesIOWriteData",
-    "torch.distributed.checkpoint.planner.SavePlan",
-    "torch.distributed.checkpoint.planner.TensorWriteData",
-    "torch.distributed.checkpoint.planner.WriteItem",
-    "torch.distributed.checkpoint.planner.WriteItemType",
-    "megatron.core.dist_checkpointing.strategies.torch.MCoreSavePlan",
-    # Parts of a tensor's properties, and the folder that the checkpoint was first written to.
-    "torch.device",
-    "torch.serialization._get_layout",
-    *(f"torch.{d.torch_name}" for d in dtypes.DTYPES),
-    *(f"torch.{name}" for name in OTHER_DTYPES),
-    *(f"pathlib.{name}" for name in ("Path", "PosixPath", "PurePath", "PurePosixPath", "WindowsPath")),
-    *("pathlib._local.Path", "pathlib._local.PosixPath", "pathlib._local.WindowsPath"),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +89,7 @@ def read_entries(data: bytes) -> Entries:
             is there twice or has no storage, or its storage is transformed or outside of the folder.
         InvalidArgument: a tensor has a dtype, a name or a number of axes that no model here has.
     """
-    metadata = _instance(read_pickle(data, _ALLOWED, METADATA_FILE), _METADATA, _MCORE_METADATA)
+    metadata = _instance(read_pickle(data, KNOWN, METADATA_FILE), _METADATA, _MCORE_METADATA)
     entries, storage = metadata.fields("state_dict_metadata", "storage_data")
     if type(entries) is not dict or type(storage) is not dict:
         raise DataLoss(f"{METADATA_FILE} has no entries, or says of none where it is stored")

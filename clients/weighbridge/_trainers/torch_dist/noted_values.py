@@ -6,32 +6,19 @@ Of Megatron-core's checkpoints the common state says which model was trained: Me
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from weighbridge._trainers.torch_dist.archives import Archive
 from weighbridge._trainers.torch_dist.folder import TorchDistCheckpoint, open_file
 from weighbridge._trainers.torch_dist.metadata import COMMON_FILE, Item
-from weighbridge._trainers.torch_dist.pickles import Instance, Named, read_pickle
+from weighbridge._trainers.torch_dist.pickles import Instance, read_pickle
 from weighbridge.errors import DataLoss, NotFound
 
 COMMON_ENTRY = "common_state/shard_0_1"
 _MOST_BYTES = 64 << 20
 _MOST_DIRECTORY = 16 << 20
-
-
-class _AnyName(Mapping[str, Named]):
-    """Names that a pickle may contain: all, for none is looked up. What they would be is of no interest."""
-
-    def __getitem__(self, name: str) -> Named:
-        return Named(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(())
-
-    def __len__(self) -> int:
-        return 0
 
 
 def common_values(folder: Path, checkpoint: TorchDistCheckpoint) -> Mapping[str, Any]:
@@ -73,4 +60,4 @@ def read_value(folder: Path, entry: Item | None) -> Any:
         if begin + length > size:
             raise DataLoss("the file ends before")
         data = Archive(fd, begin, length, _MOST_DIRECTORY).pickle(_MOST_BYTES)
-    return read_pickle(data, _AnyName(), COMMON_FILE)
+    return read_pickle(data, None, COMMON_FILE)

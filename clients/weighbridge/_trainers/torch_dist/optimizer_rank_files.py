@@ -17,24 +17,16 @@ from typing import Any
 from weighbridge._core.text.counts import counted, first_lines
 from weighbridge._core.text.shortening import shown
 from weighbridge._trainers.torch_dist.folder import TorchDistCheckpoint
-from weighbridge._trainers.torch_dist.pickles import Instance, allow
+from weighbridge._trainers.torch_dist.pickles import Instance
 from weighbridge._trainers.torch_dist.rank_files import (
     files_of,
     is_dtensor,
     open_rank_file,
     read_files,
 )
-from weighbridge._trainers.torch_dist.stored_tensors import TENSOR_NAMES, described
+from weighbridge._trainers.torch_dist.stored_tensors import described
 from weighbridge.errors import DataLoss, InvalidArgument, LayoutError, NotFound
 
-_RANDOM = allow(
-    *TENSOR_NAMES,
-    "_codecs.encode",
-    "numpy.dtype",
-    "numpy.ndarray",
-    "numpy.core.multiarray._reconstruct",
-    "numpy._core.multiarray._reconstruct",
-)
 _FSDP1 = (
     "save the optimizer of FSDP2 (fully_shard); of FSDP1 it keeps flat ranges that do not say whose they are"
 )
@@ -109,7 +101,7 @@ def read_scheduler(folder: Path) -> dict[str, Any] | None:
         file = files_of(folder, "extra_state")[0]
     except NotFound:
         return None
-    with open_rank_file(folder, file, _RANDOM) as (_, root):
+    with open_rank_file(folder, file) as (_, root):
         found = root.get("lr_scheduler") if type(root) is dict else None
     if found is not None and (type(found) is not dict or not _is_plain(found)):
         raise InvalidArgument(

@@ -29,24 +29,6 @@ _LEAST_BYTES, _FREE = 3, 4000
 instance is one unit, a list two, a dict or set four, which is about 60 bytes of memory for each. What torch writes has six and more."""
 SIZE = "torch.Size"
 GETATTR = ("__builtin__.getattr", "builtins.getattr")
-OTHER_DTYPES = (
-    *("complex32", "complex128", "float8_e4m3fnuz", "float8_e5m2fnuz", "float4_e2m1fn_x2"),
-    *(
-        "qint8",
-        "quint8",
-        "qint32",
-        "quint4x2",
-        "bits8",
-        "bits16",
-        "int1",
-        "int2",
-        "int4",
-        "uint1",
-        "uint2",
-        "uint4",
-    ),
-)
-"""Names of torch dtypes that `weighbridge._core.dtypes` does not have: known, so that messages can tell them from an attack."""
 
 
 class Named:
@@ -98,12 +80,12 @@ def are_sizes(values: Any) -> bool:
     return type(values) is tuple and all(type(n) is int and 0 <= n < 1 << 50 for n in values)
 
 
-def read_pickle(data: bytes, allowed: Mapping[str, Named], what: str) -> Any:
+def read_pickle(data: bytes, allowed: Mapping[str, Named] | None, what: str) -> Any:
     """The value that a pickle describes, of plain containers, numbers, text, `Named`, `Instance` and `Persistent`.
 
     Args:
         data: the pickle.
-        allowed: what it may name.
+        allowed: what it may name; None for anything, as none of it is looked up.
         what: what messages call it.
 
     Raises:
@@ -122,7 +104,7 @@ def read_pickle(data: bytes, allowed: Mapping[str, Named], what: str) -> Any:
 class _Machine:
     """One run. Opcodes stand in the order of their frequency in checkpoint metadata, which is what the time goes by."""
 
-    def __init__(self, data: bytes, allowed: Mapping[str, Named], what: str) -> None:
+    def __init__(self, data: bytes, allowed: Mapping[str, Named] | None, what: str) -> None:
         self._data = data
         self._allowed = allowed
         self._what = what
@@ -288,9 +270,10 @@ class _Machine:
     def _global(self, module: Any, name: Any) -> Named:
         if type(module) is not str or type(name) is not str:
             raise TypeError("a class whose name is not text")
-        found = self._allowed.get(f"{module}.{name}")
+        full = f"{module}.{name}"
+        found = Named(full) if self._allowed is None else self._allowed.get(full)
         if found is None:
-            full = f"{module}.{name}".encode("ascii", "backslashreplace").decode()[:200]
+            full = full.encode("ascii", "backslashreplace").decode()[:200]
             raise DataLoss(
                 f"{self._what} names {full}, which is not part of a checkpoint; nothing of it was run",
                 fix="do not load this file with torch or Megatron: they would run what it names",

@@ -25,9 +25,9 @@ from weighbridge._core.text.shortening import shown
 from weighbridge._formats.dtensors import Cut, runs_after
 from weighbridge._trainers.torch_dist.archives import Archive
 from weighbridge._trainers.torch_dist.folder import TorchDistCheckpoint, open_file
-from weighbridge._trainers.torch_dist.pickles import GETATTR, Instance, Named, allow, are_sizes, read_pickle
+from weighbridge._trainers.torch_dist.names import KNOWN
+from weighbridge._trainers.torch_dist.pickles import Instance, Named, are_sizes, read_pickle
 from weighbridge._trainers.torch_dist.stored_tensors import (
-    TENSOR_NAMES,
     DescribedTensor,
     described,
     located,
@@ -43,51 +43,6 @@ _MAX_DIRECTORY = 64 << 20
 _FROM_TYPE, _WRAPPER = "torch._tensor._rebuild_from_type_v2", "torch._utils._rebuild_wrapper_subclass"
 _PARAMETER = "torch._utils._rebuild_parameter"
 _SHARDED = "torch.distributed._shard.sharded_tensor.api.ShardedTensor"
-_DTENSORS = (
-    "torch.distributed.tensor.DTensor",
-    "torch.distributed.tensor._api.DTensor",
-    "torch.distributed._tensor.api.DTensor",  # before torch 2.5
-)
-_PLACEMENTS = {
-    f"{module}.{name}": name
-    for module in ("torch.distributed.tensor.placement_types", "torch.distributed._tensor.placement_types")
-    for name in ("Shard", "_StridedShard", "Replicate", "Partial")
-}
-_ALLOWED = allow(
-    *TENSOR_NAMES,
-    *GETATTR,
-    *_DTENSORS,
-    *_PLACEMENTS,
-    _FROM_TYPE,
-    _WRAPPER,
-    _PARAMETER,
-    _SHARDED,
-    f"{_SHARDED}.ProcessGroupState",
-    "torch.device",
-    "torch.serialization._get_layout",
-    *(
-        f"torch.distributed.{name}"
-        for name in (
-            "device_mesh.DeviceMesh",
-            "_mesh_layout._FlatLayout",
-            "_mesh_layout._MeshLayout",
-            "tensor._dtensor_spec.DTensorSpec",
-            "tensor._dtensor_spec.ShardOrderEntry",
-            "tensor._dtensor_spec.TensorMeta",
-            "_tensor._dtensor_spec.DTensorSpec",
-            "_tensor.placement_types.DTensorSpec",
-            "_tensor.placement_types.TensorMeta",
-            "remote_device._remote_device",
-            "_shard.metadata.ShardMetadata",
-            "_shard.sharded_tensor.metadata.MEM_FORMAT_ENCODING",
-            "_shard.sharded_tensor.metadata.ShardedTensorMetadata",
-            "_shard.sharded_tensor.metadata.TensorProperties",
-            "_shard.sharded_tensor.shard.Shard",
-            "_shard.sharding_spec.api.EnumerableShardingSpec",
-            "_shard.sharding_spec.chunk_sharding_spec.ChunkShardingSpec",
-        )
-    ),
-)
 _NAMED = 20
 
 
@@ -184,15 +139,12 @@ def read_files(folder: Path, files: Sequence[str], entries_of: Callable[[Any], A
 
 
 @contextmanager
-def open_rank_file(
-    folder: Path, file: str, allowed: Mapping[str, Named] = _ALLOWED
-) -> Iterator[tuple[Archive, Any]]:
+def open_rank_file(folder: Path, file: str) -> Iterator[tuple[Archive, Any]]:
     """The file of a rank as an archive, and what its pickle describes.
 
     Args:
         folder: where it lies.
         file: its name.
-        allowed: what it may name; by default what tensors do.
 
     Raises:
         NotFound: it is not there.
@@ -201,7 +153,7 @@ def open_rank_file(
     with open_file(folder, file) as (fd, size):
         try:
             archive = Archive(fd, 0, size, _MAX_DIRECTORY)
-            root = read_pickle(archive.pickle(_MAX_PICKLE), allowed, "its pickle")
+            root = read_pickle(archive.pickle(_MAX_PICKLE), KNOWN, "its pickle")
         except DataLoss as error:
             raise DataLoss(f"{file} in {folder}: {error.message}", fix=error.fix) from error
         yield archive, root
@@ -236,7 +188,7 @@ def is_dtensor(value: Any) -> bool:
     if type(value) is not Instance or value.kind != _FROM_TYPE:
         return False
     kind = _items(value.args, 2)[1]
-    return type(kind) is Named and kind.name in _DTENSORS
+    return type(kind) is Named and kind.name.endswith(".DTensor")
 
 
 def _mapping(root: Any) -> Mapping[str, Any]:
@@ -370,7 +322,7 @@ def _of_dtensor(shape: tuple[int, ...], state: Any, most: int) -> Iterator[_Piec
     cuts: list[list[Cut]] = [[] for _ in shape]
     parts = 1
     for placement, ranks, rank in zip(placements, extents, where, strict=True):
-        kind = _PLACEMENTS.get(getattr(placement, "kind", ""))
+        kind = getattr(placement, "kind", "").rpartition(".")[2]
         if kind == "Replicate":
             continue
         if kind not in ("Shard", "_StridedShard"):

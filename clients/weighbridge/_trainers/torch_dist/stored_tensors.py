@@ -12,35 +12,14 @@ from dataclasses import dataclass
 from weighbridge._core.dtypes import DTYPES
 from weighbridge._core.layouts import MAX_RANK
 from weighbridge._trainers.torch_dist.archives import Archive
-from weighbridge._trainers.torch_dist.pickles import OTHER_DTYPES, Instance, Named, Persistent, are_sizes
+from weighbridge._trainers.torch_dist.names import STORAGES
+from weighbridge._trainers.torch_dist.pickles import Instance, Named, Persistent, are_sizes
 from weighbridge.errors import DataLoss
 
-STORAGES = {
-    "torch.BoolStorage": "bool",
-    "torch.ByteStorage": "uint8",
-    "torch.CharStorage": "int8",
-    "torch.ShortStorage": "int16",
-    "torch.HalfStorage": "float16",
-    "torch.BFloat16Storage": "bfloat16",
-    "torch.IntStorage": "int32",
-    "torch.FloatStorage": "float32",
-    "torch.LongStorage": "int64",
-    "torch.DoubleStorage": "float64",
-    "torch.ComplexFloatStorage": "complex64",
-}
 _ITEMSIZES = {d.torch_name: d.itemsize for d in DTYPES}
 _V2 = "torch._utils._rebuild_tensor_v2"
 _V3 = "torch._utils._rebuild_tensor_v3"
 _UNTYPED = "torch.storage.UntypedStorage"
-TENSOR_NAMES = (
-    _V2,
-    _V3,
-    _UNTYPED,
-    *STORAGES,
-    *(f"torch.{d.torch_name}" for d in DTYPES),
-    *(f"torch.{n}" for n in OTHER_DTYPES),
-)
-"""What pickles with tensors may name."""
 
 
 @dataclass(frozen=True, slots=True)
