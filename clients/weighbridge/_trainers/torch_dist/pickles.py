@@ -1,7 +1,7 @@
 """Reader of untrusted pickles, as data: nothing that they name is imported, looked up or called.
 
 A pickle is a program for a small stack machine. `read_pickle` is such a machine, for as much of the language as
-torch's checkpoint files use (protocols 2 to 5, Python's ``pickletools`` documents each opcode), in which a class is only
+torch's checkpoint files use (protocols 2 to 5; Python's `pickletools` reads the opcodes), in which a class is only
 a name, `Named`, and what its constructor would have made is an `Instance` that holds the arguments. Python's own
 ``pickle.Unpickler`` with a restricted ``find_class`` would still let a file of ten bytes claim gigabytes (a memo index
 is an array index there) and hash nested tuples for ever; here the work is bounded by the length of the file.
@@ -9,8 +9,8 @@ is an array index there) and hash nested tuples for ever; here the work is bound
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Mapping
+import pickletools
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from weighbridge.errors import DataLoss
@@ -27,6 +27,26 @@ _MOST_MARKS = 1000
 _LEAST_BYTES, _FREE = 3, 4000
 """Bytes of a pickle for each unit of what it makes, but for the first units: one byte could make a set, which takes two hundred. A tuple, a reference or an
 instance is one unit, a list two, a dict or set four, which is about 60 bytes of memory for each. What torch writes has six and more."""
+_VALUES = frozenset(
+    [
+        "BININT",
+        "BININT1",
+        "BININT2",
+        "LONG1",
+        "BINUNICODE",
+        "SHORT_BINUNICODE",
+        "BINFLOAT",
+        "BINBYTES",
+        "SHORT_BINBYTES",
+    ]
+)
+"""Opcodes that have a value with them."""
+_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
+_EMPTY = {"EMPTY_DICT": dict, "EMPTY_LIST": list, "EMPTY_SET": set, "EMPTY_TUPLE": tuple}
+_TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
+_UNITS = dict.fromkeys((*_TUPLES, "TUPLE", "NEWOBJ", "REDUCE", "BINPERSID"), 1) | {
+    "EMPTY_LIST": 2, "EMPTY_DICT": 4, "EMPTY_SET": 4,
+}  # fmt: skip
 SIZE = "torch.Size"
 GETATTR = ("__builtin__.getattr", "builtins.getattr")
 
@@ -93,16 +113,12 @@ def read_pickle(data: bytes, allowed: Mapping[str, Named] | None, what: str) -> 
     """
     try:
         return _Machine(data, allowed, what).run()
-    except StopIteration:
-        raise DataLoss(
-            f"{what} makes more containers than a pickle of {len(data)} bytes has a use for"
-        ) from None
-    except (IndexError, KeyError, TypeError, ValueError, struct.error, OverflowError) as error:
+    except (IndexError, KeyError, TypeError, ValueError, OverflowError) as error:
         raise DataLoss(f"{what} is not a pickle that can be read: {error!r}"[:300]) from error
 
 
 class _Machine:
-    """One run. Opcodes stand in the order of their frequency in checkpoint metadata, which is what the time goes by."""
+    """One run."""
 
     def __init__(self, data: bytes, allowed: Mapping[str, Named] | None, what: str) -> None:
         self._data = data
@@ -110,156 +126,77 @@ class _Machine:
         self._what = what
 
     def run(self) -> Any:
-        data = self._data
-        from_bytes = int.from_bytes
         memo: list[Any] = []
         stack: list[Any] = []
         marks: list[list[Any]] = []
-        room = iter(range(_FREE + len(data) // _LEAST_BYTES))
-        position = 0
-        while True:
-            op = data[position]
-            position += 1
-            if op == 0x94:  # MEMOIZE
+        room = _FREE + len(self._data) // _LEAST_BYTES
+        opcodes: Iterator[tuple[pickletools.OpcodeInfo, Any, Any]] = pickletools.genops(self._data)
+        for opcode, argument, _ in opcodes:
+            op = opcode.name
+            room -= _UNITS.get(op, 0)
+            if room < 0:
+                raise DataLoss(
+                    f"{self._what} makes more containers than a pickle of {len(self._data)} bytes has a use for"
+                )
+            if op in _VALUES:
+                stack.append(argument)
+            elif op == "MEMOIZE":
                 memo.append(stack[-1])
-            elif op == 0x68:  # BINGET
-                stack.append(memo[data[position]])
-                position += 1
-            elif op == 0x6A:  # LONG_BINGET
-                stack.append(memo[from_bytes(data[position : position + 4], "little")])
-                position += 4
-            elif op == 0x4B:  # BININT1
-                stack.append(data[position])
-                position += 1
-            elif op == 0x4D:  # BININT2
-                stack.append(from_bytes(data[position : position + 2], "little"))
-                position += 2
-            elif op == 0x28:  # MARK
+            elif op in ("BINGET", "LONG_BINGET"):
+                stack.append(memo[argument])
+            elif op in ("BINPUT", "LONG_BINPUT"):
+                _put(memo, argument, stack[-1])
+            elif op == "MARK":
                 if len(marks) == _MOST_MARKS:
                     raise ValueError(f"more than {_MOST_MARKS} containers within each other")
                 marks.append(stack)
                 stack = []
-            elif op == 0x7D:  # EMPTY_DICT
-                next(room), next(room), next(room), next(room)
-                stack.append({})
-            elif op == 0x29:  # EMPTY_TUPLE
-                stack.append(())
-            elif op == 0x81:  # NEWOBJ
-                next(room)
+            elif op in _EMPTY:
+                stack.append(_EMPTY[op]())
+            elif op in _CONSTANTS:
+                stack.append(_CONSTANTS[op])
+            elif op in _TUPLES:
+                items = [stack.pop() for _ in range(_TUPLES[op])]
+                stack.append(tuple(reversed(items)))
+            elif op == "TUPLE":
+                items, stack = stack, marks.pop()
+                stack.append(tuple(items))
+            elif op in ("SETITEMS", "APPENDS", "ADDITEMS"):
+                items, stack = stack, marks.pop()
+                _add(stack[-1], items)
+            elif op in ("SETITEM", "APPEND"):
+                items = [stack.pop() for _ in range(2 if op == "SETITEM" else 1)]
+                _add(stack[-1], items[::-1])
+            elif op == "NEWOBJ":
                 args = stack.pop()
                 stack[-1] = Instance(_name(stack[-1]), args)
-            elif op == 0x75:  # SETITEMS
-                items, stack = stack, marks.pop()
-                _set_items(stack[-1], items)
-            elif op == 0x62:  # BUILD
+            elif op == "REDUCE":
+                args = stack.pop()
+                made = self._called(_name(stack[-1]), args)
+                if type(made) in _MADE:
+                    room -= _UNITS["EMPTY_DICT"] - 1
+                stack[-1] = made
+            elif op == "BUILD":
                 state = stack.pop()
                 # An OrderedDict may carry attributes; a dict stands for it here, and they are of no use.
                 if type(stack[-1]) is not dict:
                     _instance(stack[-1]).state = state
-            elif op == 0x85:  # TUPLE1
-                next(room)
-                stack[-1] = (stack[-1],)
-            elif op == 0x52:  # REDUCE
-                next(room)
-                args = stack.pop()
-                made = self._called(_name(stack[-1]), args)
-                if type(made) in _MADE:
-                    next(room), next(room), next(room)
-                stack[-1] = made
-            elif op == 0x86:  # TUPLE2
-                next(room)
-                last = stack.pop()
-                stack[-1] = (stack[-1], last)
-            elif op == 0x87:  # TUPLE3
-                next(room)
-                last = stack.pop()
-                middle = stack.pop()
-                stack[-1] = (stack[-1], middle, last)
-            elif op == 0x74:  # TUPLE
-                next(room)
-                items, stack = stack, marks.pop()
-                stack.append(tuple(items))
-            elif op == 0x4E:  # NONE
-                stack.append(None)
-            elif op == 0x88 or op == 0x89:  # NEWTRUE, NEWFALSE
-                stack.append(op == 0x88)
-            elif op == 0x8C:  # SHORT_BINUNICODE
-                end = position + 1 + data[position]
-                stack.append(data[position + 1 : end].decode("utf-8", "surrogatepass"))
-                position = end
-            elif op == 0x58:  # BINUNICODE
-                end = position + 4 + from_bytes(data[position : position + 4], "little")
-                stack.append(data[position + 4 : end].decode("utf-8", "surrogatepass"))
-                position = end
-            elif op == 0x4A:  # BININT
-                stack.append(struct.unpack_from("<i", data, position)[0])
-                position += 4
-            elif op == 0x8A:  # LONG1
-                end = position + 1 + data[position]
-                stack.append(from_bytes(data[position + 1 : end], "little", signed=True))
-                position = end
-            elif op == 0x5D:  # EMPTY_LIST
-                next(room), next(room)
-                stack.append([])
-            elif op == 0x61:  # APPEND
-                last = stack.pop()
-                _list(stack[-1]).append(last)
-            elif op == 0x65:  # APPENDS
-                items, stack = stack, marks.pop()
-                _list(stack[-1]).extend(items)
-            elif op == 0x73:  # SETITEM
-                last = stack.pop()
-                key = stack.pop()
-                _set_items(stack[-1], [key, last])
-            elif op == 0x93:  # STACK_GLOBAL
+            elif op == "GLOBAL":
+                stack.append(self._global(*argument.split(" ", 1)))
+            elif op == "STACK_GLOBAL":
                 name = stack.pop()
                 stack[-1] = self._global(stack[-1], name)
-            elif op == 0x63:  # GLOBAL
-                middle_end = data.index(b"\n", position)
-                end = data.index(b"\n", middle_end + 1)
-                module, name = data[position:middle_end].decode(), data[middle_end + 1 : end].decode()
-                stack.append(self._global(module, name))
-                position = end + 1
-            elif op == 0x71:  # BINPUT
-                _put(memo, data[position], stack[-1])
-                position += 1
-            elif op == 0x72:  # LONG_BINPUT
-                _put(memo, from_bytes(data[position : position + 4], "little"), stack[-1])
-                position += 4
-            elif op == 0x95:  # FRAME: says how much to read ahead; all has been read
-                position += 8
-            elif op == 0x80:  # PROTO
-                if data[position] not in (2, 3, 4, 5):
-                    raise ValueError(f"protocol {data[position]}")
-                position += 1
-            elif op == 0x51:  # BINPERSID
-                next(room)
+            elif op == "BINPERSID":
                 stack[-1] = Persistent(stack[-1])
-            elif op == 0x47:  # BINFLOAT
-                stack.append(struct.unpack_from(">d", data, position)[0])
-                position += 8
-            elif op == 0x43:  # SHORT_BINBYTES
-                end = position + 1 + data[position]
-                stack.append(data[position + 1 : end])
-                position = end
-            elif op == 0x42:  # BINBYTES
-                end = position + 4 + from_bytes(data[position : position + 4], "little")
-                stack.append(data[position + 4 : end])
-                position = end
-            elif op == 0x8F:  # EMPTY_SET
-                next(room), next(room), next(room), next(room)
-                stack.append(set())
-            elif op == 0x90:  # ADDITEMS
-                items, stack = stack, marks.pop()
-                _set(stack[-1]).update(map(_key, items))
-            elif op == 0x30:  # POP
+            elif op == "POP":
                 stack.pop()
-            elif op == 0x2E:  # STOP
+            elif op == "STOP":
                 if len(stack) != 1 or marks:
                     raise ValueError("it ends with more or less than one value")
                 return stack[0]
-            else:
-                raise ValueError(f"opcode {op:#04x} at {position - 1}")
+            elif op not in ("PROTO", "FRAME"):
+                raise ValueError(f"opcode {op}")
+        raise ValueError("it does not end")
 
     def _called(self, name: str, args: Any) -> Any:
         if name in GETATTR:  # how older protocols name a class inside of another one
@@ -301,23 +238,16 @@ def _instance(value: Any) -> Instance:
     return value
 
 
-def _list(value: Any) -> list[Any]:
-    if type(value) is not list:
-        raise TypeError("something is appended to what is not a list")
-    return value
-
-
-def _set(value: Any) -> set[Any]:
-    if type(value) is not set:
-        raise TypeError("something is added to what is not a set")
-    return value
-
-
-def _set_items(target: Any, items: list[Any]) -> None:
-    if type(target) is not dict or len(items) % 2:
-        raise TypeError("items are set on what is not a dict")
-    for index in range(0, len(items), 2):
-        target[_key(items[index])] = items[index + 1]
+def _add(target: Any, items: list[Any]) -> None:
+    if type(target) is list:
+        target.extend(items)
+    elif type(target) is set:
+        target.update(map(_key, items))
+    elif type(target) is dict and len(items) % 2 == 0:
+        for index in range(0, len(items), 2):
+            target[_key(items[index])] = items[index + 1]
+    else:
+        raise TypeError("items are added to what takes none, or not so many")
 
 
 def _key(key: Any) -> Any:
@@ -340,7 +270,7 @@ def _reduce(name: str, args: Any) -> Any:
         raise TypeError("arguments that are not a tuple")
     if name == SIZE:
         (extents,) = args
-        return tuple(_list(extents) if type(extents) is list else _tuple(extents))
+        return tuple(extents) if type(extents) is list else _tuple(extents)
     container = _CONTAINERS.get(name)
     if container is None:
         return Instance(name, args)
