@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from weighbridge._core.text.counts import counted, first_lines
@@ -51,6 +51,13 @@ def head_and_embedding(names: Iterable[str]) -> tuple[str, str] | None:
 def _is_whole(name: str, endings: Iterable[str]) -> bool:
     """Whether one of some endings is all of a name, or begins at a dot."""
     return any(name == each or name.endswith(f".{each}") for each in endings)
+
+
+def parameter_in(name: str, parameters: Collection[str]) -> str | None:
+    """The parameter that a name is of, which has its name or begins with it and a dot; the longest such one, None if there is none."""
+    while name and name not in parameters:
+        name = name.rpartition(".")[0]
+    return name or None
 
 
 def unwrapped_name(name: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from weighbridge._formats.naming.parameter_names import parameter_in
 from weighbridge._trainers.torch_dist.metadata import KeyPath
 from weighbridge.errors import InvalidArgument
 
@@ -64,10 +65,10 @@ def paths_of_tensors(tensors: Mapping[str, Any], aliases: Mapping[str, str]) -> 
     paths: dict[str, KeyPath] = {f"{MODEL}.{name}": (MODEL, name) for name in parameters}
     begin = f"{OPTIMIZER}.{_STATE}."
     for name in tensors:
-        parts = name.removeprefix(begin).split(".")
-        ends = (end for end in range(len(parts) - 1, 0, -1) if ".".join(parts[:end]) in parameters)
-        if name.startswith(begin) and (end := next(ends, 0)):
-            paths[name] = (OPTIMIZER, _STATE, ".".join(parts[:end]), *parts[end:])
+        inner = name.removeprefix(begin)
+        parameter = parameter_in(inner.rpartition(".")[0], parameters)
+        if name.startswith(begin) and parameter is not None:
+            paths[name] = (OPTIMIZER, _STATE, parameter, *inner[len(parameter) + 1 :].split("."))
     return paths
 
 
@@ -100,7 +101,7 @@ def _merged(entries: Mapping[KeyPath, Any]) -> list[dict[str, Any]]:
     return groups
 
 
-def nested(entries: Mapping[KeyPath, Any]) -> Any:
+def nested(entries: Mapping[Any, Any]) -> Any:
     """What entries are together: dicts by text, lists by number; one with an empty path is all of it."""
     return entries[()] if () in entries else _nested(entries.items())
 

@@ -7,12 +7,16 @@ and what loads a state dict casts moments to their parameters' dtype.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from weighbridge._core.boxes import Box
 from weighbridge._core.layouts import TensorSpec
 from weighbridge._core.text.counts import counted, first_lines
+from weighbridge._formats.naming.parameter_names import parameter_in
+from weighbridge._trainers.states.boxed_tensors import BoxedTensors
+from weighbridge._trainers.states.torch_entries import nested
 from weighbridge.errors import InvalidArgument, LayoutError
 
 if TYPE_CHECKING:
@@ -25,6 +29,14 @@ _OWN = frozenset((PARAMS, "param_names"))
 _SCHEDULERS = frozenset(("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"))
 """What torch's schedulers add to groups."""
 Path = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Boxes of a tensor of the optimizer's state: what the tensor is, and each box with a tensor of its extent."""
+
+    spec: TensorSpec
+    held: Sequence[tuple[Box, torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -83,14 +95,22 @@ class NamedOptimizers:
             )
         return NamedOptimizers(found, own)
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """All tensors of their state, by name."""
+    def take_into(self, boxed: BoxedTensors, prefix: str) -> None:
+        """Add all tensors of their state, by names after a prefix, and what keeps some from coming back as they are."""
         import torch
 
         for name, _, state in self._states():
+            boxed.problems += [
+                f"{prefix}{_STATE}{name}[{key!r}]: a key of an optimizer's state is to be a text without dots"
+                for key in state
+                if not isinstance(key, str) or "." in key
+            ]
             for path, value in _leaves(state):
+                full = prefix + _STATE + ".".join((name, *path))
                 if isinstance(value, torch.Tensor):
-                    yield _STATE + ".".join((name, *path)), value
+                    boxed.take(full, value)
+                elif _has_tensors(value):
+                    boxed.problems.append(f"{full}: it is a {type(value).__name__} with tensors in it")
 
     def values(self) -> dict[str, Any]:
         """What is no tensor of their state: numbers of it by parameter, the parameter groups, and of which kind of optimizer each is."""
@@ -109,21 +129,38 @@ class NamedOptimizers:
         kinds = [kind_of(optimizer) for optimizer in self.optimizers for _ in optimizer.param_groups]
         return {"state": numbers, "param_groups": groups, "kinds": kinds}
 
-    def problems(self) -> list[str]:
-        """One line for each thing of their state that would not come back as it is, or on this number of ranks alone."""
-        found = []
-        for name, _, state in self._states():
-            found += [
-                f"{_STATE}{name}[{key!r}]: a key of an optimizer's state is to be a text without dots"
-                for key in state
-                if not isinstance(key, str) or "." in key
-            ]
-            found += [
-                f"{_STATE}{'.'.join((name, *path))}: it is a {type(value).__name__} with tensors in it"
-                for path, value in _leaves(state)
-                if _has_tensors(value) and isinstance(value, list | tuple | dict)
-            ]
-        return found
+    def fit(
+        self, stored: Mapping[str, TensorSpec], values: Mapping[str, Any], *, strict: bool
+    ) -> OptimizerFit:
+        """Find where a stored state goes in optimizers, which may not have made a step yet. Afterwards they have just what is stored.
+
+        Args:
+            stored: its tensors, as `take_into` has named them.
+            values: what `values` gave.
+            strict: whether both must have the same parameters and be of the same kind. If not, what the other one does not have stays as it is, and
+                the options of groups alone tell kinds apart.
+        """
+        groups = Groups(values["param_groups"], values.get("kinds", ()))
+        known = {name: parameter for parameter, name in self.names.items()}
+        entries, foreign = _entries(stored, values["state"], known)
+        fit = OptimizerFit([*foreign, *groups.unlike(known, entries)] if strict else [])
+        for optimizer in self.optimizers:
+            for number, group in enumerate(optimizer.param_groups):
+                members = [self.names[parameter] for parameter in group[PARAMS]]
+                found = groups.fit(fit, number, members, group, kind_of(optimizer) if strict else None)
+                fit.problems.extend(_another_kind(optimizer, number, group, found))
+                for parameter, name in zip(group[PARAMS], members, strict=True):
+                    if name not in groups.names and name not in entries:
+                        continue
+                    there = dict(_leaves(optimizer.state.get(parameter, {})))
+                    state = entries.get(name, {})
+                    for path, spec in state.items():
+                        if isinstance(spec, TensorSpec):
+                            state[path] = fit.tensors[spec.name] = _target(
+                                spec, path, there.get(path), parameter, group | dict(found)
+                            )
+                    fit.states.append((optimizer, parameter, state))
+        return fit
 
     def _states(self) -> Iterator[tuple[str, torch.Tensor, Mapping[Any, Any]]]:
         for optimizer in self.optimizers:
@@ -138,68 +175,29 @@ class OptimizerFit:
     """How optimizers take a stored state.
 
     Attributes:
-        tensors: what is to be filled, by name; of the optimizers where they have such a tensor, new ones otherwise.
         problems: one line for each thing that does not fit.
-        finish: puts tensors and values into the optimizers.
+        tensors: what is to be filled, by name; of the optimizers where they have such a tensor, new ones otherwise.
+        parts: what is to be filled of the tensors of which a rank holds ranges.
+        states: of parameters of the optimizers, by paths; empty for those that are to have none.
+        options: of groups of the optimizers.
     """
 
-    tensors: Mapping[str, torch.Tensor]
-    problems: Sequence[str]
-    finish: Callable[[], None]
+    problems: list[str]
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    parts: list[Part] = field(default_factory=list)
+    states: list[tuple[torch.optim.Optimizer, torch.Tensor, Mapping[Path, Any]]] = field(default_factory=list)
+    options: list[tuple[dict[str, Any], Mapping[str, Any]]] = field(default_factory=list)
 
-
-def fit_optimizers(
-    own: NamedOptimizers, stored: Mapping[str, TensorSpec], values: Mapping[str, Any], *, strict: bool
-) -> OptimizerFit:
-    """Find where a stored state goes in optimizers, which may not have made a step yet. Afterwards they have just what is stored.
-
-    Args:
-        own: the optimizers.
-        stored: its tensors, as `NamedOptimizers.tensors` has named them.
-        values: what `NamedOptimizers.values` gave.
-        strict: whether both must have the same parameters and be of the same kind. If not, what the other one does not have stays as it is, and the
-            options of groups alone tell kinds apart.
-    """
-    groups = Groups(values["param_groups"], values.get("kinds", ()))
-    known = {name: parameter for parameter, name in own.names.items()}
-    entries, foreign = _entries(stored, values["state"], known)
-    problems = [*foreign, *groups.unlike(known, entries)] if strict else []
-    tensors: dict[str, torch.Tensor] = {}
-    states: list[tuple[torch.optim.Optimizer, torch.Tensor, dict[Path, Any]]] = []
-    options: list[tuple[dict[str, Any], Mapping[str, Any]]] = []
-    for optimizer in own.optimizers:
-        for number, group in enumerate(optimizer.param_groups):
-            members = [own.names[parameter] for parameter in group[PARAMS]]
-            found, problem = groups.of(members)
-            if problem:
-                problems.append(f"group {number} of the optimizer {problem}")
-            unlike = groups.of_another_kind(members, kind_of(optimizer)) if strict else ""
-            problems += [f"group {number} of the optimizer {unlike}"] if unlike else []
-            problems += _another_kind(optimizer, number, group, found)
-            options.append((group, found))
-            for parameter, name in zip(group[PARAMS], members, strict=True):
-                if name not in groups.names and name not in entries:
-                    continue
-                there = dict(_leaves(optimizer.state.get(parameter, {})))
-                state = entries.get(name, {})
-                for path, spec in state.items():
-                    if isinstance(spec, TensorSpec):
-                        state[path] = tensors[spec.name] = _target(
-                            spec, path, there.get(path), parameter, group | dict(found)
-                        )
-                states.append((optimizer, parameter, state))
-
-    def finish() -> None:
-        for optimizer, parameter, state in states:
+    def finish(self) -> None:
+        """Put tensors and values into the optimizers."""
+        for optimizer, parameter, state in self.states:
             if state:
-                optimizer.state[parameter] = _nested(state)
+                optimizer.state[parameter] = nested(state)
             else:
                 optimizer.state.pop(parameter, None)
-        for group, found in options:
+        for group, found in self.options:
             for key, value in own_options(found).items():
-                set_option(group, key, value)
-
-    return OptimizerFit(tensors, problems, finish)
+                _set_option(group, key, value)
 
 
 def _another_kind(
@@ -248,18 +246,37 @@ class Groups:
             if name not in self.names and name not in filled
         ]
 
-    def of(self, members: Sequence[str]) -> tuple[Mapping[str, Any], str]:
-        """The stored group of these parameters; with what is wrong, if they are of several."""
+    def fit(
+        self,
+        fit: OptimizerFit,
+        number: int,
+        members: Sequence[str],
+        group: dict[str, Any],
+        kind: str | None,
+    ) -> Mapping[str, Any]:
+        """The stored group of an optimizer's group of these parameters, whose options are added to a fit, or what is wrong with them.
+
+        Args:
+            fit: what it is added to.
+            number: of the optimizer's group.
+            members: names of its parameters.
+            group: the group.
+            kind: of the optimizer, if the stored one has to be of the same.
+        """
         found = {self.names[name]: name for name in reversed(members) if name in self.names}
         if len(found) > 1:
             said = ", ".join(f"{name} of group {index}" for index, name in sorted(found.items()))
-            return {}, f"has parameters of several groups of the version: {said}"
-        return (self._groups[next(iter(found))] if found else {}), ""
-
-    def of_another_kind(self, members: Sequence[str], kind: str) -> str:
-        """What is wrong, if the stored group of these parameters is of another kind of optimizer."""
-        stored = {self._kinds[self.names[name]] for name in members if name in self.names and self._kinds}
-        return f"is of {kind}; the version's is of {', '.join(sorted(stored))}" if stored - {kind} else ""
+            fit.problems.append(
+                f"group {number} of the optimizer has parameters of several groups of the version: {said}"
+            )
+        kinds = {self._kinds[index] for index in found} if self._kinds and kind else set()
+        if kinds - {kind}:
+            fit.problems.append(
+                f"group {number} of the optimizer is of {kind}; the version's is of {', '.join(sorted(kinds))}"
+            )
+        stored = self._groups[next(iter(found))] if len(found) == 1 else {}
+        fit.options.append((group, stored))
+        return stored
 
 
 def _entries(
@@ -269,9 +286,10 @@ def _entries(
     entries = {name: dict(found) for name, found in numbers.items() if name in known}
     foreign = []
     for full, spec in stored.items():
-        name, path = _split(full.removeprefix(_STATE), known)
-        if path:
-            entries.setdefault(name, {})[path] = spec
+        inner = full.removeprefix(_STATE)
+        name = parameter_in(inner.rpartition(".")[0], known)
+        if name is not None:
+            entries.setdefault(name, {})[tuple(inner[len(name) + 1 :].split("."))] = spec
         else:
             foreign.append(f"the optimizer has no parameter for {spec}")
     return entries, foreign
@@ -304,26 +322,6 @@ def _has_tensors(value: Any) -> bool:
     if isinstance(value, dict | list | tuple):
         return any(map(_has_tensors, value.values() if isinstance(value, dict) else value))
     return isinstance(value, torch.Tensor)
-
-
-def _nested(leaves: Mapping[Path, Any]) -> dict[str, Any]:
-    made: dict[str, Any] = {}
-    for path, value in leaves.items():
-        within = made
-        for key in path[:-1]:
-            within = within.setdefault(key, {})
-        within[path[-1]] = value
-    return made
-
-
-def _split(name: str, parameters: Collection[str]) -> tuple[str, Path]:
-    """A parameter and what of its state a name is; nothing of it if there is no such parameter."""
-    parts = name.split(".")
-    for end in range(len(parts) - 1, 0, -1):
-        parameter = ".".join(parts[:end])
-        if parameter in parameters:
-            return parameter, tuple(parts[end:])
-    return name, ()
 
 
 def _target(
@@ -359,7 +357,7 @@ def own_options(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in _OWN}
 
 
-def set_option(group: dict[str, Any], key: str, value: Any) -> None:
+def _set_option(group: dict[str, Any], key: str, value: Any) -> None:
     """Give a parameter group an option."""
     import torch
 

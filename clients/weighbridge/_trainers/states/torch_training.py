@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +17,9 @@ from weighbridge._formats import peft_models, zero3
 from weighbridge._formats.naming.parameter_names import unwrapped_name
 from weighbridge._formats.torch_state import check_not_copied
 from weighbridge._trainers.states.boxed_tensors import BoxedTensors, place, taken_twice
-from weighbridge._trainers.states.torch_optimizers import NamedOptimizers, OptimizerFit, fit_optimizers
+from weighbridge._trainers.states.torch_optimizers import NamedOptimizers, OptimizerFit
 from weighbridge._trainers.states.training_state import Filling, Fit, StoredState, TrainingTensors
-from weighbridge._trainers.states.zero_optimizers import ZeroFit, ZeroOptimizer, is_zero
+from weighbridge._trainers.states.zero_optimizers import ZeroOptimizer, is_zero
 from weighbridge.errors import InvalidArgument, LayoutError
 
 if TYPE_CHECKING:
@@ -60,13 +59,7 @@ def training_tensors(module: object, optimizers: object | None) -> TrainingTenso
         values[_ADAPTERS] = adapters
     if optimizers is not None:
         named = _named(root, optimizers)
-        boxed.problems += [_OPTIMIZER + each for each in named.problems()]
-        if isinstance(named, ZeroOptimizer):
-            for name, part in named.parts():
-                boxed.add(replace(part.spec, name=_OPTIMIZER + name), part.held)
-        else:
-            for name, value in named.tensors():
-                boxed.take(_OPTIMIZER + name, value)
+        named.take_into(boxed, _OPTIMIZER)
         values["optimizer"] = named.values()
     if boxed.problems:
         raise LayoutError(
@@ -124,7 +117,7 @@ def _fit(
     check_not_copied(module, boxed.layout, boxed.tensors)
     if strict:
         problems += [f"the module has no {spec}" for name, spec in tensors.items() if name not in own]
-    finish_optimizers = None
+    fit: OptimizerFit | None = None
     if optimizers is not None:
         values = stored.values.get("optimizer")
         if values is None:
@@ -134,17 +127,12 @@ def _fit(
             )
         begin = len(_OPTIMIZER)
         states = {name[begin:]: spec for name, spec in stored.tensors.items() if name.startswith(_OPTIMIZER)}
-        fit: ZeroFit | OptimizerFit
-        if isinstance(optimizers, ZeroOptimizer):
-            fit = optimizers.fit(states, values, strict=strict)
-            for part in fit.parts:
-                boxed.add(part.spec, part.held)
-        else:
-            fit = fit_optimizers(optimizers, states, values, strict=strict)
-            for name, value in fit.tensors.items():
-                boxed.take(name, value)
+        fit = optimizers.fit(states, values, strict=strict)
+        for part in fit.parts:
+            boxed.add(part.spec, part.held)
+        for name, value in fit.tensors.items():
+            boxed.take(name, value)
         problems += fit.problems
-        finish_optimizers = fit.finish
     problems += boxed.problems
     if problems:
         raise LayoutError(
@@ -156,8 +144,8 @@ def _fit(
     def finish() -> None:
         if others:
             module.load_state_dict(others, strict=False)
-        if finish_optimizers is not None:
-            finish_optimizers()
+        if fit is not None:
+            fit.finish()
 
     return Filling(boxed.layout, tuple(boxed.tensors), finish)
 

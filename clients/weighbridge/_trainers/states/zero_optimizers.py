@@ -9,7 +9,7 @@ in `torch_optimizers`; the copies are ``state.<parameter>.fp32_param``. Source o
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -18,12 +18,14 @@ from weighbridge._core.boxes import Box
 from weighbridge._core.layouts import TensorSpec
 from weighbridge._formats import zero3
 from weighbridge._formats.flat_ranges import StridedView, parts_of_range
+from weighbridge._trainers.states.boxed_tensors import BoxedTensors
 from weighbridge._trainers.states.torch_optimizers import (
     PARAMS,
     Groups,
+    OptimizerFit,
+    Part,
     kind_of,
     own_options,
-    set_option,
 )
 from weighbridge.errors import InvalidArgument, LayoutError
 
@@ -80,29 +82,6 @@ class Flat:
     copied: bool
 
 
-@dataclass(frozen=True)
-class Part:
-    """Boxes of a tensor of the optimizer's state: what the tensor is, and each box with a tensor of its extent."""
-
-    spec: TensorSpec
-    held: Sequence[tuple[Box, torch.Tensor]]
-
-
-@dataclass(frozen=True)
-class ZeroFit:
-    """How a ZeRO optimizer takes a stored state.
-
-    Attributes:
-        parts: what is to be filled.
-        problems: one line for each thing that does not fit.
-        finish: puts values into the optimizer.
-    """
-
-    parts: Sequence[Part]
-    problems: Sequence[str]
-    finish: Callable[[], None]
-
-
 class ZeroOptimizer:
     """One of DeepSpeed's ZeRO optimizers.
 
@@ -138,34 +117,26 @@ class ZeroOptimizer:
                 fix="give engine.module, or the engine, with engine.optimizer",
             ) from None
 
-    def problems(self) -> list[str]:
-        """One line for each thing of its state that cannot be kept."""
-        import torch
-
-        return [
-            f"{_STATE}{flat.ranges[0].name}.{key}: it is neither of the parameters' elements nor a number"
-            for flat in self._flats
-            for key, value in self._state(flat).items()
-            if isinstance(value, torch.Tensor) and value.dim() and value.shape != flat.tensor.shape
-        ]
-
-    def parts(self) -> Iterator[tuple[str, Part]]:
-        """All tensors of its state, by name, with what this rank holds of each."""
+    def take_into(self, boxed: BoxedTensors, prefix: str) -> None:
+        """Add what this rank holds of all tensors of its state, by names after a prefix, and what cannot be kept."""
         import torch
 
         for flat in self._flats:
-            state = dict(self._state(flat))
-            if flat.copied:
-                state[_MASTER] = flat.tensor
-            for key, value in state.items():
+            copy = {_MASTER: flat.tensor} if flat.copied else {}
+            for key, value in {**self._state(flat), **copy}.items():
                 if not isinstance(value, torch.Tensor):
                     continue
+                if value.dim() and value.shape != flat.tensor.shape:
+                    boxed.problems.append(
+                        f"{prefix}{_STATE}{flat.ranges[0].name}.{key}: it is neither of the parameters' elements nor a number"
+                    )
+                    continue
                 for each in flat.ranges:
-                    name, dtype = f"{_STATE}{each.name}.{key}", dtypes.from_torch(value.dtype)
+                    name, dtype = f"{prefix}{_STATE}{each.name}.{key}", dtypes.from_torch(value.dtype)
                     if value.dim():
-                        yield name, Part(TensorSpec(name, dtype, each.shape), each.boxes(value))
+                        boxed.add(TensorSpec(name, dtype, each.shape), each.boxes(value))
                     else:
-                        yield name, Part(TensorSpec(name, dtype, ()), [(Box((), ()), value)])
+                        boxed.add(TensorSpec(name, dtype, ()), [(Box((), ()), value)])
 
     def values(self) -> dict[str, Any]:
         """What is no tensor: numbers by parameter, the parameter groups, and the loss scaler's."""
@@ -188,64 +159,51 @@ class ZeroOptimizer:
         scaler = _numbers(self._scaler())
         return {"state": numbers, "param_groups": groups, "kinds": kinds, "loss_scaler": scaler}
 
-    def fit(self, stored: Mapping[str, TensorSpec], values: Mapping[str, Any], *, strict: bool) -> ZeroFit:
+    def fit(
+        self, stored: Mapping[str, TensorSpec], values: Mapping[str, Any], *, strict: bool
+    ) -> OptimizerFit:
         """Find where a stored state goes. Afterwards the optimizer has just what is stored.
 
         Args:
-            stored: its tensors, as `parts` has named them.
+            stored: its tensors, as `take_into` has named them.
             values: what `values` gave.
             strict: whether both must have the same parameters, of the same kind of optimizer. If not, what only one of them has stays as it is.
         """
         groups = Groups(values["param_groups"], values.get("kinds", ()))
         known = {each.name for flat in self._flats for each in flat.ranges}
         by_name: dict[str, dict[str, TensorSpec]] = {name: {} for name in known}
-        problems = []
+        fit = _ZeroFit([], owner=self, scale=values.get("loss_scaler", {}))
         for full, spec in stored.items():
             name, _, key = full.removeprefix(_STATE).rpartition(".")
             if name in by_name:
                 by_name[name][key] = spec
             elif strict:
-                problems.append(f"the optimizer has no parameter for {spec}")
+                fit.problems.append(f"the optimizer has no parameter for {spec}")
         if strict:
-            problems += groups.unlike(known, known)
-        options = []
+            fit.problems.extend(groups.unlike(known, known))
+        kind = kind_of(self._inner) if strict else None
         for number, (members, group) in enumerate(
             zip(self._members(), self._inner.param_groups, strict=True)
         ):
-            found, problem = groups.of(members)
-            if problem:
-                problems.append(f"group {number} of the optimizer {problem}")
-            unlike = groups.of_another_kind(members, kind_of(self._inner)) if strict else ""
-            if unlike:
-                problems.append(f"group {number} of the optimizer {unlike}")
-            options.append((group, found))
-        fitted = [
-            _fitted(flat, self._state(flat), by_name)
-            for flat in self._flats
-            if strict or any(by_name[each.name] for each in flat.ranges)
-        ]
-        for each in fitted:
-            problems += each.problems
-            each.state.update(
-                {key: value for (key,), value in values["state"].get(each.flat.ranges[0].name, {}).items()}
-            )
+            groups.fit(fit, number, members, group, kind)
+        for flat in self._flats:
+            if strict or any(by_name[each.name] for each in flat.ranges):
+                state = _fitted(fit, flat, self._state(flat), by_name)
+                state |= values["state"].get(flat.ranges[0].name, {})
+                fit.states.append((self._inner, flat.tensor, state))
+        return fit
 
-        def finish() -> None:
-            for each in fitted:
-                if each.state:
-                    self._inner.state[each.flat.tensor] = each.state
-                else:
-                    self._inner.state.pop(each.flat.tensor, None)
-            for group, found in options:
-                for key, value in own_options(found).items():
-                    set_option(group, key, value)
-            scaler = self._scaler()
-            # no attribute but those that `values` gives: whoever has written the blob names them
-            for key in _numbers(scaler).keys() & values.get("loss_scaler", {}).keys():
-                setattr(scaler, key, values["loss_scaler"][key])
-            self._tell()
-
-        return ZeroFit([part for each in fitted for part in each.parts], problems, finish)
+    def give(self, scale: Mapping[str, Any]) -> None:
+        """Set numbers of the loss scaler, and let DeepSpeed drop what it derives from parameters and state, and find these anew."""
+        scaler = self._scaler()
+        # no attribute but those that `values` gives: whoever has written the blob names them
+        for key in _numbers(scaler).keys() & scale.keys():
+            setattr(scaler, key, scale[key])
+        if hasattr(self._optimizer, "invalidate_secondary_tensor"):
+            self._optimizer.invalidate_secondary_tensor()
+        if hasattr(self._optimizer, "_hp_optimizer_states_linked") and self._inner.state:
+            self._optimizer._hp_optimizer_states_linked = False
+            self._optimizer._lazy_init_hp_params_optimizer_state()
 
     def _state(self, flat: Flat) -> Mapping[str, Any]:
         # by get: asking a defaultdict makes an entry
@@ -259,31 +217,28 @@ class ZeroOptimizer:
             for number in range(len(self._inner.param_groups))
         ]
 
-    def _tell(self) -> None:
-        """Let DeepSpeed drop what it derives from parameters and state, and find these anew."""
-        if hasattr(self._optimizer, "invalidate_secondary_tensor"):
-            self._optimizer.invalidate_secondary_tensor()
-        if hasattr(self._optimizer, "_hp_optimizer_states_linked") and self._inner.state:
-            self._optimizer._hp_optimizer_states_linked = False
-            self._optimizer._lazy_init_hp_params_optimizer_state()
-
     def _scaler(self) -> Any:
         return getattr(self._optimizer, "loss_scaler", None)
 
 
 @dataclass(frozen=True)
-class _Fitted:
-    """What a flat tensor takes: state of the torch optimizer, parts of it to be filled, and what does not fit."""
+class _ZeroFit(OptimizerFit):
+    """A fit of a ZeRO optimizer, with the numbers of its loss scaler."""
 
-    flat: Flat
-    state: dict[str, Any] = field(default_factory=dict)
-    parts: list[Part] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
+    owner: ZeroOptimizer = field(kw_only=True)
+    scale: Mapping[str, Any] = field(kw_only=True)
+
+    def finish(self) -> None:
+        """See `OptimizerFit.finish`."""
+        super().finish()
+        self.owner.give(self.scale)
 
 
-def _fitted(flat: Flat, there: Mapping[str, Any], stored: Mapping[str, Mapping[str, TensorSpec]]) -> _Fitted:
-    """Fit a flat tensor and the state that is there of it to what is stored, by parameter and key."""
-    made = _Fitted(flat)
+def _fitted(
+    fit: OptimizerFit, flat: Flat, there: Mapping[str, Any], stored: Mapping[str, Mapping[str, TensorSpec]]
+) -> dict[tuple[str, ...], Any]:
+    """Fit a flat tensor and the state that is there of it to what is stored, by parameter and key; gives the state that it gets."""
+    made: dict[tuple[str, ...], Any] = {}
     found = {each.name: stored[each.name] for each in flat.ranges}
     keys = dict.fromkeys(key for specs in found.values() for key in specs)
     if flat.copied:
@@ -291,12 +246,12 @@ def _fitted(flat: Flat, there: Mapping[str, Any], stored: Mapping[str, Mapping[s
     for key in keys:
         lacking = [name for name, specs in found.items() if key not in specs]
         if lacking:
-            made.problems.extend(f"{_STATE}{name}.{key} is missing from the version" for name in lacking)
+            fit.problems.extend(f"{_STATE}{name}.{key} is missing from the version" for name in lacking)
             continue
         of = [(each, found[each.name][key]) for each in flat.ranges]
         first = of[0][1]
         if key == _MASTER and (not flat.copied or first.dtype.torch != flat.tensor.dtype):
-            made.problems.append(f"{first} of the version is a copy such as the optimizer has none of")
+            fit.problems.append(f"{first} of the version is a copy such as the optimizer has none of")
             continue
         scalar = key != _MASTER and not any(spec.shape for _, spec in of)
         shapes = [() if scalar else each.shape for each, _ in of]
@@ -306,15 +261,15 @@ def _fitted(flat: Flat, there: Mapping[str, Any], stored: Mapping[str, Mapping[s
             if (spec.dtype, spec.shape) != (first.dtype, shape)
         ]
         if unlike:
-            made.problems.extend(unlike)
+            fit.problems.extend(unlike)
             continue
         into = flat.tensor
         if key != _MASTER:
-            into = made.state[key] = _target(flat.tensor, there.get(key), first, scalar=scalar)
+            into = made[key,] = _target(flat.tensor, there.get(key), first, scalar=scalar)
         if scalar:  # the same for all parameters
-            made.parts.append(Part(first, [(Box((), ()), into)]))
+            fit.parts.append(Part(first, [(Box((), ()), into)]))
         else:
-            made.parts.extend(Part(spec, each.boxes(into)) for each, spec in of)
+            fit.parts.extend(Part(spec, each.boxes(into)) for each, spec in of)
     return made
 
 

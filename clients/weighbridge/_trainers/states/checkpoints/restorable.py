@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from weighbridge._core.text.counts import counted, first_lines
-from weighbridge._formats.naming.parameter_names import unwrapped_names
+from weighbridge._formats.naming.parameter_names import parameter_in, unwrapped_names
 from weighbridge._trainers.states.torch_entries import MODEL, OPTIMIZER
 from weighbridge._trainers.torch_dist.metadata import KeyPath
 from weighbridge.errors import InvalidArgument, LayoutError
@@ -194,9 +194,4 @@ def _renamed(name: str, own: Mapping[str, str]) -> str:
 
 def _parameter(name: str, prefix: str, parameters: Collection[str]) -> str | None:
     """The parameter whose name stands behind a prefix in an entry's name; None if there is none."""
-    if not name.startswith(prefix):
-        return None
-    parts = name.removeprefix(prefix).split(".")
-    ends = (end for end in range(len(parts), 0, -1) if ".".join(parts[:end]) in parameters)
-    end = next(ends, 0)
-    return ".".join(parts[:end]) if end else None
+    return parameter_in(name.removeprefix(prefix), parameters) if name.startswith(prefix) else None
