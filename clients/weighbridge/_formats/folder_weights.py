@@ -317,7 +317,7 @@ _NEVER_THERE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE
 _COMPARED = 32 << 20
 
 
-def _same(buffers: Mapping[str, OpenFile], one: Placement, other: Placement) -> bool:
+def same(buffers: Mapping[str, OpenFile], one: Placement, other: Placement) -> bool:
     """Whether two tensors of as many bytes are the same."""
     for start in range(0, one.nbytes, _COMPARED):
         end = min(start + _COMPARED, one.nbytes)
@@ -361,7 +361,7 @@ def _head_beside(files: Layout, buffers: Mapping[str, OpenFile], config_json: by
     if pair is None:
         return None
     placed = {p.shard.tensor: p for p in files.placements}
-    return HeadBeside(*pair, _same(buffers, placed[pair[0]], placed[pair[1]]))
+    return HeadBeside(*pair, same(buffers, placed[pair[0]], placed[pair[1]]))
 
 
 def _not_tied(head: str, embedding: str, why: str) -> InvalidArgument:
@@ -377,6 +377,6 @@ def _without_copies(files: Layout, buffers: Mapping[str, OpenFile], config_json:
         return files
     placed = {p.shard.tensor: p for p in files.placements}
     for copy, original in copies.items():
-        if not _same(buffers, placed[copy], placed[original]):
+        if not same(buffers, placed[copy], placed[original]):
             raise _not_tied(copy, original, "config.json ties them")
     return files.without(copies)

@@ -8,7 +8,6 @@ quantise has an object ``<module>._extra_state``, and loading fails without it.
 
 from __future__ import annotations
 
-import io
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,14 +17,13 @@ from typing import Literal
 from weighbridge._core.boxes import Box
 from weighbridge._core.dtypes import DType
 from weighbridge._core.layouts import Shard, TensorSpec
+from weighbridge._trainers.torch_dist.chunks import chunks_of
 from weighbridge.errors import InvalidArgument
 from weighbridge_service.models.bridges import Bridge, MegatronTensor
 
 KeyForm = Literal["auto", "stacked", "per-layer"]
 LayerSpec = Literal["te", "local"]
 
-MAX_CHUNK_BYTES = 64 << 20
-"""Chunks are cut at this size: a rank that loads reads every chunk whole of which it needs a part."""
 _LAYER = re.compile(r"^((?:.*\.)?decoder\.(?:layers|deepstack_merger_list)\.)(\d+)\.(.+)$")
 _EXPERT = re.compile(r"^(.*\.experts\.experts\.)(\d+)\.(.+)$")
 _ATTENTION = re.compile(r"^(.*\.self_attention)\.linear_proj\.weight$")
@@ -114,20 +112,13 @@ def checkpoint_tensors(
                 f"parts of {one.key} differ: {specs[one.key]} and {made}",
                 fix="save the model in one dtype, or convert with a key for each layer",
             )
-        shards += [Shard(one.key, box.under(one.leading)) for box in _chunks(one.entry, shape, one.dtype)]
+        shards += [
+            Shard(one.key, box.under(one.leading))
+            for box in _chunks(one.entry, TensorSpec(one.key, one.dtype, shape))
+        ]
     return CheckpointTensors(
         tuple(specs.values()), tuple(shards), tuple(dict.fromkeys(_objects(placed, counts, spec)))
     )
-
-
-def empty_object() -> bytes:
-    """The content of an extra state that says nothing, in the form in which Megatron-core stores objects."""
-    import torch
-
-    stream = io.BytesIO()
-    # every version of Transformer Engine takes None for "not quantised"; Megatron's own layers take anything
-    torch.save([None], stream)
-    return stream.getvalue()
 
 
 def _named(bridge: Bridge, spec: LayerSpec) -> Iterator[tuple[str, MegatronTensor]]:
@@ -175,18 +166,16 @@ def _stacked(placed: Sequence[_Placed], *, must: bool) -> list[_Placed]:
     return made
 
 
-def _chunks(entry: MegatronTensor, shape: tuple[int, ...], dtype: DType) -> Iterator[Box]:
-    """A tensor's chunks: halves apart, because tensor parallelism cuts each by itself, and none too large."""
-    if not shape or 0 in shape:
-        yield Box.whole(shape)
+def _chunks(entry: MegatronTensor, spec: TensorSpec) -> Iterator[Box]:
+    """A tensor's chunks: halves apart, because tensor parallelism cuts each by itself."""
+    if not (entry.rule.halves and spec.nbytes and spec.shape[0] % 2 == 0):
+        yield from (shard.box for shard in chunks_of(spec))
         return
-    rest = shape[1:]
-    at_once = max(MAX_CHUNK_BYTES // (math.prod(rest) * dtype.itemsize), 1)
-    parts = 2 if entry.rule.halves and shape[0] % 2 == 0 else 1
-    for part in range(parts):
-        first, last = part * shape[0] // parts, (part + 1) * shape[0] // parts
-        for row in range(first, last, at_once):
-            yield Box((row, *(0 for _ in rest)), (min(at_once, last - row), *rest))
+    rows, *rest = spec.shape
+    for first in (0, rows // 2):
+        for shard in chunks_of(replace(spec, shape=(rows // 2, *rest))):
+            row, *others = shard.box.offset
+            yield shard.box._replace(offset=(first + row, *others))
 
 
 def _objects(

@@ -29,7 +29,7 @@ from weighbridge._trainers.torch_dist.folder import (
     iterations_in,
     lay_out_torch_dist,
 )
-from weighbridge._trainers.torch_dist.metadata import COMMON_FILE, CONFIG_FILE, METADATA_FILE
+from weighbridge._trainers.torch_dist.metadata import COMMON_FILE, CONFIG_FILE, METADATA_FILE, saved
 from weighbridge._trainers.torch_dist.noted_values import common_values, trained_arguments
 from weighbridge._trainers.torch_dist.rank_files import has_rank_files
 from weighbridge.errors import InvalidArgument, LayoutError, NotFound
@@ -37,7 +37,6 @@ from weighbridge_service.converting.checkpoint_keys import (
     KeyForm,
     LayerSpec,
     checkpoint_tensors,
-    empty_object,
 )
 from weighbridge_service.converting.checkpoint_model import (
     SIDE_FOLDER,
@@ -241,7 +240,8 @@ def _from_hugging_face(source: Path, options: ConvertOptions) -> Conversion:
     wanted = checkpoint_tensors(
         bridge, tensors, keys=options.keys, spec=options.spec, vocab_multiple=options.vocab_multiple
     )
-    content = empty_object()
+    # every version of Transformer Engine takes None for "not quantised"; Megatron's own layers take anything
+    content = saved([None])
     laid_out = lay_out_torch_dist(
         wanted.shards,
         wanted.specs,

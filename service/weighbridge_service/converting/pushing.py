@@ -8,8 +8,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Unpack
 
-import numpy as np
-
 from weighbridge._clients.push_handle import PushHandle
 from weighbridge._clients.push_options import PushOptions
 from weighbridge._core.boxes import Box
@@ -17,7 +15,7 @@ from weighbridge._core.dtypes import DType
 from weighbridge._core.layouts import Layout, Placement, Shard, TensorSpec
 from weighbridge._core.tensor_spaces import TensorSpace
 from weighbridge._formats import safetensors_files
-from weighbridge._formats.folder_weights import StandIns
+from weighbridge._formats.folder_weights import StandIns, same
 from weighbridge._formats.hf_folder import in_dtype_of
 from weighbridge._formats.push_sources import MappedSource, OpenSource, cast_dtypes
 from weighbridge._formats.side_files.reading import CONFIG
@@ -36,9 +34,6 @@ from weighbridge_service.converting.trained_model import check_trained
 from weighbridge_service.families import has_weight_map
 from weighbridge_service.models.bridges import bridge_for, parse_config
 from weighbridge_service.plan.casting import ROUTER_BIASES, cast_specs
-
-_COMPARED = 1 << 20
-"""Bytes that are compared at once."""
 
 
 @dataclass(frozen=True)
@@ -188,16 +183,11 @@ class CheckpointToPush:
 
 def _check_tied(tied: Sequence[tuple[str, Placement, Placement]], files: Mapping[str, OpenFile]) -> None:
     for name, copy, original in tied:
-        for first in range(0, copy.nbytes, _COMPARED):
-            last = min(first + _COMPARED, copy.nbytes)
-            one, other = (
-                files[place.buffer][place.offset + first : place.offset + last] for place in (copy, original)
+        if not same(files, copy, original):
+            raise DataLoss(
+                f"{name} is not the same as {original.shard.tensor}, and config.json ties them",
+                fix="set tie_word_embeddings to false in config.json, or leave one of them out",
             )
-            if not np.array_equal(one, other):
-                raise DataLoss(
-                    f"{name} is not the same as {original.shard.tensor}, and config.json ties them",
-                    fix="set tie_word_embeddings to false in config.json, or leave one of them out",
-                )
 
 
 def _in_dtype_of(tensors: Iterable[TensorSpec], side_files: Mapping[str, bytes]) -> dict[str, bytes]:

@@ -9,9 +9,8 @@ May import: `_core`, `_formats`, `weighbridge.errors`.
 - `metadata`: their ``.metadata``, ``metadata.json`` and ``common.pt``.
 - `noted_values`: values that trainers have noted beside tensors, such as their arguments.
 - `rank_files`: checkpoints of FSDP, a file for each rank; `optimizer_rank_files`: those of its optimizer.
-- `items`: items inside a file.
+- `items`: tensors in them.
 - `archives`: the archives that `torch.save` writes.
-- `stored_tensors`: tensors in them.
 - `names`: what pickles may name.
 - `pickles`: pickles read as data, without running them.
 """

@@ -17,8 +17,6 @@ END = struct.Struct("<4sHHHHIIH")
 END64 = struct.Struct("<4sQHHIIQQQQ")
 LOCATOR = struct.Struct("<4sIQI")
 FULL = 0xFFFFFFFF
-_WHOLE = 4096
-"""Archives up to this size are read at once, of larger ones this much in two parts, the first and the last bytes."""
 
 
 class Archive:
@@ -38,13 +36,6 @@ class Archive:
         self._fd = fd
         self._offset = offset
         self.length = length
-        if length <= _WHOLE:
-            self._head = self._pread(0, length)
-            self._tail_begin, self._tail = 0, self._head
-        else:
-            self._head = self._pread(0, _WHOLE // 2)
-            self._tail_begin = length - _WHOLE // 2
-            self._tail = self._pread(self._tail_begin, length)
         self._records = _read_directory(self, max_directory)
         first = next(iter(self._records))
         self._prefix = first[: first.find(b"/") + 1]
@@ -66,19 +57,23 @@ class Archive:
 
     def record(self, name: bytes) -> tuple[int, int]:
         """Begin and end of a record's content in the archive. Raises DataLoss if there is none, or if it is compressed."""
-        return _record(self, self._records, self._prefix + name)
+        name = self._prefix + name
+        if name not in self._records:
+            raise DataLoss(f"its archive has no record {name[:80]!r}")
+        method, size, header, limit = self._records[name]
+        if method:
+            raise DataLoss(f"the record {name[:80]!r} of its archive is compressed")
+        local = LOCAL.unpack(self.read(header, header + LOCAL.size))
+        begin = header + LOCAL.size + local[9] + local[10]
+        found = self.read(header + LOCAL.size, header + LOCAL.size + local[9])
+        if local[0] != b"PK\x03\x04" or local[3] != 0 or found != name or begin + size > limit:
+            raise DataLoss(f"the record {name[:80]!r} of its archive is not where the directory says")
+        return begin, begin + size
 
     def read(self, begin: int, end: int) -> bytes:
         """Bytes ``begin`` to ``end``."""
         if not 0 <= begin <= end <= self.length:
             raise DataLoss(f"its archive refers to the bytes {begin} to {end} of {self.length}")
-        if end <= len(self._head):
-            return self._head[begin:end]
-        if begin >= self._tail_begin:
-            return self._tail[begin - self._tail_begin : end - self._tail_begin]
-        return self._pread(begin, end)
-
-    def _pread(self, begin: int, end: int) -> bytes:
         data = os.pread(self._fd, end - begin, self._offset + begin)
         if len(data) != end - begin:
             raise DataLoss("the file ends inside of it")
@@ -144,20 +139,3 @@ def _wide_fields(extra: bytes, *narrow: int) -> list[int]:
             return [next(wide) if value == FULL else value for value in narrow]
         position += size
     raise DataLoss("its archive has a record of more than 4 GiB without a ZIP64 field")
-
-
-def _record(
-    archive: Archive, records: dict[bytes, tuple[int, int, int, int]], name: bytes
-) -> tuple[int, int]:
-    """Begin and end of a record's content in the archive."""
-    if name not in records:
-        raise DataLoss(f"its archive has no record {name[:80]!r}")
-    method, size, header, limit = records[name]
-    if method:
-        raise DataLoss(f"the record {name[:80]!r} of its archive is compressed")
-    local = LOCAL.unpack(archive.read(header, header + LOCAL.size))
-    begin = header + LOCAL.size + local[9] + local[10]
-    found = archive.read(header + LOCAL.size, header + LOCAL.size + local[9])
-    if local[0] != b"PK\x03\x04" or local[3] != 0 or found != name or begin + size > limit:
-        raise DataLoss(f"the record {name[:80]!r} of its archive is not where the directory says")
-    return begin, begin + size

@@ -37,7 +37,7 @@ from weighbridge._trainers.torch_dist.metadata import (
     Item,
     KeyPath,
     read_entries,
-    write_common,
+    saved,
     write_config,
     write_metadata,
 )
@@ -318,7 +318,7 @@ def lay_out_torch_dist(
     others = {name: writer.add(content, 0, b"") for name, content in sorted(objects.items())}
     metadata_files = {
         CONFIG_FILE: write_config(),
-        COMMON_FILE: common if isinstance(common, bytes) else write_common(common or {}),
+        COMMON_FILE: common if isinstance(common, bytes) else saved(dict(common or {})),
         METADATA_FILE: write_metadata(named, stored, others, paths or {}),
     }
     layout = Layout(tensors, tuple(placements))

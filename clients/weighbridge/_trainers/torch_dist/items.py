@@ -1,8 +1,11 @@
-"""Items of a torch_dist checkpoint: where a tensor's bytes lie inside of the file that ``torch.save`` makes of it, and what stands around them.
+"""Tensors in files of ``torch.save``: where their bytes lie, and what stands around them.
 
-Every chunk of a torch_dist checkpoint is such a file, a ZIP archive inside a larger file. Its records, all stored without compression:
-``archive/data.pkl``, the pickle of the one tensor (`stored_tensors`); ``archive/data/0``, the raw storage, at a multiple of 64 bytes from the
-start of the archive, by padding in the extra field of its local header; ``archive/byteorder``, ``archive/version`` and others.
+In the pickle a tensor is a call of ``torch._utils._rebuild_tensor_v2(storage, storage offset, size, stride, ...)`` (``_v3`` with the dtype as last
+argument, where no storage class has that dtype), in which the storage is a persistent reference ``("storage", class, key, location, number of
+elements)``; the record ``data/<key>`` has its bytes. Source: torch/_utils.py and torch/serialization.py of torch 2.13.
+
+Every chunk of a torch_dist checkpoint is such a file of one tensor, inside a larger file. Its raw storage is at a multiple of 64 bytes from the start of the
+archive, by padding in the extra field of its local header.
 """
 
 from __future__ import annotations
@@ -11,22 +14,112 @@ import io
 from dataclasses import dataclass
 from functools import lru_cache
 
-from weighbridge._core.dtypes import DType
+from weighbridge._core.dtypes import DTYPES, DType
+from weighbridge._core.layouts import MAX_RANK
 from weighbridge._trainers.torch_dist.archives import Archive
-from weighbridge._trainers.torch_dist.names import KNOWN
-from weighbridge._trainers.torch_dist.pickles import read_pickle
-from weighbridge._trainers.torch_dist.stored_tensors import (
-    DescribedTensor,
-    StoredTensor,
-    described,
-    located,
-)
+from weighbridge._trainers.torch_dist.names import KNOWN, STORAGES
+from weighbridge._trainers.torch_dist.pickles import Instance, Named, Persistent, are_sizes, read_pickle
+from weighbridge.errors import DataLoss
 
 ALIGNMENT = 64
 """torch's own: raw bytes begin at a multiple of it, counted from the start of the archive."""
 
 _MAX_DIRECTORY = 1 << 16
 _MAX_PICKLE = 1 << 12
+_ITEMSIZES = {d.torch_name: d.itemsize for d in DTYPES}
+_V2 = "torch._utils._rebuild_tensor_v2"
+_V3 = "torch._utils._rebuild_tensor_v3"
+_UNTYPED = "torch.storage.UntypedStorage"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor as an archive has it: torch's name of its dtype, its shape, and its first byte in the archive."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class DescribedTensor:
+    """What a pickle says of a tensor.
+
+    Attributes:
+        dtype: torch's name.
+        shape: its extent.
+        key: of its storage.
+        begin: its first byte in the storage.
+        storage_nbytes: size of the storage in bytes.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    key: str
+    begin: int
+    storage_nbytes: int
+
+
+def described(call: object) -> DescribedTensor:
+    """What a pickle says of a tensor, once that is found to be a dense row-major one.
+
+    Args:
+        call: what `read_pickle` has made of it.
+
+    Raises:
+        DataLoss: it is no such tensor.
+    """
+    if type(call) is not Instance or call.kind not in (_V2, _V3) or type(call.args) is not tuple:
+        raise DataLoss("its pickle is not that of a plain tensor")
+    wanted = 6 if call.kind == _V2 else 7
+    # One more: flags of torch, of which the conjugate and the negative bit change the value of the bytes.
+    if len(call.args) not in (wanted, wanted + 1) or (len(call.args) > wanted and call.args[-1]):
+        raise DataLoss(
+            "its pickle describes a tensor with a conjugate or negative bit, or of an unknown kind"
+        )
+    storage, first, shape, stride = call.args[:4]
+    match storage:
+        case Persistent(key=("storage", Named(name=kind), str(key), str(), int(elements))):
+            pass
+        case _:
+            raise DataLoss("its pickle has no storage")
+    if not key.isascii():
+        raise DataLoss("its storage has a name that torch does not give")
+    dtype = STORAGES.get(kind)
+    if call.kind == _V3 and type(call.args[6]) is Named:
+        dtype = call.args[6].name.removeprefix("torch.")
+    if dtype not in _ITEMSIZES:
+        raise DataLoss(f"its storage is a {kind} of {dtype or 'unknown elements'}, which is not supported")
+    itemsize = _ITEMSIZES[dtype]
+    if not (are_sizes(shape) and are_sizes(stride) and are_sizes((first, elements))):
+        raise DataLoss("its pickle has a size, a stride or an offset that is not a number")
+    if len(shape) > MAX_RANK:
+        raise DataLoss(f"it has {len(shape)} axes, more than {MAX_RANK}")
+    volume = _check_dense(shape, stride)
+    storage_nbytes = elements if kind == _UNTYPED else elements * itemsize
+    if (first + volume) * itemsize > storage_nbytes:
+        raise DataLoss(f"its storage of {storage_nbytes} bytes is too small for {list(shape)} of {dtype}")
+    return DescribedTensor(dtype, shape, key, first * itemsize, storage_nbytes)
+
+
+def located(found: DescribedTensor, archive: Archive) -> StoredTensor:
+    """Where a tensor's bytes lie in the archive whose pickle describes it. Raises DataLoss if its storage is not there, or not as described."""
+    begin, end = archive.record(b"data/" + found.key.encode())
+    if end - begin != found.storage_nbytes:
+        raise DataLoss(f"its storage has {end - begin} bytes, its pickle says {found.storage_nbytes}")
+    return StoredTensor(found.dtype, found.shape, begin + found.begin)
+
+
+def _check_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
+    """Number of elements of a row-major tensor; axes of one element may have any stride."""
+    volume = 1
+    dense = len(shape) == len(stride)
+    for extent, step in zip(reversed(shape), reversed(stride), strict=False):
+        dense = dense and (extent == 1 or step == volume)
+        volume *= extent
+    if volume and not dense:
+        raise DataLoss(f"it is not dense and row-major: size {list(shape)}, stride {list(stride[:MAX_RANK])}")
+    return volume
 
 
 @dataclass(frozen=True, slots=True)

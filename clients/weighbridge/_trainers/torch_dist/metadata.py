@@ -286,10 +286,10 @@ def write_config() -> bytes:
     return json.dumps(backends).encode()
 
 
-def write_common(common: Mapping[str, Any]) -> bytes:
-    """Make ``common.pt``, the part of a state dict that is not sharded."""
+def saved(value: Any) -> bytes:
+    """A value as entries of checkpoints are that are no tensors, and ``common.pt``: what ``torch.save`` writes."""
     import torch
 
     stream = io.BytesIO()
-    torch.save(dict(common), stream)
+    torch.save(value, stream)
     return stream.getvalue()

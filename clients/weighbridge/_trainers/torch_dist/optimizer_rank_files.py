@@ -17,6 +17,7 @@ from typing import Any
 from weighbridge._core.text.counts import counted, first_lines
 from weighbridge._core.text.shortening import shown
 from weighbridge._trainers.torch_dist.folder import TorchDistCheckpoint
+from weighbridge._trainers.torch_dist.items import described
 from weighbridge._trainers.torch_dist.pickles import Instance
 from weighbridge._trainers.torch_dist.rank_files import (
     files_of,
@@ -24,7 +25,6 @@ from weighbridge._trainers.torch_dist.rank_files import (
     open_rank_file,
     read_files,
 )
-from weighbridge._trainers.torch_dist.stored_tensors import described
 from weighbridge.errors import DataLoss, InvalidArgument, LayoutError, NotFound
 
 _FSDP1 = (

@@ -25,13 +25,13 @@ from weighbridge._core.text.shortening import shown
 from weighbridge._formats.dtensors import Cut, runs_after
 from weighbridge._trainers.torch_dist.archives import Archive
 from weighbridge._trainers.torch_dist.folder import TorchDistCheckpoint, open_file
-from weighbridge._trainers.torch_dist.names import KNOWN
-from weighbridge._trainers.torch_dist.pickles import Instance, Named, are_sizes, read_pickle
-from weighbridge._trainers.torch_dist.stored_tensors import (
+from weighbridge._trainers.torch_dist.items import (
     DescribedTensor,
     described,
     located,
 )
+from weighbridge._trainers.torch_dist.names import KNOWN
+from weighbridge._trainers.torch_dist.pickles import Instance, Named, are_sizes, read_pickle
 from weighbridge.errors import DataLoss, InvalidArgument, LayoutError, NotFound
 
 _FILE = re.compile(r"(model|optim|extra_state)_world_size_(\d{1,7})_rank_(\d{1,7})\.pt")

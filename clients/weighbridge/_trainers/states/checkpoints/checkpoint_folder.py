@@ -22,7 +22,6 @@ from weighbridge._trainers.states.checkpoints.checkpoint_step import step_named,
 from weighbridge._trainers.states.checkpoints.checkpoint_values import (
     CheckpointFormat,
     CheckpointValues,
-    saved,
 )
 from weighbridge._trainers.states.checkpoints.restorable import TorchEntries, check_megatron
 from weighbridge._trainers.states.torch_entries import MODEL, OPTIMIZER
@@ -38,7 +37,7 @@ from weighbridge._trainers.torch_dist.folder import (
     read_objects,
     read_torch_dist,
 )
-from weighbridge._trainers.torch_dist.metadata import CONFIG_FILE
+from weighbridge._trainers.torch_dist.metadata import CONFIG_FILE, saved
 from weighbridge._trainers.torch_dist.noted_values import read_value
 from weighbridge._trainers.torch_dist.optimizer_rank_files import read_optimizer, read_scheduler
 from weighbridge._trainers.torch_dist.rank_files import has_rank_files, read_rank_files, sharded_parameters

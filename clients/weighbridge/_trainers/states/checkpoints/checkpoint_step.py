@@ -17,8 +17,9 @@ from typing import Any
 from weighbridge._core.layouts import Placement
 from weighbridge._formats.safetensors_files import map_file
 from weighbridge._trainers.states import blobs
-from weighbridge._trainers.states.checkpoints.checkpoint_values import STEP_ENTRY, common_state
-from weighbridge._trainers.torch_dist.folder import TorchDistCheckpoint, read_common, read_objects
+from weighbridge._trainers.states.checkpoints.checkpoint_values import STEP_ENTRY
+from weighbridge._trainers.torch_dist.folder import TorchDistCheckpoint, read_objects
+from weighbridge._trainers.torch_dist.noted_values import common_values
 from weighbridge.errors import DataLoss, InvalidArgument, WeighbridgeError
 
 _STEP = r"(?:global_?step|train_?step|steps?|iter|iteration|checkpoint|ckpt)[-_=]?(\d{1,15})"
@@ -98,7 +99,7 @@ def _candidates(folder: Path, checkpoint: TorchDistCheckpoint) -> Iterator[int |
             with contextlib.suppress(WeighbridgeError):
                 yield _as_step(int.from_bytes(_content(folder, places[0]), "little", signed=True))
     with contextlib.suppress(WeighbridgeError):
-        yield _as_step(common_state(read_common(folder, _MOST_BYTES)).get("iteration"))
+        yield _as_step(common_values(folder, checkpoint).get("iteration"))
 
 
 def _by_length(names: Iterable[str]) -> list[str]:

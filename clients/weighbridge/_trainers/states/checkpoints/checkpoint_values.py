@@ -7,7 +7,6 @@ the one blob, and nothing opens them but a rank that is filled, with ``weights_o
 from __future__ import annotations
 
 import contextlib
-import io
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,7 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from weighbridge._trainers.states import blobs, megatron_common, torch_entries
 from weighbridge._trainers.states.megatron_training import as_data
 from weighbridge._trainers.states.training_state import RankValues
-from weighbridge._trainers.torch_dist.metadata import KeyPath, is_path
+from weighbridge._trainers.torch_dist.metadata import KeyPath, is_path, saved
+from weighbridge._trainers.torch_dist.noted_values import COMMON_ENTRY
 from weighbridge.errors import DataLoss
 
 if TYPE_CHECKING:
@@ -29,8 +29,6 @@ _OWN = re.compile(rf"{_RANK_STATE}/shard_(\d{{1,9}})_(\d{{1,9}})")
 """Name of the entry of Megatron-core's checkpoints that is a rank's own: which rank, of how many."""
 STEP_ENTRY = "weighbridge.step"
 """Name of the entry of torch's checkpoints that is the trainer's step; they have no place of their own for it."""
-_COMMON_ENTRY = "common_state/shard_0_1"
-"""Megatron-core 0.19 has no ``common.pt``."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +65,7 @@ class CheckpointValues:
         first, names = ranks[0], list(tensors)
         if _CHECKPOINT in first.trainer:
             found = _read(first.trainer[_CHECKPOINT], "the training state")
-            if found.common is None and _COMMON_ENTRY in found.objects:  # also for what looks for the file
+            if found.common is None and COMMON_ENTRY in found.objects:  # also for what looks for the file
                 found = replace(found, common=saved(_common_of(found, "the training state")))
             return found._of_step(step) if found.format == "dcp" else found
         if "objects" in first.trainer:
@@ -129,15 +127,6 @@ def _read(checkpoint: Any, name: str) -> CheckpointValues:
     return CheckpointValues(
         kind, objects, paths, None if common is None else _bytes(common, f"common of {where}")
     )
-
-
-def common_state(content: bytes | None) -> dict[str, Any]:
-    """What lies in ``common.pt`` of a checkpoint of Megatron-core, as it is loaded without running code; empty if there is none.
-
-    Raises:
-        DataLoss: it is none, or has types in it that are not known.
-    """
-    return _common_of(CheckpointValues("torch_dist", {}, {}, content), "the checkpoint")
 
 
 def checkpoint_ranks(values: RankValues, name: str) -> int | None:
@@ -210,7 +199,7 @@ def opened(values: RankValues, name: str, own: int | None = None) -> RankValues:
 
 def _common_of(found: CheckpointValues, name: str) -> dict[str, Any]:
     """The common state; empty if there is none."""
-    content = found.objects.get(_COMMON_ENTRY) if found.common is None else found.common
+    content = found.objects.get(COMMON_ENTRY) if found.common is None else found.common
     common = {} if content is None else _loaded(content, f"the common state of {name}")
     if isinstance(common, list) and len(common) == 1:  # as objects are
         common = common[0]
@@ -236,15 +225,6 @@ class _Opened(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._names)
-
-
-def saved(value: Any) -> bytes:
-    """A value as entries of checkpoints are: what ``torch.save`` writes."""
-    import torch
-
-    stream = io.BytesIO()
-    torch.save(value, stream)
-    return stream.getvalue()
 
 
 def _loaded(content: bytes, name: str) -> Any:
