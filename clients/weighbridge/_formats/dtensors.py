@@ -107,7 +107,7 @@ def local_shards(tensor: Any) -> list[tuple[Box, torch.Tensor]]:
         raise LayoutError(
             f"its local tensor is {list(local.shape)}, and by its placements {tensor.placements} it is {shape}"
         )
-    return [(box, local[where]) for box, where in _boxes(runs)]
+    return [(box, local[where]) for box, where in boxes_of(runs)]
 
 
 def cuts_of(
@@ -138,7 +138,7 @@ def cuts_of(
     return [tuple(of_axis) for of_axis in cuts]
 
 
-def _boxes(runs: Sequence[Sequence[tuple[int, int]]]) -> list[tuple[Box, tuple[slice, ...]]]:
+def boxes_of(runs: Sequence[Sequence[tuple[int, int]]]) -> list[tuple[Box, tuple[slice, ...]]]:
     """All boxes that runs on each axis form, and where each is in the local tensor."""
     axes = []
     for of_axis in runs:

@@ -11,11 +11,11 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from weighbridge._core.block_scales import SCALE_SUFFIX
 from weighbridge._core.boxes import Box
-from weighbridge._core.layouts import Layout, Placement, TensorSpec
+from weighbridge._core.layouts import Layout, TensorSpec
 from weighbridge._core.slices import MAX_VOCAB_MULTIPLE
 from weighbridge._core.text.counts import counted
 from weighbridge._core.text.shortening import readable
@@ -44,7 +44,7 @@ from weighbridge_service.converting.checkpoint_model import (
     model_part,
     side_files_of,
 )
-from weighbridge_service.converting.named_model import named_model, read_checkpoint
+from weighbridge_service.converting.named_model import Twin, named_model, read_checkpoint
 from weighbridge_service.converting.trained_model import check_trained
 from weighbridge_service.families import has_weight_map
 from weighbridge_service.models.bridges import Bridge, bridge_for, parse_config
@@ -112,14 +112,6 @@ class ConvertOptions:
                 "--keys, --spec and --vocab-multiple are for a torch_dist target, and the source is a checkpoint",
                 fix="leave them out: a Hugging Face folder has one form only",
             )
-
-
-class Twin(NamedTuple):
-    """A tensor of the source that is left out because it has to be the same as another one."""
-
-    name: str
-    copy: Placement
-    original: Placement
 
 
 @dataclass(frozen=True)
@@ -327,7 +319,7 @@ def _from_checkpoint(source: Path, options: ConvertOptions, kind: Kind) -> Conve
             fix = "give the config.json that belongs to the checkpoint (--config), and a checkpoint of the whole model"
             check_library_model(side["config.json"], model.tensors.values(), fix)
         tensors, left_out = model.tensors, {**model.left_out, **_other_files(source, read)}
-        twins = tuple(Twin(*each) for each in model.tied)
+        twins = model.tied
         files = safetensors_files.lay_out_files(list(tensors.values()), most)
         plan = _planned(model.layout, files.layout, list(model.links))
     else:

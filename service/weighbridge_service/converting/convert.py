@@ -21,6 +21,7 @@ from weighbridge_service.converting.conversions import (
     plan_conversion,
     state_of,
 )
+from weighbridge_service.converting.named_model import check_twins
 from weighbridge_service.converting.units import UNIT_BYTES, Range, Units
 from weighbridge_service.converting.worker import Job
 from weighbridge_service.converting.workers import run_units
@@ -166,6 +167,7 @@ def _work(
     on_resume: Callable[[int, int], None],
 ) -> int:
     """Do what is left to do; bytes that were done before."""
+    check_twins(conversion.source, conversion.twins)
     done = folder.begin(conversion, units.identity(), restart=restart)
     todo = [covered for covered in units.ranges if covered.number not in done]
     total = sum(covered.nbytes for covered in units.ranges)

@@ -12,21 +12,23 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from weighbridge._core.boxes import Box
 from weighbridge._core.dtypes import DType
 from weighbridge._core.layouts import Layout, Placement, Shard, TensorSpec
 from weighbridge._core.text.counts import counted
 from weighbridge._core.text.shortening import readable
-from weighbridge._formats.folder_weights import tied_copies
+from weighbridge._formats.folder_weights import same, tied_copies
 from weighbridge._formats.memory_forms import Form, Part, TensorForms
 from weighbridge._formats.misfits import told
 from weighbridge._formats.naming.parameter_names import check_merged, unwrapped_names
+from weighbridge._formats.safetensors_files import map_file
 from weighbridge._formats.torch_state import NAMED, model_form, unknown_names
 from weighbridge._trainers.torch_dist.folder import TorchDistCheckpoint, read_torch_dist
 from weighbridge._trainers.torch_dist.metadata import CONFIG_FILE
 from weighbridge._trainers.torch_dist.rank_files import has_rank_files, read_rank_files
-from weighbridge.errors import LayoutError, NotFound
+from weighbridge.errors import DataLoss, LayoutError, NotFound
 from weighbridge_service.converting.checkpoint_model import is_megatron
 from weighbridge_service.families import has_weight_map
 from weighbridge_service.models.bridges import bridge_for, parse_config
@@ -45,6 +47,30 @@ _OTHER_NAMES = (
 )
 
 
+class Twin(NamedTuple):
+    """A tensor of a source, or a chunk of it, that is left out because it has to be the same as another one."""
+
+    name: str
+    copy: Placement
+    original: Placement
+
+
+def check_twins(folder: Path, twins: Sequence[Twin]) -> None:
+    """Read what has to be the same.
+
+    Raises:
+        DataLoss: it is not.
+    """
+    places = (place for twin in twins for place in (twin.copy, twin.original))
+    files = {name: map_file(folder, name) for name in dict.fromkeys(place.buffer for place in places)}
+    for twin in twins:
+        if not same(files, twin.copy, twin.original):
+            raise DataLoss(
+                f"{twin.name} is not the same as {twin.original.shard.tensor}, of which it is a copy, so that it cannot be left out",
+                fix="leave one of them out, or, if it is config.json that ties them, set tie_word_embeddings to false there",
+            )
+
+
 @dataclass(frozen=True)
 class NamedModel:
     """A model, and where in a checkpoint it is.
@@ -53,14 +79,14 @@ class NamedModel:
         tensors: the model's tensors as its files have them, in the dtypes of the checkpoint.
         layout: the checkpoint's weights, by the names that they have there.
         forms: what each of them is of the model.
-        tied: copies of other weights, which are left out: each with its name, and chunk by chunk itself and what it is a copy of.
+        tied: copies of other weights, which are left out, chunk by chunk.
         left_out: how many entries are no weights, by kind.
     """
 
     tensors: Mapping[str, TensorSpec]
     layout: Layout = field(repr=False)
     forms: Mapping[str, Form] = field(repr=False)
-    tied: tuple[tuple[str, Placement, Placement], ...] = ()
+    tied: tuple[Twin, ...] = ()
     left_out: Mapping[str, int] = field(default_factory=dict)
 
     @property
@@ -252,7 +278,7 @@ def _checked(
     return {name: TensorSpec(name, dtypes[name], known[name].shape) for name in known if name in dtypes}
 
 
-def _compared(layout: Layout, copies: Mapping[str, str]) -> Iterator[tuple[str, Placement, Placement]]:
+def _compared(layout: Layout, copies: Mapping[str, str]) -> Iterator[Twin]:
     """What has to be the same, chunk by chunk; chunks that lie in one place are."""
     placed = {place.shard: place for place in layout.placements if place.shard.tensor in copies.values()}
     for place in layout.placements:
@@ -266,7 +292,7 @@ def _compared(layout: Layout, copies: Mapping[str, str]) -> Iterator[tuple[str, 
                 fix="save one of them",
             )
         if (place.buffer, place.offset) != (other.buffer, other.offset):
-            yield place.shard.tensor, place, other
+            yield Twin(place.shard.tensor, place, other)
 
 
 def _left_out(

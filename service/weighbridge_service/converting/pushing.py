@@ -15,7 +15,7 @@ from weighbridge._core.dtypes import DType
 from weighbridge._core.layouts import Layout, Placement, Shard, TensorSpec
 from weighbridge._core.tensor_spaces import TensorSpace
 from weighbridge._formats import safetensors_files
-from weighbridge._formats.folder_weights import StandIns, same
+from weighbridge._formats.folder_weights import StandIns
 from weighbridge._formats.hf_folder import in_dtype_of
 from weighbridge._formats.push_sources import MappedSource, OpenSource, cast_dtypes
 from weighbridge._formats.side_files.reading import CONFIG
@@ -23,13 +23,13 @@ from weighbridge._memory.file_reads import OpenFile
 from weighbridge._trainers.states.checkpoints.checkpoint_step import step_of_folder
 from weighbridge._trainers.torch_dist.noted_values import common_values, trained_arguments
 from weighbridge._trainers.trainer import TrainerClient
-from weighbridge.errors import DataLoss, InvalidArgument
+from weighbridge.errors import InvalidArgument
 from weighbridge_service.converting.checkpoint_model import (
     checkpoint_model,
     model_part,
     side_files_of,
 )
-from weighbridge_service.converting.named_model import named_model, read_checkpoint
+from weighbridge_service.converting.named_model import Twin, check_twins, named_model, read_checkpoint
 from weighbridge_service.converting.trained_model import check_trained
 from weighbridge_service.families import has_weight_map
 from weighbridge_service.models.bridges import bridge_for, parse_config
@@ -60,7 +60,7 @@ class CheckpointToPush:
     shards: Sequence[tuple[Shard, Placement]] = field(repr=False)
     declared: Sequence[TensorSpec] = field(repr=False)
     space: TensorSpace
-    tied: Sequence[tuple[str, Placement, Placement]] = field(repr=False)
+    tied: Sequence[Twin] = field(repr=False)
     left_out: Mapping[str, int] = field(repr=False)
     step: int | None
     targets: Mapping[str, str] = field(repr=False)
@@ -146,10 +146,9 @@ class CheckpointToPush:
                 fix="leave --no-weight-map out",
             )
         places = [place for _, place in self.shards]
-        compared = (place for _, *both in self.tied for place in both)
-        names = dict.fromkeys(place.buffer for place in (*places, *compared))
+        names = dict.fromkeys(place.buffer for place in places)
         files = {name: safetensors_files.map_file(self.folder, name) for name in names}
-        _check_tied(self.tied, files)
+        check_twins(self.folder, self.tied)
         tensors = {spec.name: spec for spec in self.tensors} if dtype is None else self.cast(dtype)
         client.register_files(
             model,
@@ -179,15 +178,6 @@ class CheckpointToPush:
         stand_ins = StandIns(Layout(specs, tuple(placements)), files)
         tensors = [stand_ins.tensors[name] for name in specs]
         return stand_ins.opener(tensors), tuple(cast_dtypes(stream, tensors))
-
-
-def _check_tied(tied: Sequence[tuple[str, Placement, Placement]], files: Mapping[str, OpenFile]) -> None:
-    for name, copy, original in tied:
-        if not same(files, copy, original):
-            raise DataLoss(
-                f"{name} is not the same as {original.shard.tensor}, and config.json ties them",
-                fix="set tie_word_embeddings to false in config.json, or leave one of them out",
-            )
 
 
 def _in_dtype_of(tensors: Iterable[TensorSpec], side_files: Mapping[str, bytes]) -> dict[str, bytes]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from weighbridge._core.byte_copies import ByteCopy
 from weighbridge._core.layouts import Placement
 from weighbridge_service.converting.conversions import Conversion
-from weighbridge_service.converting.worker import Gather, Same, Unit
+from weighbridge_service.converting.worker import Gather, Unit
 from weighbridge_service.plan.transfers import Transfer
 
 UNIT_BYTES = 256 << 20
@@ -25,7 +25,7 @@ class Range:
 
     Attributes:
         number: of the unit.
-        file: the target file; empty for comparisons.
+        file: the target file.
         start: first byte of the range in the file.
         stop: one past its last.
         nbytes: bytes of tensors in it.
@@ -59,7 +59,6 @@ class Units:
         self._unit_bytes = unit_bytes
         self._conversion = conversion
         self._transfer = Transfer(conversion.plan, scatter=False)
-        self._twins = conversion.twins
         self._placements: dict[str, list[Placement]] = {}
         for placement in conversion.plan.target.placements:
             if placement.nbytes:
@@ -67,9 +66,7 @@ class Units:
         for placements in self._placements.values():
             placements.sort(key=lambda p: p.offset)
         self._starts = {file: [p.offset for p in placed] for file, placed in self._placements.items()}
-        names = sorted(p.buffer for p in conversion.plan.source.placements) + [
-            p.buffer for twin in conversion.twins for p in (twin.copy, twin.original)
-        ]
+        names = sorted(p.buffer for p in conversion.plan.source.placements)
         self._files = {name: index for index, name in enumerate(dict.fromkeys(names))}
         self.source = tuple(str(conversion.source / name) for name in self._files)
         self.ranges = tuple(self._ranges())
@@ -95,18 +92,9 @@ class Units:
             if filled:
                 yield Range(number, file, start, end, filled)
                 number += 1
-        for _ in self._twins:
-            yield Range(number, "", 0, 0, 0)
-            number += 1
 
     def unit(self, covered: Range) -> Unit:
         """What is to be done for a range."""
-        if not covered.file:
-            twin = self._twins[covered.number - len(self.ranges) + len(self._twins)]
-            copy, original = twin.copy, twin.original
-            files = self._files[copy.buffer], self._files[original.buffer]
-            same = Same(twin.name, files[0], copy.offset, files[1], original.offset, copy.nbytes)
-            return Unit(covered.number, "", same=(same,))
         runs: list[ByteCopy[int]] = []
         gathers: list[Gather] = []
         placements = self._placements[covered.file]

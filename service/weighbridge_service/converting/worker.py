@@ -28,8 +28,6 @@ from typing import IO, Any
 from weighbridge._core.byte_copies import ByteCopy
 from weighbridge._core.dtypes import DType
 
-DIFFERS = "differs"
-"""The error of an original and a copy that are not the same."""
 TOO_SHORT = "too short"
 """The error of a source that ends before it should."""
 _BLOCK = 4096
@@ -73,43 +71,20 @@ class Gather:
 
 
 @dataclass(frozen=True, slots=True)
-class Same:
-    """Bytes that have to be the same in two places of the source.
-
-    Attributes:
-        name: of the tensor that is the copy.
-        file: of the copy; index of the source file.
-        at: its first byte.
-        other: file of the original.
-        other_at: its first byte.
-        length: bytes.
-    """
-
-    name: str
-    file: int
-    at: int
-    other: int
-    other_at: int
-    length: int
-
-
-@dataclass(frozen=True, slots=True)
 class Unit:
     """A piece of work.
 
     Attributes:
         number: which.
-        file: the target file; empty if nothing is written.
+        file: the target file.
         runs: copied as they are.
         gathers: picked together in memory.
-        same: compared.
     """
 
     number: int
     file: str
     runs: tuple[ByteCopy[int], ...] = ()
     gathers: tuple[Gather, ...] = ()
-    same: tuple[Same, ...] = ()
 
 
 class _Failed(Exception):
@@ -187,10 +162,7 @@ class Worker:
                 self._copy(run.file, at, unit.file, to, run.extent[-1])
         for gather in unit.gathers:
             self._gather(gather, unit.file)
-        for same in unit.same:
-            self._compare(same)
-        if unit.file:
-            self._files.sync(unit.file)
+        self._files.sync(unit.file)
         self._say({"done": unit.number})
 
     def _copy(self, file: int, at: int, name: str, to: int, length: int) -> None:
@@ -224,22 +196,6 @@ class Worker:
             buffer[:] = shifted(buffer, gather.dtype, gather.shift)
         self._files.write(name, room, gather.to)
         self._say({"copied": gather.length})
-
-    def _compare(self, same: Same) -> None:
-        import numpy as np
-
-        half = self._job.buffer_bytes // 2
-        one, other = self._buffer[:half], self._buffer[half:]
-        for into in range(0, same.length, half):
-            count = min(half, same.length - into)
-            read = os.preadv(self._files.source(same.file), [one[:count]], same.at + into)
-            again = os.preadv(self._files.source(same.other), [other[:count]], same.other_at + into)
-            if read != count or again != count:
-                raise _Failed(TOO_SHORT, self._job.source[same.file if read != count else same.other])
-            if not np.array_equal(
-                np.frombuffer(one[:count], np.uint8), np.frombuffer(other[:count], np.uint8)
-            ):
-                raise _Failed(DIFFERS, same.name)
 
     def _room(self, to: int, length: int) -> memoryview:
         """Memory for so many bytes, or fewer, that are to be written to a place in a file."""

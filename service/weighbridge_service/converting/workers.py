@@ -16,7 +16,7 @@ from typing import IO, Any, cast
 
 from weighbridge.errors import DataLoss, FailedPrecondition, Unavailable, WeighbridgeError
 from weighbridge_service.converting.units import Range, Units
-from weighbridge_service.converting.worker import DIFFERS, TOO_SHORT, Job, send
+from weighbridge_service.converting.worker import TOO_SHORT, Job, send
 from weighbridge_service.converting.working_folder import disk_full
 
 _END_SECONDS = 10.0
@@ -45,7 +45,7 @@ def run_units(
 
     Raises:
         Unavailable: a worker died.
-        DataLoss: a source file is shorter than it was, or a copy of a tensor is not the same as the original.
+        DataLoss: a source file is shorter than it was.
         ResourceExhausted: the disk is full.
         FailedPrecondition: a file cannot be read or written.
     """
@@ -205,11 +205,6 @@ class _Running:
 
     def _problem(self, answer: dict[str, Any]) -> WeighbridgeError:
         what, path = answer["error"], answer.get("path")
-        if what == DIFFERS:
-            return DataLoss(
-                f"{path} is not the same as the tensor that it is a copy of, so that it cannot be left out",
-                fix="the model has one tensor in the place of both: the folder cannot be converted",
-            )
         if what == TOO_SHORT:
             return DataLoss(f"{path} ends before it should: it has changed since this conversion began")
         if answer.get("errno") in (errno.ENOSPC, errno.EDQUOT):

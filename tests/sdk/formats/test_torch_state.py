@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from weighbridge._core import dtypes
 from weighbridge._core.boxes import Box
 from weighbridge._core.layouts import TensorSpec
-from weighbridge._formats.dtensors import _boxes, cuts_of, runs_after
+from weighbridge._formats.dtensors import boxes_of, cuts_of, runs_after
 from weighbridge._formats.torch_state import (
     TorchShards,
     check_not_copied,
@@ -249,7 +249,7 @@ def rank_boxes(
     shape: tuple[int, ...], placements: list[Any], mesh: tuple[int, ...], coordinate: tuple[int, ...]
 ) -> list[tuple[Box, tuple[slice, ...]]]:
     cuts = cuts_of(placements, mesh, coordinate, len(shape))
-    return _boxes([runs_after(length, of_axis) for length, of_axis in zip(shape, cuts, strict=True)])
+    return boxes_of([runs_after(length, of_axis) for length, of_axis in zip(shape, cuts, strict=True)])
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ import pickle
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 from weighbridge._core import dtypes
@@ -151,7 +152,6 @@ def _instance(value: Any, *kinds: str) -> Instance:
 def _read_storage(storage: Mapping[Any, Any]) -> Mapping[tuple[str, tuple[int, ...] | None], Item | str]:
     """Where chunks are stored, by entry and offset, which is None of what is no tensor; a sentence instead for what cannot be read."""
     items: dict[tuple[str, tuple[int, ...] | None], Item | str] = {}
-    checked: dict[str, str] = {}
     for index, info in storage.items():
         fields = _instance(index, _INDEX).fields("fqn")
         offset = index.state.get("offset")
@@ -160,7 +160,7 @@ def _read_storage(storage: Mapping[Any, Any]) -> Mapping[tuple[str, tuple[int, .
         key = fields[0], offset
         if key in items:
             raise DataLoss(f"{METADATA_FILE} stores {shown(fields[0])} {list(offset or ())} twice")
-        items[key] = _read_item(_instance(info, _INFO), checked)
+        items[key] = _read_item(_instance(info, _INFO))
     return items
 
 
@@ -169,19 +169,18 @@ def _is_short(sizes: Any) -> bool:
     return type(sizes) is tuple and len(sizes) <= MAX_RANK
 
 
-def _read_item(info: Instance, checked: dict[str, str]) -> Item | str:
+def _read_item(info: Instance) -> Item | str:
     file, offset, length = info.fields("relative_path", "offset", "length")
     if type(file) is not str or not are_sizes((offset, length)):
         return "its file, offset or length is not one"
-    if file not in checked:
-        checked[file] = _outside(file)
-    if checked[file]:
-        return checked[file]
+    if outside := _outside(file):
+        return outside
     if info.state.get("transform_descriptors"):
         return "it was transformed when it was written, for example compressed"
     return Item(file, offset, length)
 
 
+@lru_cache(maxsize=1024)  # many chunks lie in one file
 def _outside(file: str) -> str:
     """Why a relative path may not be opened; empty if it may."""
     parts = file.split("/")

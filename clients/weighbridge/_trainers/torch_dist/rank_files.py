@@ -22,7 +22,7 @@ from weighbridge._core.boxes import Box
 from weighbridge._core.layouts import MAX_RANK, Layout, Placement, Shard, TensorSpec, check_spec
 from weighbridge._core.text.counts import counted, first_lines
 from weighbridge._core.text.shortening import shown
-from weighbridge._formats.dtensors import Cut, runs_after
+from weighbridge._formats.dtensors import Cut, boxes_of, runs_after
 from weighbridge._trainers.torch_dist.archives import Archive
 from weighbridge._trainers.torch_dist.folder import TorchDistCheckpoint, open_file
 from weighbridge._trainers.torch_dist.items import (
@@ -347,16 +347,9 @@ def _of_dtensor(shape: tuple[int, ...], state: Any, most: int) -> Iterator[_Piec
         raise LayoutError(
             "what a rank has of it lies apart in the whole tensor, along another axis than the first"
         )
-    if not all(runs):
-        return
-    first = 0
-    rest = tuple(of_axis[0] for of_axis in runs[1:])
     row = math.prod(extent[1:])
-    for start, stop in runs[0] if runs else [(0, 0)]:
-        ends = ((start, stop), *rest) if runs else ()
-        box = Box(tuple(low for low, _ in ends), tuple(high - low for low, high in ends))
-        yield _Piece(box, local, first)
-        first += (stop - start) * row
+    for box, where in boxes_of(runs):
+        yield _Piece(box, local, where[0].start * row if where else 0)
 
 
 def _mesh_shape(mesh: Mapping[Any, Any]) -> tuple[int, ...]:
