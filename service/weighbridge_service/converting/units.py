@@ -15,8 +15,6 @@ from weighbridge_service.converting.worker import Gather, Unit
 from weighbridge_service.plan.transfers import Transfer
 
 UNIT_BYTES = 256 << 20
-_LONG = 64 << 10
-"""From this length on bytes are copied from file to file; shorter runs are picked together in memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +93,6 @@ class Units:
 
     def unit(self, covered: Range) -> Unit:
         """What is to be done for a range."""
-        runs: list[ByteCopy[int]] = []
         gathers: list[Gather] = []
         placements = self._placements[covered.file]
         first = bisect.bisect_right(self._starts[covered.file], covered.start) - 1
@@ -106,38 +103,25 @@ class Units:
                 if placement.offset >= covered.stop:
                     break
                 continue
-            if placement.shard.tensor in self._conversion.shifts:
-                gathers += self._shifted(placement, start, stop)
-                continue
-            pieces = self._transfer.pieces(start, stop, covered.file)
-            if all(piece.extent[-1] >= _LONG for piece in pieces):
-                # what no piece covers stays as a new file is: zero
-                runs += [self._strided(piece, start) for piece in pieces]
-            else:
-                gathers += self._gathers(covered.file, start, stop)
-        return Unit(covered.number, covered.file, tuple(runs), tuple(gathers))
+            gathers += self._gathers(placement, start, stop)
+        return Unit(covered.number, covered.file, tuple(gathers))
 
-    def _gathers(self, file: str, start: int, stop: int) -> Iterator[Gather]:
-        for position in range(start, stop, self.gather_bytes):
-            end = min(position + self.gather_bytes, stop)
-            pieces = self._transfer.pieces(position, end, file)
-            yield Gather(position, end - position, tuple(self._strided(piece, 0) for piece in pieces))
-
-    def _shifted(self, placement: Placement, start: int, stop: int) -> Iterator[Gather]:
-        """The elements of a placement that begin in a range, whole, with a constant added to each."""
-        dtype = self._conversion.plan.target.tensors[placement.shard.tensor].dtype
-        size, shift = dtype.itemsize, self._conversion.shifts[placement.shard.tensor]
+    def _gathers(self, placement: Placement, start: int, stop: int) -> Iterator[Gather]:
+        """A range of a placement in runs that fit into memory; of a tensor to whose elements a constant is added, those that begin in it, whole."""
+        shift = self._conversion.shifts.get(placement.shard.tensor)
+        dtype = None if shift is None else self._conversion.plan.target.tensors[placement.shard.tensor].dtype
+        size = 1 if dtype is None else dtype.itemsize
         first, last = (-(-(edge - placement.offset) // size) * size for edge in (start, stop))
         step = max(self.gather_bytes // size, 1) * size
         for into in range(first, last, step):
             position, length = placement.offset + into, min(step, last - into)
             pieces = self._transfer.pieces(position, position + length, placement.buffer)
-            yield Gather(position, length, tuple(self._strided(piece, 0) for piece in pieces), shift, dtype)
+            yield Gather(position, length, tuple(map(self._strided, pieces)), shift or 0.0, dtype)
 
-    def _strided(self, piece: ByteCopy[str], base: int) -> ByteCopy[int]:
+    def _strided(self, piece: ByteCopy[str]) -> ByteCopy[int]:
         return ByteCopy(
             piece.extent,
-            base + piece.stream_offset,
+            piece.stream_offset,
             piece.stream_strides,
             self._files[piece.file],
             piece.file_offset,

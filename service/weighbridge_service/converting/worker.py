@@ -1,7 +1,6 @@
 """Worker process of a conversion: copies the bytes that it is told to, from file to file.
 
-It knows nothing of tensors, but for elements to which a constant is added. It imports numpy only when bytes have to be picked together, so
-that it starts at once.
+It knows nothing of tensors, but for elements to which a constant is added.
 
 Blocks are written past the page cache where the file system allows: they would fill it with what nobody is going to read here, and
 getting the pages costs more than the writing. What lies in a block with bytes of others is written through the page cache.
@@ -22,11 +21,13 @@ import signal
 import sys
 from collections import OrderedDict
 from dataclasses import dataclass
-from itertools import product
 from typing import IO, Any
+
+import numpy as np
 
 from weighbridge._core.byte_copies import ByteCopy
 from weighbridge._core.dtypes import DType
+from weighbridge._memory.file_reads import read_into
 
 TOO_SHORT = "too short"
 """The error of a source that ends before it should."""
@@ -77,14 +78,12 @@ class Unit:
     Attributes:
         number: which.
         file: the target file.
-        runs: copied as they are.
         gathers: picked together in memory.
     """
 
     number: int
     file: str
-    runs: tuple[ByteCopy[int], ...] = ()
-    gathers: tuple[Gather, ...] = ()
+    gathers: tuple[Gather, ...]
 
 
 class _Failed(Exception):
@@ -153,33 +152,12 @@ class Worker:
 
     def do(self, unit: Unit) -> None:
         """Do one, and say so when it is on the disk."""
-        for run in unit.runs:
-            for index in product(*map(range, run.extent[:-1])):
-                at = run.file_offset + sum(i * step for i, step in zip(index, run.file_strides, strict=False))
-                to = run.stream_offset + sum(
-                    i * step for i, step in zip(index, run.stream_strides, strict=False)
-                )
-                self._copy(run.file, at, unit.file, to, run.extent[-1])
         for gather in unit.gathers:
             self._gather(gather, unit.file)
         self._files.sync(unit.file)
         self._say({"done": unit.number})
 
-    def _copy(self, file: int, at: int, name: str, to: int, length: int) -> None:
-        while length:
-            buffer = self._room(to, length)
-            copied = os.preadv(self._files.source(file), [buffer], at)
-            if not copied:
-                raise _Failed(TOO_SHORT, self._job.source[file])
-            self._files.write(name, buffer[:copied], to)
-            at, to, length = at + copied, to + copied, length - copied
-            self._say({"copied": copied})
-
     def _gather(self, gather: Gather, name: str) -> None:
-        import numpy as np
-
-        from weighbridge._memory.file_reads import read_into
-
         room = self._room(gather.to, gather.length)
         buffer = np.frombuffer(room, np.uint8)
         if sum(_volume(part.extent) for part in gather.parts) < gather.length:

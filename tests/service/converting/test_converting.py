@@ -679,16 +679,23 @@ def test_bytes_at_any_place_are_copied_and_their_neighbours_are_left_alone(
     if not direct:
         monkeypatch.setattr(os, "open", refusing)
     randomness = random.Random(7)
-    source, size = randomness.randbytes(100_000), 120_000
+    source, size, buffer_bytes = randomness.randbytes(100_000), 120_000, 16 << 10
     (tmp_path / "source").write_bytes(source)
-    working = worker.Worker(worker.Job((str(tmp_path / "source"),), str(tmp_path), 16 << 10), io.BytesIO())
+    working = worker.Worker(
+        worker.Job((str(tmp_path / "source"),), str(tmp_path), buffer_bytes), io.BytesIO()
+    )
     for number in range(200):
         before = randomness.randbytes(size)
         (tmp_path / "target").write_bytes(before)
         to = randomness.randrange(size)
         length = min(randomness.choice([0, 1, 4095, 4096, 4097, 8192, 40_000, 70_000]), size - to)
         at = randomness.randrange(len(source) - length)
-        working.do(worker.Unit(number, "target", (ByteCopy((length,), to, (1,), 0, at, (1,)),)))
+        gathers = []
+        for first in range(0, length, buffer_bytes):
+            part = min(buffer_bytes, length - first)
+            copied = ByteCopy((part,), 0, (1,), 0, at + first, (1,))
+            gathers.append(worker.Gather(to + first, part, (copied,)))
+        working.do(worker.Unit(number, "target", tuple(gathers)))
         expected = before[:to] + source[at : at + length] + before[to + length :]
         assert (tmp_path / "target").read_bytes() == expected
 
