@@ -14,7 +14,7 @@ from tests.support.traced import Traced, ids, turn_on
 from tests.support.waiting import eventually
 from weighbridge import Engine, EngineClient, TrainerClient
 from weighbridge.errors import WeighbridgeError
-from weighbridge.integrations.engine_rank import reports
+from weighbridge.integrations.engine_rank import rank as engine_ranks
 from weighbridge.integrations.transformers import from_weighbridge, live_model, update
 
 MODEL = "tests/llama"
@@ -53,7 +53,7 @@ def only(client: EngineClient) -> Engine:
 def test_a_transformers_model_reports_what_it_serves_and_what_it_could_not_be_taken_to(
     running: RunningService, client: EngineClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reports, "_AGENT_SECONDS", 0.0)
+    monkeypatch.setattr(engine_ranks, "_AGENT_SECONDS", 0.0)
     model = from_weighbridge(f"{MODEL}@1", running.address)
     eventually(lambda: client.engines(MODEL) and only(client).version == 1)
     found = only(client)
@@ -75,7 +75,7 @@ def test_a_transformers_model_reports_what_it_serves_and_what_it_could_not_be_ta
 def test_an_engine_that_updates_itself_reports_its_span_in_the_trace_of_the_push(
     traced: Traced, running: RunningService, client: EngineClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reports, "_AGENT_SECONDS", 0.0)
+    monkeypatch.setattr(engine_ranks, "_AGENT_SECONDS", 0.0)
     model = from_weighbridge(f"{MODEL}@1", running.address)
     update(model, 2)
     eventually(lambda: client.engines(MODEL) and only(client).update_version == 2)
@@ -103,10 +103,10 @@ def test_an_engine_that_updates_itself_reports_its_span_in_the_trace_of_the_push
 def test_an_engine_that_an_agent_reports_in_time_reports_nothing_itself(
     running: RunningService, client: EngineClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reports, "_AGENT_SECONDS", 60.0)
+    monkeypatch.setattr(engine_ranks, "_AGENT_SECONDS", 60.0)
     model = from_weighbridge(f"{MODEL}@1", running.address)
     rank = live_model(model).rank
-    reporter = rank._reports._reporter
+    reporter = rank._reporter
     assert reporter is not None
     rank.end_reports()
     reporter._thread.join(30)
@@ -118,7 +118,7 @@ def test_an_engine_that_an_agent_reports_in_time_reports_nothing_itself(
 def test_an_engine_that_is_no_more_reports_no_more(
     running: RunningService, client: EngineClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reports, "_AGENT_SECONDS", 0.0)
+    monkeypatch.setattr(engine_ranks, "_AGENT_SECONDS", 0.0)
     model = from_weighbridge(f"{MODEL}@1", running.address)
     eventually(lambda: client.engines(MODEL))
     del model

@@ -2,7 +2,6 @@
 
 May import: `_clients`, `_core`.
 
-- `reporter`: the thread that reports.
+- `reporter`: the thread that reports, and where the engine is.
 - `said`: what is to be reported, and how that has gone; pure.
-- `places`: where an engine is.
 """

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import logging
+import os
 import random
+import socket
 import threading
 import time
+import uuid
 from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
+from urllib.parse import urlsplit
 
 from weighbridge._clients.calls.engine_calls import report_engine
 from weighbridge._clients.client import Client
 from weighbridge._core.engines.facts import ENGINE_ENDED, EngineFacts, EngineReport
 from weighbridge._core.engines.status import AgentStatus
 from weighbridge._core.text.shortening import shortened
-from weighbridge._reporting.places import first_facts
 from weighbridge._reporting.said import Contact, Said, status_of
 from weighbridge.errors import DeadlineExceeded, NotFound, ResourceExhausted, Unavailable, WeighbridgeError
 
@@ -28,6 +31,7 @@ _REFUSED_SECONDS = 30.0
 _LAST_SECONDS = 2.0
 """How long the end of an agent waits for its last report."""
 _LONGEST_ERROR = 1000
+_HERE = {"127.0.0.1", "localhost", "::1", "0.0.0.0", "::"}  # noqa: S104  # no address to listen at
 
 
 class EngineReporter:
@@ -60,7 +64,17 @@ class EngineReporter:
         delay: float = 0.0,
     ) -> None:
         now_s = time.monotonic()
-        facts = replace(first_facts(model, kind, address, ref), version=version)
+        host = socket.gethostname()
+        facts = EngineFacts(
+            uuid.uuid4().hex[:16],
+            model,
+            kind,
+            address_from_elsewhere(address, host),
+            ref,
+            version,
+            host=host,
+            pid=os.getpid(),
+        )
         self._connection = client._connection.another()
         self._listener = listener
         self._delay = delay
@@ -170,3 +184,15 @@ class EngineReporter:
             else:
                 log.warning("the service takes no reports of this engine: %s", error)
         self._refused = error.message
+
+
+def address_from_elsewhere(url: str, host: str) -> str:
+    """A server's address as others name it: without what may be secret in it, and by this machine's name where it says no more than here."""
+    parts = urlsplit(url)
+    try:
+        name, port = parts.hostname or "", parts.port
+    except ValueError:
+        return ""
+    name = host if name in _HERE else name
+    name = f"[{name}]" if ":" in name else name
+    return f"{parts.scheme}://{name}{'' if port is None else f':{port}'}" if name else ""

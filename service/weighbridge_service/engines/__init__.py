@@ -5,7 +5,7 @@ Nothing of it is stored: agents report every few seconds, so a service that was 
 May import: `replicas`, `catalog`, `admission`, `access`, `runtime`, `weighbridge_storage`, `weighbridge`.
 
 - `entries`: what is known of an engine, and how it stands; pure.
-- `reports`: checks of what agents say, and what replicas tell each other of it; pure.
+- `reports`: checks of what agents say; pure.
 - `registry`: the engines of this process, as many as there is room for.
 - `fleets`: the engines of each model in a few figures; pure.
 - `pages`: pages of lists; pure.

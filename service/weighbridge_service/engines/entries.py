@@ -80,21 +80,6 @@ class Owner:
 
 
 @dataclass(frozen=True, slots=True)
-class ToldEngine:
-    """A report that another replica has heard.
-
-    Attributes:
-        owner: whose agent it is by.
-        report: what it says.
-        age_s: how long ago it was heard, in seconds.
-    """
-
-    owner: Owner
-    report: EngineReport
-    age_s: float
-
-
-@dataclass(frozen=True, slots=True)
 class Entry:
     """An engine as its agent has told.
 

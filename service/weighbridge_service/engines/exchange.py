@@ -15,10 +15,11 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 
 from weighbridge._core.engines.facts import EngineFacts
+from weighbridge._transport.wire_engines import report_to_proto
 from weighbridge.errors import WeighbridgeError
-from weighbridge_service.engines.entries import Entry, ToldEngine
+from weighbridge.v1 import replica_service_pb2 as pb
+from weighbridge_service.engines.entries import Entry
 from weighbridge_service.engines.known_engines import KnownEngines
-from weighbridge_service.engines.reports import told_to_proto
 from weighbridge_service.plan.declarations import Home
 from weighbridge_service.replicas.links import Links
 
@@ -118,8 +119,7 @@ class EngineExchange:
             found = due(self._engines.registry.all(), peer.facts, everything=everything)
             for begin in range(0, len(found), _AT_ONCE):
                 part = found[begin : begin + _AT_ONCE]
-                told = [ToldEngine(e.owner, e.report, max(self._clock() - e.heard_s, 0.0)) for e in part]
-                self._links.exchange(home, (), list(map(told_to_proto, told)))
+                self._links.exchange(home, (), [_told(each, self._clock()) for each in part])
                 peer.facts |= {each.key: each.facts for each in part}
             if everything:
                 peer.all_s = now_s
@@ -131,3 +131,11 @@ class EngineExchange:
             log.exception("the replica %s could not be told of engines", home)
         finally:
             peer.busy = False
+
+
+def _told(entry: Entry, now_s: float) -> pb.ReportedEngine:
+    """The message of what an agent has reported here."""
+    owner, age_s = entry.owner, max(now_s - entry.heard_s, 0.0)
+    return pb.ReportedEngine(
+        report=report_to_proto(entry.report), identity=owner.identity, host=owner.host, age_seconds=age_s
+    )

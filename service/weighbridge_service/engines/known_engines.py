@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from itertools import groupby
 
 from weighbridge._core.engines.facts import MOST_BEHIND, Engine, EngineReport
+from weighbridge._transport.wire_engines import report_from_proto
 from weighbridge.errors import WeighbridgeError
 from weighbridge.v1 import replica_service_pb2 as pb
 from weighbridge_service.catalog.catalog import AWAY, Catalog
@@ -17,7 +18,7 @@ from weighbridge_service.engines.entries import Entry, Owner, RefView, served, s
 from weighbridge_service.engines.fleets import Fleet, fleets
 from weighbridge_service.engines.pages import page_of
 from weighbridge_service.engines.registry import EngineRegistry
-from weighbridge_service.engines.reports import checked_report, told_from_proto
+from weighbridge_service.engines.reports import checked_report
 from weighbridge_service.runtime.clock import unix_ms
 from weighbridge_storage.documents.names import ModelName
 from weighbridge_storage.head.history import History
@@ -68,12 +69,13 @@ class KnownEngines:
 
     def heard(self, told: Iterable[pb.ReportedEngine]) -> None:
         """Take note of what another replica has heard. What cannot be kept is passed over: that one has said so to the agent, or will list it."""
-        for each in map(told_from_proto, told):
-            if not 0.0 <= each.age_s < self.registry.leases.forgotten_s:
+        for each in told:
+            if not 0.0 <= each.age_seconds < self.registry.leases.forgotten_s:
                 continue
             try:
-                report = checked_report(each.report)
-                _, news = self.registry.take(each.owner, report, age_s=each.age_s, here=False)
+                report = checked_report(report_from_proto(each.report))
+                owner = Owner(each.identity, each.host)
+                _, news = self.registry.take(owner, report, age_s=each.age_seconds, here=False)
             except WeighbridgeError as error:
                 log.info("an engine that another replica tells of is passed over: %s", error.message)
                 continue

@@ -1,4 +1,4 @@
-"""Reports of engines: checks of what agents say, as it may be kept and shown, and the form on the wire of what replicas tell each other. Pure."""
+"""Reports of engines: checks of what agents say, as it may be kept and shown. Pure."""
 
 from __future__ import annotations
 
@@ -8,10 +8,7 @@ from dataclasses import replace
 
 from weighbridge._core.engines.facts import ENGINE_STATES, EngineReport
 from weighbridge._core.text.shortening import shortened, shown
-from weighbridge._transport.wire_engines import report_from_proto, report_to_proto
 from weighbridge.errors import InvalidArgument
-from weighbridge.v1 import replica_service_pb2 as pb
-from weighbridge_service.engines.entries import Owner, ToldEngine
 from weighbridge_storage.documents.names import REF_PATTERN, ModelName
 
 _MOST = 2**53
@@ -64,19 +61,3 @@ def _plain(text: str) -> str:
     """A text on one line, without control characters and what turns the direction of others, of at most `_LONGEST_ERROR` characters."""
     printable = (character if character.isprintable() else " " for character in text[: 4 * _LONGEST_ERROR])
     return shortened(" ".join("".join(printable).split()), _LONGEST_ERROR)
-
-
-def told_to_proto(told: ToldEngine) -> pb.ReportedEngine:
-    """What an agent has reported here as a message."""
-    return pb.ReportedEngine(
-        report=report_to_proto(told.report),
-        identity=told.owner.identity,
-        host=told.owner.host,
-        age_seconds=told.age_s,
-    )
-
-
-def told_from_proto(message: pb.ReportedEngine) -> ToldEngine:
-    """A message as what an agent has reported to another replica."""
-    owner = Owner(message.identity, message.host)
-    return ToldEngine(owner, report_from_proto(message.report), message.age_seconds)

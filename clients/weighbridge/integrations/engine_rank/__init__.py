@@ -3,10 +3,9 @@
 An adapter describes the engine's model as an `EngineModel` and calls an `EngineRank`; docs/engines.md adds an engine in a page.
 """
 
-# May import: `follow`, `_lazy`, `_clients` and folders below, and no engine. `source` and `fitting` need no torch. What a rank says of its versions
+# May import: `follow`, `_lazy`, `_reporting`, `_clients` and folders below, and no engine. `source` and `fitting` need no torch. What a rank says of its versions
 # is `weighbridge.follow.status`.
 #
-# - `reports`: reports of what it serves to the service.
 # - `source`: service and model that versions come from.
 # - `agreement`: the port to the other ranks, and the one way in which they agree.
 # - `fitting`: checks of a version against the engine and the version before.

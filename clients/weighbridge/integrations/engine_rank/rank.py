@@ -6,6 +6,7 @@ Called in the engine's own thread. What is called collective has to be called by
 from __future__ import annotations
 
 import secrets
+import weakref
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -15,6 +16,7 @@ from weighbridge import _lazy as lazy
 from weighbridge._clients.engine import EngineClient
 from weighbridge._core.engines.facts import ENGINE_FAILING, ENGINE_SERVING, ENGINE_UPDATING
 from weighbridge._core.resources import REF_LATEST
+from weighbridge._reporting.reporter import EngineReporter
 from weighbridge._tracing import spans
 from weighbridge.errors import FailedPrecondition, NotFound, WeighbridgeError
 from weighbridge.follow.status import Status
@@ -22,10 +24,11 @@ from weighbridge.integrations.engine_rank.agreement import RanksFailed, agree
 from weighbridge.integrations.engine_rank.model import EngineModel
 from weighbridge.integrations.engine_rank.preparation import Preparation, RecordingStale
 from weighbridge.integrations.engine_rank.recording import Recorded, check_version
-from weighbridge.integrations.engine_rank.reports import RankReports
 from weighbridge.integrations.engine_rank.source import Held, ModelSource
 
 _ATTRIBUTE = "_weighbridge_rank"
+_AGENT_SECONDS = 30.0
+"""How long an agent is waited for, which reports itself, before the engine does."""
 
 
 class EngineRank:
@@ -54,7 +57,8 @@ class EngineRank:
         self._broken = ""
         self._before: Held | None = None
         self._instance = secrets.token_hex(8)
-        self._reports = RankReports(engine.kind)
+        self._reported = bool(engine.kind)
+        self._reporter: EngineReporter | None = None
 
     def client(self, source: ModelSource | None = None) -> EngineClient:
         """A client of the service that a model's versions come from; None for the source that is known.
@@ -241,24 +245,26 @@ class EngineRank:
 
     def end_reports(self) -> None:
         """Report no more to the service what the engine serves: it ends, or an agent reports it."""
-        self._reports.end()
+        self._reported = False
+        if self._reporter is not None:
+            self._reporter.stop()
 
     def _say(self, *, state: str, target: int = 0, error: str = "", **update: int | str) -> None:
         """Have the first rank report how the engine stands, if it is of a kind that is reported."""
         source = self.source if self.held is None else self.held.source
-        if not self.engine.kind or source is None or self.engine.ranks.rank:
+        if not self._reported or source is None or self.engine.ranks.rank:
             return
+        if self._reporter is None:
+            try:
+                client = self.client(source)
+            except WeighbridgeError:  # there is no client of that service: the update itself says so
+                return
+            self._reporter = EngineReporter(client, source.model, kind=self.engine.kind, delay=_AGENT_SECONDS)
+            weakref.finalize(self, self._reporter.stop)
         version = 0 if self.held is None else self.held.version.number
-        with suppress(WeighbridgeError):  # there is no client of that service: the update itself says so
-            self._reports.say(
-                self.client(source),
-                source.model,
-                state=state,
-                version=version,
-                target=target,
-                error=error,
-                **update,
-            )
+        self._reporter.say(
+            model=source.model, state=state, version=version, target=target, error=error, **update
+        )
 
     def close(self) -> None:
         """Close the clients, and give memory back."""
