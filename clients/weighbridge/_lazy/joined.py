@@ -23,7 +23,8 @@ _REAL = (torch.Tensor, torch.nn.Parameter)
 """Joined with these, lazy tensors are fetched: a recording could not say what they had in them."""
 _TURNS = frozenset({aten.transpose.int, aten.permute.default, aten.t.default})
 _SAME = frozenset({aten.detach.default, aten.alias.default})
-_COPIES = frozenset({aten._to_copy.default, aten.clone.default, aten.lift_fresh_copy.default})
+COPIES = frozenset({aten._to_copy.default, aten.clone.default, aten.lift_fresh_copy.default})
+"""Give the same elements again, in another dtype perhaps."""
 
 
 class JoinedPart(NamedTuple):
@@ -75,7 +76,7 @@ class JoinedTensor(torch.Tensor):
             return func.decompose(*args, **kwargs)
         first = args[0]
         if isinstance(first, JoinedTensor):
-            if first._memory.real is None and func in _SAME | _TURNS | _COPIES:
+            if first._memory.real is None and func in _SAME | _TURNS | COPIES:
                 return first._each(func, args, kwargs)
             if func._schema.is_mutable and first._memory.real is None:
                 memory = first._memory

@@ -106,7 +106,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
 
     def copy(self, target: torch.Tensor, source: LazyTensor) -> None:
         """Write down what is copied."""
-        name, part = source.spec.name, source.part
+        name = source.spec.name
         with self._lock:
             if threading.get_ident() != self._thread:
                 self._exclude({name}, "it was copied in another thread, where nothing else can be seen")
@@ -115,9 +115,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
             if found is None:
                 self._exclude({name}, "it was copied to memory that is no parameter's")
                 return
-            box, view = part.located()
+            box, view = source.located()
             if box.volume and target.numel():
-                self._steps.append(RecordedCopy(*found, name, box, view, part.casts))
+                self._steps.append(RecordedCopy(*found, name, box, view, source.casts))
 
     def compute(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Carry an operation out on zeros: what comes of it is not followed."""

@@ -74,12 +74,12 @@ class Source:
                 "the loader uses %s on %s: such tensors are fetched at once, %s of this one",
                 func,
                 lazy.spec.name,
-                lazy.part.located()[0],
+                lazy.located()[0],
             )
         return self._fetched(lazy).to(lazy.device)
 
     def _fetched(self, lazy: LazyTensor) -> torch.Tensor:
-        box, _ = lazy.part.located()
+        box, _ = lazy.located()
         if not box.volume:
             return torch.empty(lazy.shape, dtype=lazy.dtype, device="cpu")
         asked = Boxes([(lazy.spec.name, box.offset, box.extent)])

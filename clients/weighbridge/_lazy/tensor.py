@@ -15,15 +15,11 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from weighbridge._core.boxes import Box
 from weighbridge._core.layouts import TensorSpec
-from weighbridge._lazy.joined import JOINS, JoinedTensor, joined
+from weighbridge._lazy.joined import COPIES, JOINS, JoinedTensor, joined
 from weighbridge._lazy.views import Strided, box_of_view
 from weighbridge.errors import LayoutError
 
 aten = torch.ops.aten
-
-_COPIES = frozenset({aten._to_copy.default, aten.clone.default, aten.lift_fresh_copy.default})
-"""Give the same elements again, in another dtype perhaps."""
-
 
 _NOT_PLACES = frozenset(
     {aten.view.dtype, aten._neg_view.default, aten._conj.default, aten.view_as_real.default}
@@ -53,34 +49,6 @@ class Reader(Protocol):
 
     def compute(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """An operation that lazy tensors do not understand, some of them among its arguments."""
-
-
-class Elements:
-    """Which elements of a version's tensor a lazy tensor has.
-
-    Attributes:
-        spec: the tensor.
-        view: a view of it.
-        casts: dtypes that its elements go through, one after the other.
-    """
-
-    def __init__(self, spec: TensorSpec, view: Strided, casts: tuple[torch.dtype, ...]) -> None:
-        self.spec = spec
-        self.view = view
-        self.casts = casts
-
-    def located(self) -> tuple[Box, Strided]:
-        """The box that has these elements, and the view of that box."""
-        return box_of_view(self.spec.shape, self.view)
-
-    def of(self, dense: torch.Tensor) -> torch.Tensor:
-        """These elements.
-
-        Args:
-            dense: those of the box, contiguous.
-        """
-        _, view = self.located()
-        return shown(dense, view, self.casts)
 
 
 def shown(dense: torch.Tensor, view: Strided, casts: Sequence[torch.dtype]) -> torch.Tensor:
@@ -155,7 +123,7 @@ class LazyTensor(torch.Tensor):
                     return found
             if func in SHAPE_ONLY:
                 return func(first._logical, *args[1:], **{"device": first.device, **kwargs})
-            if not others and func in _COPIES:
+            if not others and func in COPIES:
                 return first._copied(func, args, kwargs)
         if func is aten.copy_.default and not isinstance(first, LazyTensor):
             first, source = args[:2]
@@ -193,9 +161,9 @@ class LazyTensor(torch.Tensor):
         """This as a real tensor; with the same strides if it is a copy, which may be viewed as what it was made from may not.
 
         Args:
-            dense: the box that `part` asks for, contiguous.
+            dense: the box that has its elements, contiguous.
         """
-        found = self.part.of(dense)
+        found = shown(dense, self.located()[1], self._casts)
         mine = self._logical
         if mine is self._elements or found.stride() == mine.stride() or 0 in mine.stride():
             return found
@@ -204,11 +172,15 @@ class LazyTensor(torch.Tensor):
         )
 
     @property
-    def part(self) -> Elements:
-        """Which elements of it this has."""
+    def casts(self) -> tuple[torch.dtype, ...]:
+        """Dtypes that the tensor's elements go through, one after the other."""
+        return self._casts
+
+    def located(self) -> tuple[Box, Strided]:
+        """The box of the version's tensor that has these elements, and the view of that box."""
         meta = self._elements
         view = Strided(tuple(meta.shape), tuple(meta.stride()), int(meta.storage_offset()))
-        return Elements(self._spec, view, self._casts)
+        return box_of_view(self._spec.shape, view)
 
     def _viewed(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """What a view operation gives; None if that is no view of the version's tensor."""

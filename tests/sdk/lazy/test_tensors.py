@@ -61,7 +61,7 @@ class Memory:
         self.copied = 0
 
     def filled(self, found: lazy.LazyTensor) -> torch.Tensor:
-        box, _ = found.part.located()
+        box, _ = found.located()
         whole = self.tensors[found.spec.name]
         dense = whole[tuple(slice(o, e) for o, e in zip(box.offset, box.end, strict=True))]
         self.copied += dense.nbytes
