@@ -64,9 +64,9 @@ async def collective_rpc(original: Callable[..., Awaitable[Any]], client: Engine
     if len(engines) == 1 or not (to_workers or _is_update(client, call)):
         found = await original(call.method, call.timeout, call.args, call.kwargs)
         return _marked(found, 1) if to_workers and len(engines) == 1 else found
-    asking = _Asking(client, {int.from_bytes(engine, "little"): engine for engine in engines}, call.timeout)
+    asking = _Asking(client, {int.from_bytes(engine, "little"): engine for engine in engines}, call)
     # a caller that goes away cancels its request, and an update that has begun is to end
-    return await asyncio.shield(asyncio.ensure_future(_on_all(original, asking, call)))
+    return await asyncio.shield(asyncio.ensure_future(_on_all(original, asking)))
 
 
 async def stage(ask: Ask, engines: Sequence[int]) -> Problems:
@@ -104,75 +104,60 @@ async def take(ask: Ask, engines: Sequence[int], version: object) -> Problems:
 
 @dataclass
 class _Asking:
-    """Calls of engines' workers.
+    """A call, as it is made to workers of some engines.
 
     Attributes:
         client: vLLM's.
         engines: vLLM's identity of each, by its index.
-        timeout: seconds of each call; None for no end.
+        call: the call.
+        answers: of each engine's workers, the newest; or the exception that the engine has raised.
     """
 
     client: EnginesClient
     engines: Mapping[int, bytes]
-    timeout: float | None
+    call: Call
+    answers: dict[int, Any] = field(default_factory=dict)
 
     async def ask(
         self, engines: Sequence[int], method: str, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> dict[int, Any]:
-        """Answers of each engine's workers, or the exception that an engine has raised."""
+    ) -> Problems:
+        """Call a method, and keep the answers."""
         calls = [
             self.client._call_utility_async(
-                "collective_rpc", method, self.timeout, tuple(args), dict(kwargs), engine=self.engines[each]
+                "collective_rpc",
+                method,
+                self.call.timeout,
+                tuple(args),
+                dict(kwargs),
+                engine=self.engines[each],
             )
             for each in engines
         ]
-        return dict(zip(engines, await asyncio.gather(*calls, return_exceptions=True), strict=True))
+        found = await asyncio.gather(*calls, return_exceptions=True)
+        self.answers.update(zip(engines, found, strict=True))
+        return {each: _problem(self.answers[each]) for each in engines}
+
+    async def do(self, engines: Sequence[int], phase: str) -> Problems:
+        """Take a step of the update that the call is: by vLLM's own method, which raises what could not be done, or by the workers' own ones,
+        which answer it."""
+        if self.call.method == _TRANSFER:
+            kwargs = {"update_info": _in_phase((self.call.kwargs or {})["update_info"], phase)}
+            return await self.ask(engines, _TRANSFER, (), kwargs)
+        args = () if phase == DISCARD else self.call.args
+        return await self.ask(engines, _WORKERS + phase, args, {})
 
 
-@dataclass
-class _ByWorkers:
-    """An update by the workers' own methods, which answer what they could not do.
-
-    Attributes:
-        answers: of each engine's workers, the newest.
-    """
-
-    asking: _Asking
-    args: Sequence[Any]
-    answers: dict[int, Any] = field(default_factory=dict)
-
-    async def ask(self, engines: Sequence[int], phase: str) -> Problems:
-        args = () if phase == DISCARD else self.args
-        found = await self.asking.ask(engines, _WORKERS + phase, args, {})
-        self.answers.update(found)
-        return {each: _problem(found[each]) for each in engines}
-
-
-@dataclass
-class _ByTransfer:
-    """An update by vLLM's own method, which raises what could not be done."""
-
-    asking: _Asking
-    info: Any
-
-    async def ask(self, engines: Sequence[int], phase: str) -> Problems:
-        kwargs = {"update_info": _in_phase(self.info, phase)}
-        found = await self.asking.ask(engines, _TRANSFER, (), kwargs)
-        return {each: _problem(found[each]) for each in engines}
-
-
-async def _on_all(original: Callable[..., Awaitable[Any]], asking: _Asking, call: Call) -> Any:
-    engines = list(asking.engines)
+async def _on_all(original: Callable[..., Awaitable[Any]], asking: _Asking) -> Any:
+    engines, call = list(asking.engines), asking.call
     if call.method == _TRANSFER:
         info = (call.kwargs or {})["update_info"]
         if _agree_themselves(asking.client):
             return await original(call.method, call.timeout, call.args, call.kwargs)
-        ask = _ByTransfer(asking, info).ask
         async with _turn(asking.client):
             if _phase(_each(info)[0]) == STAGE:
-                problems = await stage(ask, engines)
+                problems = await stage(asking.do, engines)
             else:
-                problems = await take(ask, engines, _version_of(info))
+                problems = await take(asking.do, engines, _version_of(info))
         if any(problems.values()):
             raise FailedPrecondition(
                 f"not all engines of this server have taken version {_version_of(info)}",
@@ -180,12 +165,11 @@ async def _on_all(original: Callable[..., Awaitable[Any]], asking: _Asking, call
             )
         return [None] * len(engines)
     if call.method == _APPLY and not _agree_themselves(asking.client):
-        workers = _ByWorkers(asking, call.args)
         async with _turn(asking.client):
-            problems = await take(workers.ask, engines, call.args[0])
-        return _marked(_joined(workers.answers, problems), len(engines))
-    found = await asking.ask(engines, call.method, call.args, call.kwargs or {})
-    return _marked(_joined(found, {}), len(engines))
+            problems = await take(asking.do, engines, call.args[0])
+    else:
+        problems = await asking.ask(engines, call.method, call.args, call.kwargs or {})
+    return _marked(_joined(asking.answers, problems), len(engines))
 
 
 _turns: WeakKeyDictionary[Any, asyncio.Lock] = WeakKeyDictionary()

@@ -48,21 +48,11 @@ class WorkerExtension:
 
     def weighbridge_apply(self, version: str) -> dict[str, Any]:
         """Bring a version, named by its number, to the parameters, while nothing is being computed."""
-
-        def apply(rank: EngineRank) -> None:
-            rank.apply(int(version))
-            self._weighbridge_settle()
-
-        return self._weighbridge_do(apply)
+        return self._weighbridge_do(lambda rank: rank.apply(int(version)), self._weighbridge_settle)
 
     def weighbridge_undo(self, version: str) -> dict[str, Any]:
         """Go back from a version, named by its number, to the one before it, if this engine has it."""
-
-        def undo(rank: EngineRank) -> None:
-            rank.undo(int(version))
-            self._weighbridge_settle()
-
-        return self._weighbridge_do(undo)
+        return self._weighbridge_do(lambda rank: rank.undo(int(version)), self._weighbridge_settle)
 
     def weighbridge_status(self) -> dict[str, Any]:
         """What this worker serves and prepares."""
@@ -78,7 +68,9 @@ class WorkerExtension:
         # a session that another caller has left open: vLLM would refuse the next one, on every worker
         self._weight_update_active = False
 
-    def _weighbridge_do(self, what: Callable[[EngineRank], None]) -> dict[str, Any]:
+    def _weighbridge_do(
+        self, what: Callable[[EngineRank], None], then: Callable[[], None] = lambda: None
+    ) -> dict[str, Any]:
         place = place_of(self)
         rank = getattr(self.weight_transfer_engine, "rank", None)
         try:
@@ -88,6 +80,7 @@ class WorkerExtension:
                     fix="""start it with --weight-transfer-config '{"backend": "weighbridge"}'""",
                 )
             what(rank)
+            then()
         except Exception as error:
             status = rank.status().to_json() if isinstance(rank, EngineRank) else {}
             return {**status, **place, "failed": str(error) or repr(error)}
