@@ -351,7 +351,7 @@ def refuse(job: dict[str, Any]) -> str:
     from weighbridge import EngineClient
     from weighbridge import _lazy as lazy
     from weighbridge.errors import WeighbridgeError
-    from weighbridge.integrations.engine_rank.recording import check_version
+    from weighbridge.integrations.engine_rank.preparation import check_version
 
     config = engine_config(job, hf_overrides=job.get("overrides", {}))
     model = made(config)

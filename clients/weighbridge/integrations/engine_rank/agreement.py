@@ -104,7 +104,7 @@ def agree(ranks: Ranks, refusal: str, step: Callable[[], T]) -> T:
     Raises:
         RanksFailed: the step failed on some rank; `details` says on which, and why.
     """
-    value, error = _attempt(step)
+    value, error = attempt(step)
     errors = ranks.all_gather_object(error)
     if any(errors):
         raise RanksFailed(refusal, errors) from error
@@ -120,7 +120,7 @@ def exchange(ranks: Ranks, refusal: str, step: Callable[[], T]) -> list[T]:
     Raises:
         RanksFailed: the step failed on some rank; `details` says on which, and why.
     """
-    value, error = _attempt(step)
+    value, error = attempt(step)
     found = ranks.all_gather_object((value, error))
     errors = [each for _, each in found]
     if any(errors):
@@ -134,13 +134,14 @@ def from_first(ranks: Ranks, ask: Callable[[], T]) -> T:
     Raises:
         WeighbridgeError: what rank 0 raised, on all ranks.
     """
-    value, error = ranks.all_gather_object(_attempt(ask) if ranks.rank == 0 else (None, None))[0]
+    value, error = ranks.all_gather_object(attempt(ask) if ranks.rank == 0 else (None, None))[0]
     if error is not None:
         raise error
     return value  # type: ignore[return-value]  # there is one without an error
 
 
-def _attempt(step: Callable[[], T]) -> tuple[T | None, WeighbridgeError | None]:
+def attempt(step: Callable[[], T]) -> tuple[T | None, WeighbridgeError | None]:
+    """What a step gives, or why it could not be taken: an error of another kind becomes one of this project."""
     try:
         return step(), None
     except WeighbridgeError as error:

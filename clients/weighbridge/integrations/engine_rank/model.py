@@ -12,11 +12,11 @@ import torch
 
 from weighbridge import _lazy as lazy
 from weighbridge._clients.engine import EngineClient
+from weighbridge._core.layouts import TensorSpec
 from weighbridge._core.slices import FullTensors
-from weighbridge.errors import FailedPrecondition
+from weighbridge.errors import FailedPrecondition, WeighbridgeError
 from weighbridge.integrations.engine_rank.agreement import Ranks
 from weighbridge.integrations.engine_rank.fitting import check_covered
-from weighbridge.integrations.engine_rank.recording import record
 from weighbridge.integrations.engine_rank.storageless import storageless, targets_of
 
 Rest = Sequence[tuple[str, torch.Tensor]]
@@ -101,8 +101,35 @@ class EngineModel(ABC):
     def record_on(
         self, targets: Mapping[str, torch.Tensor], source: lazy.Source, configuration: str | None
     ) -> lazy.Recording:
-        """Run the loader over these targets, or take what was recorded for the configuration before, and see that nothing is left out."""
-        found = record(source, self.load, targets, configuration)
+        """Run the loader over these targets, or take what was recorded for the configuration before, and see that nothing is left out.
+
+        Raises:
+            FailedPrecondition: the loader does not take the version, names the tensor that it had got last; or a parameter gets no value.
+            LayoutError: a part of a tensor was copied to where it does not fit; names the tensor.
+        """
+        last: list[TensorSpec] = []
+
+        def watched(tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+            for spec, named in zip(source.specs, tensors, strict=True):
+                last[:] = [spec]
+                yield named
+
+        def run(tensors: Iterator[tuple[str, torch.Tensor]]) -> object:
+            return self.load(watched(tensors))
+
+        try:
+            if configuration is None:
+                found = lazy.record(source.specs, run, targets)
+            else:
+                found = lazy.remembered(source.specs, run, targets, configuration)
+        except WeighbridgeError:
+            raise
+        except Exception as error:
+            where = f" at {last[-1]}" if last else ""
+            raise FailedPrecondition(
+                f"the engine's loader does not take {source.version}: it ended{where} with {type(error).__name__}: {error}",
+                fix="start the engine with the configuration of this model",
+            ) from error
         if not found.unrecorded:
             check_covered(found.unwritten, dict(self.model.named_parameters()), source.version, self.spare)
         return found

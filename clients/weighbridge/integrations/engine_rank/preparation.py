@@ -1,19 +1,64 @@
-"""Preparation of a version: its checks, and its bytes on their way to host memory, in a thread of their own while the engine serves."""
+"""Preparation of a version: what was recorded of its loader, its checks, and its bytes on their way to host memory, in a thread of their own while the
+engine serves."""
 
 from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 
 from weighbridge import _lazy as lazy
 from weighbridge._clients.engine import EngineClient
+from weighbridge._core.layouts import TensorSpec
 from weighbridge.errors import FailedPrecondition, WeighbridgeError
 from weighbridge.follow.status import label
+from weighbridge.integrations.engine_rank.agreement import attempt
+from weighbridge.integrations.engine_rank.fitting import check_config, check_tensors
 from weighbridge.integrations.engine_rank.model import EngineModel, Rest
-from weighbridge.integrations.engine_rank.recording import Recorded, check_version
 from weighbridge.integrations.engine_rank.source import ModelSource
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What a rank takes of any version of a model.
+
+    Attributes:
+        model: ``namespace/name``.
+        specs: the tensors of its versions.
+        configuration: the engine's, when its loader was recorded.
+        recording: of the loader.
+    """
+
+    model: str
+    specs: tuple[TensorSpec, ...]
+    configuration: str
+    recording: lazy.Recording
+
+
+def check_version(config: Any, client: EngineClient, source: lazy.Source, known: Recorded | None) -> None:
+    """Refuse a version that is of another model than the engine's, or has other tensors than those that were recorded.
+
+    Args:
+        config: the Hugging Face configuration that the engine's model was made with; None compares nothing.
+        client: of the service.
+        source: the version.
+        known: what was recorded; None compares nothing.
+
+    Raises:
+        FailedPrecondition: says what differs.
+    """
+    version = source.version
+    if config is not None:
+        theirs = client.model_files(version.model, version.number).get("config.json")
+        if theirs is not None:
+            check_config(config, theirs, version)
+    if known is not None:
+        check_tensors(known.specs, source.specs, version)
 
 
 class RecordingStale(FailedPrecondition):
@@ -46,12 +91,10 @@ class Preparation:
         self.rest: Rest = []
         self._update: lazy.Update | None = None
         self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]  # torch's own
-        self._lock = threading.Lock()
-        self._closed = self._ended = False
-        self._thread = threading.Thread(
+        self._ended: Future[None] = Future()
+        threading.Thread(
             target=self._run, args=(engine, client), name=f"prepare {self.label}", daemon=True
-        )
-        self._thread.start()
+        ).start()
 
     @property
     def label(self) -> str:
@@ -61,7 +104,7 @@ class Preparation:
     @property
     def running(self) -> bool:
         """Whether it has not ended."""
-        return not self._ended
+        return not self._ended.done()
 
     @property
     def update(self) -> lazy.Update:
@@ -80,35 +123,23 @@ class Preparation:
         Raises:
             WeighbridgeError: it failed.
         """
-        self._thread.join()
+        self._ended.result()
         if self.error is not None:
             raise self.error
 
     def close(self) -> None:
         """Give the memory back: at once, or when what is under way has ended."""
-        with self._lock:
-            self._closed = True
-            if self._ended:
-                self._free()
+        self._ended.add_done_callback(self._free)
 
     def _run(self, engine: EngineModel, client: EngineClient) -> None:
         started = time.monotonic()
-        try:
-            if self._device is not None:  # which a thread does not inherit: pinned memory belongs to it
-                torch.cuda.set_device(self._device)
-            self._bring(engine, client)
-        except WeighbridgeError as error:
-            self.error = error
-        except Exception as error:
-            self.error = FailedPrecondition(f"{type(error).__name__}: {error}")
-            self.error.__cause__ = error
+        _, self.error = attempt(partial(self._bring, engine, client))
         self.seconds = time.monotonic() - started
-        with self._lock:
-            self._ended = True
-            if self._closed:
-                self._free()
+        self._ended.set_result(None)
 
     def _bring(self, engine: EngineModel, client: EngineClient) -> None:
+        if self._device is not None:  # which a thread does not inherit: pinned memory belongs to it
+            torch.cuda.set_device(self._device)
         source = lazy.Source(client, self.source.model, self.number)
         check_version(engine.config, client, source, self.recorded)
         if source.specs != self.recorded.specs:
@@ -122,7 +153,7 @@ class Preparation:
         if source.fetched_bytes:
             self.nbytes = recording.nbytes + source.fetched_bytes
 
-    def _free(self) -> None:
+    def _free(self, _ended: Future[None]) -> None:
         if self._update is not None:
             self._update.close()
         self._update, self.rest = None, []

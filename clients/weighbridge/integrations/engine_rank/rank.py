@@ -22,8 +22,12 @@ from weighbridge.errors import FailedPrecondition, NotFound, WeighbridgeError
 from weighbridge.follow.status import Status
 from weighbridge.integrations.engine_rank.agreement import RanksFailed, agree
 from weighbridge.integrations.engine_rank.model import EngineModel
-from weighbridge.integrations.engine_rank.preparation import Preparation, RecordingStale
-from weighbridge.integrations.engine_rank.recording import Recorded, check_version
+from weighbridge.integrations.engine_rank.preparation import (
+    Preparation,
+    Recorded,
+    RecordingStale,
+    check_version,
+)
 from weighbridge.integrations.engine_rank.source import Held, ModelSource
 
 _ATTRIBUTE = "_weighbridge_rank"
