@@ -64,7 +64,7 @@ def test_missing_new_and_reshaped_tensors_are_refused_by_name_and_other_dtypes_a
 def test_a_parameter_that_nothing_goes_to_is_refused_by_name() -> None:
     parameters = {"whole": torch.zeros(4), "half": torch.zeros(4), "none": torch.zeros(4)}
     check_covered({}, parameters, "v")
-    with pytest.raises(FailedPrecondition, match="nothing for half: 2 of 4 elements; none: 4 of 4 elements"):
+    with pytest.raises(FailedPrecondition, match="nothing for half: 2 of 4 elements, none: 4 of 4 elements"):
         check_covered({"half": 2, "none": 4}, parameters, "v")
 
 

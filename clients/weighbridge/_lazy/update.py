@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import torch
 
-from weighbridge._clients.engine import EngineClient, Pull
+from weighbridge._clients.engine import EngineClient
 from weighbridge._formats.host_slices import HostSlices, Slices
 from weighbridge._lazy.recording import Constant, RecordedCopy, RecordedStep, Recording
 from weighbridge._lazy.tensor import shown
@@ -16,43 +16,38 @@ from weighbridge.errors import FailedPrecondition
 
 
 class Update:
-    """One version for one rank; made by `Recording.update`. Until `fill` or `fill_all` no parameter is touched.
+    """One version for one rank. Until `fill` or `fill_all` no parameter is touched.
+
+    Args:
+        recording: what the engine's loader takes, and where it puts it.
+        client: stays open until the update is done.
+        model: ``namespace/name``.
+        version: a number or a ref.
 
     Attributes:
         version: which version it is; fixed, wherever the ref moves meanwhile.
         nbytes: how many bytes come.
+
+    Raises:
+        NotFound: no such model, version or ref, or it lacks a tensor; names it.
+        FailedPrecondition: the version is not ready, or a tensor is another one than when it was recorded; names it.
     """
 
-    def __init__(self, recording: Recording, pull: Pull, spare: list[torch.Tensor]) -> None:
+    def __init__(
+        self, recording: Recording, client: EngineClient, model: str, version: str | int = "latest"
+    ) -> None:
+        pull = client.pull(model, version, recording.request)
         self.version = pull.version
         self.nbytes = pull.nbytes
         self._recording = recording
         self._pull = pull
-        self._spare = spare
+        self._spare = recording.spare
         self._slices: Slices | None = None
         for name, spec in pull.layout.tensors.items():
             if spec != recording.specs[name]:
                 raise FailedPrecondition(
                     f"{self.version} has {spec}, and {recording.specs[name]} was recorded", fix="record again"
                 )
-
-    @classmethod
-    def of(
-        cls, recording: Recording, client: EngineClient, model: str, version: str | int = "latest"
-    ) -> Update:
-        """Plan to bring a version to the parameters.
-
-        Args:
-            recording: what the engine's loader takes, and where it puts it.
-            client: stays open until the update is done.
-            model: ``namespace/name``.
-            version: a number or a ref.
-
-        Raises:
-            NotFound: no such model, version or ref, or it lacks a tensor; names it.
-            FailedPrecondition: the version is not ready, or a tensor is another one than when it was recorded; names it.
-        """
-        return cls(recording, client.pull(model, version, recording.request), recording.spare)
 
     @property
     def lane(self) -> str:
@@ -122,31 +117,32 @@ class Update:
             part.fill_(step.value)
             return
         index = self._recording.boxes[step.tensor, step.box]
-        if _is_straight(step, part, self._recording.specs[step.tensor].dtype.torch):
+        if self._is_straight(step, part):
             slices.fill(index, part)
         else:
             part.copy_(shown(slices.tensor(index), step.view, step.casts))
+
+    def _is_straight(self, step: RecordedStep, part: torch.Tensor) -> bool:
+        """Whether the box can be written to the part as it comes."""
+        if isinstance(step, Constant) or step.casts or not is_whole(step.view, step.box.extent):
+            return False
+        dtype = self._recording.specs[step.tensor].dtype.torch
+        return part.numel() == step.view.numel and part.dtype == dtype
 
     def _fill_as_it_comes(self, targets: Mapping[str, torch.Tensor]) -> None:
         recording = self._recording
         todo = deque((step, _part(targets[step.target], step.part)) for step in recording.steps)
         # a pull may fill what is straight ahead of the steps before it: nothing else may write to that memory
         mixed = {
-            part.untyped_storage().data_ptr()
-            for step, part in todo
-            if not isinstance(step, RecordedCopy)
-            or not _is_straight(step, part, recording.specs[step.tensor].dtype.torch)
+            part.untyped_storage().data_ptr() for step, part in todo if not self._is_straight(step, part)
         }
-        users = Counter(
-            recording.boxes[s.tensor, s.box] for s in recording.steps if isinstance(s, RecordedCopy)
-        )
+        copies = [(step, part) for step, part in todo if isinstance(step, RecordedCopy)]
+        users = Counter(recording.boxes[step.tensor, step.box] for step, _ in copies)
         straight = {
             index: part
-            for step, part in todo
-            if isinstance(step, RecordedCopy)
-            and part.untyped_storage().data_ptr() not in mixed
+            for step, part in copies
+            if part.untyped_storage().data_ptr() not in mixed
             and users[index := recording.boxes[step.tensor, step.box]] == 1
-            and _is_straight(step, part, recording.specs[step.tensor].dtype.torch)
         }
         here: dict[int, torch.Tensor] = {}
 
@@ -183,9 +179,3 @@ class Update:
 def _part(tensor: torch.Tensor, part: Strided) -> torch.Tensor:
     found = tensor.detach()
     return found.as_strided(part.size, part.stride, found.storage_offset() + part.offset)
-
-
-def _is_straight(step: RecordedCopy, part: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether the box can be written to the part as it comes."""
-    whole = is_whole(step.view, step.box.extent) and part.numel() == step.view.numel
-    return whole and not step.casts and part.dtype == dtype

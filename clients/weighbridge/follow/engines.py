@@ -5,13 +5,17 @@ An engine's own calls are its driver's business.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from weighbridge.errors import DeadlineExceeded, FailedPrecondition, WeighbridgeError
 from weighbridge.follow.status import Status, label
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.1
 DIFFERENT = "different versions are served"
@@ -22,6 +26,19 @@ class EngineFailed(WeighbridgeError):
     """The engine could not be reached, or did not do what it was asked for."""
 
     reason = "ENGINE_FAILED"
+
+
+def attempt(step: Callable[[], T]) -> tuple[T | None, WeighbridgeError | None]:
+    """What a step of an update gives, or why it could not be taken: an error of another kind becomes one of this project."""
+    try:
+        return step(), None
+    except WeighbridgeError as error:
+        return None, error
+    except Exception as error:  # whichever: the other ranks or engines wait to hear of it
+        log.exception("a step of an update failed")
+        told = FailedPrecondition(f"{type(error).__name__}: {error}")
+        told.__cause__ = error
+        return None, told
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 from weighbridge.errors import WeighbridgeError
-from weighbridge.follow.engines import Engine, EngineFailed, Prepared, Serving
+from weighbridge.follow.engines import Engine, EngineFailed, Prepared, Serving, attempt
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -32,14 +32,6 @@ class Updated:
     nbytes: int
     prepare_seconds: float
     pause_seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Done(Generic[T]):
-    """What a step gave, or why it could not be taken."""
-
-    value: T | None = None
-    problem: str = ""
 
 
 def update(engines: Mapping[str, Engine], number: int, label: str) -> Updated:
@@ -63,7 +55,7 @@ def update(engines: Mapping[str, Engine], number: int, label: str) -> Updated:
     started = time.monotonic()
     prepared = _all(partial(prepare, driver) for driver in drivers)
     ready = time.monotonic()
-    if problems := _named(engines, [done.problem for done in prepared]):
+    if problems := _named(engines, _problems(prepared)):
         _all(driver.discard for driver in drivers)
         raise EngineFailed(
             f"not all engines can take version {number}; none was paused, and all keep what they have",
@@ -74,7 +66,7 @@ def update(engines: Mapping[str, Engine], number: int, label: str) -> Updated:
     if problems := _named(engines, ended):
         _all(driver.discard for driver, problem in zip(drivers, ended, strict=True) if problem)
         raise EngineFailed(f"not all engines have taken version {number}", details=problems)
-    nbytes = sum(done.value.nbytes for done in prepared if done.value is not None)
+    nbytes = sum(found.nbytes for found, _ in prepared if found is not None)
     return Updated(nbytes, ready - started, seconds)
 
 
@@ -93,11 +85,9 @@ def apply_prepared(engines: Sequence[Engine], number: int, label: str) -> list[s
     """
     problems = ["interrupted"] * len(engines)  # until a step has ended: its half may be done
     try:
-        ended = [done.problem for done in _all(engine.pause for engine in engines)]
+        ended = _problems(_all(engine.pause for engine in engines))
         if not any(ended):
-            ended = [
-                done.problem for done in _all(partial(engine.apply, number, label) for engine in engines)
-            ]
+            ended = _problems(_all(partial(engine.apply, number, label) for engine in engines))
         problems = ended
     finally:
         ends = _all(
@@ -105,8 +95,8 @@ def apply_prepared(engines: Sequence[Engine], number: int, label: str) -> list[s
             for engine, problem in zip(engines, problems, strict=True)
         )
     return [
-        "\n".join(filter(None, (problem, end.problem or end.value or "")))
-        for problem, end in zip(problems, ends, strict=True)
+        "\n".join(filter(None, (problem, end)))
+        for problem, end in zip(problems, _problems(ends), strict=True)
     ]
 
 
@@ -119,8 +109,8 @@ def quietly(ask: Callable[[], T]) -> T | None:
         return None
 
 
-def _let_go_on(engine: Engine, *, failed: bool) -> str:
-    """Resume, unless weights may be mixed; what went wrong."""
+def _let_go_on(engine: Engine, *, failed: bool) -> None:
+    """Resume, unless weights may be mixed."""
     if failed:
         serving: Serving | None = None
         for again in (True, True, False):
@@ -129,33 +119,26 @@ def _let_go_on(engine: Engine, *, failed: bool) -> str:
                 break
             time.sleep(_ASK_AGAIN_SECONDS)
         if serving is None:
-            return "the engine does not say what it has, and was not told to go on"
+            raise EngineFailed("the engine does not say what it has, and was not told to go on")
         if serving.broken:
-            return ""
+            return
     try:
         engine.resume()
     except WeighbridgeError as error:
-        return f"it could not be told to go on: {error}"
-    return ""
+        raise EngineFailed(f"it could not be told to go on: {error}") from error
 
 
-def _all(steps: Iterable[Callable[[], T]]) -> list[_Done[T]]:
+def _all(steps: Iterable[Callable[[], T]]) -> list[tuple[T | None, WeighbridgeError | None]]:
     """Take steps, each of another engine, at once; one alone is taken in the calling thread."""
-
-    def done(step: Callable[[], T]) -> _Done[T]:
-        try:
-            return _Done(step())
-        except WeighbridgeError as error:
-            return _Done(problem=str(error))
-        except Exception as error:  # whichever: the engines are to go on
-            log.exception("a step of an update failed")
-            return _Done(problem=f"{type(error).__name__}: {error}")
-
     waiting = list(steps)
     if len(waiting) <= 1:  # a signal has to interrupt it
-        return [done(step) for step in waiting]
+        return list(map(attempt, waiting))
     with ThreadPoolExecutor(len(waiting)) as pool:
-        return list(pool.map(done, waiting))
+        return list(pool.map(attempt, waiting))
+
+
+def _problems(ended: Iterable[tuple[object, WeighbridgeError | None]]) -> list[str]:
+    return ["" if error is None else str(error) for _, error in ended]
 
 
 def _named(engines: Mapping[str, Engine], problems: Sequence[str]) -> list[str]:

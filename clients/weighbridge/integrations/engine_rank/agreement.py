@@ -5,7 +5,6 @@ No rank touches a parameter, or keeps what it has touched, before it has heard t
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -13,9 +12,9 @@ from typing import Protocol, TypeVar
 import torch.distributed as dist
 
 from weighbridge.errors import FailedPrecondition, WeighbridgeError
+from weighbridge.follow.engines import attempt
 
 T = TypeVar("T")
-log = logging.getLogger(__name__)
 
 
 class Ranks(Protocol):
@@ -138,19 +137,6 @@ def from_first(ranks: Ranks, ask: Callable[[], T]) -> T:
     if error is not None:
         raise error
     return value  # type: ignore[return-value]  # there is one without an error
-
-
-def attempt(step: Callable[[], T]) -> tuple[T | None, WeighbridgeError | None]:
-    """What a step gives, or why it could not be taken: an error of another kind becomes one of this project."""
-    try:
-        return step(), None
-    except WeighbridgeError as error:
-        return None, error
-    except Exception as error:  # whichever: the other ranks wait to hear of it
-        log.exception("a step of an update failed")
-        told = FailedPrecondition(f"{type(error).__name__}: {error}")
-        told.__cause__ = error
-        return None, told
 
 
 def _by_rank(errors: Sequence[WeighbridgeError | None]) -> list[str]:

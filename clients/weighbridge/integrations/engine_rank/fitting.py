@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from weighbridge._core.layouts import TensorSpec
-from weighbridge._core.text.counts import first_lines
+from weighbridge._core.text.counts import first_lines, named
 from weighbridge.errors import FailedPrecondition
 
 _FIELDS = (
@@ -67,7 +67,7 @@ def check_tensors(known: Iterable[TensorSpec], found: Iterable[TensorSpec], vers
     ]
     if wrong:
         raise FailedPrecondition(
-            f"{version} has other tensors than the version before: {_listed(wrong)}",
+            f"{version} has other tensors than the version before: {named(wrong, _MOST_NAMED)}",
             fix=_FIX,
             details=first_lines(wrong),
         )
@@ -97,11 +97,5 @@ def check_covered(
     ]
     if empty:
         raise FailedPrecondition(
-            f"{version} has nothing for {_listed(empty)}", fix=_FIX, details=first_lines(empty)
+            f"{version} has nothing for {named(empty, _MOST_NAMED)}", fix=_FIX, details=first_lines(empty)
         )
-
-
-def _listed(wrong: list[str]) -> str:
-    return "; ".join(wrong[:_MOST_NAMED]) + (
-        f", and {len(wrong) - _MOST_NAMED} more" if len(wrong) > _MOST_NAMED else ""
-    )

@@ -16,8 +16,8 @@ from weighbridge import _lazy as lazy
 from weighbridge._clients.engine import EngineClient
 from weighbridge._core.layouts import TensorSpec
 from weighbridge.errors import FailedPrecondition, WeighbridgeError
+from weighbridge.follow.engines import attempt
 from weighbridge.follow.status import label
-from weighbridge.integrations.engine_rank.agreement import attempt
 from weighbridge.integrations.engine_rank.fitting import check_config, check_tensors
 from weighbridge.integrations.engine_rank.model import EngineModel, Rest
 from weighbridge.integrations.engine_rank.source import ModelSource
@@ -147,7 +147,7 @@ class Preparation:
                 f"{source.version} has other dtypes than the version before", fix="prepare it again"
             )
         recording = self.recorded.recording
-        self._update = lazy.Update.of(recording, client, self.source.model, self.number)
+        self._update = lazy.Update(recording, client, self.source.model, self.number)
         self._update.prepare(pin=engine.pin)
         self.rest = engine.bring_rest(client, source, recording)
         if source.fetched_bytes:

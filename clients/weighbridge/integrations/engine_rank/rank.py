@@ -20,7 +20,7 @@ from weighbridge._reporting.reporter import EngineReporter
 from weighbridge._tracing import spans
 from weighbridge.errors import FailedPrecondition, NotFound, WeighbridgeError
 from weighbridge.follow.status import Status
-from weighbridge.integrations.engine_rank.agreement import RanksFailed, agree
+from weighbridge.integrations.engine_rank.agreement import RanksFailed, agree, exchange
 from weighbridge.integrations.engine_rank.model import EngineModel
 from weighbridge.integrations.engine_rank.preparation import (
     Preparation,
@@ -96,7 +96,7 @@ class EngineRank:
         recording = self.engine.record_first(found)
         nbytes = 0
         if recording is not None:
-            update = lazy.Update.of(recording, client, source.model, found.version.number)
+            update = lazy.Update(recording, client, source.model, found.version.number)
             update.fill_all(self.engine.targets())
             update.close()
             nbytes = update.nbytes
@@ -165,13 +165,23 @@ class EngineRank:
         agree(self.engine.ranks, refusal, partial(self._ready, number, source))
         self.prepare(number, source)
 
-    def stage(self, number: int) -> None:
+    def stage(self, number: int, source: ModelSource | None = None) -> None:
         """Have all bytes of a version on all ranks' machines: what `apply` begins with. Collective.
 
         Raises:
-            RanksFailed: says which ranks have not got them, and why.
+            RanksFailed: says which ranks have not got them, and why; or that ranks were asked for different versions.
         """
-        self._prepare_and_wait(number, None)
+        refusal = f"version {number} was not prepared, and the engine keeps {self._kept(source)}"
+        try:
+            asked = exchange(self.engine.ranks, refusal, partial(self._prepared, number, source))
+            if len(set(asked)) > 1:
+                raise RanksFailed(
+                    refusal, details=[f"rank {rank} was asked for {each}" for rank, each in enumerate(asked)]
+                )
+        except RanksFailed:
+            if self._preparation is not None and self._preparation.number == number:
+                self.discard()
+            raise
 
     def discard(self) -> None:
         """Give back the memory of what was prepared. What is on its way is given back when it has come."""
@@ -197,7 +207,7 @@ class EngineRank:
         had = self.held
         self._say(state=ENGINE_UPDATING, target=number, traceparent="")
         try:
-            self._prepare_and_wait(number, source)
+            self.stage(number, source)
             version = cast("Preparation", self._preparation).update.version
             span = spans.moved(span, name, said, version.traceparent)
             span.set_attribute("weighbridge.model", version.model)
@@ -311,21 +321,6 @@ class EngineRank:
                 fix="wait for it, or let one agent update this engine",
             )
 
-    def _prepare_and_wait(self, number: int, source: ModelSource | None) -> None:
-        """Have all bytes of the same version on all ranks, or raise on all. Collective."""
-        ranks = self.engine.ranks
-        refusal = f"version {number} was not prepared, and the engine keeps {self._kept(source)}"
-        try:
-            asked = ranks.all_gather_object(agree(ranks, refusal, partial(self._prepared, number, source)))
-            if len(set(asked)) > 1:
-                raise RanksFailed(
-                    refusal, details=[f"rank {rank} was asked for {each}" for rank, each in enumerate(asked)]
-                )
-        except RanksFailed:
-            if self._preparation is not None and self._preparation.number == number:
-                self.discard()
-            raise
-
     def _prepared(self, number: int, source: ModelSource | None) -> str:
         for _ in range(2):  # the second time only if the loader has to be recorded again
             self.prepare(number, source)
@@ -354,7 +349,7 @@ class EngineRank:
         """Bring back the version that the engine had, and raise. Collective."""
         try:
             there = agree(self.engine.ranks, "there is no way back", partial(_way_back, had))
-            self._prepare_and_wait(there.version.number, there.source)
+            self.stage(there.version.number, there.source)
             self._fill(f"version {there.version.number} could not be brought back")
         except RanksFailed as second:
             self._broken = f"{error}\n{second}"

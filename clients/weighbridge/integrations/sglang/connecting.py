@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from sglang.srt.connector import BaseFileConnector
 
+from weighbridge._formats.hf_folder import write_side_files
 from weighbridge.follow.wanted import SCHEME, Wanted
 from weighbridge.integrations.engine_rank.agreement import ProcessGroup
 from weighbridge.integrations.sglang.model import number_on, sglang_rank, source_of
@@ -31,13 +32,13 @@ class Connector(BaseFileConnector):  # type: ignore[misc]  # SGLang's, of which 
         self, allow_pattern: list[str] | None = None, ignore_pattern: list[str] | None = None
     ) -> None:
         """Bring the version's files besides the weights to `get_local_dir`."""
-        for name, content in self._files().items():
-            path = Path(self.get_local_dir(), name)
-            if _matches(name, ["*"] if allow_pattern is None else allow_pattern) and not _matches(
-                name, ignore_pattern or []
-            ):
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_bytes(content)
+        allowed, ignored = ["*"] if allow_pattern is None else allow_pattern, ignore_pattern or []
+        wanted = {
+            name: content
+            for name, content in self._files().items()
+            if _matches(name, allowed) and not _matches(name, ignored)
+        }
+        write_side_files(Path(self.get_local_dir()), wanted)
 
     def glob(self, allow_pattern: list[str] | None = None) -> list[str]:
         """Names of the version's files besides the weights."""

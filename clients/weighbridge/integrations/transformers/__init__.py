@@ -253,7 +253,7 @@ class LiveModel:
         """Bring the first version straight to the parameters, which hold nothing yet."""
         source, recording = self.rank.load(ModelSource(self.name), number)
         if recording is not None and self.rank.held is not None:
-            self._engine.fill_rest(self._engine.bring_rest(self.rank.client(), source, recording))
+            self._engine.load(iter(self._engine.bring_rest(self.rank.client(), source, recording)))
             self.rank.held = replace(self.rank.held, nbytes=recording.nbytes + source.fetched_bytes)
 
 

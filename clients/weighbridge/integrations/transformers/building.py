@@ -15,16 +15,13 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from weighbridge._core.layouts import TensorSpec
-from weighbridge._core.text.counts import counted
+from weighbridge._core.text.counts import counted, first_lines
 from weighbridge._lazy import LazyTensor, Recording, record
 from weighbridge._lazy.joined import JoinedTensor
 from weighbridge.errors import FailedPrecondition
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
-
-_NAMED = 10
-"""Most tensors that an error names."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +75,7 @@ class Recipe:
             shapes = {key: list(tensor.shape) for key, tensor in tensors.items()}
             raise FailedPrecondition(
                 f"the version does not fit the configuration of this {name}",
-                details=_few(
+                details=first_lines(
                     f"{key} is {held.get(key)} in the model"
                     + (f", {shapes[key]} in the version" if key in shapes else "")
                     for key in keys
@@ -88,13 +85,13 @@ class Recipe:
         if self.strict and found["missing_keys"]:
             raise FailedPrecondition(
                 f"the version has nothing for {counted(len(found['missing_keys']), 'parameter')} of this {name}",
-                details=_few(sorted(found["missing_keys"])),
+                details=first_lines(sorted(found["missing_keys"])),
                 fix="check its configuration; strict=False leaves them as transformers initialises them",
             )
         if self.strict and found["unexpected_keys"]:
             raise FailedPrecondition(
                 f"this {name} has no place for {counted(len(found['unexpected_keys']), 'tensor')} of the version",
-                details=_few(sorted(found["unexpected_keys"])),
+                details=first_lines(sorted(found["unexpected_keys"])),
                 fix="check its configuration; strict=False leaves them out",
             )
 
@@ -190,8 +187,3 @@ def _without_progress_bars() -> Iterator[None]:
     finally:
         if shown:
             logging.enable_progress_bar()
-
-
-def _few(lines: Iterable[str]) -> list[str]:
-    found = list(lines)
-    return found[:_NAMED] + ([f"and {len(found) - _NAMED} more"] if len(found) > _NAMED else [])

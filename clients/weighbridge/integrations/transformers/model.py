@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -111,16 +111,11 @@ class TransformersModel(EngineModel):
             if name in recording.unwritten or name not in recording.targets
         ]
 
-    def fill(self, update: lazy.Update, recording: lazy.Recording, rest: Rest) -> None:
-        """Copy to the parameters, which stay the same tensors."""
-        update.fill_all(self.targets())
-        self.fill_rest(rest)
-
-    def fill_rest(self, rest: Rest) -> None:
-        """Copy what `bring_rest` gave."""
+    def load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Copy to the parameters, which stay the same tensors, what `bring_rest` gave."""
         weights = self.targets()
         with torch.no_grad():
-            for name, tensor in rest:
+            for name, tensor in tensors:
                 weights[name].copy_(tensor)
 
 
