@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import queue
+import itertools
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future, wait
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -14,45 +15,22 @@ def with_looks(source: Iterator[T], seconds: float) -> Iterator[T | None]:
     """Values of an iterator, and None whenever it gives nothing for so long. It is not asked for the next value before that is wanted here.
 
     Args:
-        source: may wait for ever; runs in a thread of its own, which lasts until it gives something after the end of this iterator, or ends.
+        source: may wait for ever; each value is taken in a thread of its own, which lasts until the value comes, or the end.
         seconds: how long.
     """
-    wanted = threading.Semaphore(0)
-    given: queue.SimpleQueue[tuple[bool, T | None, BaseException | None]] = queue.SimpleQueue()
-    ended = threading.Event()
-    thread = threading.Thread(target=_give, args=(source, wanted, given, ended), name="news", daemon=True)
-    thread.start()
+    while True:
+        coming: Future[list[T]] = Future()
+        threading.Thread(target=_take, args=(source, coming), name="news", daemon=True).start()
+        while not wait([coming], seconds).done:
+            yield None
+        if not coming.result():
+            return
+        yield from coming.result()
+
+
+def _take(source: Iterator[T], coming: Future[list[T]]) -> None:
+    """Take the next value, or none at the end."""
     try:
-        while True:
-            wanted.release()
-            while True:
-                try:
-                    more, value, error = given.get(timeout=seconds)
-                    break
-                except queue.Empty:
-                    yield None
-            if error is not None:
-                raise error
-            if not more:
-                return
-            yield value
-    finally:
-        ended.set()
-        wanted.release()
-
-
-def _give(
-    source: Iterator[T],
-    wanted: threading.Semaphore,
-    given: queue.SimpleQueue[tuple[bool, T | None, BaseException | None]],
-    ended: threading.Event,
-) -> None:
-    while wanted.acquire() and not ended.is_set():
-        try:
-            given.put((True, next(source), None))
-        except StopIteration:
-            given.put((False, None, None))
-            return
-        except BaseException as error:
-            given.put((False, None, error))
-            return
+        coming.set_result(list(itertools.islice(source, 1)))
+    except BaseException as error:
+        coming.set_exception(error)
