@@ -15,13 +15,14 @@ Answer = tuple[int, Mapping[str, Any]]
 
 @contextmanager
 def json_server(
-    answer: Callable[[str, dict[str, Any]], Answer], *, key: Callable[[], str] = str
+    answer: Callable[[str, dict[str, Any]], Answer], *, key: Callable[[], str] = str, port: int = 0
 ) -> Iterator[str]:
     """The URL of a server that answers until the end.
 
     Args:
         answer: gives the answer to a path and the content of a request, which is empty if there is none.
         key: gives what requests must bring as a bearer token; empty for nothing.
+        port: its own; 0 for any.
     """
 
     class Handler(BaseHTTPRequestHandler):
@@ -42,7 +43,7 @@ def json_server(
 
         def log_message(self, *_: object) -> None: ...
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+    with ThreadingHTTPServer(("127.0.0.1", port), Handler) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:
