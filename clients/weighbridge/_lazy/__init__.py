@@ -7,15 +7,13 @@ May import: `_clients` and folders below it.
 - `views`: views of them, as strided boxes.
 - `joined`: several of them stacked or concatenated.
 - `source`: lazy tensors that are fetched while a loader runs.
-- `recorder`: a loader's run, observed.
+- `recorder`: a loader's run, observed; or what was seen of it in a process before.
 - `recording`: what it takes, and where it puts it.
-- `remembered`: recordings that outlast a process.
 - `update`: one pull, straight to the parameters, without the loader.
 """
 
-from weighbridge._lazy.recorder import Load, record
+from weighbridge._lazy.recorder import Load, record, remembered
 from weighbridge._lazy.recording import Recording
-from weighbridge._lazy.remembered import remembered
 from weighbridge._lazy.source import Source
 from weighbridge._lazy.tensor import LazyTensor
 from weighbridge._lazy.update import Update

@@ -7,7 +7,7 @@ lies: when it is copied from, they are, one after the other.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.utils._pytree import tree_map_only
@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map_only
 from weighbridge._core.boxes import Box
 from weighbridge.errors import LayoutError
 
+T = TypeVar("T", bound=torch.Tensor)
 aten = torch.ops.aten
 
 JOINS = frozenset({aten.cat.default, aten.stack.default})
@@ -34,18 +35,40 @@ class JoinedPart(NamedTuple):
     tensor: torch.Tensor
 
 
-class _Memory:
-    """What joined tensors that are views of each other have in common.
+class Memory:
+    """What tensors without storage that are views of each other have in common.
 
     Attributes:
-        pieces, logical: of the one that they are all views of.
+        logical: the one that they are all views of, on meta.
+        parts: what that one is made of: elements of a tensor of the version, or pieces.
+        copied_from: what they are a copy of.
         real: the elements, once somebody has written to them.
     """
 
-    def __init__(self, pieces: Sequence[JoinedPart], logical: torch.Tensor) -> None:
-        self.pieces = pieces
+    def __init__(self, logical: torch.Tensor, parts: Any, copied_from: Memory | None = None) -> None:
         self.logical = logical
+        self.parts = parts
+        self.copied_from = copied_from
         self.real: torch.Tensor | None = None
+
+    def shown(self, logical: torch.Tensor) -> torch.Tensor | None:
+        """The elements as one of these tensors shows them, if somebody has written to them."""
+        if self.real is None:
+            return None
+        return self.real.as_strided(logical.shape, logical.stride(), logical.storage_offset())
+
+
+def without_storage(kind: type[T], logical: torch.Tensor, device: torch.device) -> T:
+    """A tensor of a kind that lies as one on meta does."""
+    found: T = torch.Tensor._make_wrapper_subclass(
+        kind,
+        logical.shape,
+        strides=logical.stride(),
+        storage_offset=logical.storage_offset(),
+        dtype=logical.dtype,
+        device=device,
+    )
+    return found
 
 
 class JoinedTensor(torch.Tensor):
@@ -57,7 +80,7 @@ class JoinedTensor(torch.Tensor):
 
     _pieces: Sequence[JoinedPart]
     _logical: torch.Tensor  # on meta: shape, strides and dtype as they show
-    _memory: _Memory
+    _memory: Memory
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as torch's own subclasses do
 
@@ -80,7 +103,7 @@ class JoinedTensor(torch.Tensor):
                 return first._each(func, args, kwargs)
             if func._schema.is_mutable and first._memory.real is None:
                 memory = first._memory
-                memory.real = _copied(_made(memory.pieces, memory.logical, memory))
+                memory.real = _copied(_made(memory.parts, memory.logical, memory))
         elif func is aten.copy_.default and args[1]._memory.real is None:
             _copy_pieces(first, args[1])
             return first
@@ -108,7 +131,7 @@ class JoinedTensor(torch.Tensor):
         for box, tensor in self._pieces:
             found = func(tensor, *args[1:], **kwargs)
             pieces.append(JoinedPart(Box(turned(box.offset), tuple(found.shape)), found))
-        return _made(pieces, logical, self._memory if func in _TURNS else _Memory(pieces, logical))
+        return _made(pieces, logical, self._memory if func in _TURNS else Memory(logical, pieces))
 
 
 def joined(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> JoinedTensor:
@@ -134,17 +157,12 @@ def joined(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, A
             # a copy: what is written to the tensor afterwards does not show in what was made of it before
             pieces.append(JoinedPart(Box(tuple(offset), tuple(extent)), piece.to(logical.dtype, copy=True)))
         start += 1 if stacked else tensor.shape[axis]
-    return _made(pieces, logical, _Memory(pieces, logical))
+    return _made(pieces, logical, Memory(logical, pieces))
 
 
-def _made(pieces: Sequence[JoinedPart], logical: torch.Tensor, memory: _Memory) -> JoinedTensor:
-    found: JoinedTensor = torch.Tensor._make_wrapper_subclass(
-        JoinedTensor,
-        logical.shape,
-        strides=logical.stride(),
-        dtype=logical.dtype,
-        device=pieces[0].tensor.device if pieces else torch.device("cpu"),
-    )
+def _made(pieces: Sequence[JoinedPart], logical: torch.Tensor, memory: Memory) -> JoinedTensor:
+    device = pieces[0].tensor.device if pieces else torch.device("cpu")
+    found = without_storage(JoinedTensor, logical, device)
     found._pieces, found._logical, found._memory = pieces, logical, memory
     return found
 
@@ -167,7 +185,5 @@ def _copied(tensor: JoinedTensor) -> torch.Tensor:
 
 
 def _real(tensor: JoinedTensor) -> torch.Tensor:
-    real, shown = tensor._memory.real, tensor._logical
-    if real is None:
-        return _copied(tensor)
-    return real.as_strided(shown.shape, shown.stride(), shown.storage_offset())
+    found = tensor._memory.shown(tensor._logical)
+    return _copied(tensor) if found is None else found

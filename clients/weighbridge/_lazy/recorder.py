@@ -8,10 +8,15 @@ lazy tensor.
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import hashlib
+import json
 import logging
+import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,10 +26,13 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from weighbridge._core.boxes import Box, subtract
 from weighbridge._core.layouts import TensorSpec
+from weighbridge._lazy.caching import cache_folder
 from weighbridge._lazy.joined import JoinedTensor
 from weighbridge._lazy.recording import Constant, RecordedCopy, RecordedStep, Recording, Shape
 from weighbridge._lazy.tensor import SHAPE_ONLY, LazyTensor, changed_by
 from weighbridge._lazy.views import Strided, box_of_view
+from weighbridge._version import VERSION
+from weighbridge.errors import WeighbridgeError
 
 log = logging.getLogger(__name__)
 aten = torch.ops.aten
@@ -60,6 +68,34 @@ def record(specs: Iterable[TensorSpec], load: Load, targets: Mapping[str, torch.
     with torch.no_grad(), recorder, _Leaving(recorder):
         load(recorder.tensors(specs))
     return recorder.finished(specs)
+
+
+def remembered(
+    specs: Iterable[TensorSpec], load: Load, targets: Mapping[str, torch.Tensor], configuration: str
+) -> Recording:
+    """`record`, or what was recorded before of the same tensors, parameters and configuration: an engine that starts again with them runs no loader.
+
+    Args:
+        specs, load, targets: as for `record`.
+        configuration: all else that the loader's choice depends on: the engine and its release, its parallelism and this rank.
+    """
+    specs = tuple(specs)
+    shapes = [[name, *Shape.of(tensor)[:2], str(tensor.dtype)] for name, tensor in sorted(targets.items())]
+    releases = [VERSION, torch.__version__]
+    known = json.dumps([[[s.name, s.dtype.name, s.shape] for s in specs], shapes, configuration, releases])
+    name = f"{hashlib.sha256(known.encode()).hexdigest()}.json"
+    with contextlib.suppress(OSError, UnicodeDecodeError, WeighbridgeError):
+        return Recording.from_json((cache_folder() / "recordings" / name).read_text())
+    made = record(specs, load, targets)
+    try:
+        file = cache_folder() / "recordings" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as written:
+            written.write(made.to_json())
+        Path(written.name).replace(file)
+    except (OSError, WeighbridgeError) as error:
+        log.info("the recording is not kept for the next start: %s", error)
+    return made
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own

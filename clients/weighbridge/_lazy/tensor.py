@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from weighbridge._core.boxes import Box
 from weighbridge._core.layouts import TensorSpec
-from weighbridge._lazy.joined import COPIES, JOINS, JoinedTensor, joined
+from weighbridge._lazy.joined import COPIES, JOINS, JoinedTensor, Memory, joined, without_storage
 from weighbridge._lazy.views import Strided, box_of_view
 from weighbridge.errors import LayoutError
 
@@ -59,24 +59,6 @@ def shown(dense: torch.Tensor, view: Strided, casts: Sequence[torch.dtype]) -> t
     return found
 
 
-class _Memory:
-    """What tensors that are views of each other have in common.
-
-    Attributes:
-        logical, elements: as in a lazy tensor, of the one that they are all views of.
-        real: the bytes, once somebody has written to them.
-        copied_from: what they are a copy of.
-    """
-
-    def __init__(
-        self, logical: torch.Tensor, elements: torch.Tensor, copied_from: _Memory | None = None
-    ) -> None:
-        self.copied_from = copied_from
-        self.logical = logical
-        self.elements = elements
-        self.real: torch.Tensor | None = None
-
-
 class LazyTensor(torch.Tensor):
     """A tensor of a version, or a view of one, or that cast.
 
@@ -89,13 +71,13 @@ class LazyTensor(torch.Tensor):
     _logical: torch.Tensor  # on meta: shape, strides and dtype as they show
     _elements: torch.Tensor  # on meta: a view of the version's tensor, of its dtype
     _casts: tuple[torch.dtype, ...]
-    _memory: _Memory
+    _memory: Memory
 
     @staticmethod
     def of(spec: TensorSpec, reader: Reader) -> LazyTensor:
         """A whole tensor of a version."""
         whole = torch.empty(spec.shape, dtype=spec.dtype.torch, device="meta")
-        return _made(reader, spec, whole, whole, (), _Memory(whole, whole), torch.device("cpu"))
+        return _made(reader, spec, whole, whole, (), Memory(whole, whole), torch.device("cpu"))
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as torch's own subclasses do
 
@@ -210,7 +192,7 @@ class LazyTensor(torch.Tensor):
         logical = func(self._logical, *args[1:], **asked)
         casts = self._casts if logical.dtype == self.dtype else (*self._casts, logical.dtype)
         device = torch.device(kwargs.get("device") or self.device)
-        memory = _Memory(logical, self._elements, self._memory)
+        memory = Memory(logical, self._elements, self._memory)
         return _made(self._reader, self._spec, logical, self._elements, casts, memory, device)
 
 
@@ -220,17 +202,10 @@ def _made(
     logical: torch.Tensor,
     elements: torch.Tensor,
     casts: tuple[torch.dtype, ...],
-    memory: _Memory,
+    memory: Memory,
     device: torch.device,
 ) -> LazyTensor:
-    lazy = torch.Tensor._make_wrapper_subclass(
-        LazyTensor,
-        logical.shape,
-        strides=logical.stride(),
-        storage_offset=logical.storage_offset(),
-        dtype=logical.dtype,
-        device=device,
-    )
+    lazy = without_storage(LazyTensor, logical, device)
     lazy._reader, lazy._spec, lazy._logical, lazy._elements = reader, spec, logical, elements
     lazy._casts, lazy._memory = casts, memory
     return lazy
@@ -261,8 +236,8 @@ def _computed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 def _real_or_lazy(lazy: LazyTensor) -> torch.Tensor:
     """The tensor itself, if somebody has written to it."""
-    real, shown = lazy._memory.real, lazy._logical
-    return lazy if real is None else real.as_strided(shown.shape, shown.stride(), shown.storage_offset())
+    found = lazy._memory.shown(lazy._logical)
+    return lazy if found is None else found
 
 
 def changed_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
@@ -277,5 +252,5 @@ def changed_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> lis
 def _make_real(lazy: LazyTensor) -> None:
     """Fetch all that a lazy tensor is a view of: it and its other views are of that from now on."""
     memory = lazy._memory
-    whole = _made(lazy._reader, lazy._spec, memory.logical, memory.elements, lazy._casts, memory, lazy.device)
+    whole = _made(lazy._reader, lazy._spec, memory.logical, memory.parts, lazy._casts, memory, lazy.device)
     memory.real = lazy._reader.compute(aten.clone.default, (whole,), {})
