@@ -7,6 +7,7 @@ import re
 from dataclasses import replace
 
 from weighbridge._core.engines.facts import ENGINE_STATES, EngineReport
+from weighbridge._core.text.plain import plain
 from weighbridge._core.text.shortening import shortened, shown
 from weighbridge.errors import InvalidArgument
 from weighbridge_storage.documents.names import REF_PATTERN, ModelName
@@ -54,10 +55,5 @@ def checked_report(report: EngineReport) -> EngineReport:
     for field in _SECONDS:
         if not (math.isfinite(getattr(report, field)) and 0.0 <= getattr(report, field) <= _LONGEST_S):
             raise InvalidArgument(f"{field} of a report is no time that has passed")
-    return replace(report, error=_plain(report.error))
-
-
-def _plain(text: str) -> str:
-    """A text on one line, without control characters and what turns the direction of others, of at most `_LONGEST_ERROR` characters."""
-    printable = (character if character.isprintable() else " " for character in text[: 4 * _LONGEST_ERROR])
-    return shortened(" ".join("".join(printable).split()), _LONGEST_ERROR)
+    error = " ".join(plain(report.error[: 4 * _LONGEST_ERROR]).split())
+    return replace(report, error=shortened(error, _LONGEST_ERROR))
