@@ -15,7 +15,7 @@ from weighbridge._core.boxes import Box
 from weighbridge._core.layouts import TensorSpec
 from weighbridge._core.slices import Boxes
 from weighbridge._lazy.views import Strided
-from weighbridge.errors import InvalidArgument, LayoutError
+from weighbridge.errors import FailedPrecondition, InvalidArgument, LayoutError
 
 _FORMAT = 2
 
@@ -113,6 +113,18 @@ class Recording:
     def nbytes(self) -> int:
         """Bytes that an update brings."""
         return sum(box.volume * self.specs[name].dtype.itemsize for name, box in self.boxes)
+
+    def check(self, targets: Mapping[str, torch.Tensor]) -> None:
+        """Refuse parameters and buffers that are not those that were recorded.
+
+        Raises:
+            FailedPrecondition: one is gone; names it.
+            LayoutError: one has another shape, other strides or another dtype; names it.
+        """
+        for name in self.targets:
+            if name not in targets:
+                raise FailedPrecondition(f"{name} was recorded, and is no parameter now", fix="record again")
+            self.check_target(name, targets[name])
 
     def check_target(self, name: str, tensor: torch.Tensor) -> None:
         """Refuse a tensor that lies otherwise than the one that was recorded.

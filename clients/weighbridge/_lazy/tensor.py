@@ -64,13 +64,17 @@ class LazyTensor(torch.Tensor):
 
     It has no storage and cannot be written to by its address. Views, casts and copies of it are lazy as well. Copying from it, and every
     other operation, asks its reader.
+
+    Attributes:
+        spec: the version's tensor that this is a part of.
+        casts: dtypes that the tensor's elements go through, one after the other.
     """
 
     _reader: Reader
-    _spec: TensorSpec
+    spec: TensorSpec
     _logical: torch.Tensor  # on meta: shape, strides and dtype as they show
     _elements: torch.Tensor  # on meta: a view of the version's tensor, of its dtype
-    _casts: tuple[torch.dtype, ...]
+    casts: tuple[torch.dtype, ...]
     _memory: Memory
 
     @staticmethod
@@ -116,7 +120,7 @@ class LazyTensor(torch.Tensor):
         return _computed(func, args, kwargs)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # as above
-        return f"LazyTensor({self._spec.name}, shape={list(self.shape)}, dtype={self.dtype})"
+        return f"LazyTensor({self.spec.name}, shape={list(self.shape)}, dtype={self.dtype})"
 
     def __deepcopy__(self, memo: object) -> LazyTensor:
         return self
@@ -134,18 +138,13 @@ class LazyTensor(torch.Tensor):
         """Gives something as long as there is a view or a copy of this."""
         return weakref.ref(self._memory)
 
-    @property
-    def spec(self) -> TensorSpec:
-        """The version's tensor that this is a part of."""
-        return self._spec
-
     def filled(self, dense: torch.Tensor) -> torch.Tensor:
         """This as a real tensor; with the same strides if it is a copy, which may be viewed as what it was made from may not.
 
         Args:
             dense: the box that has its elements, contiguous.
         """
-        found = shown(dense, self.located()[1], self._casts)
+        found = shown(dense, self.located()[1], self.casts)
         mine = self._logical
         if mine is self._elements or found.stride() == mine.stride() or 0 in mine.stride():
             return found
@@ -153,16 +152,11 @@ class LazyTensor(torch.Tensor):
             found
         )
 
-    @property
-    def casts(self) -> tuple[torch.dtype, ...]:
-        """Dtypes that the tensor's elements go through, one after the other."""
-        return self._casts
-
     def located(self) -> tuple[Box, Strided]:
         """The box of the version's tensor that has these elements, and the view of that box."""
         meta = self._elements
         view = Strided(tuple(meta.shape), tuple(meta.stride()), int(meta.storage_offset()))
-        return box_of_view(self._spec.shape, view)
+        return box_of_view(self.spec.shape, view)
 
     def _viewed(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """What a view operation gives; None if that is no view of the version's tensor."""
@@ -181,7 +175,7 @@ class LazyTensor(torch.Tensor):
                 return None
 
         def made(pair: tuple[torch.Tensor, torch.Tensor]) -> LazyTensor:
-            return _made(self._reader, self._spec, *pair, self._casts, self._memory, self.device)
+            return _made(self._reader, self.spec, *pair, self.casts, self._memory, self.device)
 
         if isinstance(logical, torch.Tensor):
             return made((logical, elements))
@@ -190,10 +184,10 @@ class LazyTensor(torch.Tensor):
     def _copied(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> LazyTensor:
         asked = {name: value for name, value in kwargs.items() if name not in ("device", "pin_memory")}
         logical = func(self._logical, *args[1:], **asked)
-        casts = self._casts if logical.dtype == self.dtype else (*self._casts, logical.dtype)
+        casts = self.casts if logical.dtype == self.dtype else (*self.casts, logical.dtype)
         device = torch.device(kwargs.get("device") or self.device)
         memory = Memory(logical, self._elements, self._memory)
-        return _made(self._reader, self._spec, logical, self._elements, casts, memory, device)
+        return _made(self._reader, self.spec, logical, self._elements, casts, memory, device)
 
 
 def _made(
@@ -206,8 +200,8 @@ def _made(
     device: torch.device,
 ) -> LazyTensor:
     lazy = without_storage(LazyTensor, logical, device)
-    lazy._reader, lazy._spec, lazy._logical, lazy._elements = reader, spec, logical, elements
-    lazy._casts, lazy._memory = casts, memory
+    lazy._reader, lazy.spec, lazy._logical, lazy._elements = reader, spec, logical, elements
+    lazy.casts, lazy._memory = casts, memory
     return lazy
 
 
@@ -219,7 +213,7 @@ def _check_shapes(target: torch.Tensor, source: LazyTensor) -> None:
         fits = False
     if not fits:
         raise LayoutError(
-            f"{source._spec} does not fit: a part of shape {list(source.shape)} was copied to one of {list(target.shape)}",
+            f"{source.spec} does not fit: a part of shape {list(source.shape)} was copied to one of {list(target.shape)}",
             fix="compare the engine's configuration with the model's config.json",
         )
 
@@ -252,5 +246,5 @@ def changed_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> lis
 def _make_real(lazy: LazyTensor) -> None:
     """Fetch all that a lazy tensor is a view of: it and its other views are of that from now on."""
     memory = lazy._memory
-    whole = _made(lazy._reader, lazy._spec, memory.logical, memory.parts, lazy._casts, memory, lazy.device)
+    whole = _made(lazy._reader, lazy.spec, memory.logical, memory.parts, lazy.casts, memory, lazy.device)
     memory.real = lazy._reader.compute(aten.clone.default, (whole,), {})

@@ -95,10 +95,7 @@ class Update:
             LayoutError: one is missing, or lies otherwise than when it was recorded; none has been touched.
             WeighbridgeError: the service is gone, or the version is.
         """
-        for name in self._recording.targets:
-            if name not in targets:
-                raise FailedPrecondition(f"{name} was recorded, and is no parameter now", fix="record again")
-            self._recording.check_target(name, targets[name])
+        self._recording.check(targets)
         if self._slices is not None:
             for name in self._recording.targets:
                 self.fill(name, targets[name])

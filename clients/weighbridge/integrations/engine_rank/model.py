@@ -141,11 +141,7 @@ class EngineModel(ABC):
             FailedPrecondition: one is gone; names it.
             LayoutError: one has another shape, other strides or another dtype; names it.
         """
-        targets = self.targets()
-        for name in recording.targets:
-            if name not in targets:
-                raise FailedPrecondition(f"{name} is no parameter of this engine any more")
-            recording.check_target(name, targets[name])
+        recording.check(self.targets())
 
     def bring_rest(self, client: EngineClient, source: lazy.Source, recording: lazy.Recording) -> Rest:
         """What of a version the recording does not put in place, usually nothing. Called in another thread, while the model computes."""
