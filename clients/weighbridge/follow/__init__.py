@@ -8,7 +8,6 @@
 # - `engines`: what an engine must be able to do.
 # - `status`: what each of its ranks says of itself.
 # - `answers`: calls of an engine's HTTP API, and what it answers.
-# - `heard`: whether all ranks behind one vLLM server have answered.
 # - `status_file`: how the engine stands, in a file.
 # - `wanted`: the version that a request to SGLang names.
 # - `vllm`: vLLM over HTTP.

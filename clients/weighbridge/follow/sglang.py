@@ -6,6 +6,7 @@ import base64
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from weighbridge.errors import FailedPrecondition, InvalidArgument
@@ -157,8 +158,7 @@ class SglangServer:
         return self._requests[version]
 
     def _order(self, version: int) -> str:
-        wanted = self._wanted
-        return Wanted(wanted.server, wanted.model, str(version), wanted.lane, wanted.retry_seconds).to_json()
+        return replace(self._wanted, version=str(version)).to_json()
 
     def _ranks(self) -> Ranks:
         return self._named(self._control(self._status))

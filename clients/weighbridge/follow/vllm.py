@@ -1,14 +1,18 @@
-"""Driver of a vLLM server, over the routes that it has with ``VLLM_SERVER_DEV_MODE=1``."""
+"""Driver of a vLLM server, over the routes that it has with ``VLLM_SERVER_DEV_MODE=1``.
+
+A server with data parallelism has several engines, and vLLM answers for the first one alone. Where weighbridge's plug-in is in the server it
+answers for all, and each worker says which one it is.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from weighbridge.errors import FailedPrecondition
-from weighbridge.follow import heard
 from weighbridge.follow.answers import EngineApi, NoRoute, understood
 from weighbridge.follow.engines import (
     EngineFailed,
@@ -19,6 +23,7 @@ from weighbridge.follow.engines import (
     serving_of,
     wait_prepared,
 )
+from weighbridge.follow.status import Status
 from weighbridge.follow.status import label as label_of
 
 PauseMode = Literal["wait", "keep", "abort"]
@@ -28,6 +33,9 @@ _WORKERS = "/collective_rpc"
 """Route of calls that all workers answer."""
 OTHER = "start it with VLLM_SERVER_DEV_MODE=1; if it is an SGLang, say so: --engine sglang"
 """What to do if a server lacks a route."""
+Answers = Sequence[Mapping[str, Any]]
+"""JSON of workers: a `Status` each, with ``failed``, ``engine``, ``rank``, ``ranks`` (of that engine), ``group`` (of ranks that agree) and
+``engines`` (behind the server)."""
 
 
 class VllmServer:
@@ -118,7 +126,7 @@ class VllmServer:
             FailedPrecondition: an engine could not take the version; the others have gone back, or the error says which one serves what.
         """
         answers = self._answers("weighbridge_apply", str(version))
-        if heard.has_several(answers):  # which updates of two agents may have reached in different orders
+        if _has_several(answers):  # which updates of two agents may have reached in different orders
             answers = self._answers("weighbridge_status")
         ranks = self._by_name(answers)
         if self._told:
@@ -148,15 +156,15 @@ class VllmServer:
         """
         return self._by_name(self._answers(method, *arguments))
 
-    def _by_name(self, answers: heard.Answers) -> Ranks:
+    def _by_name(self, answers: Answers) -> Ranks:
         with understood(self.url + _WORKERS):
-            return heard.by_name(answers, self._count_workers)
+            return _statuses(answers, self._count_workers)
 
-    def _answers(self, method: str, *arguments: str) -> heard.Answers:
+    def _answers(self, method: str, *arguments: str) -> Answers:
         said = self._api.call(_WORKERS, {"method": method, "args": arguments})
         with understood(self.url + _WORKERS):
-            answers: heard.Answers = said.get("results", [])
-            heard.check_done(answers)
+            answers: Answers = said.get("results", [])
+            _check_done(answers)
         return answers
 
     def _count_workers(self) -> int | None:
@@ -166,3 +174,62 @@ class VllmServer:
             size = said.get("world_size") if isinstance(said, dict) else None
             return size if isinstance(size, int) else None
         return None
+
+
+def _check_done(answers: Answers) -> None:
+    """Raise what workers say that they could not do.
+
+    Raises:
+        FailedPrecondition: names the engine, where there are several.
+    """
+    several = _has_several(answers)
+    said = {
+        f"engine {each.get('engine', 0)}: {each['failed']}" if several else each["failed"]: None
+        for each in answers
+        if each["failed"]
+    }
+    problems = list(said)
+    if problems:
+        raise FailedPrecondition(problems[0], details=problems[1:])
+
+
+def _statuses(answers: Answers, count_workers: Callable[[], int | None]) -> dict[str, Status]:
+    """The workers' statuses, by what errors call each worker, if all have answered.
+
+    Args:
+        answers: that a server has given.
+        count_workers: gives how many workers the server says that it has, if it does. Called if its answers do not say how many engines it has.
+
+    Raises:
+        FailedPrecondition: workers are missing, or some agree with workers that this server does not reach; says what to do.
+    """
+    expected = _expected(answers) or count_workers()
+    places = [(int(each.get("engine", 0)), int(each.get("rank", at))) for at, each in enumerate(answers)]
+    if not answers or expected != len(answers) or len(set(places)) != len(places):
+        raise FailedPrecondition(
+            f"{len(answers)} of {expected or 'an unknown number of'} workers of this server have answered, so that the others may serve another version",
+            fix="install this release of weighbridge where vLLM's API server runs, too (VLLM_PLUGINS must not leave it out, VLLM_USE_RUST_FRONTEND "
+            "must not replace it), and start it again; or start one server for each engine, with an agent beside each",
+        )
+    group = max(int(each.get("group", 0)) for each in answers)
+    if group > len(answers):
+        raise FailedPrecondition(
+            f"the workers of this server are {len(answers)} of {group} that take a version together, and the others are behind other servers",
+            fix="start vLLM with one server for all engines: without --data-parallel-external-lb, --data-parallel-hybrid-lb and --data-parallel-rank",
+        )
+    several = _has_several(answers)
+    return {
+        f"engine {engine}, rank {rank}" if several else f"rank {rank}": Status.from_json(each)
+        for (engine, rank), each in zip(places, answers, strict=True)
+    }
+
+
+def _has_several(answers: Answers) -> bool:
+    """Test whether they come from a server of several engines."""
+    return any(int(each.get("engines", 1)) > 1 for each in answers)
+
+
+def _expected(answers: Answers) -> int:
+    """Number of workers by the answers themselves; 0 if they do not say it."""
+    first = answers[0] if answers else {}
+    return int(first.get("engines", 0)) * int(first.get("ranks", 0))

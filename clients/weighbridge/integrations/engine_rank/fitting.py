@@ -24,6 +24,23 @@ _MOST_NAMED = 8
 _FIX = "start an engine from this version"
 
 
+def refuse_updates(setting: str, why: str, instead: str) -> None:
+    """Refuse updates of an engine whose answers would still come from old weights in part.
+
+    Args:
+        setting: of the engine.
+        why: it would.
+        instead: what to start it with.
+
+    Raises:
+        FailedPrecondition: always.
+    """
+    raise FailedPrecondition(
+        f"this engine has {setting}, and cannot take new weights while it serves: {why}",
+        fix=f"{instead}; or start the engine again from the new version",
+    )
+
+
 def check_config(engine: Any, config: bytes, version: object) -> None:
     """Refuse a version whose configuration describes another model than the engine's.
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from weighbridge.errors import FailedPrecondition
+from weighbridge.integrations.engine_rank.fitting import refuse_updates
 from weighbridge.integrations.sglang.releases import server_arguments
 
 _OF_THIS_START = frozenset(
@@ -55,10 +55,7 @@ def check_updatable(arguments: Mapping[str, Any]) -> None:
     for setting, why in _KEEP_OLD_RESULTS.items():
         if arguments.get(setting):
             option = f"--{setting.replace('_', '-')}"
-            raise FailedPrecondition(
-                f"this engine has {option}, and cannot take new weights while it serves: {why}",
-                fix=f"start the engine without {option}, or start it again from the new version",
-            )
+            refuse_updates(option, why, f"start the engine without {option}")
 
 
 def configuration_of(model: torch.nn.Module) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from weighbridge.errors import FailedPrecondition
+from weighbridge.integrations.engine_rank.fitting import refuse_updates
 
 _KEEPING = frozenset(
     {
@@ -31,13 +31,13 @@ def check_updatable(configuration: Any) -> None:
     """
     keeping = _KEEPING.intersection(_connectors(getattr(configuration, "kv_transfer_config", None)))
     if keeping:
-        _refuse(
+        refuse_updates(
             f"the {' and '.join(sorted(keeping))} of --kv-transfer-config",
             "it keeps KV blocks by their tokens alone, and vLLM cannot empty it",
             "take a connector that vLLM empties in a pause, such as OffloadingConnector or MooncakeStoreConnector",
         )
     if getattr(getattr(configuration, "ec_transfer_config", None), "ec_connector", None):
-        _refuse(
+        refuse_updates(
             "an --ec-transfer-config",
             "it brings what encoders of other engines have computed of an image, by the image alone",
             "let the engine encode images itself",
@@ -51,10 +51,3 @@ def _connectors(kv_transfer_config: Any) -> Iterator[str]:
     yield str(kv_transfer_config.kv_connector)
     inner = (kv_transfer_config.kv_connector_extra_config or {}).get("connectors", [])
     yield from (str(each.get("kv_connector")) for each in inner if isinstance(each, Mapping))
-
-
-def _refuse(setting: str, why: str, instead: str) -> None:
-    raise FailedPrecondition(
-        f"this engine has {setting}, and cannot take new weights while it serves: {why}",
-        fix=f"{instead}; or start the engine again from the new version",
-    )

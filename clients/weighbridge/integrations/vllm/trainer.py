@@ -6,7 +6,7 @@ Importing it registers it with vLLM's ``WeightTransferTrainerFactory``.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, ClassVar, TypeVar
@@ -219,9 +219,16 @@ class WeighbridgeTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[mis
             raise
 
     def _ask(self, method: str, *arguments: Any) -> None:
-        call: Callable[..., None] = getattr(self.client, method)
-        with _said_by_engines(method):
-            call(*arguments)
+        """Call a method of the client, and raise what it raises with the engine's own words: of an answer over HTTP it has only the status."""
+        try:
+            getattr(self.client, method)(*arguments)
+        except WeighbridgeError:
+            raise
+        except Exception as error:
+            answer = getattr(error, "response", None)
+            if answer is not None:
+                raise refused(f"/{method}", answer.status_code, answer.content, OTHER) from error
+            raise EngineFailed(f"the engine did not answer {method}: {error}") from error
 
 
 def _those_that_push(info: WeighbridgeTrainerInitInfo) -> Ranks | None:
@@ -238,20 +245,6 @@ def _those_that_push(info: WeighbridgeTrainerInitInfo) -> Ranks | None:
             fix=f"group=torch.distributed.new_group(RANKS, backend='gloo'), made on all ranks, of the {info.ranks} that push",
         )
     return found
-
-
-@contextmanager
-def _said_by_engines(method: str) -> Iterator[None]:
-    """Raise what a client raises with the engine's own words: of an answer over HTTP it has only the status."""
-    try:
-        yield
-    except WeighbridgeError:
-        raise
-    except Exception as error:
-        answer = getattr(error, "response", None)
-        if answer is not None:
-            raise refused(f"/{method}", answer.status_code, answer.content, OTHER) from error
-        raise EngineFailed(f"the engine did not answer {method}: {error}") from error
 
 
 if NAME not in WeightTransferTrainerFactory._registry:
