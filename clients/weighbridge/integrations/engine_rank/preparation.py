@@ -92,9 +92,10 @@ class Preparation:
         self._update: lazy.Update | None = None
         self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]  # torch's own
         self._ended: Future[None] = Future()
-        threading.Thread(
+        self._thread = threading.Thread(
             target=self._run, args=(engine, client), name=f"prepare {self.label}", daemon=True
-        ).start()
+        )
+        self._thread.start()
 
     @property
     def label(self) -> str:
@@ -123,7 +124,7 @@ class Preparation:
         Raises:
             WeighbridgeError: it failed.
         """
-        self._ended.result()
+        self._thread.join()
         if self.error is not None:
             raise self.error
 
