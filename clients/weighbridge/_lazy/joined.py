@@ -7,7 +7,7 @@ lies: when it is copied from, they are, one after the other.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch.utils._pytree import tree_map_only
@@ -15,13 +15,10 @@ from torch.utils._pytree import tree_map_only
 from weighbridge._core.boxes import Box
 from weighbridge.errors import LayoutError
 
-T = TypeVar("T", bound=torch.Tensor)
 aten = torch.ops.aten
 
 JOINS = frozenset({aten.cat.default, aten.stack.default})
 """What makes a joined tensor of lazy ones."""
-_REAL = (torch.Tensor, torch.nn.Parameter)
-"""Joined with these, lazy tensors are fetched: a recording could not say what they had in them."""
 _TURNS = frozenset({aten.transpose.int, aten.permute.default, aten.t.default})
 _SAME = frozenset({aten.detach.default, aten.alias.default})
 COPIES = frozenset({aten._to_copy.default, aten.clone.default, aten.lift_fresh_copy.default})
@@ -58,31 +55,30 @@ class Memory:
         return self.real.as_strided(logical.shape, logical.stride(), logical.storage_offset())
 
 
-def without_storage(kind: type[T], logical: torch.Tensor, device: torch.device) -> T:
-    """A tensor of a kind that lies as one on meta does."""
-    found: T = torch.Tensor._make_wrapper_subclass(
-        kind,
-        logical.shape,
-        strides=logical.stride(),
-        storage_offset=logical.storage_offset(),
-        dtype=logical.dtype,
-        device=device,
-    )
-    return found
+class Storageless(torch.Tensor):
+    """A tensor without storage, of a version or made of such.
 
-
-class JoinedTensor(torch.Tensor):
-    """Lazy tensors side by side, which together cover it. It has no storage.
-
-    Copies and casts of it, and views that exchange its axes, are joined tensors too. Everything else is done on real tensors, for which
-    all of it is copied.
+    What is stacked or concatenated of nothing else becomes a `JoinedTensor`; all other operations come to `operate`.
     """
 
-    _pieces: Sequence[JoinedPart]
     _logical: torch.Tensor  # on meta: shape, strides and dtype as they show
     _memory: Memory
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as torch's own subclasses do
+
+    @classmethod
+    def made(cls, logical: torch.Tensor, memory: Memory, device: torch.device) -> Self:
+        """One that shows as a tensor on meta does."""
+        found: Self = torch.Tensor._make_wrapper_subclass(
+            cls,
+            logical.shape,
+            strides=logical.stride(),
+            storage_offset=logical.storage_offset(),
+            dtype=logical.dtype,
+            device=device,
+        )
+        found._logical, found._memory = logical, memory
+        return found
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch types it as what stands there without one
@@ -93,10 +89,32 @@ class JoinedTensor(torch.Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if func in JOINS and all(type(each) not in _REAL for each in args[0]):
-            return joined(func, args, kwargs)
-        if func not in JOINS and func._can_decompose():
+        if func in JOINS:
+            # joined with real ones they are fetched: a recording could not say what they had in them
+            if all(isinstance(each, Storageless) for each in args[0]):
+                return joined(func, args, kwargs)
+        elif func._can_decompose():  # `to`, `reshape` and the like come so in inference mode
             return func.decompose(*args, **kwargs)
+        return cls.operate(func, args, kwargs)
+
+    @classmethod
+    def operate(cls, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Carry out an operation, such tensors of this class among its arguments."""
+        raise NotImplementedError
+
+
+class JoinedTensor(Storageless):
+    """Lazy tensors side by side, which together cover it. It has no storage.
+
+    Copies and casts of it, and views that exchange its axes, are joined tensors too. Everything else is done on real tensors, for which
+    all of it is copied.
+    """
+
+    _pieces: Sequence[JoinedPart]
+
+    @classmethod
+    def operate(cls, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Keep the pieces apart, if the operation does; carry it out on real tensors otherwise."""
         first = args[0]
         if isinstance(first, JoinedTensor):
             if first._memory.real is None and func in _SAME | _TURNS | COPIES:
@@ -162,8 +180,8 @@ def joined(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, A
 
 def _made(pieces: Sequence[JoinedPart], logical: torch.Tensor, memory: Memory) -> JoinedTensor:
     device = pieces[0].tensor.device if pieces else torch.device("cpu")
-    found = without_storage(JoinedTensor, logical, device)
-    found._pieces, found._logical, found._memory = pieces, logical, memory
+    found = JoinedTensor.made(logical, memory, device)
+    found._pieces = pieces
     return found
 
 

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from weighbridge._core.boxes import Box, subtract
 from weighbridge._core.layouts import TensorSpec
 from weighbridge._lazy.caching import cache_folder
-from weighbridge._lazy.joined import JoinedTensor
+from weighbridge._lazy.joined import Storageless
 from weighbridge._lazy.recording import Constant, RecordedCopy, RecordedStep, Recording, Shape
 from weighbridge._lazy.tensor import SHAPE_ONLY, LazyTensor, changed_by
 from weighbridge._lazy.views import Strided, box_of_view
@@ -134,9 +134,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if any(
-            isinstance(argument, LazyTensor | JoinedTensor) for argument in tree_flatten((args, kwargs))[0]
-        ):
+        if any(isinstance(argument, Storageless) for argument in tree_flatten((args, kwargs))[0]):
             return func(*args, **kwargs)  # comes back to copy() or compute()
         return self._followed(func, args, kwargs, set())
 

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from weighbridge._core.boxes import Box
 from weighbridge._core.layouts import TensorSpec
-from weighbridge._lazy.joined import COPIES, JOINS, JoinedTensor, Memory, joined, without_storage
+from weighbridge._lazy.joined import COPIES, Memory, Storageless
 from weighbridge._lazy.views import Strided, box_of_view
 from weighbridge.errors import LayoutError
 
@@ -59,7 +59,7 @@ def shown(dense: torch.Tensor, view: Strided, casts: Sequence[torch.dtype]) -> t
     return found
 
 
-class LazyTensor(torch.Tensor):
+class LazyTensor(Storageless):
     """A tensor of a version, or a view of one, or that cast.
 
     It has no storage and cannot be written to by its address. Views, casts and copies of it are lazy as well. Copying from it, and every
@@ -72,10 +72,8 @@ class LazyTensor(torch.Tensor):
 
     _reader: Reader
     spec: TensorSpec
-    _logical: torch.Tensor  # on meta: shape, strides and dtype as they show
     _elements: torch.Tensor  # on meta: a view of the version's tensor, of its dtype
     casts: tuple[torch.dtype, ...]
-    _memory: Memory
 
     @staticmethod
     def of(spec: TensorSpec, reader: Reader) -> LazyTensor:
@@ -83,23 +81,9 @@ class LazyTensor(torch.Tensor):
         whole = torch.empty(spec.shape, dtype=spec.dtype.torch, device="meta")
         return _made(reader, spec, whole, whole, (), Memory(whole, whole), torch.device("cpu"))
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as torch's own subclasses do
-
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # torch types it as what stands there without one
-        cls,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func in JOINS and all(isinstance(each, LazyTensor | JoinedTensor) for each in args[0]):
-            return joined(func, args, kwargs)
-        if (
-            func not in JOINS and func._can_decompose()
-        ):  # `to`, `reshape` and the like come so in inference mode
-            return func.decompose(*args, **kwargs)
+    def operate(cls, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Keep views, casts and copies lazy; have the reader do everything else."""
         first = args[0] if args else None
         if isinstance(first, LazyTensor) and first._memory.real is None:
             others = [a for a in tree_flatten((args[1:], kwargs))[0] if isinstance(a, torch.Tensor)]
@@ -199,9 +183,8 @@ def _made(
     memory: Memory,
     device: torch.device,
 ) -> LazyTensor:
-    lazy = without_storage(LazyTensor, logical, device)
-    lazy._reader, lazy.spec, lazy._logical, lazy._elements = reader, spec, logical, elements
-    lazy.casts, lazy._memory = casts, memory
+    lazy = LazyTensor.made(logical, memory, device)
+    lazy._reader, lazy.spec, lazy._elements, lazy.casts = reader, spec, elements, casts
     return lazy
 
 

@@ -16,8 +16,8 @@ import torch
 
 from weighbridge._core.layouts import TensorSpec
 from weighbridge._core.text.counts import counted, first_lines
-from weighbridge._lazy import LazyTensor, Recording, record
-from weighbridge._lazy.joined import JoinedTensor
+from weighbridge._lazy import Recording, record
+from weighbridge._lazy.joined import Storageless
 from weighbridge.errors import FailedPrecondition
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ def materialise(model: PreTrainedModel, device: torch.device | None) -> None:
     for module in list(model.modules()):
         own = [*module._parameters.items(), *module._buffers.items()]
         for name, tensor in own:
-            if tensor is not None and isinstance(_local(tensor), LazyTensor | JoinedTensor):
+            if tensor is not None and isinstance(_local(tensor), Storageless):
                 if id(tensor) not in made:
                     made[id(tensor)] = _with_memory(tensor, device)
                 setattr(module, name, made[id(tensor)])
