@@ -10,11 +10,10 @@ from typing import Any, TypeVar
 
 from weighbridge._core import dtypes
 from weighbridge._core.boxes import Box
+from weighbridge._core.json_values import JsonValue
 from weighbridge._core.layouts import MAX_TENSORS, Layout, Shard, TensorSpec, check_spec
 from weighbridge._core.metadata import Metadata, MetadataValue, checked_metadata
-from weighbridge._core.reports.collection import Collection
-from weighbridge._core.reports.rank_progress import RankProgress
-from weighbridge._core.resources import Gate, Model, Protection, RefRequest, Retention, Version, VersionState
+from weighbridge._core.resources import Version, VersionState
 from weighbridge._core.slices import Boxes, ExpertParallel, FullTensors, LayoutRequest, TensorParallel
 from weighbridge._core.striping import MOST_CALLS, WHOLE, Striping
 from weighbridge._core.tensor_spaces import TensorSpace
@@ -234,11 +233,6 @@ def version_to_proto(version: Version) -> resources_pb2.Version:
     )
 
 
-def rank_to_proto(progress: RankProgress) -> resources_pb2.RankProgress:
-    """How far a rank is, as a message."""
-    return resources_pb2.RankProgress(**progress.to_json())
-
-
 def version_from_proto(message: resources_pb2.Version) -> Version:
     """A message as a version.
 
@@ -279,39 +273,9 @@ def _value_from_proto(message: resources_pb2.MetadataValue) -> MetadataValue | N
     return None if kind is None else getattr(message, kind)
 
 
-def gate_to_proto(gate: Gate) -> resources_pb2.Gate:
-    """Which versions are held, as a message."""
-    return resources_pb2.Gate(**gate.to_json())
-
-
-def protection_to_proto(protection: Protection) -> resources_pb2.Protection:
-    """What it takes to change a ref, as a message."""
-    return resources_pb2.Protection(**protection.to_json())
-
-
-def ref_request_to_proto(request: RefRequest) -> resources_pb2.RefRequest:
-    """A change of a ref that was asked for, as a message."""
-    return resources_pb2.RefRequest(**request.to_json())
-
-
-def model_to_proto(model: Model) -> resources_pb2.Model:
-    """A model as a message."""
-    return resources_pb2.Model(**model.to_json())
-
-
-def model_from_proto(message: resources_pb2.Model) -> Model:
-    """A model from a message."""
-    return read(Model, message)
-
-
-def retention_to_proto(retention: Retention) -> resources_pb2.Retention:
-    """Which versions are kept, as a message."""
-    return resources_pb2.Retention(**retention.to_json())
-
-
-def collection_to_proto(report: Collection) -> resources_pb2.Collection:
-    """What a collection did, as a message."""
-    return resources_pb2.Collection(**report.to_json())
+def write(kind: Callable[..., R], value: JsonValue) -> R:
+    """A dataclass as the message of this type, whose fields have the same names."""
+    return kind(**value.to_json())
 
 
 def read(kind: Callable[..., R], message: Any) -> R:

@@ -4,22 +4,11 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from weighbridge._core.engines.facts import Engine, EngineFacts, EngineReport
-from weighbridge._transport import wire
+from weighbridge._core.engines.facts import Engine, EngineFacts
 from weighbridge.v1 import engine_service_pb2 as pb
 
 _FACTS = [field.name for field in fields(EngineFacts)]
 _KNOWN = [field.name for field in fields(Engine) if field.name not in _FACTS]
-
-
-def report_to_proto(report: EngineReport) -> pb.EngineReport:
-    """What an agent reports as a message."""
-    return pb.EngineReport(**report.to_json())
-
-
-def report_from_proto(message: pb.EngineReport) -> EngineReport:
-    """A message as what an agent reports."""
-    return wire.read(EngineReport, message)
 
 
 def engine_to_proto(engine: Engine) -> pb.Engine:

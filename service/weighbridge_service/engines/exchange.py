@@ -15,8 +15,9 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 
 from weighbridge._core.engines.facts import EngineFacts
-from weighbridge._transport.wire_engines import report_to_proto
+from weighbridge._transport import wire
 from weighbridge.errors import WeighbridgeError
+from weighbridge.v1 import engine_service_pb2
 from weighbridge.v1 import replica_service_pb2 as pb
 from weighbridge_service.engines.entries import Entry
 from weighbridge_service.engines.known_engines import KnownEngines
@@ -137,5 +138,8 @@ def _told(entry: Entry, now_s: float) -> pb.ReportedEngine:
     """The message of what an agent has reported here."""
     owner, age_s = entry.owner, max(now_s - entry.heard_s, 0.0)
     return pb.ReportedEngine(
-        report=report_to_proto(entry.report), identity=owner.identity, host=owner.host, age_seconds=age_s
+        report=wire.write(engine_service_pb2.EngineReport, entry.report),
+        identity=owner.identity,
+        host=owner.host,
+        age_seconds=age_s,
     )

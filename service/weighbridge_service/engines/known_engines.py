@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from itertools import groupby
 
 from weighbridge._core.engines.facts import MOST_BEHIND, Engine, EngineReport
-from weighbridge._transport.wire_engines import report_from_proto
+from weighbridge._transport import wire
 from weighbridge.errors import WeighbridgeError
 from weighbridge.v1 import replica_service_pb2 as pb
 from weighbridge_service.catalog.catalog import AWAY, Catalog
@@ -73,7 +73,7 @@ class KnownEngines:
             if not 0.0 <= each.age_seconds < self.registry.leases.forgotten_s:
                 continue
             try:
-                report = checked_report(report_from_proto(each.report))
+                report = checked_report(wire.read(EngineReport, each.report))
                 owner = Owner(each.identity, each.host)
                 _, news = self.registry.take(owner, report, age_s=each.age_seconds, here=False)
             except WeighbridgeError as error:

@@ -21,7 +21,7 @@ from weighbridge._core import dtypes
 from weighbridge._core.boxes import Box
 from weighbridge._core.layouts import Layout, Shard, TensorSpec
 from weighbridge._core.reports.collection import Collection
-from weighbridge._core.resources import Version, VersionState
+from weighbridge._core.resources import Model, Version, VersionState
 from weighbridge._core.slices import Boxes, ExpertParallel, FullTensors, TensorParallel
 from weighbridge._core.tensor_spaces import TensorSpace
 from weighbridge._lane import plans, protocol
@@ -104,7 +104,7 @@ _READ: Mapping[type[Message], Callable[[Any], object]] = {
     model_service_pb2.WatchRefsRequest: lambda message: list(named(message)),
     replica_service_pb2.ExchangeRequest: _read_exchange,
     resources_pb2.Version: _read_version,
-    resources_pb2.Model: wire.model_from_proto,
+    resources_pb2.Model: lambda message: wire.read(Model, message),
     resources_pb2.Collection: lambda message: wire.read(Collection, message),
     error_details_pb2.ErrorInfo: _read_error,
 }

@@ -219,7 +219,7 @@ def test_a_message_says_whether_a_model_has_a_map(catalog: Catalog) -> None:
         catalog.register_model(str(NAME), files(), found=FOUND),
         Model("a/b", "llama", "F32", 1, 4),
     ):
-        assert wire.model_from_proto(wire.model_to_proto(model)) == model
+        assert wire.read(Model, wire.write(resources_pb2.Model, model)) == model
 
 
 def test_a_list_of_20_000_tensors_leaves_the_head_small(catalog: Catalog) -> None:

@@ -6,7 +6,7 @@ from functools import partial
 
 from weighbridge._clients.calls.steps import Steps, call_method
 from weighbridge._core.engines.facts import Engine, EngineReport, Reported
-from weighbridge._transport import wire_engines
+from weighbridge._transport import wire, wire_engines
 from weighbridge.v1 import engine_service_pb2 as pb
 
 REPORT_SECONDS = 5.0
@@ -17,7 +17,7 @@ _call = partial(call_method, pb.DESCRIPTOR.services_by_name["EngineService"])
 
 def report_engine(report: EngineReport) -> Steps[Reported]:
     """Report how an engine stands."""
-    request = pb.ReportEngineRequest(report=wire_engines.report_to_proto(report))
+    request = pb.ReportEngineRequest(report=wire.write(pb.EngineReport, report))
     response = yield from _call("ReportEngine", request, REPORT_SECONDS)
     return Reported(wire_engines.engine_from_proto(response.engine), response.report_ms / 1000)
 

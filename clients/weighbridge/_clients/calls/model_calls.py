@@ -55,9 +55,7 @@ def register_model(
         tensors=map(wire.spec_to_proto, tensors),
         no_weight_map=not weight_map,
     )
-    registered = wire.model_from_proto(
-        (yield from _call("RegisterModel", request, _REGISTERING_SECONDS)).model
-    )
+    registered = wire.read(Model, (yield from _call("RegisterModel", request, _REGISTERING_SECONDS)).model)
     if registered.weight_map and not weight_map:
         raise FailedPrecondition(
             f"the service has registered {model} with a weight map: it cannot do without",
@@ -69,7 +67,7 @@ def register_model(
 def get_model(model: str) -> Steps[Model]:
     """One model."""
     response = yield from _call("GetModel", pb.GetModelRequest(model=model))
-    return wire.model_from_proto(response.model)
+    return wire.read(Model, response.model)
 
 
 def list_models() -> Steps[list[Model]]:
@@ -78,7 +76,7 @@ def list_models() -> Steps[list[Model]]:
     request = pb.ListModelsRequest()
     while True:
         page = yield from _call("ListModels", request)
-        found += [wire.model_from_proto(each) for each in page.models]
+        found += [wire.read(Model, each) for each in page.models]
         if not page.next_page_token:
             return found
         request = pb.ListModelsRequest(page_token=page.next_page_token)
@@ -103,7 +101,7 @@ def get_retention(model: str) -> Steps[Retention]:
 
 def set_retention(model: str, retention: Retention) -> Steps[Retention]:
     """Say which versions are kept."""
-    request = pb.SetRetentionRequest(model=model, retention=wire.retention_to_proto(retention))
+    request = pb.SetRetentionRequest(model=model, retention=wire.write(resources_pb2.Retention, retention))
     return wire.read(Retention, (yield from _call("SetRetention", request)).retention)
 
 
@@ -114,7 +112,7 @@ def get_gate(model: str) -> Steps[Gate]:
 
 def set_gate(model: str, gate: Gate) -> Steps[Gate]:
     """Say which versions are held."""
-    request = pb.SetGateRequest(model=model, gate=wire.gate_to_proto(gate))
+    request = pb.SetGateRequest(model=model, gate=wire.write(resources_pb2.Gate, gate))
     return wire.read(Gate, (yield from _call("SetGate", request)).gate)
 
 

@@ -76,18 +76,18 @@ class ModelHandlers:
         model = self._catalog.register_model(
             request.model, files, request.dtype, found, weight_map=not request.no_weight_map
         )
-        return pb.RegisterModelResponse(model=wire.model_to_proto(model))
+        return pb.RegisterModelResponse(model=wire.write(resources_pb2.Model, model))
 
     def GetModel(self, request: pb.GetModelRequest, call: Call) -> pb.GetModelResponse:
         return pb.GetModelResponse(
-            model=wire.model_to_proto(self._catalog.get_model(request.model, call.peer.sees))
+            model=wire.write(resources_pb2.Model, self._catalog.get_model(request.model, call.peer.sees))
         )
 
     def ListModels(self, request: pb.ListModelsRequest, call: Call) -> pb.ListModelsResponse:
         size = _page(request.page_size)
         models = self._catalog.list_models(request.page_token, size, call.peer.sees)
         return pb.ListModelsResponse(
-            models=map(wire.model_to_proto, models),
+            models=[wire.write(resources_pb2.Model, each) for each in models],
             next_page_token=models[-1].name if len(models) == size else "",
         )
 
@@ -113,7 +113,9 @@ class ModelHandlers:
             push = self._registry.find(ModelName.parse(version.model), version.number)
         return pb.GetVersionResponse(
             version=wire.version_to_proto(version),
-            ranks=() if push is None else map(wire.rank_to_proto, push.progress.ranks),
+            ranks=()
+            if push is None
+            else [wire.write(resources_pb2.RankProgress, each) for each in push.progress.ranks],
         )
 
     def ListVersions(self, request: pb.ListVersionsRequest, call: Call) -> pb.ListVersionsResponse:
@@ -157,7 +159,7 @@ class ModelHandlers:
             note=request.note,
         )
         return pb.SetRefResponse(
-            version=wire.version_to_proto(version), request=wire.ref_request_to_proto(found)
+            version=wire.version_to_proto(version), request=wire.write(resources_pb2.RefRequest, found)
         )
 
     def DeleteRef(self, request: pb.DeleteRefRequest, call: Call) -> pb.DeleteRefResponse:
@@ -167,15 +169,17 @@ class ModelHandlers:
         found = self._gates.approve_ref(
             request.model, request.ref, request.request_id, call.peer, note=request.note
         )
-        return pb.ApproveRefResponse(request=wire.ref_request_to_proto(found))
+        return pb.ApproveRefResponse(request=wire.write(resources_pb2.RefRequest, found))
 
     def WithdrawRef(self, request: pb.WithdrawRefRequest, call: Call) -> pb.WithdrawRefResponse:
         found = self._gates.withdraw_ref(request.model, request.ref, request.request_id, call.peer)
-        return pb.WithdrawRefResponse(request=wire.ref_request_to_proto(found))
+        return pb.WithdrawRefResponse(request=wire.write(resources_pb2.RefRequest, found))
 
     def SetProtection(self, request: pb.SetProtectionRequest, call: Call) -> pb.SetProtectionResponse:
         found = self._gates.protect(request.model, request.ref, request.approvals, call.peer)
-        return pb.SetProtectionResponse(protections=map(wire.protection_to_proto, found))
+        return pb.SetProtectionResponse(
+            protections=[wire.write(resources_pb2.Protection, each) for each in found]
+        )
 
     def DeleteProtection(
         self, request: pb.DeleteProtectionRequest, call: Call
@@ -188,13 +192,17 @@ class ModelHandlers:
         found = self._gates.ask(
             request.model, request.ref, action, call.peer, request_id=request.request_id, note=request.note
         )
-        return wire.ref_request_to_proto(found)
+        return wire.write(resources_pb2.RefRequest, found)
 
     def ListRefs(self, request: pb.ListRefsRequest, call: Call) -> pb.ListRefsResponse:
         return pb.ListRefsResponse(
             refs=self._catalog.refs(request.model),
-            requests=map(wire.ref_request_to_proto, self._gates.ref_requests(request.model)),
-            protections=map(wire.protection_to_proto, self._gates.protections(request.model)),
+            requests=[
+                wire.write(resources_pb2.RefRequest, each) for each in self._gates.ref_requests(request.model)
+            ],
+            protections=[
+                wire.write(resources_pb2.Protection, each) for each in self._gates.protections(request.model)
+            ],
         )
 
     @takes_long
@@ -221,19 +229,19 @@ class ModelHandlers:
 
     def GetRetention(self, request: pb.GetRetentionRequest, call: Call) -> pb.GetRetentionResponse:
         retention = self._collecting.retention(request.model)
-        return pb.GetRetentionResponse(retention=wire.retention_to_proto(retention))
+        return pb.GetRetentionResponse(retention=wire.write(resources_pb2.Retention, retention))
 
     def SetRetention(self, request: pb.SetRetentionRequest, call: Call) -> pb.SetRetentionResponse:
         asked = wire.read(Retention, request.retention)
         retention = self._collecting.set_retention(request.model, asked)
-        return pb.SetRetentionResponse(retention=wire.retention_to_proto(retention))
+        return pb.SetRetentionResponse(retention=wire.write(resources_pb2.Retention, retention))
 
     def GetGate(self, request: pb.GetGateRequest, call: Call) -> pb.GetGateResponse:
-        return pb.GetGateResponse(gate=wire.gate_to_proto(self._gates.gate(request.model)))
+        return pb.GetGateResponse(gate=wire.write(resources_pb2.Gate, self._gates.gate(request.model)))
 
     def SetGate(self, request: pb.SetGateRequest, call: Call) -> pb.SetGateResponse:
         gate = self._gates.set_gate(request.model, wire.read(Gate, request.gate))
-        return pb.SetGateResponse(gate=wire.gate_to_proto(gate))
+        return pb.SetGateResponse(gate=wire.write(resources_pb2.Gate, gate))
 
     def ApproveVersion(self, request: pb.ApproveVersionRequest, call: Call) -> pb.ApproveVersionResponse:
         by = call.peer.called(request.by)
@@ -255,7 +263,7 @@ class ModelHandlers:
     @takes_long
     def CollectVersions(self, request: pb.CollectVersionsRequest, call: Call) -> pb.CollectVersionsResponse:
         report = self._collecting.collect(request.model, dry_run=request.dry_run)
-        return pb.CollectVersionsResponse(collection=wire.collection_to_proto(report))
+        return pb.CollectVersionsResponse(collection=wire.write(resources_pb2.Collection, report))
 
     @takes_long
     def WarmModel(self, request: pb.WarmModelRequest, call: Call) -> pb.WarmModelResponse:
