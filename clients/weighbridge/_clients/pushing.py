@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from weighbridge._clients.calls import push_calls, version_calls
 from weighbridge._clients.calls.steps import Steps
 from weighbridge._clients.connection import Connection
-from weighbridge._clients.copying.copies import Copying
+from weighbridge._clients.copying.copies import Copies, Copying
 from weighbridge._clients.copying.delivery import Delivery, copy_out, lend, take_passing
 from weighbridge._clients.holding.agreement import RankAgreement
 from weighbridge._clients.holding.policy import FREE, Hold, held
@@ -125,6 +125,9 @@ class Pusher:
 
     Args:
         connection: the client's.
+
+    Attributes:
+        staging: buffers for what goes by gRPC.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -133,26 +136,24 @@ class Pusher:
         self._running: list[Future[PushReport]] = []
         self._slots = threading.BoundedSemaphore(_PUSHES_AT_ONCE)
         self._replicas = ReplicaChecksums()
-        self._staging = StagingPool()
+        self.staging = StagingPool()
+        self._ahead = StagingPool()
         self._pushed: dict[str, frozenset[Shard]] = {}
 
-    def expected(
-        self, model: str, layout: Layout, tensors: Sequence[torch.Tensor]
-    ) -> Sequence[torch.Tensor] | None:
-        """Those of a rank's tensors that it will probably be told to push: what it was told last time.
+    def begin(self, copies: Copies, model: str, layout: Layout, tensors: Sequence[torch.Tensor]) -> None:
+        """Begin to copy those of a rank's tensors that it will probably be told to push: what it was told last time.
 
-        None if that is not known, or most of what the rank holds was others' to push, too.
+        That is not known before the first push, nor if most of what the rank holds was others' to push, too.
 
         Args:
+            copies: of the call.
             model: which model.
             layout: the shards that the rank holds.
             tensors: one for each.
         """
-        before = self._pushed.get(model)
-        if before is None:
-            return None
+        before = self._pushed.get(model, frozenset())
         each = zip(layout.placements, tensors, strict=True)
-        return [tensor for placement, tensor in each if placement.shard in before]
+        copies.begin([tensor for placement, tensor in each if placement.shard in before], self._ahead)
 
     def push(
         self,
@@ -399,7 +400,7 @@ class Pusher:
             passing = open_source.make(chosen)
             lent = lend(self._connection.lane_at(stream.at), header, chosen)
             delivery = take_passing(
-                lent, chosen, passing, stream.send, open_source.buffer_bytes, counts, self._staging
+                lent, chosen, passing, stream.send, open_source.buffer_bytes, counts, self.staging
             )
             casts = passing.casts
         else:

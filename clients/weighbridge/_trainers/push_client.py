@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, Unpack
 
 from weighbridge._clients.copying.ahead import CopiesAhead
@@ -19,17 +18,17 @@ from weighbridge._clients.transport import ConnectionOptions
 from weighbridge._core.layouts import Layout
 from weighbridge._core.references import is_training
 from weighbridge._core.tensor_spaces import TensorSpace
-from weighbridge._formats.push_sources import OpenSource, StagingPool, cast_dtypes
+from weighbridge._formats.push_sources import OpenSource, cast_dtypes
 from weighbridge._trainers.copies_until_step import StepGate
 from weighbridge._trainers.restorer import RestoringClient
-from weighbridge._trainers.training import TrainingPushes, training_state
+from weighbridge._trainers.training import opening_behind, training_state
 from weighbridge.errors import InvalidArgument
 from weighbridge.v1 import checkpoint_service_pb2 as pb
 
 if TYPE_CHECKING:
     import torch
 
-    from weighbridge._trainers.states.training_state import TrainingTensors
+    from weighbridge._trainers.states.training_state import TrainingState, TrainingTensors
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +40,20 @@ class _Shards(Protocol):
     def layout(self) -> Layout: ...
     @property
     def tensors(self) -> Sequence[torch.Tensor]: ...
+
+
+class PushCall:
+    """One call of a trainer that pushes.
+
+    Attributes:
+        terms: on which.
+        handle: of the push, once that was made or skipped.
+    """
+
+    handle: PushHandle
+
+    def __init__(self, terms: PushTerms) -> None:
+        self.terms = terms
 
 
 FoundT = TypeVar("FoundT", bound=_Shards)
@@ -60,12 +73,11 @@ class PushingClient(RestoringClient):
         super().__init__(server, **options)
         self.run = run
         self._ahead_bytes = ahead_bytes
-        self._ahead = StagingPool()
-        self._staging = StagingPool()
         self._pusher = Pusher(self._connection)
         self._steps = StepGate()
         self._away = False
-        self._training = TrainingPushes(self._connection)
+        # slots and buffers of their own: neither weights nor training states wait for the other's bytes
+        self._training = Pusher(self._connection)
 
     def push_shards(
         self,
@@ -97,60 +109,48 @@ class PushingClient(RestoringClient):
         """
         opening = self._opening(model, step, run, world_size, request_id, part=True)
         opening.cast_from.extend(cast_from)
-        push = partial(self._push_layout, opening, options, rank, layout, space, open_source, hold_seal)
-        return self._on_terms(opening, options, push)
+        with self._on_terms(opening, options) as call:
+            with self._pusher.telling([opening], rank, call.terms):
+                say(opening, options)
+            call.handle = self._pusher.push(
+                opening, rank, layout, space, open_source, hold_seal=hold_seal, terms=call.terms
+            )
+        return call.handle
 
-    def _push_layout(
-        self,
-        opening: pb.OpenVersionRequest,
-        options: PushOptions,
-        rank: int,
-        layout: Layout,
-        space: TensorSpace,
-        open_source: OpenSource,
-        hold_seal: bool,
-        terms: PushTerms,
-    ) -> PushHandle:
-        with self._pusher.telling([opening], rank, terms):
-            say(opening, options)
-        return self._pusher.push(opening, rank, layout, space, open_source, hold_seal=hold_seal, terms=terms)
+    @contextmanager
+    def _on_terms(self, opening: pb.OpenVersionRequest, options: PushOptions) -> Iterator[PushCall]:
+        """In the block, make a push on the terms that its options say. Every way to push goes through this.
 
-    def _on_terms(
-        self, opening: pb.OpenVersionRequest, options: PushOptions, push: Callable[[PushTerms], PushHandle]
-    ) -> PushHandle:
-        """Make a push on the terms that its options say. Every way to push goes through this.
-
-        Where torch.distributed has as many ranks as the push, all of them push, or none.
+        Where torch.distributed has as many ranks as the push, all of them push, or none. With ``on_failure="warn"`` an error ends the block alone, and the
+        call has the handle of a push that was skipped.
 
         Args:
             opening: of the push.
             options: of the push.
-            push: makes it.
-
-        Returns:
-            Its handle; with ``on_failure="warn"`` also of one that failed.
-
-        Raises:
-            WeighbridgeError: the push failed, and is not to be skipped.
         """
         policy = HoldPolicy.of(options)
         agreement = RankAgreement.of_process_group(opening.model, opening.request_id, opening.ranks)
         if agreement is not None and agreement.refused_before:
             opening.request_id += f"#{agreement.refused_before}"
-        terms = PushTerms(policy.begin(away=self._away), agreement)
+        call = PushCall(PushTerms(policy.begin(away=self._away), agreement))
         try:
-            with held(terms.hold):
-                handle = push(terms)
+            with held(call.terms.hold):
+                yield call
+            self._away = False
         except Exception as error:
             if agreement is not None:
                 agreement.fail(error)
             self._away = is_away(error)
-            if not policy.warns:
-                raise
-            log.error("%s: step %d was not pushed; the loop goes on. %s", opening.model, opening.step, error)
-            return PushHandle.of_skipped(self._connection, opening.model, error)
-        self._away = False
-        return handle
+            call.handle = self._skipped(opening, "step", call.terms, error)
+
+    def _skipped(
+        self, opening: pb.OpenVersionRequest, what: str, terms: PushTerms, error: Exception
+    ) -> PushHandle:
+        """The handle of a push that has failed; raises its error unless it may be skipped."""
+        if not terms.hold.policy.warns:
+            raise error
+        log.error("%s: %s %d was not pushed; the loop goes on. %s", opening.model, what, opening.step, error)
+        return PushHandle.of_skipped(self._connection, opening.model, error)
 
     def close(self) -> None:
         """Wait until what was pushed has arrived or failed, then close the connection."""
@@ -187,7 +187,9 @@ class PushingClient(RestoringClient):
         terms: PushTerms,
         *,
         until: Any,
-        **training: Any,
+        optimizer: Any,
+        state: Mapping[str, Any] | None,
+        rank_state: Mapping[str, Any] | None,
     ) -> PushHandle:
         """Push a rank's tensors, and behind them its training state if anything of it is given. What is refused of them is told to all ranks.
 
@@ -198,28 +200,42 @@ class PushingClient(RestoringClient):
             find_shards: finds what the rank holds of the model.
             training_tensors: gives what the rank holds of model and optimizer, by these shards.
             terms: on which it is pushed.
-            options, until, training: as for `TrainerClient.push`: ``optimizer``, ``state`` and ``rank_state``.
+            options, until, optimizer, state, rank_state: as for `TrainerClient.push`.
         """
-        is_given = any(each is not None for each in training.values())
-        told = [opening, self._training.opening(opening)] if is_given else [opening]
+        behind: TrainingState | None = None
+        told = [opening]
+        if not (optimizer is state is rank_state is None):
+            told.append(opening_behind(opening))
         with ExitStack() as stack:
             with self._pusher.telling(told, rank, terms):
                 say(opening, options)
-                copies = stack.enter_context(self._copies(until, training["optimizer"], is_given))
+                copies = stack.enter_context(self._copies(until, optimizer, len(told) > 1))
                 shards = find_shards()
                 layout, tensors = shards.layout, shards.tensors
-                copies.begin(self._pusher.expected(opening.model, layout, tensors), self._ahead)
-                begin = partial(self._training.begin, copies, opening.model)
-                state = training_state(partial(training_tensors, shards), rank, **training, begin=begin)
+                self._pusher.begin(copies, opening.model, layout, tensors)
+                if len(told) > 1:
+                    own = training_tensors(shards)
+                    self._training.begin(copies, told[1].model, own.layout, own.tensors)
+                    behind = training_state(own, rank, state, rank_state)
                 opening.cast_from.extend(cast_dtypes(layout, tensors))
-
-            def weights(behind: pb.OpenVersionRequest | None) -> PushHandle:
-                source, copying = copies.source(tensors, self._staging)
-                return self._pusher.push(
-                    opening, rank, layout, space, source, behind=behind, copying=copying, terms=terms
+            second = None if behind is None else opening_behind(opening)
+            source, copying = copies.source(tensors, self._pusher.staging)
+            handle = self._pusher.push(
+                opening, rank, layout, space, source, behind=second, copying=copying, terms=terms
+            )
+            if behind is None or second is None:
+                return handle
+            second.at_least = handle.number
+            try:
+                copies.keep(behind.tensors[-1:])  # the blob
+                source, copying = copies.source(behind.tensors, self._training.staging)
+                handle.training = self._training.push(
+                    second, rank, behind.layout, behind.space, source, copying=copying, terms=terms.behind()
                 )
-
-            return self._training.beside(weights, opening, rank, state, copies, terms)
+            except Exception as error:
+                error.add_note(f"This rank had pushed the weights by then: {handle.model}@{handle.number}.")
+                handle.training = self._skipped(second, "the training state of step", terms, error)
+            return handle
 
     def _copies(self, until: Any, optimizer: Any, beside: bool) -> Copies:
         """How one call copies what it pushes: weights, and perhaps a training state beside them."""

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Unpack
 
 from weighbridge._clients.push_handle import PushHandle
 from weighbridge._clients.push_options import PushOptions, check_options, say
-from weighbridge._clients.pushing import PushTerms
 from weighbridge._core.tensor_spaces import TensorSpace
 from weighbridge._trainers.importer import ImportingClient
-from weighbridge.v1 import checkpoint_service_pb2 as pb
 
 if TYPE_CHECKING:
     import torch
 
     from weighbridge._formats.megatron_state import WeightShards
-    from weighbridge._formats.torch_state import TorchShards
-    from weighbridge._trainers.states.training_state import TrainingTensors
 
 
 class TrainerClient(ImportingClient):
@@ -91,20 +87,13 @@ class TrainerClient(ImportingClient):
         check_cast(cast)
         rank, world_size = rank_and_world(rank, world_size)
         opening = self._opening(model, step, run, world_size, request_id)
-        push = partial(
-            self._push_tensors,
-            opening,
-            rank,
-            TensorSpace.MEGATRON,
-            partial(self._weight_shards, model, sharded_state_dict, cast),
-            lambda shards: training_tensors(shards.held, optimizer),
-            options,
-            until=until,
-            optimizer=optimizer,
-            state=state,
-            rank_state=rank_state,
-        )
-        return self._on_terms(opening, options, push)
+        find = partial(self._weight_shards, model, sharded_state_dict, cast)
+        with self._on_terms(opening, options) as call:
+            call.handle = self._push_tensors(
+                opening, rank, TensorSpace.MEGATRON, find, lambda shards: training_tensors(shards.held, optimizer), options,
+                call.terms, until=until, optimizer=optimizer, state=state, rank_state=rank_state,
+            )  # fmt: skip
+        return call.handle
 
     def push_state_dict(
         self,
@@ -163,26 +152,23 @@ class TrainerClient(ImportingClient):
             AlreadyExists: another process pushes as this rank of this step.
         """
         check_options(options)
+        from weighbridge._formats.peft_models import merges_together
         from weighbridge._formats.torch_state import rank_and_world, torch_shards
         from weighbridge._trainers.states.torch_training import training_tensors
 
         rank, world_size = rank_and_world(rank, world_size)
         opening = self._opening(model, step, run, world_size, request_id)
-        find = partial(torch_shards, cast=cast, whole=world_size == 1, of=model)
-        push = partial(
-            self._push_torch,
-            opening,
-            rank,
-            state_dict_or_module,
-            find,
-            lambda _: training_tensors(state_dict_or_module, optimizer),
-            options,
-            until=until,
-            optimizer=optimizer,
-            state=state,
-            rank_state=rank_state,
-        )
-        return self._on_terms(opening, options, push)
+        with self._on_terms(opening, options) as call, self._tensors(model) as tensors:
+            if merges_together(state_dict_or_module):
+                self._pusher.meet(model, call.terms)
+            find = partial(
+                torch_shards, state_dict_or_module, tensors, cast=cast, whole=world_size == 1, of=model
+            )
+            call.handle = self._push_tensors(
+                opening, rank, TensorSpace.HUGGING_FACE, find, lambda _: training_tensors(state_dict_or_module, optimizer), options,
+                call.terms, until=until, optimizer=optimizer, state=state, rank_state=rank_state,
+            )  # fmt: skip
+        return call.handle
 
     def push_gathered(
         self,
@@ -230,19 +216,36 @@ class TrainerClient(ImportingClient):
         passing = iter(weights)
         try:
             check_options(options)
+            from weighbridge._formats.gathered_shards import (
+                GatheredShards,
+                OpenPassing,
+                held_layout,
+                share_layout,
+            )
             from weighbridge._formats.torch_state import check_cast, rank_and_world
 
             check_cast(cast)
             rank, ranks = rank_and_world(rank, world_size)
             opening = self._opening(model, step, run, ranks, request_id)
-            push = partial(self._push_passing, opening, rank, passing, options, cast, buffer_bytes, held)
-            handle = self._on_terms(opening, options, push)
+            with self._on_terms(opening, options) as call, self._tensors(model) as tensors:
+                with self._pusher.telling([opening], rank, call.terms):
+                    say(opening, options)
+                    if held is None:
+                        shares = share_layout(tensors, rank, ranks)
+                        given = partial(GatheredShards, rank=rank, ranks=ranks)
+                    else:
+                        shares = held_layout(tensors, held)
+                        given = partial(GatheredShards, rank=0, ranks=1, expected=shares.tensors)
+                passed = OpenPassing(partial(given, passing, tensors, cast=cast), buffer_bytes)
+                call.handle = self._pusher.push(
+                    opening, rank, shares, TensorSpace.HUGGING_FACE, passed, terms=call.terms
+                )
         except Exception:
             _take_all(passing)
             raise
-        if handle.skipped is not None:
+        if call.handle.skipped is not None:
             _take_all(passing)
-        return handle
+        return call.handle
 
     def _weight_shards(self, model: str, sharded_state_dict: Any, cast: str) -> WeightShards:
         from weighbridge._formats.megatron_state import as_registered, sharded_tensors
@@ -250,64 +253,6 @@ class TrainerClient(ImportingClient):
         held = sharded_tensors(sharded_state_dict)
         with self._registered(model, held.layout) as registered:
             return as_registered(held, registered, cast)
-
-    def _push_torch(
-        self,
-        opening: pb.OpenVersionRequest,
-        rank: int,
-        source: Any,
-        find: Callable[..., TorchShards],
-        training_tensors: Callable[[TorchShards], TrainingTensors],
-        options: PushOptions,
-        terms: PushTerms,
-        **training: Any,
-    ) -> PushHandle:
-        from weighbridge._formats.peft_models import merges_together
-
-        with self._tensors(opening.model) as tensors:
-            if merges_together(source):
-                self._pusher.meet(opening.model, terms)
-            return self._push_tensors(
-                opening,
-                rank,
-                TensorSpace.HUGGING_FACE,
-                partial(find, source, tensors),
-                training_tensors,
-                options,
-                terms,
-                **training,
-            )
-
-    def _push_passing(
-        self,
-        opening: pb.OpenVersionRequest,
-        rank: int,
-        passing: Iterator[tuple[str, torch.Tensor]],
-        options: PushOptions,
-        cast: str,
-        buffer_bytes: int,
-        held: Iterable[str] | None,
-        terms: PushTerms,
-    ) -> PushHandle:
-        from weighbridge._formats.gathered_shards import (
-            GatheredShards,
-            OpenPassing,
-            held_layout,
-            share_layout,
-        )
-
-        with self._tensors(opening.model) as tensors:
-            with self._pusher.telling([opening], rank, terms):
-                say(opening, options)
-                if held is None:
-                    shares = share_layout(tensors, rank, opening.ranks)
-                    given = partial(GatheredShards, rank=rank, ranks=opening.ranks)
-                else:
-                    shares = held_layout(tensors, held)
-                    given = partial(GatheredShards, rank=0, ranks=1, expected=shares.tensors)
-            make = partial(given, passing, tensors, cast=cast)
-            passed = OpenPassing(make, buffer_bytes)
-            return self._pusher.push(opening, rank, shares, TensorSpace.HUGGING_FACE, passed, terms=terms)
 
 
 def _take_all(passing: Iterator[object]) -> None:

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 from weighbridge._clients.calls import pull_calls
 from weighbridge._clients.calls.known_layouts import KnownLayouts
 from weighbridge._clients.connection import Connection
-from weighbridge._clients.copying.copies import Copies
-from weighbridge._clients.push_handle import PushHandle
-from weighbridge._clients.pushing import ALONE, Pusher, PushTerms
 from weighbridge._core.boxes import Box
 from weighbridge._core.layouts import Layout, Shard, TensorSpec
 from weighbridge._core.references import Reference, training_of
 from weighbridge._core.resources import REF_LATEST, Version
 from weighbridge._core.slices import FullTensors
 from weighbridge._core.text.counts import counted
-from weighbridge._formats.push_sources import StagingPool
 from weighbridge._trainers import restoring
 from weighbridge._trainers.states import stateful
 from weighbridge.errors import DataLoss, InvalidArgument
@@ -30,116 +26,36 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+def opening_behind(weights: pb.OpenVersionRequest) -> pb.OpenVersionRequest:
+    """The opening of the training state that is pushed behind these weights, which have not been opened yet."""
+    own = pb.OpenVersionRequest()
+    own.CopyFrom(weights)
+    own.model = training_of(weights.model)
+    own.ClearField("cast_from")
+    # held versions are for engines to pass by; a trainer that goes on wants the newest state as it was
+    own.candidate, own.allow_nonfinite = False, True
+    return own
+
+
 def training_state(
-    tensors: Callable[[], TrainingTensors],
-    rank: int,
-    *,
-    optimizer: Any,
-    state: Mapping[str, Any] | None,
-    rank_state: Mapping[str, Any] | None,
-    begin: Callable[[TrainingTensors], None] = lambda _: None,
-) -> TrainingState | None:
-    """What a rank pushes beside its weights; None if nothing of it was given.
+    held: TrainingTensors, rank: int, state: Mapping[str, Any] | None, rank_state: Mapping[str, Any] | None
+) -> TrainingState:
+    """What a rank pushes behind its weights.
 
     Args:
-        tensors: gives what the rank holds of model and optimizer.
+        held: what it holds of model and optimizer.
         rank: which rank.
-        optimizer, state, rank_state: as for `TrainerClient.push_state_dict`.
-        begin: is given the tensors before anything else is looked at.
+        state, rank_state: as for `TrainerClient.push_state_dict`.
 
     Raises:
         InvalidArgument: values are not plain; names the entry.
     """
-    if optimizer is state is rank_state is None:
-        return None
     from weighbridge._trainers.states.training_state import RankValues, TrainingState
 
-    held = tensors()
-    begin(held)
     values = RankValues(
         state=stateful.values_of(state, "state"), rank_state=stateful.values_of(rank_state, "rank_state")
     )
     return TrainingState.of(held, values, rank)
-
-
-class TrainingPushes:
-    """The pushes of training states of one client. They have slots and staging buffers of their own, so that neither they nor weights wait
-    for the other's bytes.
-
-    Args:
-        connection: the client's.
-    """
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self._pusher = Pusher(connection)
-        self._staging = StagingPool()
-        self._ahead = StagingPool()
-
-    @staticmethod
-    def opening(weights: pb.OpenVersionRequest) -> pb.OpenVersionRequest:
-        """The opening of the training state that is pushed beside these weights, which have not been opened yet."""
-        own = pb.OpenVersionRequest()
-        own.CopyFrom(weights)
-        own.model = training_of(weights.model)
-        own.ClearField("cast_from")
-        # held versions are for engines to pass by; a trainer that goes on wants the newest state as it was
-        own.candidate, own.allow_nonfinite = False, True
-        return own
-
-    def begin(self, copies: Copies, model: str, held: TrainingTensors) -> None:
-        """Begin to copy what will probably be pushed of the state beside a model's weights."""
-        copies.begin(self._pusher.expected(training_of(model), held.layout, held.tensors), self._ahead)
-
-    def beside(
-        self,
-        weights: Callable[[pb.OpenVersionRequest | None], PushHandle],
-        opening: pb.OpenVersionRequest,
-        rank: int,
-        state: TrainingState | None,
-        copies: Copies,
-        terms: PushTerms = ALONE,
-    ) -> PushHandle:
-        """Push weights, and behind them the training state that belongs to them.
-
-        Args:
-            weights: pushes them; is given the opening of what comes behind.
-            opening: of the weights.
-            rank: which rank.
-            state: what is pushed beside them; None for nothing.
-            copies: how both are copied; begun by the caller, who ends them.
-            terms: of the weights' push.
-
-        Returns:
-            The handle of the weights.
-        """
-        if state is None:
-            return weights(None)
-        own = self.opening(opening)
-        handle = weights(own)
-        own.at_least = handle.number
-        try:
-            copies.keep(state.tensors[-1:])  # the blob
-            source, copying = copies.source(state.tensors, self._staging)
-            handle.training = self._pusher.push(
-                own, rank, state.layout, state.space, source, copying=copying, terms=terms.behind()
-            )
-        except Exception as error:
-            error.add_note(f"This rank had pushed the weights by then: {handle.model}@{handle.number}.")
-            if not terms.hold.policy.warns:
-                raise
-            log.error(
-                "%s: the training state of step %d was not pushed; the loop goes on. %s",
-                own.model,
-                own.step,
-                error,
-            )
-            handle.training = PushHandle.of_skipped(self._connection, own.model, error)
-        return handle
-
-    def close(self) -> None:
-        """Wait until what was pushed has arrived or failed."""
-        self._pusher.close()
 
 
 def restore_training(

@@ -142,5 +142,5 @@ class SavedState:
 
     def check(self, rank: int) -> None:
         """Refuse what `TrainerClient.push` would refuse. Raises as that does."""
-        held = functools.partial(training_tensors, sharded_tensors(self.sharded), self.optimizer)
-        training_state(held, rank, optimizer=self.optimizer, state=self.state, rank_state=None)
+        held = training_tensors(sharded_tensors(self.sharded), self.optimizer)
+        training_state(held, rank, self.state, None)

@@ -22,18 +22,13 @@ from weighbridge import (
     InvalidArgument,
     Layout,
     ShardSource,
-    TensorSpace,
     TrainerClient,
     VersionFailed,
 )
-from weighbridge._clients.copying.copies import CopiesInCall
+from weighbridge._clients.copying.copies import CopiesInCall, Copying
 from weighbridge._clients.push_handle import PushHandle
-from weighbridge._clients.push_options import opening_of
-from weighbridge._clients.pushing import Pusher
-from weighbridge._formats.push_sources import CastingSource, StreamSource
+from weighbridge._formats.push_sources import CastingSource, OpenSource, StagingPool, StreamSource
 from weighbridge._formats.tensor_stream import Ranges
-from weighbridge._trainers.states.torch_training import training_tensors
-from weighbridge._trainers.training import TrainingPushes, training_state
 
 MODEL = "acme/smol"
 
@@ -106,39 +101,24 @@ class Broken(CastingSource):
         raise RuntimeError("the device is gone")
 
 
-def pushed(client: TrainerClient, rank: int, step: int, *, broken: bool = False) -> PushHandle:
-    """What `TrainerClient.push_state_dict` does, of a rank whose weights perhaps cannot be copied."""
-    own = module()
-    connection = client._connection
-    opening = opening_of(MODEL, step=step, run="r", ranks=2, client_id=connection.client_id, request_id=None)
-    held = training_tensors(own, None)
-    names = [each.shard.tensor for each in held.layout.placements]
-    weights = Layout.stream(
-        [
-            type(spec)(name.removeprefix("model."), spec.dtype, spec.shape)
-            for name, spec in held.layout.tensors.items()
-        ],
-        [
-            each.shard._replace(tensor=each.shard.tensor.removeprefix("model."))
-            for each in held.layout.placements
-        ],
+class BrokenCopies(CopiesInCall):
+    """Copies of tensors that cannot be copied."""
+
+    def source(self, tensors: Sequence[torch.Tensor], staging: StagingPool) -> tuple[OpenSource, Copying]:
+        def opened(indexes: Sequence[int], layout: Layout) -> ShardSource:
+            return Broken(layout, [tensors[index] for index in indexes])
+
+        return opened, Copying()
+
+
+def pushed(client: TrainerClient, rank: int, step: int) -> PushHandle:
+    return client.push_state_dict(
+        MODEL, module(), step=step, rank=rank, world_size=2, state={"step": step}, request_id=f"r/{step}"
     )
-    assert names
-    kind = Broken if broken else CastingSource
-
-    def source(indexes: Sequence[int], layout: Layout) -> ShardSource:
-        return kind(layout, [held.tensors[index] for index in indexes])
-
-    state = training_state(lambda: held, rank, optimizer=None, state={"step": step}, rank_state=None)
-    pusher, training = Pusher(connection), TrainingPushes(connection)
-    return training.beside(
-        lambda behind: pusher.push(opening, rank, weights, TensorSpace.HUGGING_FACE, source, behind=behind),
-        opening, rank, state, CopiesInCall(),
-    )  # fmt: skip
 
 
 def test_a_rank_whose_weights_fail_once_all_have_declared_is_not_waited_for_with_the_training_state(
-    service: RunningService,
+    service: RunningService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other rank's weights are copied by then: without a word it would wait ten minutes for this one."""
     with (
@@ -148,8 +128,10 @@ def test_a_rank_whose_weights_fail_once_all_have_declared_is_not_waited_for_with
     ):
         begun = time.monotonic()
         fine = pool.submit(pushed, first, 0, 1)
-        with pytest.raises(RuntimeError, match="the device is gone"):
-            pushed(second, 1, 1, broken=True)
+        with monkeypatch.context() as patched:
+            patched.setattr(second, "_copies", lambda *_: BrokenCopies())
+            with pytest.raises(RuntimeError, match="the device is gone"):
+                pushed(second, 1, 1)
         with pytest.raises(VersionFailed, match="the device is gone"):
             fine.result()
         assert time.monotonic() - begun < 100

@@ -48,9 +48,9 @@ class CopiesAhead(Copies):
         self.ended = threading.Event()
         self.ended_at = 0.0
 
-    def begin(self, tensors: Sequence[torch.Tensor] | None, buffers: StagingPool) -> None:
+    def begin(self, tensors: Sequence[torch.Tensor], buffers: StagingPool) -> None:
         """See `Copies.begin`. All is begun before the first push is made."""
-        keyed = ((key_of(each), each.detach()) for each in tensors or ())
+        keyed = ((key_of(each), each.detach()) for each in tensors)
         new = {key: each for key, each in keyed if key not in self._copies}
         starts, nbytes = [], 0
         for each in new.values():

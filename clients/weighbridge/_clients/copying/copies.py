@@ -53,11 +53,11 @@ class Copying:
 class Copies(ABC):
     """The copies of one call. Its block makes the pushes; after it the caller may change its tensors, unless that is put off."""
 
-    def begin(self, tensors: Sequence[torch.Tensor] | None, buffers: StagingPool) -> None:  # noqa: B027 - most wait until it is known where to
+    def begin(self, tensors: Sequence[torch.Tensor], buffers: StagingPool) -> None:  # noqa: B027 - most wait until it is known where to
         """Begin to copy what will probably be pushed.
 
         Args:
-            tensors: these; None if that is not known.
+            tensors: these; none if that is not known.
             buffers: where the memory for copies comes from.
         """
 
