@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -87,13 +88,10 @@ class Pull:
         fill = fit(self._plan, target, cast=cast, strict=strict)
         pull = self
         if fill.boxes is not None:
-            version = self.version
-            steps = pull_calls.plan_pull(
-                KnownLayouts(), version.model, version.number, fill.boxes, self._plan.dtype
-            )
-            pull = Pull(self._connection, self._connection.run(steps))
+            plan = self._connection.run(pull_calls.plan_boxes(self._plan, fill.boxes))
+            pull = Pull(self._connection, plan)
         if fill.tensors:
-            fill_tensors(pull.layout, fill.tensors, pull.filled)
+            deque(fill_tensors(pull.layout, fill.tensors, pull.filled), maxlen=0)
             self.lane, self.lane_reason = pull.lane, pull.lane_reason
         return fill.report
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from weighbridge._clients.calls.pull_calls import PullPlan
 from weighbridge._core.boxes import Box
@@ -19,7 +19,7 @@ from weighbridge.errors import LayoutError
 if TYPE_CHECKING:
     import torch
 
-    FilledTensors = Callable[[Callable[[int], torch.Tensor]], Iterable[tuple[str, torch.Tensor]]]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -133,13 +133,20 @@ def _shifted(
     ]
 
 
-def fill_tensors(layout: Layout, tensors: Sequence[torch.Tensor], filled: FilledTensors) -> None:
+def fill_tensors(
+    layout: Layout,
+    tensors: Sequence[torch.Tensor],
+    filled: Callable[[Callable[[int], torch.Tensor]], Iterable[T]],
+) -> Iterator[T]:
     """Pull slices into tensors; into those of another floating-point dtype through one of the slice's, for as long as it comes.
 
     Args:
         layout: of what is pulled.
         tensors: one for each placement, on any device.
         filled: pulls into what it is given, in the order of placements.
+
+    Yields:
+        What that gives for each, once its tensor is filled.
     """
     import torch
 
@@ -153,6 +160,7 @@ def fill_tensors(layout: Layout, tensors: Sequence[torch.Tensor], filled: Filled
         made = to_cast[index] = torch.empty_like(tensor, dtype=dtype)
         return made
 
-    for index, _ in enumerate(filled(tensor_for)):
+    for index, each in enumerate(filled(tensor_for)):
         if index in to_cast:
             tensors[index].copy_(to_cast.pop(index))
+        yield each

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from weighbridge._clients.calls import push_calls
 from weighbridge._clients.client import Client
+from weighbridge._clients.filling import fill_tensors
 from weighbridge._clients.transport import ConnectionOptions
 from weighbridge._core.layouts import Layout, TensorSpec
 from weighbridge._core.megatron_rank import MegatronRank
@@ -88,9 +91,9 @@ class RestoringClient(Client):
         named = Reference.of(model, version, REF_LATEST).model
         with torch.no_grad(), self._registered(named, shards.layout) as registered:
             weights = as_registered(shards, registered, filled=True)
-            steps = restoring.cast_shards(self._connection, model, weights.layout, weights.tensors, version)
+            filled = partial(restoring.megatron_shards, self._connection, model, version, weights.layout)
             # a sharded state dict holds at least one shard
-            restored = [version for version, _ in steps][-1]
+            [(restored, _)] = deque(fill_tensors(weights.layout, weights.tensors, filled), maxlen=1)
             shards.finish_restore()
         return restored
 
@@ -241,7 +244,7 @@ class RestoringClient(Client):
         Yields:
             The version, and the index of each placement that is complete.
         """
-        return restoring.megatron_shards(self._connection, model, layout, tensor_for, version)
+        return restoring.megatron_shards(self._connection, model, version, layout, tensor_for)
 
     def describe_tensors(self, model: str, *, refresh: bool = False) -> Mapping[str, TensorSpec]:
         """A model's tensors by name. They are asked for once, and again with ``refresh``: the name may stand for another model by now.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -29,9 +30,9 @@ if TYPE_CHECKING:
 def megatron_shards(
     connection: Connection,
     model: str,
+    version: str | int | None,
     layout: Layout,
     tensor_for: Callable[[int], torch.Tensor],
-    version: str | int | None,
 ) -> Iterator[tuple[Version, int]]:
     """Fill shards in megatron-core's tensor space; see `TrainerClient.restore_layout`."""
     meant = Reference.of(model, version, REF_LATEST)
@@ -78,31 +79,6 @@ def megatron_shards(
             yield resolved[0], index
 
 
-def cast_shards(
-    connection: Connection,
-    model: str,
-    layout: Layout,
-    tensors: Sequence[torch.Tensor],
-    version: str | int | None,
-) -> Iterator[tuple[Version, int]]:
-    """As `megatron_shards`, into tensors that may be of other floating-point dtypes than the layout: those are filled through a copy in host memory."""
-    import torch
-
-    copies: dict[int, torch.Tensor] = {}
-
-    def tensor_for(index: int) -> torch.Tensor:
-        dtype = layout.tensors[layout.placements[index].shard.tensor].dtype.torch
-        if tensors[index].dtype == dtype:
-            return tensors[index]
-        copies[index] = torch.empty(tensors[index].shape, dtype=dtype, device="cpu")
-        return copies[index]
-
-    for found, index in megatron_shards(connection, model, layout, tensor_for, version):
-        if index in copies:
-            tensors[index].copy_(copies.pop(index))
-        yield found, index
-
-
 def hugging_face_shards(
     connection: Connection,
     model: str,
@@ -126,5 +102,5 @@ def hugging_face_shards(
         return connection.run(version_calls.get_version(model, version))
     boxes = Boxes([(shard.tensor, *shard.box) for shard, _, _, _ in layout.placements])
     plan = connection.run(pull_calls.plan_pull(KnownLayouts(), model, version, boxes, None))
-    fill_tensors(plan.layout, tensors, Pull(connection, plan).filled)
+    deque(fill_tensors(plan.layout, tensors, Pull(connection, plan).filled), maxlen=0)
     return plan.version

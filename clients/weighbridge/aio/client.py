@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import TYPE_CHECKING, Self, Unpack
 
 from weighbridge._clients.calls import model_calls, pull_calls, ref_calls, version_calls
@@ -189,12 +190,5 @@ class AsyncEngineClient:
         Returns:
             ``async for name, tensor in client.pull(...)``; see there for more.
         """
-        return AsyncPull(
-            self._carrier,
-            lambda: self._connection.run(pull_calls.plan_pull(self._layouts, model, version, layout, dtype)),
-            lambda plan, boxes: self._connection.run(
-                pull_calls.plan_pull(
-                    KnownLayouts(), plan.version.model, plan.version.number, boxes, plan.dtype
-                )
-            ),
-        )
+        planning = partial(pull_calls.plan_pull, self._layouts, model, version, layout, dtype)
+        return AsyncPull(self._carrier, self._connection, planning)

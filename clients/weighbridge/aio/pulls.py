@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import aclosing, asynccontextmanager, closing, contextmanager
 from contextvars import copy_context
 from functools import partial
@@ -11,18 +11,19 @@ from itertools import chain
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
-from weighbridge._clients.calls.pull_calls import PullPlan, described
+from weighbridge._clients.calls.pull_calls import PullPlan, described, plan_boxes
+from weighbridge._clients.calls.steps import Steps
 from weighbridge._clients.filling import Filled, fill_tensors, fit
 from weighbridge._clients.pulling import PullRun, PullStep
 from weighbridge._clients.transport import Transport
-from weighbridge._core.slices import Boxes
 from weighbridge._formats.host_slices import Slices
+from weighbridge.aio.connection import AsyncConnection
 from weighbridge.aio.threads import Threads
 
 if TYPE_CHECKING:
     import torch
 
-    from weighbridge._clients.filling import FilledTensors
+    FilledTensors = Callable[[Callable[[int], torch.Tensor]], Iterable[tuple[str, torch.Tensor]]]
 
 
 class Carrier:
@@ -70,13 +71,13 @@ class AsyncPull:
     def __init__(
         self,
         carrier: Carrier,
-        make_plan: Callable[[], Awaitable[PullPlan]],
-        replan: Callable[[PullPlan, Boxes], Awaitable[PullPlan]],
+        connection: AsyncConnection,
+        planning: Callable[[], Steps[PullPlan]],
     ) -> None:
         self.lane = self.lane_reason = ""
         self._carrier = carrier
-        self._make_plan = make_plan
-        self._replan = replan
+        self._connection = connection
+        self._planning = planning
         self._plan: PullPlan | None = None
 
     def __repr__(self) -> str:
@@ -93,7 +94,7 @@ class AsyncPull:
             InvalidArgument: the layout does not fit the model, or a tensor cannot be cast; names the tensor.
             FailedPrecondition: the version is not ready.
         """
-        plan = self._plan or await self._make_plan()
+        plan = await self._connection.run(self._planning()) if self._plan is None else self._plan
         self._plan = self._plan or plan  # one that another task has made meanwhile
         return self._plan
 
@@ -130,7 +131,7 @@ class AsyncPull:
             partial(fit, plan, target, cast=cast, strict=strict), lambda: None
         )
         if found.boxes is not None:
-            plan = await self._replan(plan, found.boxes)
+            plan = await self._connection.run(plan_boxes(plan, found.boxes))
         if found.tensors:
             await self._fill(plan, partial(fill_tensors, plan.layout, found.tensors))
         return found.report
@@ -142,15 +143,15 @@ class AsyncPull:
             tensor_for: gives the tensor for a placement of the plan's layout, by index; any device. Is called from other threads,
                 one call at a time.
         """
-        await self._fill(await self.plan(), lambda filled: deque(filled(tensor_for), maxlen=0))
+        await self._fill(await self.plan(), lambda filled: filled(tensor_for))
 
-    async def _fill(self, plan: PullPlan, fill: Callable[[FilledTensors], object]) -> None:
+    async def _fill(self, plan: PullPlan, fill: Callable[[FilledTensors], Iterable[object]]) -> None:
         async with self._transfer(plan) as transfer:
 
             def filled(tensor_for: Callable[[int], torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
                 return chain.from_iterable(transfer.filled(tensor_for))
 
-            await self._carrier.threads.run(partial(fill, filled), transfer.stop)
+            await self._carrier.threads.run(lambda: deque(fill(filled), maxlen=0), transfer.stop)
 
     async def bring(self, buffer: torch.Tensor | None = None, *, pin: bool = False) -> Slices:
         """Bring all slices to this machine, and read them later, in any order.

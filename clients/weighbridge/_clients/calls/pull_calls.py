@@ -12,7 +12,7 @@ from weighbridge._core import dtypes
 from weighbridge._core.layouts import Layout
 from weighbridge._core.references import Reference
 from weighbridge._core.resources import REF_LATEST, Version
-from weighbridge._core.slices import FullTensors, LayoutRequest
+from weighbridge._core.slices import Boxes, FullTensors, LayoutRequest
 from weighbridge._core.text.counts import counted
 from weighbridge._core.text.sizes import readable_size
 from weighbridge._transport import wire
@@ -50,6 +50,11 @@ def described(plan: PullPlan) -> str:
     """Size of a pull, in words."""
     cast = f" in {plan.dtype}" if plan.dtype else ""
     return f"{counted(len(plan.layout.placements), 'slice')}{cast}, {readable_size(plan.nbytes)}"
+
+
+def plan_boxes(plan: PullPlan, boxes: Boxes) -> Steps[PullPlan]:
+    """The plan of a pull of boxes instead of what was planned, of the same version."""
+    return plan_pull(KnownLayouts(), plan.version.model, plan.version.number, boxes, plan.dtype)
 
 
 def plan_pull(
