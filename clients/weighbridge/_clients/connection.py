@@ -8,20 +8,19 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, TypeVar, Unpack
+from typing import Any, TypeVar
 
 import grpc
 
 from weighbridge._clients.calls.absences import absences
 from weighbridge._clients.calls.steps import Call, Steps, take
 from weighbridge._clients.holding.policy import current_hold
-from weighbridge._clients.transport import ConnectionOptions, Transport
+from weighbridge._clients.transport import Transport
 from weighbridge._core.text import waits
 from weighbridge._tracing import spans
 from weighbridge._transport import rpc
 from weighbridge._transport.backoff import Backoff
 from weighbridge._transport.outages import Outage
-from weighbridge._transport.processes import OwnProcess
 from weighbridge.errors import ResourceExhausted, Unavailable, WeighbridgeError
 
 log = logging.getLogger(__name__)
@@ -36,16 +35,10 @@ class Connection(Transport):
     failed. Arguments are those of `Transport`.
     """
 
-    def __init__(self, server: str | None = None, **options: Unpack[ConnectionOptions]) -> None:
-        super().__init__(server, **options)
-        self._channels: dict[tuple[str, tuple[int, ...]], grpc.Channel] = {}
-        self._process = OwnProcess()
-        self._closed = False
-
     @property
     def closed(self) -> bool:
         """Whether it was closed: nothing is asked for any more."""
-        return self._closed
+        return self.streams.closed
 
     def run(self, steps: Steps[T], *, at: str | None = None, retry_seconds: float | None = None) -> T:
         """Take the steps of a control call in this thread; their result.
@@ -72,7 +65,7 @@ class Connection(Transport):
         call: Any = None
         try:
             with rpc.translated_errors(address, self.credentials), self._ending_when_closed():
-                call = self._channel(address).unary_stream(path, None, decode)(request)
+                call = self.streams.control(address).unary_stream(path, None, decode)(request)
                 if rpc.is_accepted(call.initial_metadata()):
                     self.addresses.answered(address)
                     yield None
@@ -89,7 +82,7 @@ class Connection(Transport):
     def pause(self, seconds: float) -> None:
         """Wait before a stream is opened again; the address in use is connected to meanwhile. Raises Unavailable if the client is closed."""
         with self._ending_when_closed():
-            rpc.connect_within(self._channel(self.addresses.current), seconds)
+            rpc.connect_within(self.streams.control(self.addresses.current), seconds)
 
     @contextmanager
     def reminding(self, missing: Callable[[], Sequence[tuple[str, str]]]) -> Iterator[None]:
@@ -108,7 +101,7 @@ class Connection(Transport):
             ended.set()
 
     def _remind(self, missing: Callable[[], Sequence[tuple[str, str]]], ended: threading.Event) -> None:
-        while not ended.wait(waits.REMIND_SECONDS) and not self._closed and (refs := missing()):
+        while not ended.wait(waits.REMIND_SECONDS) and not self.closed and (refs := missing()):
             with suppress(WeighbridgeError):  # that the service is away is logged besides
                 for sentence in self.run(absences(refs), retry_seconds=0.0):
                     if not ended.is_set():
@@ -124,26 +117,6 @@ class Connection(Transport):
             credentials=self.credentials,
         )
 
-    def close(self) -> None:
-        """Close all connections: what is under way fails. Tensors that are views of a version stay valid until they are gone."""
-        with self._lock:
-            self._closed = True
-            channels = list(self._channels.values())
-        super().close()
-        for channel in channels:
-            channel.close()
-
-    def _channel(self, address: str) -> grpc.Channel:
-        self._process.check()
-        with self._lock:
-            if self._closed:
-                raise Unavailable("the client has been closed")
-            key = address, self.credentials.stamp()
-            channel = self._channels.get(key)
-            if channel is None:
-                channel = self._channels[key] = rpc.open_channel(address, self.credentials)
-            return channel
-
     def _call(self, call: Call, at: str | None, seconds: float) -> bytes:
         """Make a call that is safe to repeat until it is answered, or until the push that it is of may hold its rank no longer."""
         hold = current_hold()
@@ -153,13 +126,13 @@ class Connection(Transport):
             within = hold.call_seconds(call.seconds)
             try:
                 with rpc.translated_errors(address, self.credentials), self._ending_when_closed():
-                    method: Callable[..., bytes] = rpc.in_parts(self._channel(address), call.path)
+                    method: Callable[..., bytes] = rpc.in_parts(self.streams.control(address), call.path)
                     found = method(call.request, timeout=within, metadata=spans.headers() or None)
                 self.addresses.answered(address)
                 outage.over()
                 return found
             except (Unavailable, ResourceExhausted) as error:
-                if self._closed:
+                if self.closed:
                     raise
                 if isinstance(error, Unavailable) and self.addresses.failed(address, error) and at is None:
                     continue
@@ -169,7 +142,7 @@ class Connection(Transport):
                 backoff = retry.backoff
                 outage.failed(error, backoff.left(time.monotonic()))
             with self._ending_when_closed():
-                rpc.connect_within(self._channel(at or self.addresses.current), retry.pause)
+                rpc.connect_within(self.streams.control(at or self.addresses.current), retry.pause)
 
     @contextmanager
     def _ending_when_closed(self) -> Iterator[None]:
@@ -178,6 +151,6 @@ class Connection(Transport):
             yield
         except (ValueError, grpc.RpcError) as error:
             ended = not isinstance(error, grpc.Call) or error.code() is grpc.StatusCode.CANCELLED
-            if not self._closed or not ended:
+            if not self.closed or not ended:
                 raise
             raise Unavailable("the client has been closed") from None

@@ -56,7 +56,7 @@ class Way:
 
 
 class Connections:
-    """Connections to the service that carry nothing but weights. Each is made when first used; thread-safe.
+    """Connections of one client to the service: those that carry nothing but weights, and one for all other calls. Each is made when first used; thread-safe.
 
     Args:
         addresses: the service's; connections go to the one in use.
@@ -82,7 +82,7 @@ class Connections:
         self._channels: dict[tuple[str, int | None, tuple[int, ...]], grpc.Channel] = {}
 
     def control(self, server: str) -> grpc.Channel:
-        """A channel for calls that carry no weights, to one of the addresses."""
+        """A channel for calls that carry no weights, to one of the addresses. Clients of one process may share its connection."""
         return self._channel(server, None)
 
     def way(self, index: int) -> Way:
@@ -111,7 +111,9 @@ class Connections:
             key = address, index, self.credentials.stamp()
             channel = self._channels.get(key)
             if channel is None:
-                channel = self._channels[key] = rpc.open_channel(address, self.credentials, shared=False)
+                channel = self._channels[key] = rpc.open_channel(
+                    address, self.credentials, shared=index is None
+                )
             return channel
 
     def _ask(self, server: str) -> bulk_entry.BulkEntry:
