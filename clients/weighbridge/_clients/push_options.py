@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping
 from typing import TypedDict
 
@@ -10,7 +9,6 @@ from weighbridge._clients.holding.policy import HoldPolicy, OnFailure
 from weighbridge._core.metadata import Metadata
 from weighbridge._core.text.suggestions import did_you_mean
 from weighbridge._transport import wire
-from weighbridge.errors import InvalidArgument
 from weighbridge.v1 import checkpoint_service_pb2 as pb
 
 
@@ -44,27 +42,6 @@ def check_options(options: Mapping[str, object]) -> None:
     for name in options.keys() - PushOptions.__annotations__.keys():
         raise TypeError(f"a push has no option {name!r}{did_you_mean(name, PushOptions.__annotations__)}")
     HoldPolicy.of(options)
-
-
-def opening_of(
-    model: str, *, step: int, run: str, ranks: int, client_id: str, request_id: str | None
-) -> pb.OpenVersionRequest:
-    """The request that opens a push, before options are said. Raises InvalidArgument."""
-    if "@" in model:
-        raise InvalidArgument(
-            f"{model!r} names a version, and a push makes one", fix=f"push to {model.partition('@')[0]!r}"
-        )
-    try:
-        return pb.OpenVersionRequest(
-            model=model, step=operator.index(step), run=run, ranks=ranks, client_id=client_id,
-            request_id=request_id or f"{run}/{step}",
-        )  # fmt: skip
-    except (TypeError, ValueError) as error:  # protobuf's speak of no argument by name
-        said = {"step": step, "run": run, "world_size": ranks, "request_id": request_id}
-        raise InvalidArgument(
-            f"a push cannot be opened with {', '.join(f'{name}={value!r}' for name, value in said.items())}",
-            fix="step and world_size are integers that are not negative, run and request_id are texts",
-        ) from error
 
 
 def say(opening: pb.OpenVersionRequest, options: PushOptions) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, Unpack
@@ -12,7 +13,7 @@ from weighbridge._clients.copying.copies import Copies, CopiesInCall
 from weighbridge._clients.holding.agreement import RankAgreement
 from weighbridge._clients.holding.policy import HoldPolicy, held, is_away
 from weighbridge._clients.push_handle import PushHandle
-from weighbridge._clients.push_options import PushOptions, opening_of, say
+from weighbridge._clients.push_options import PushOptions, say
 from weighbridge._clients.pushing import Pusher, PushTerms
 from weighbridge._clients.transport import ConnectionOptions
 from weighbridge._core.layouts import Layout
@@ -168,13 +169,28 @@ class PushingClient(RestoringClient):
         *,
         part: bool = False,
     ) -> pb.OpenVersionRequest:
-        run, client_id = self.run if run is None else run, self._connection.client_id
+        """The request that opens a push, before options are said. Raises InvalidArgument."""
         if is_training(model) and not part:
             raise InvalidArgument(
                 f"{model} takes training states alone, which are pushed beside weights",
                 fix=f"push to {model.partition(':')[0]}, with optimizer= or state=",
             )
-        return opening_of(model, step=step, run=run, ranks=ranks, client_id=client_id, request_id=request_id)
+        if "@" in model:
+            raise InvalidArgument(
+                f"{model!r} names a version, and a push makes one", fix=f"push to {model.partition('@')[0]!r}"
+            )
+        run = self.run if run is None else run
+        try:
+            return pb.OpenVersionRequest(
+                model=model, step=operator.index(step), run=run, ranks=ranks, client_id=self._connection.client_id,
+                request_id=request_id or f"{run}/{step}",
+            )  # fmt: skip
+        except (TypeError, ValueError) as error:  # protobuf's speak of no argument by name
+            said = {"step": step, "run": run, "world_size": ranks, "request_id": request_id}
+            raise InvalidArgument(
+                f"a push cannot be opened with {', '.join(f'{name}={value!r}' for name, value in said.items())}",
+                fix="step and world_size are integers that are not negative, run and request_id are texts",
+            ) from error
 
     def _push_tensors(
         self,
