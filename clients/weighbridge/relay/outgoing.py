@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 
 from weighbridge._clients.push_handle import PushHandle
@@ -49,6 +49,7 @@ class _Pushed:
     stored: bool
 
 
+@dataclass
 class Outgoing:
     """Pushes the steps of one folder as versions of one model.
 
@@ -56,7 +57,7 @@ class Outgoing:
     its files or its marker are written again, and an older one if those after it are deleted, as by a trainer that goes back. What was pushed
     last, the service knows, so that a new process goes on where another one has ended.
 
-    Args:
+    Attributes:
         client: of the service.
         model: ``namespace/name``.
         root: the folder of all steps.
@@ -66,27 +67,17 @@ class Outgoing:
         poll_seconds: between two looks.
     """
 
-    def __init__(
-        self,
-        client: TrainerClient,
-        model: str,
-        root: Path,
-        names: StepNames = STEPS,
-        *,
-        hf_dir: Path | None = None,
-        cast: str = "allow",
-        poll_seconds: float = 0.5,
-    ) -> None:
-        self._client = client
-        self._model = model
-        self._root = root
-        self._names = names
-        self._hf_dir = hf_dir
-        self._cast = cast
-        self._poll_seconds = poll_seconds
-        self._asked = False
-        self._last: _Pushed | None = None
-        self._refused = ""
+    client: TrainerClient
+    model: str
+    root: Path
+    names: StepNames = STEPS
+    _: KW_ONLY
+    hf_dir: Path | None = None
+    cast: str = "allow"
+    poll_seconds: float = 0.5
+    _asked: bool = field(default=False, init=False)
+    _last: _Pushed | None = field(default=None, init=False)
+    _refused: str = field(default="", init=False)
 
     def run(self) -> Iterator[Relayed]:
         """Relay for ever. Gives each step that was pushed, and each failure; a step that is refused is not tried again until it is another one.
@@ -101,7 +92,7 @@ class Outgoing:
                     yield found
                 told = found
                 self._check_stored()
-                time.sleep(self._poll_seconds)
+                time.sleep(self.poll_seconds)
                 continue
             started = time.monotonic()
             try:
@@ -110,31 +101,31 @@ class Outgoing:
                 if isinstance(error, InvalidArgument | DataLoss):
                     self._refused = found.contents
                 problem = _unreadable(error) if isinstance(error, OSError) else str(error)
-                yield Relayed(self._model, found.step, str(found.folder), error=problem)
+                yield Relayed(self.model, found.step, str(found.folder), error=problem)
                 time.sleep(pause)
                 pause = min(2 * pause, longest)
                 continue
             pause = _PAUSES[0]
             if version is not None:
                 folder, seconds = str(found.folder), round(time.monotonic() - started, 3)
-                yield Relayed(self._model, found.step, folder, version.number, version.tensor_bytes, seconds)
+                yield Relayed(self.model, found.step, folder, version.number, version.tensor_bytes, seconds)
 
     def _due(self) -> _Found | Relayed | None:
         """The step that is to be pushed, or that it cannot be read; None if there is none."""
         step: int | None = None
-        last, folder = self._last, self._root
+        last, folder = self._last, self.root
         try:
-            step = self._names.newest_complete(self._root)
+            step = self.names.newest_complete(self.root)
             if step is None:
                 return None
-            if last is not None and step < last.step and self._names.path(self._root, last.step).exists():
+            if last is not None and step < last.step and self.names.path(self.root, last.step).exists():
                 return None  # the newer one is being written again
-            folder, marker = self._names.path(self._root, step), self._names.marker_of(self._root, step)
+            folder, marker = self.names.path(self.root, step), self.names.marker_of(self.root, step)
             found = _Found(step, folder, marker, contents(folder, marker))
         except OSError as error:
             if isinstance(error, FileNotFoundError) and not os.path.islink(error.filename):
                 return None  # it is being removed; a link to nowhere stays
-            return Relayed(self._model, step, str(folder), error=_unreadable(error))
+            return Relayed(self.model, step, str(folder), error=_unreadable(error))
         known = (self._refused, "" if last is None else last.contents)
         return None if found.contents in known else found
 
@@ -146,11 +137,11 @@ class Outgoing:
             return None
         handle: PushHandle | None = None
         try:
-            handle = self._client.push_folder(
-                self._model,
+            handle = self.client.push_folder(
+                self.model,
                 found.folder,
                 step=found.step,
-                cast=self._cast,
+                cast=self.cast,
                 hold_seal=True,
                 metadata={CONTENTS: found.contents},
             )
@@ -164,7 +155,7 @@ class Outgoing:
             if handle is not None:
                 with suppress(WeighbridgeError):  # it has failed already, or will by itself
                     reason = str(error) if failed else "the relay was ended"
-                    self._client.abort(self._model, handle.number, reason)
+                    self.client.abort(self.model, handle.number, reason)
             if failed:
                 _check_same(found)
             raise
@@ -173,25 +164,25 @@ class Outgoing:
 
     def _register(self, found: _Found) -> None:
         """Register the model, if a folder was given and it is not registered."""
-        if self._hf_dir is None:
+        if self.hf_dir is None:
             return
         try:
-            self._client.model(self._model)
+            self.client.model(self.model)
         except NotFound:
-            sides = SideFiles.read(self._hf_dir)
-            sides.tell(self._model, self._hf_dir)
+            sides = SideFiles.read(self.hf_dir)
+            sides.tell(self.model, self.hf_dir)
             files = sides.files
             try:
                 weights = FolderWeights.read(found.folder, files["config.json"])
             except (NotFound, OSError) as error:
                 _check_same(found)
                 raise FailedPrecondition(f"{found.folder} cannot be read: {error}") from error
-            self._client.register_files(self._model, files, "", weights.layout.tensors.values())
-        self._hf_dir = None
+            self.client.register_files(self.model, files, "", weights.layout.tensors.values())
+        self.hf_dir = None
 
     def _pushed_before(self) -> _Pushed | None:
         """The newest version that was read from a folder; None if there is none."""
-        for version in self._client.versions(self._model, limit=_NEWEST):
+        for version in self.client.versions(self.model, limit=_NEWEST):
             if CONTENTS in version.metadata:
                 read = str(version.metadata[CONTENTS])
                 return _Pushed(version.step, read, version.number, version.state.stored)
@@ -203,14 +194,14 @@ class Outgoing:
         if last is None or last.stored:
             return
         try:
-            state = self._client.version(self._model, last.number).state
+            state = self.client.version(self.model, last.number).state
         except NotFound:
             state = VersionState.FAILED
         except WeighbridgeError as error:
-            log.debug("%s@%d cannot be asked for: %s", self._model, last.number, error)
+            log.debug("%s@%d cannot be asked for: %s", self.model, last.number, error)
             return
         if state.given_up:
-            log.warning("%s@%d was lost before it was in the store", self._model, last.number)
+            log.warning("%s@%d was lost before it was in the store", self.model, last.number)
             self._last = None
         elif state.stored:
             self._last = replace(last, stored=True)
