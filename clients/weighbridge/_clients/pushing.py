@@ -109,17 +109,6 @@ ALONE = PushTerms()
 """The terms of a push without a bound, of ranks without a process group."""
 
 
-class _Turn:
-    """Who ends a push: the caller that has begun it, or the thread that goes on with it. Whoever is first, even if both are told to."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-
-    def take(self) -> bool:
-        """Whether it is the one who asks."""
-        return self._lock.acquire(blocking=False)
-
-
 class Pusher:
     """Makes the pushes of one client. Thread-safe.
 
@@ -188,7 +177,8 @@ class Pusher:
         started = time.monotonic()
         connection, model = self._connection, opening.model
         copying = Copying() if copying is None else copying
-        has_slot, number, turn = False, 0, _Turn()
+        has_slot, number = False, 0
+        turn = threading.Lock()  # of the caller or the thread, whichever is first to take it, to end the push
         taken: _Taken | None = None
         said: dict[str, str | int] = {
             "weighbridge.model": model,
@@ -229,7 +219,7 @@ class Pusher:
         except BaseException as error:
             if terms.agreement is not None:
                 terms.agreement.refuse(error)
-            if turn.take():  # an interrupt may come when the thread has begun
+            if turn.acquire(blocking=False):  # an interrupt may come when the thread has begun
                 if has_slot:
                     self._slots.release()
                 if taken is not None:
@@ -382,43 +372,34 @@ class Pusher:
             chosen: of the shards that the rank is to push.
             open_source, copying: as for `push`.
         """
+        header, counts = stream.header, stream.counts
+        replicas: Sequence[pb.ReplicaChecksum] = ()
         copy = spans.child(stream.span, "weighbridge.copy", {"weighbridge.bytes": chosen.nbytes})
         with copy, copying.made():
-            return self._taken(stream, layout, declared, chosen, open_source)
-
-    def _taken(
-        self,
-        stream: RankStream,
-        layout: Layout,
-        declared: pb.DeclareLayoutResponse,
-        chosen: Layout,
-        open_source: OpenSource | OpenPassing,
-    ) -> _Taken:
-        begun, header, counts = time.monotonic(), stream.header, stream.counts
-        replicas: Sequence[pb.ReplicaChecksum] = ()
-        if isinstance(open_source, OpenPassing):
-            passing = open_source.make(chosen)
-            lent = lend(self._connection.lane_at(stream.at), header, chosen)
-            delivery = take_passing(
-                lent, chosen, passing, stream.send, open_source.buffer_bytes, counts, self.staging
-            )
-            casts = passing.casts
-        else:
-            visible = partial(self._is_visible, header.model)
-            replicas = self._replicas.of_push(
-                header.model, header.number, layout, declared.shared, open_source, visible
-            )
-            source = open_source(list(declared.assigned), chosen)
-            if declared.shifts:
-                source = source.shifted(dict(declared.shifts))
-            casts = source.casts
-            lent = lend(self._connection.lane_at(stream.at), header, chosen)
-            delivery = copy_out(lent, chosen, source, counts)
-        return _Taken(delivery, casts, replicas, chosen.nbytes, time.monotonic() - begun)
+            begun = time.monotonic()
+            if isinstance(open_source, OpenPassing):
+                passing = open_source.make(chosen)
+                lent = lend(self._connection.lane_at(stream.at), header, chosen)
+                delivery = take_passing(
+                    lent, chosen, passing, stream.send, open_source.buffer_bytes, counts, self.staging
+                )
+                casts = passing.casts
+            else:
+                visible = partial(self._is_visible, header.model)
+                replicas = self._replicas.of_push(
+                    header.model, header.number, layout, declared.shared, open_source, visible
+                )
+                source = open_source(list(declared.assigned), chosen)
+                if declared.shifts:
+                    source = source.shifted(dict(declared.shifts))
+                casts = source.casts
+                lent = lend(self._connection.lane_at(stream.at), header, chosen)
+                delivery = copy_out(lent, chosen, source, counts)
+            return _Taken(delivery, casts, replicas, chosen.nbytes, time.monotonic() - begun)
 
     def _go_on(
         self,
-        turn: _Turn,
+        turn: threading.Lock,
         report: Future[PushReport],
         stream: RankStream,
         kept: tuple[float, float],
@@ -428,12 +409,16 @@ class Pusher:
         hold: Hold,
     ) -> None:
         """Copy out the shards of a rank behind its back if that has not been done, and deliver them. ``kept`` is when the push began and returned."""
-        if not turn.take():
+        if not turn.acquire(blocking=False):
             return
         try:
             if not isinstance(taken, _Taken):
                 with held(hold):  # the optimizer's step may wait for this
-                    taken = self._taken_behind(stream, taken)
+                    try:
+                        taken = taken()
+                    except BaseException as error:
+                        self._give_up(stream.header, error)
+                        raise
             started, returned = kept
             held_seconds = copying.kept_until(returned) - started
             report.set_result(self._deliver(stream, held_seconds, taken, hold_seal))
@@ -451,13 +436,6 @@ class Pusher:
             stream.span.end()
             copying.release()
             self._slots.release()
-
-    def _taken_behind(self, stream: RankStream, take: Callable[[], _Taken]) -> _Taken:
-        try:
-            return take()
-        except BaseException as error:
-            self._give_up(stream.header, error)
-            raise
 
     def _give_up(self, header: pb.PushHeader, error: BaseException, hold: Hold | None = None) -> None:
         """Give up a version of which a rank cannot push its part; behind the caller, who may be held no longer."""
