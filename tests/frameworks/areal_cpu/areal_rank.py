@@ -27,6 +27,7 @@ from areal.api.cli_args import (
 )
 from areal.utils import name_resolve
 
+from weighbridge._clients.rank_stream import RankStream
 from weighbridge._core.resources import VersionState
 from weighbridge.integrations.areal.trainer import WeighbridgePPOTrainer
 
@@ -108,17 +109,16 @@ class Rank:
         delattr(self._trainer.actor.model, name)
 
     def hold_pushes(self, path: str) -> None:
-        """Let this rank stop before it pushes, until this file is there."""
-        actor = self._trainer.actor
-        hand_over = type(actor).hand_over.__get__(actor)
+        """Let this rank stop before it seals what it has pushed, until this file is there. Before that, ranks wait for each other."""
+        seal = RankStream.seal
 
-        def held(*args: Any, **said: Any) -> Any:
+        def held(stream: RankStream, *said: Any) -> None:
             Path(f"{path}.waiting").touch()
             while not Path(path).exists():
                 time.sleep(0.02)
-            return hand_over(*args, **said)
+            seal(stream, *said)
 
-        actor.hand_over = held
+        RankStream.seal = held  # type: ignore[method-assign]
 
     def seconds(self, rounds: int) -> dict[str, list[float]]:
         """Seconds of pushes of the same tensors in turns: by the adapter, and plainly."""
