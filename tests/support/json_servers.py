@@ -15,14 +15,13 @@ Answer = tuple[int, Mapping[str, Any]]
 
 @contextmanager
 def json_server(
-    answer: Callable[[str, dict[str, Any]], Answer], *, key: Callable[[], str] = str, port: int = 0
+    answer: Callable[[str, dict[str, Any]], Answer], *, key: Callable[[], str] = str
 ) -> Iterator[str]:
     """The URL of a server that answers until the end.
 
     Args:
         answer: gives the answer to a path and the content of a request, which is empty if there is none.
         key: gives what requests must bring as a bearer token; empty for nothing.
-        port: its own; 0 for any.
     """
 
     class Handler(BaseHTTPRequestHandler):
@@ -43,7 +42,7 @@ def json_server(
 
         def log_message(self, *_: object) -> None: ...
 
-    with ThreadingHTTPServer(("127.0.0.1", port), Handler) as server:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:

@@ -119,6 +119,7 @@ def follow_command(
     """
     from weighbridge._reporting.reporter import EngineReporter
     from weighbridge.follow.agent import Follower
+    from weighbridge.follow.reaching import ReachWatch
     from weighbridge.follow.status_file import status_file
 
     model, ref = reference.model, ref_of(reference, ref, REF_LATEST)
@@ -137,7 +138,7 @@ def follow_command(
         say_if_absent(client, model, ref)
         done = None
         reporter = EngineReporter(client, model, kind=kind, address=engine.url, ref=ref, listener=listener)
-        with closing(reporter):
+        with closing(reporter), closing(ReachWatch(engine.url)):
             follower = Follower(client, model, engine, ref, force=force, required=trusts, reporter=reporter)
             for done in itertools.islice(follower.run(), count):
                 print_result(done, as_json, _line(done), one_line=True)

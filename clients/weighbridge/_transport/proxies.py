@@ -68,10 +68,22 @@ def opener(url: str, *handlers: urllib.request.BaseHandler) -> urllib.request.Op
     """
     import urllib.request  # most programs never need it
 
-    parts = urlsplit(url)
-    if parts.scheme == "https" and not stays_here(f"{parts.hostname}:0"):
+    if _may_pass(url):
         return urllib.request.build_opener(*handlers)
     return urllib.request.build_opener(urllib.request.ProxyHandler({}), *handlers)
+
+
+def passes_proxy(url: str) -> bool:
+    """Whether `opener` sends requests for a URL through a proxy: then nothing need take connections from here at the URL's own host."""
+    import urllib.request
+
+    host = urlsplit(url).hostname or ""
+    return _may_pass(url) and "https" in urllib.request.getproxies() and not urllib.request.proxy_bypass(host)
+
+
+def _may_pass(url: str) -> bool:
+    parts = urlsplit(url)
+    return parts.scheme == "https" and not stays_here(f"{parts.hostname}:0")
 
 
 def _checked(url: str) -> str:

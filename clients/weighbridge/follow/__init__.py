@@ -3,6 +3,7 @@
 # May import: `_clients` and folders below, and no engine: adapters inside engines and trainers import it.
 #
 # - `agent`: what is done when the ref moves.
+# - `reaching`: whether it can be reached.
 # - `news`: moves of a ref, with looks at the engine between them.
 # - `updates`: one update of running engines.
 # - `engines`: what an engine must be able to do.

@@ -116,8 +116,7 @@ class Follower:
         newest: Version | None = None
         for version in with_looks(self._client.watch(self._model, self._ref), self._look_seconds):
             newest = version or newest
-            started_again = version is None and self._has_started_again()
-            if newest is not None and (version is not None or started_again):
+            if newest is not None and (version is not None or self._has_started_again()):
                 yield from self._take_news(newest)
 
     def _take_news(self, version: Version) -> Iterator[Followed]:
@@ -163,8 +162,8 @@ class Follower:
         """Wait until a version is signed as required; whether it is. If not, the ref names another one. Gives each reason to wait once."""
         said = ""
         while problem := self._unsigned(number):
-            serving = quietly(self._serving)
             if problem != said:
+                serving = quietly(self._serving)
                 version = serving.version if serving else None
                 self._say(state=ENGINE_WAITING, version=version or 0, target=0, error=problem)
                 yield Followed(self._model, number, version, error=problem, behind=self._behind)

@@ -8,10 +8,10 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from weighbridge._core.text.shortening import shortened
-from weighbridge._transport.outages import Outage
 from weighbridge._transport.proxies import opener
 from weighbridge.errors import WeighbridgeError
 from weighbridge.follow.engines import EngineFailed
@@ -19,6 +19,36 @@ from weighbridge.follow.engines import EngineFailed
 _MOST_SAID, _LONGEST_PAGE = 200, 500
 _FORM = ValueError, TypeError, LookupError, AttributeError, RecursionError
 """Errors of code that reads an answer which has another form."""
+
+
+class HttpAnswer(NamedTuple):
+    """An answer, whether it is an error or not."""
+
+    status: int
+    body: bytes
+
+    @property
+    def is_error(self) -> bool:
+        """Whether the server has not done what it was asked for."""
+        return not 200 <= self.status < 300
+
+
+def ask(request: urllib.request.Request, timeout: float) -> HttpAnswer:
+    """Make a request, and read the whole answer.
+
+    Raises:
+        TimeoutError: it did not come in time.
+        OSError: it did not come, or not all of it.
+    """
+    try:
+        try:
+            with opener(request.full_url).open(request, timeout=timeout) as answer:
+                return HttpAnswer(answer.status, answer.read())
+        except urllib.error.HTTPError as error:
+            with error:
+                return HttpAnswer(error.code, error.read())
+    except http.client.HTTPException as error:
+        raise ConnectionError(str(error) or repr(error)) from error
 
 
 @contextmanager
@@ -46,24 +76,21 @@ class NoRoute(EngineFailed):
     """The server has no such route."""
 
 
+@dataclass(frozen=True, slots=True)
 class EngineApi:
-    """API of one server. While the server cannot be reached, it says so at level WARNING: since when, and that it is back.
+    """API of one server.
 
-    Args:
+    Attributes:
         url: of the server, without a slash at its end.
         timeout: seconds for each call.
         other: what to do if the server lacks a route.
         headers: of each call.
     """
 
-    def __init__(
-        self, url: str, timeout: float, other: str, headers: Mapping[str, str] | None = None
-    ) -> None:
-        self._url = url
-        self._timeout = timeout
-        self._other = other
-        self._headers = {"Content-Type": "application/json", **(headers or {})}
-        self._outage = Outage(url, "engine")
+    url: str
+    timeout: float
+    other: str
+    headers: Mapping[str, str] = field(default_factory=dict)
 
     def call(self, path: str, body: Any = None) -> Any:
         """The JSON that the server answers; a GET without a body.
@@ -73,27 +100,19 @@ class EngineApi:
             EngineFailed: it cannot be reached, does not answer in time or as an engine does, or refuses.
         """
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self._url + path, data, self._headers)  # noqa: S310  # the user names the server
-        refusal = 0
+        headers = {"Content-Type": "application/json", **self.headers}
+        request = urllib.request.Request(self.url + path, data, headers)  # noqa: S310  # the user names the server
         try:
-            try:
-                with opener(request.full_url).open(request, timeout=self._timeout) as answer:
-                    found = answer.read()
-            except urllib.error.HTTPError as error:
-                with error:
-                    refusal, found = error.code, error.read()
-        except (OSError, http.client.HTTPException) as error:
-            away = EngineFailed(
-                f"the engine at {self._url} cannot be reached: {str(error) or repr(error)}",
+            answer = ask(request, self.timeout)
+        except OSError as error:
+            raise EngineFailed(
+                f"the engine at {self.url} cannot be reached: {error}",
                 fix="start it, or name its address with --url",
-            )
-            self._outage.failed(away)
-            raise away from error
-        self._outage.over()
-        if refusal:
-            raise refused(path, refusal, found, self._other)
-        with understood(self._url + path):
-            return json.loads(found) if found else {}
+            ) from error
+        if answer.is_error:
+            raise refused(path, answer.status, answer.body, self.other)
+        with understood(self.url + path):
+            return json.loads(answer.body) if answer.body else {}
 
 
 def refused(path: str, status: int, body: bytes, other: str) -> EngineFailed:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import socket
 import threading
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 
@@ -23,8 +23,8 @@ from weighbridge._core.text import waits
 from weighbridge._transport import outages
 from weighbridge.errors import FailedPrecondition, Unavailable, WeighbridgeError
 from weighbridge.follow.agent import Follower
-from weighbridge.follow.answers import EngineApi
 from weighbridge.follow.engines import Engine, EngineFailed, Prepared, Serving
+from weighbridge.follow.reaching import ReachWatch, unreachable
 from weighbridge.follow.sglang import SglangServer
 from weighbridge.follow.vllm import VllmServer
 
@@ -141,23 +141,16 @@ def test_an_engine_that_cannot_be_reached_is_told_of_until_it_is_back(
     caplog.set_level(logging.WARNING)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    url = f"http://127.0.0.1:{port}"
-    api = EngineApi(url, 10.0, "")
-
-    def told() -> int:
-        with pytest.raises(EngineFailed, match="refused"):
-            api.call("/health")
-        return len(caplog.messages)
-
-    eventually(lambda: told() > 2)
-    assert f"the engine at {url} has been away since" in caplog.messages[-1]
-    assert ", for 0" in caplog.messages[-1]
-    with (
-        json_server(lambda *_: (503, {"detail": "it is starting"}), port=port),
-        pytest.raises(EngineFailed, match="it is starting"),
-    ):
-        api.call("/health")
-    assert f"the engine at {url} is back" in caplog.messages[-1]
+        url = f"http://127.0.0.1:{port}"
+        assert unreachable(url) == ""
+    assert "refused" in unreachable(url)
+    with closing(ReachWatch(url, every=0.01)):
+        eventually(lambda: len(caplog.messages) > 2)
+        assert f"the engine at {url} has been away since" in caplog.messages[-1]
+        assert ", for 0" in caplog.messages[-1]
+        with socket.create_server(("127.0.0.1", port)):
+            eventually(lambda: f"the engine at {url} is back" in caplog.messages[-1])
+    assert unreachable("http://[") != "", "an address that is none"
 
 
 def test_a_watch_says_since_when_the_service_is_away(
@@ -264,3 +257,14 @@ def test_an_outage_that_was_told_is_told_to_be_over(
     assert "has been away since" in away
     assert "nobody there" in away
     assert "is back" in back
+
+
+def test_an_engine_behind_a_proxy_is_not_said_to_be_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    url = "https://engine.invalid:8000"
+    for name in ("https_proxy", "HTTPS_PROXY", "no_proxy", "NO_PROXY", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    assert unreachable(url) != "", "there is no such host"
+    monkeypatch.setenv("https_proxy", "http://proxy.invalid:3128")
+    assert unreachable(url) == ""
+    monkeypatch.setenv("no_proxy", "engine.invalid")
+    assert unreachable(url) != ""

@@ -18,7 +18,8 @@ from weighbridge import Client, Credentials, EngineClient, InvalidArgument, Trai
 from weighbridge._transport import proxies
 from weighbridge._transport.proxies import PROXY_VARIABLE, channel_options, proxy_of
 from weighbridge.aio import AsyncEngineClient
-from weighbridge.follow.answers import EngineApi
+from weighbridge.follow.sglang import SglangServer
+from weighbridge.follow.vllm import VllmServer
 from weighbridge_service.runtime.tls_files import TlsFiles
 
 MODEL = "tests/proxies"
@@ -158,5 +159,6 @@ def test_agents_ask_engines_without_a_proxy_of_the_environment(refusing: Connect
         return 200, {"path": path}
 
     with json_server(answer) as url:
-        assert EngineApi(url, 10.0, "").call("/x") == {"path": "/x"}
+        assert VllmServer(url, MODEL, "127.0.0.1:1")._api.call("/x") == {"path": "/x"}
+        assert SglangServer(url, "127.0.0.1:1", MODEL)._api.call("/x") == {"path": "/x"}
     assert refusing.asked == []
