@@ -289,11 +289,15 @@ class Core:
         self._store.close()
         self.audit.close()
 
+    def _stop_telling(self) -> None:
+        """Tell other replicas nothing more; for what is plugged in."""
+
     def _stop(self) -> None:
         self.catalog.stopping.set()
         self.catalog.changes.notify()
         if self._heartbeat is not None:
             self._heartbeat.close()
+            self._stop_telling()
             self.directory.close()
         self.intake.stop()
         self.collecting.join()

@@ -36,7 +36,6 @@ class Weighbridge(Core):
         if config.advertise:
             self._exchange = EngineExchange(self.links, self.directory.others, self.engines)
 
-    def _stop(self) -> None:
+    def _stop_telling(self) -> None:
         if self._exchange is not None:
             self._exchange.close()
-        super()._stop()

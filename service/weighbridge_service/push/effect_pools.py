@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 
 from weighbridge.errors import Unavailable
@@ -12,8 +14,11 @@ from weighbridge_service.push.machine import effects as do
 from weighbridge_service.push.machine.effects import Pool
 from weighbridge_storage.threads import ThreadPool
 
+log = logging.getLogger(__name__)
+
 IMAGES = 8
 """Images that are made at one time: that takes seconds where memory is fresh."""
+
 _MOST = {
     Pool.PLAN: 2,
     Pool.IMAGE: IMAGES,
@@ -45,7 +50,7 @@ class EffectPools:
     def submit(self, effect: do.Effect, carry_out: Callable[[], None]) -> None:
         """Carry an effect out, some time; never, if the service stops. Raises ResourceExhausted if the system has no thread for it."""
         with suppress(Unavailable):
-            self._pools[effect.POOL].submit(carry_out)
+            self._pools[effect.POOL].submit(carry_out).add_done_callback(_log_failure)
 
     def stop(self, seconds: float) -> None:
         """Begin nothing more, and wait for what is being done, at most for so long."""
@@ -55,3 +60,10 @@ class EffectPools:
             pool.close()
         for pool in self._pools.values():
             pool.close(max(deadline - time.monotonic(), 0.0))
+
+
+def _log_failure(done: Future[None]) -> None:
+    """Nobody waits for an effect's end."""
+    error = None if done.cancelled() else done.exception()
+    if error is not None and not isinstance(error, Unavailable):  # which is: the service stops
+        log.error("an effect of a push failed", exc_info=error)

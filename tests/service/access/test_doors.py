@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx2 as httpx
 import numpy as np
 import pytest
@@ -31,8 +32,11 @@ from weighbridge import (
     Unavailable,
 )
 from weighbridge._cli import main
+from weighbridge.v1 import checkpoint_service_pb2 as pb
+from weighbridge.v1 import checkpoint_service_pb2_grpc
 from weighbridge_service.access.audit import Audit
 from weighbridge_service.access.scopes import Verb
+from weighbridge_storage.threads import ThreadPool
 
 MODEL = "acme/smol"
 TRAINER, ENGINE, RELEASES, STRANGER = (
@@ -312,3 +316,25 @@ def test_a_new_token_is_one_that_the_policy_takes(tmp_path: Path, capsys: pytest
         Client(running.address, credentials=Credentials(token=made["token"])) as client,
     ):
         assert client.models() == []
+
+
+def test_a_push_that_may_not_be_is_refused_without_a_thread_of_those_for_streams(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = policy_file(tmp_path, identity("engine", ["pull"], token="engines"))
+    with running_service(tmp_path / "store", policy=policy) as running:
+        taken = list[str]()
+        submit = ThreadPool.submit
+
+        def noting(pool: ThreadPool, *said: Any) -> Any:
+            taken.append(pool._name)
+            return submit(pool, *said)
+
+        monkeypatch.setattr(ThreadPool, "submit", noting)
+        message = pb.PushRequest(header=pb.PushHeader(model=MODEL, number=1))
+        with grpc.insecure_channel(running.address) as channel:
+            push = checkpoint_service_pb2_grpc.CheckpointServiceStub(channel).Push
+            with pytest.raises(grpc.RpcError) as refused:
+                push(iter([message]), metadata=[("authorization", "Bearer engines")], timeout=60)
+        assert refused.value.code() is grpc.StatusCode.PERMISSION_DENIED  # type: ignore[attr-defined]
+        assert "grpc-stream" not in taken

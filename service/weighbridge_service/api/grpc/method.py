@@ -155,11 +155,19 @@ class Method:
         with noting(call.noted):
             return encoded(self.handler(self.request(call, raw), call))
 
-    def carry(self, requests: Iterator[bytes], call: Call) -> Generator[bytes, None, None]:
-        """The responses to a call that carries weights, for a thread: the next request is waited for when the handler wants it."""
+    def carry(self, requests: Iterator[bytes], call: Call, first: Any = None) -> Generator[bytes, None, None]:
+        """The responses to a call that carries weights, for a thread: the next request is waited for when the handler wants it.
+
+        Args:
+            requests: messages as they come.
+            call: the call.
+            first: the message before these, if `request` has read it already.
+        """
         waited = self._waited_for(requests, call)
         if self.takes_weights:
-            answer = encoded(self.handler(self._messages(waited, call), call))
+            messages = self._messages(waited, call, first)
+            del first
+            answer = encoded(self.handler(messages, call))
             call.check_standing()
             yield answer
             return
@@ -170,10 +178,15 @@ class Method:
                 yield encoded(response)
                 del response
 
-    def _messages(self, requests: Iterator[bytes], call: Call) -> Iterator[Any]:
-        for i, raw in enumerate(requests):
+    def _messages(self, requests: Iterator[bytes], call: Call, first: Any) -> Iterator[Any]:
+        begun = first is not None
+        if begun:
+            yield first
+        del first
+        for raw in requests:
             # the first one names the model for all that follow
-            message = self._decoded(raw) if i else self.request(call, raw)
+            message = self._decoded(raw) if begun else self.request(call, raw)
+            begun = True
             yield message
             del raw, message
 

@@ -15,7 +15,6 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Itera
 from concurrent.futures import Future
 from contextlib import ExitStack, aclosing, closing, suppress
 from functools import partial
-from itertools import chain
 from typing import Any, TypeVar, cast
 
 import grpc
@@ -140,10 +139,12 @@ class Methods:
 
     async def _answer(self, method: Method, call: Call, context: Any) -> None:
         if method.takes_weights:
-            first = await self._requests.next(context, call.peer)
-            requests = iter(()) if first is None else chain((first,), self._rest(call, context))
-            del first
-            await self._carry(method, requests, call, context)
+            raw = await self._requests.next(context, call.peer)
+            # a caller who may not is refused without a thread
+            first = None if raw is None else method.request(call, raw)
+            requests = iter(()) if raw is None else self._rest(call, context)
+            del raw
+            await self._carry(method, requests, call, context, first)
             return
         if method.lasts and method.joins:  # each message is a request of its own
             each = (method.request(call, raw) async for raw in self._requests.each(context, call.peer))
@@ -171,11 +172,15 @@ class Methods:
             return self._replicas
         return self._long if hasattr(method.handler, "takes_long") else self._quick
 
-    async def _carry(self, method: Method, requests: Iterator[bytes], call: Call, context: Any) -> None:
+    async def _carry(
+        self, method: Method, requests: Iterator[bytes], call: Call, context: Any, first: Any = None
+    ) -> None:
         """Have a call that carries weights answered in a thread, which reads and writes by way of the loop."""
+        begun = [] if first is None else [first]
+        del first
 
         def work() -> None:
-            with closing(method.carry(requests, call)) as responses:
+            with closing(method.carry(requests, call, begun.pop() if begun else None)) as responses:
                 for response in responses:
                     self._wait(call, context.write(response))
                     del response
