@@ -137,6 +137,7 @@ def fill_tensors(
     layout: Layout,
     tensors: Sequence[torch.Tensor],
     filled: Callable[[Callable[[int], torch.Tensor]], Iterable[T]],
+    device: str | None = None,
 ) -> Iterator[T]:
     """Pull slices into tensors; into those of another floating-point dtype through one of the slice's, for as long as it comes.
 
@@ -144,6 +145,7 @@ def fill_tensors(
         layout: of what is pulled.
         tensors: one for each placement, on any device.
         filled: pulls into what it is given, in the order of placements.
+        device: where elements of another dtype lie until they are cast; None for the tensor's own.
 
     Yields:
         What that gives for each, once its tensor is filled.
@@ -157,7 +159,7 @@ def fill_tensors(
         dtype = written_as(layout.tensors[layout.placements[index].shard.tensor], tensor)
         if dtype == tensor.dtype:
             return tensor
-        made = to_cast[index] = torch.empty_like(tensor, dtype=dtype)
+        made = to_cast[index] = torch.empty_like(tensor, dtype=dtype, device=device)
         return made
 
     for index, each in enumerate(filled(tensor_for)):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 from collections.abc import Mapping
 
@@ -23,6 +24,8 @@ log = logging.getLogger(__name__)
 _NONE = (trace.ProxyTracerProvider, trace.NoOpTracerProvider)
 """Providers of an application that has not set up OpenTelemetry."""
 
+_NOTHING = trace.NoOpTracerProvider()
+
 
 def wanted(environment: Mapping[str, str]) -> bool:
     """Whether the environment says where spans go."""
@@ -32,6 +35,12 @@ def wanted(environment: Mapping[str, str]) -> bool:
     if exporters:
         return exporters != "none"
     return any(environment.get(name) for name in ENDPOINTS)
+
+
+def _of_application() -> trace.TracerProvider:
+    """The provider that the application has set up. Without the SDK there is none, and asking for it would load what ``OTEL_PYTHON_TRACER_PROVIDER``
+    names: that may not be installed, and would be the provider of the whole process."""
+    return trace.get_tracer_provider() if "opentelemetry.sdk.trace" in sys.modules else _NOTHING
 
 
 class Settings:
@@ -56,7 +65,7 @@ class Settings:
         """Makers of tracers of this process; None where tracing is off."""
         if not self._asked:
             self._ask_environment()
-        found = self._own or trace.get_tracer_provider()
+        found = self._own or _of_application()
         return None if isinstance(found, _NONE) else found
 
     def tracer(self) -> trace.Tracer | None:
@@ -89,7 +98,7 @@ class Settings:
 
     def _ask_environment(self) -> None:
         self._asked = True
-        if isinstance(trace.get_tracer_provider(), _NONE) and wanted(os.environ):
+        if isinstance(_of_application(), _NONE) and wanted(os.environ):
             try:
                 self.enable()
             except Exception as error:  # whichever: no push fails for want of a trace

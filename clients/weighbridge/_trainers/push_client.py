@@ -142,14 +142,12 @@ class PushingClient(RestoringClient):
             if agreement is not None:
                 agreement.fail(error)
             self._away = is_away(error)
-            call.handle = self._skipped(opening, "step", call.terms, error)
+            if not call.terms.hold.policy.warns:
+                raise
+            call.handle = self._skipped(opening, "step", error)
 
-    def _skipped(
-        self, opening: pb.OpenVersionRequest, what: str, terms: PushTerms, error: Exception
-    ) -> PushHandle:
-        """The handle of a push that has failed; raises its error unless it may be skipped."""
-        if not terms.hold.policy.warns:
-            raise error
+    def _skipped(self, opening: pb.OpenVersionRequest, what: str, error: Exception) -> PushHandle:
+        """The handle of a push that has failed, and may."""
         log.error("%s: %s %d was not pushed; the loop goes on. %s", opening.model, what, opening.step, error)
         return PushHandle.of_skipped(self._connection, opening.model, error)
 
@@ -250,7 +248,9 @@ class PushingClient(RestoringClient):
                 )
             except Exception as error:
                 error.add_note(f"This rank had pushed the weights by then: {handle.model}@{handle.number}.")
-                handle.training = self._skipped(second, "the training state of step", terms, error)
+                if not terms.hold.policy.warns:
+                    raise
+                handle.training = self._skipped(second, "the training state of step", error)
             return handle
 
     def _copies(self, until: Any, optimizer: Any, beside: bool) -> Copies:

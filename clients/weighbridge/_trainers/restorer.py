@@ -93,7 +93,8 @@ class RestoringClient(Client):
             weights = as_registered(shards, registered, filled=True)
             filled = partial(restoring.megatron_shards, self._connection, model, version, weights.layout)
             # a sharded state dict holds at least one shard
-            [(restored, _)] = deque(fill_tensors(weights.layout, weights.tensors, filled), maxlen=1)
+            cast = fill_tensors(weights.layout, weights.tensors, filled, device="cpu")
+            [(restored, _)] = deque(cast, maxlen=1)
             shards.finish_restore()
         return restored
 

@@ -151,3 +151,13 @@ assert span.resource is trace.get_tracer_provider().resource
 """
     clean = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")}
     subprocess.run([sys.executable, "-c", script], env=clean, check=True, timeout=60)
+
+
+def test_a_provider_that_the_environment_names_and_that_is_not_there_keeps_nothing_from_working() -> None:
+    script = """
+from weighbridge._tracing import spans
+with spans.span("push") as span:
+    assert not span.is_recording()
+"""
+    named = {**os.environ, "OTEL_PYTHON_TRACER_PROVIDER": "nowhere"}
+    subprocess.run([sys.executable, "-c", script], env=named, check=True, timeout=60)

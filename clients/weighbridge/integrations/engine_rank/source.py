@@ -41,6 +41,7 @@ class ModelSource:
             InvalidArgument: there is no such setting, a value is of another type, or no model is named.
         """
         kinds = get_type_hints(cls)
+        given = {name: value for name, value in given.items() if value is not None or name not in kinds}
         for name, value in given.items():
             if name not in kinds:
                 raise InvalidArgument(
