@@ -24,8 +24,6 @@ log = logging.getLogger(__name__)
 _NONE = (trace.ProxyTracerProvider, trace.NoOpTracerProvider)
 """Providers of an application that has not set up OpenTelemetry."""
 
-_NOTHING = trace.NoOpTracerProvider()
-
 
 def wanted(environment: Mapping[str, str]) -> bool:
     """Whether the environment says where spans go."""
@@ -37,10 +35,13 @@ def wanted(environment: Mapping[str, str]) -> bool:
     return any(environment.get(name) for name in ENDPOINTS)
 
 
-def _of_application() -> trace.TracerProvider:
-    """The provider that the application has set up. Without the SDK there is none, and asking for it would load what ``OTEL_PYTHON_TRACER_PROVIDER``
-    names: that may not be installed, and would be the provider of the whole process."""
-    return trace.get_tracer_provider() if "opentelemetry.sdk.trace" in sys.modules else _NOTHING
+def _of_application() -> trace.TracerProvider | None:
+    """The provider that the application has set up; None if it has set up none."""
+    if "opentelemetry.sdk.trace" not in sys.modules:
+        # asking would load what OTEL_PYTHON_TRACER_PROVIDER names, which may not be installed, for the whole process
+        return None
+    found = trace.get_tracer_provider()
+    return None if isinstance(found, _NONE) else found
 
 
 class Settings:
@@ -65,8 +66,7 @@ class Settings:
         """Makers of tracers of this process; None where tracing is off."""
         if not self._asked:
             self._ask_environment()
-        found = self._own or _of_application()
-        return None if isinstance(found, _NONE) else found
+        return self._own or _of_application()
 
     def tracer(self) -> trace.Tracer | None:
         """Maker of spans; None where tracing is off."""
@@ -98,7 +98,7 @@ class Settings:
 
     def _ask_environment(self) -> None:
         self._asked = True
-        if isinstance(_of_application(), _NONE) and wanted(os.environ):
+        if _of_application() is None and wanted(os.environ):
             try:
                 self.enable()
             except Exception as error:  # whichever: no push fails for want of a trace
