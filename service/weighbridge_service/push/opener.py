@@ -140,7 +140,6 @@ class Opener:
             check_text(what, text)
         identity, called = (EVERYBODY, "") if by is None else (by.identity, by.name)
         asked_for = (step, run, ranks)
-        self.refusals.check(model_name, request_id, client_id)
         find = partial(self._opened_before, model_name, asked_for, request_id, client_id, said)
         if (there := find()) is not None:
             return there
@@ -182,7 +181,7 @@ class Opener:
                 reached=frozenset(each.address for each in self._facilities.successors.others()),
             )
             with self._quotas.opening(identity, model_name, nbytes, is_open) as room:
-                entry, head = self._open(model_name, asked, room)
+                entry, head = self._open(model_name, asked, client_id, room)
             if is_alone_elsewhere(entry, self._home):  # its ranks are sent there when they declare
                 return replace(version_opened(model, entry), held=entry.held)
             if (
@@ -223,10 +222,13 @@ class Opener:
             for each in self._catalog.head(name).open.values()
         )
 
-    def _open(self, name: ModelName, asked: OpeningRequest, room: Opening) -> tuple[OpenEntry, Head]:
+    def _open(
+        self, name: ModelName, asked: OpeningRequest, client_id: str, room: Opening
+    ) -> tuple[OpenEntry, Head]:
         """Open a version in the head, or find it open.
 
         Raises:
+            VersionFailed: it would be a new one, and a rank of the push was refused.
             ResourceExhausted: it is a new one for which the namespace has no room.
             Unavailable: it would be a new one that is not counted, as the one that was open has just ended.
         """
@@ -234,8 +236,10 @@ class Opener:
         def open_new(head: Head) -> tuple[Head, tuple[OpenEntry, Head, bool]]:
             after, (entry, changed) = asked.open(head, unix_ms())
             new = entry.number >= head.next_version
-            if new and not room.new:
-                raise Unavailable(f"the version of {name} that was open has just ended", fix="ask again")
+            if new:  # asked here, as a version that a refused rank gives up may end at any moment before
+                self.refusals.check(name, asked.request_id, client_id)
+                if not room.new:
+                    raise Unavailable(f"the version of {name} that was open has just ended", fix="ask again")
             return after, (entry, changed, new)
 
         entry, head, new = self._catalog.heads.update(name, open_new)

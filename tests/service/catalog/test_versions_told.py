@@ -7,6 +7,7 @@ import functools
 import json
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -157,10 +158,13 @@ def test_replicas_that_receive_one_version_all_say_that_it_was_aborted(
         trainers = [stack.enter_context(TrainerClient(each.address)) for each in running]
         trainers[0].register_files(MODEL, source.files)
         clients = [stack.enter_context(RawClient(each.address)) for each in running]
-        push_all(clients, source.arrays, rows_layout, 2, "r/1")  # so that nobody waits for the other's layout
-        number = clients[0].open(MODEL, ranks=2, request_id="r/2")
-        for rank, client in enumerate(clients):
-            client.declare(MODEL, number, rows_layout(source.arrays, rank, 2), rank=rank)
+        number = clients[0].open(MODEL, ranks=2, request_id="r/1")
+
+        def declare(rank: int) -> None:
+            clients[rank].declare(MODEL, number, rows_layout(source.arrays, rank, 2), rank=rank)
+
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(declare, range(2)))
         trainers[1].abort(MODEL, number, "changed my mind")
         eventually(lambda: trainers[0].version(MODEL, number).state.given_up)
         eventually(lambda: number in running[0].service.catalog.head(NAME).failed)

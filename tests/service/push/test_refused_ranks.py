@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -16,6 +17,7 @@ from tests.support.waiting import eventually
 from weighbridge import TrainerClient
 from weighbridge._core.resources import VersionState
 from weighbridge.errors import InvalidArgument, LayoutError, VersionFailed
+from weighbridge_service.models.registered_model import RegisteredModel
 from weighbridge_service.push.refusals import Refusals
 
 MODEL = "acme/tiny"
@@ -74,6 +76,29 @@ def test_a_rank_that_comes_later_is_told_once_and_all_can_push_the_step_again(
         push(ranks, 0, weights(source), 2)
     with ThreadPoolExecutor(2) as pool:
         numbers = list(pool.map(lambda rank: push(ranks, rank, weights(source), 2), range(2)))
+    assert numbers[0] == numbers[1]
+
+
+def test_a_rank_that_is_about_to_open_the_version_when_another_is_refused_is_told(
+    service: RunningService, ranks: list[TrainerClient], source: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opener, refused = service.service.intake.opener, threading.Event()
+    room_for = opener._room_for
+
+    def room(model: RegisteredModel) -> int:
+        """Called once it is known that the version is not open yet."""
+        if not refused.is_set():
+            refused.set()
+            with pytest.raises(LayoutError):
+                push(ranks, 1, {"model.norm.weight": torch.ones(3)}, 12)
+        return room_for(model)
+
+    monkeypatch.setattr(opener, "_room_for", room)
+    with pytest.raises(VersionFailed, match="rank 1 was refused"):
+        push(ranks, 0, weights(source), 12)
+    assert refused.is_set()
+    with ThreadPoolExecutor(2) as pool:
+        numbers = list(pool.map(lambda rank: push(ranks, rank, weights(source), 12), range(2)))
     assert numbers[0] == numbers[1]
 
 
