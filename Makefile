@@ -71,7 +71,7 @@ TEST_SECONDS ?= 3600
 ARGS ?=
 STORE ?= .weighbridge
 
-.PHONY: help docs pictures release distributions install install-vllm install-sglang demo demo-s3 demo-vllm serve test test-long test-fast test-hub test-rolling test-transformers test-newest test-vllm test-vllm-newest test-sglang test-engines-older test-frameworks test-page bench-frameworks bench-slime bench bench-peers bench-nodes bench-asyncio bench-reading bench-planning bench-convert bench-upload bench-vllm bench-history bench-counting bench-ranks bench-control bench-siege bench-first bench-torch bench-training bench-tls bench-quotas bench-tracing bench-page fuzz audit lock lint format protos protos-check protos-baseline clean
+.PHONY: help docs pictures release distributions install install-vllm install-sglang demo demo-s3 demo-vllm serve test test-long test-fast test-hub test-rolling test-transformers test-newest test-vllm test-vllm-newest test-sglang test-engines-older test-frameworks test-page bench-frameworks bench-slime bench bench-peers bench-nodes bench-asyncio bench-reading bench-planning bench-convert bench-upload bench-vllm bench-pause bench-history bench-counting bench-ranks bench-control bench-siege bench-first bench-torch bench-training bench-tls bench-quotas bench-tracing bench-page fuzz audit lock lint format protos protos-check protos-baseline clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -340,6 +340,9 @@ bench-upload: $(STAMP) ## time uploads to SeaweedFS next to boto3's own, and mea
 
 bench-vllm: $(STAMP) $(VLLM_STAMP) ## time updates of a real vLLM model, by its own loader on whole tensors and by what was recorded of it
 	@$(BIN)/python -W ignore -m benchmarks.vllm_updates --python $(VLLM_BIN)/python $(ARGS)
+
+bench-pause: $(STAMP) $(VLLM_STAMP) ## time how long a real vLLM stands still for a new version, on a card or a CPU; ARGS="--model qwen3-4b --cases 1 0 sleep --json FILE"
+	@$(BIN)/python -W ignore -m benchmarks.pause --python $(VLLM_BIN)/python $(ARGS)
 
 bench-history: $(STAMP) ## what the last of many versions, and of many models, costs next to the first; ARGS="--versions 10000 --models 1000 --s3"
 	@$(BIN)/python -W ignore -m benchmarks.history $(ARGS)

@@ -117,6 +117,14 @@ def test_each_rank_holds_the_bits_of_its_part_of_the_files_and_fetches_no_more(
         assert found["in place"]
 
 
+def test_versions_come_by_a_staging_place_which_one_that_was_discarded_does_not_disturb(place: Place) -> None:
+    for rank, found in enumerate(place.run(2, engine_ranks.go_by_a_staging_place)):
+        for version, parameters in zip((1, 2, 1), found["parameters"], strict=True):
+            check_same(parameters, place.cut(version, rank, 2))
+        for version, parameters in zip((1, 2), found["kept"], strict=True):
+            check_same(parameters, place.cut(version, rank, 2))
+
+
 def test_an_engine_that_was_loaded_from_files_is_updated(place: Place) -> None:
     for rank, found in enumerate(place.run(2, engine_ranks.update_an_engine_of_files, EMPTY)):
         assert "does not know which model it serves" in found["unknown"]

@@ -161,8 +161,7 @@ def place(tmp_path: Path, count: int, *arguments: str) -> Iterator[Place]:
         with VllmServer(
             PYTHON, gate.address, MODEL, tmp_path / "logs" / "vllm.log", *EAGER, "--data-parallel-size", str(count), *arguments,
             extra={"retry_seconds": RETRY_SECONDS, "lane": "grpc"},
-            # offline, the second API server would look for the model in the Hub's cache before it loads plug-ins
-            environment={**environment(), "WEIGHBRIDGE_CACHE": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "0"},
+            environment={**environment(), "WEIGHBRIDGE_CACHE": str(tmp_path / "cache")},
             module="tests.support.vllm_api_servers",
         ) as server:  # fmt: skip
             server.wait_ready(START_SECONDS)

@@ -23,7 +23,7 @@ from tests.support.gate import Gate
 from tests.support.services import RunningService, running_service
 from tests.support.vllm_environment import PYTHON, environment, needs_vllm
 from tests.support.waiting import eventually
-from tests.support.word_models import PROMPT, TOKENS, make_folder, said_by_transformers
+from tests.support.word_models import LONG_PROMPT, PROMPT, TOKENS, make_folder, said_by_transformers
 from weighbridge import EngineClient, TrainerClient
 from weighbridge._clients.attempts import TRIES
 from weighbridge.errors import FailedPrecondition, WeighbridgeError
@@ -299,9 +299,23 @@ def test_vllms_own_calls_update_without_an_agent_or_say_why_not(place: Place) ->
     ask(place, "/start_weight_update")
     ask(place, "/update_weights", {"update_info": {"version": number}})
     ask(place, "/finish_weight_update", {"weight_version": f"{MODEL}@{number}"})
-    ask(place, "/pause?mode=abort")  # empties caches of the old weights
-    ask(place, "/resume")
     assert place.seen() == place.version(number)
+
+
+def test_prefixes_that_old_weights_have_computed_answer_for_no_version_after_it(place: Place) -> None:
+    """By vLLM's own call, without a pause: nothing but the plug-in empties its caches."""
+    before = place.server.complete(LONG_PROMPT, TOKENS).text
+    number = place.push()
+    ask(place, "/start_weight_update")
+    ask(place, "/update_weights", {"update_info": {"version": number, "phase": "prepare"}})
+    assert place.server.complete(LONG_PROMPT, TOKENS).text == before
+    ask(place, "/update_weights", {"update_info": {"version": number}})
+    ask(place, "/finish_weight_update", {"weight_version": f"{MODEL}@{number}"})
+    after = place.server.complete(LONG_PROMPT, TOKENS).text
+    ask(place, "/pause?mode=abort")  # empties all caches
+    ask(place, "/resume")
+    assert after == place.server.complete(LONG_PROMPT, TOKENS).text
+    assert after != before
 
 
 def test_an_engine_that_does_not_answer_is_named(place: Place) -> None:

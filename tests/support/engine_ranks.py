@@ -15,6 +15,7 @@ import torch
 from tests.support.example_engine import Llama, LlamaEngine, start
 from weighbridge import EngineClient
 from weighbridge._lazy.caching import CACHE_VARIABLE
+from weighbridge._lazy.staging import StagingPlace
 from weighbridge.errors import FailedPrecondition
 from weighbridge.integrations.engine_rank.agreement import ProcessGroup, RanksFailed, from_first
 from weighbridge.integrations.engine_rank.rank import EngineRank
@@ -72,6 +73,25 @@ def go_to_versions(number: int, server: str, name: str, config: Any) -> dict[str
     rank.prepare(1)
     rank.discard()
     found["discarded"] = rank.status()
+    rank.close()
+    return found
+
+
+def go_by_a_staging_place(number: int, server: str, name: str, config: Any) -> dict[str, Any]:
+    """Start at version 1, and go to 2 and 1 by way of a staging place; 2 was discarded on its way there once, while 1 came."""
+    rank = start(config, server, name, 1)
+    nbytes = sum(-(-p.nbytes // 512) * 512 for p in rank.engine.model.parameters())
+    rank.engine.place = StagingPlace(torch.full([nbytes], 0xAB, dtype=torch.uint8))
+    found: dict[str, Any] = {"parameters": [parameters(rank)], "kept": []}
+    for version, other in ((2, 1), (1, 2)):
+        for _ in range(5):
+            rank.prepare(other)
+            rank.discard()
+        rank.prepare(version)
+        until_prepared(rank)
+        found["kept"].append(parameters(rank))
+        rank.apply(version)
+        found["parameters"].append(parameters(rank))
     rank.close()
     return found
 

@@ -14,6 +14,8 @@ from tests.support.reference import tiny_config, tiny_model
 from weighbridge_demo.vllm_server import Answer
 
 PROMPT = "w5 w17 w99"
+LONG_PROMPT = " ".join(f"w{number * 37 % 128}" for number in range(200))
+"""Longer than a block of an engine's cache of prefixes."""
 TOKENS = 6
 
 

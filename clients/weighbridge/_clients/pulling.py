@@ -115,8 +115,10 @@ class PullRun:
         return self._borrowed(self._loan.filled(tensor_for))
 
     def bring(self, buffer: torch.Tensor | None, *, pin: bool) -> Slices:
-        """Bring all slices to this machine, if they are not there already."""
+        """Bring all slices to this machine, if they are not there already; with ``pin``, so that GPUs can copy from them at once."""
         if self._loan is not None:
+            if pin:
+                self._loan.pin()
             return self._loan
         slices = HostSlices(self._plan.layout, buffer, pin=pin)
         for step in self._streamed(slices.tensor):

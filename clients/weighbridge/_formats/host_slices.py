@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Protocol
 
 from weighbridge._core.layouts import Layout
@@ -19,8 +20,13 @@ class Slices(Protocol):
     def tensor(self, index: int) -> torch.Tensor:
         """A slice, by its index in the layout, contiguous and in host memory; not to be written to."""
 
-    def fill(self, index: int, tensor: torch.Tensor) -> None:
-        """Copy a slice, by its index in the layout, to a tensor of its dtype and as many elements, on any device."""
+    def fill(self, targets: Iterable[tuple[int, torch.Tensor]]) -> None:
+        """Copy slices to tensors; all are complete when it returns.
+
+        Args:
+            targets: the index of a slice in the layout, and a tensor of its dtype with as many elements, on any device. No two of the tensors
+                share memory.
+        """
 
 
 class HostSlices:
@@ -58,7 +64,15 @@ class HostSlices:
         start = self._offsets[index]
         return self.buffer[start : start + nbytes].view(dtype).view(shard.box.extent)
 
-    def fill(self, index: int, tensor: torch.Tensor) -> None:
-        """Copy a slice, by its index in the layout, to a tensor of its dtype and as many elements, on any device."""
-        check_target(self._layout, self._layout.placements[index], tensor)
-        tensor.copy_(self.tensor(index).view(tensor.shape))
+    def fill(self, targets: Iterable[tuple[int, torch.Tensor]]) -> None:
+        """Copy slices to tensors, as `Slices.fill`. Copies from a pinned buffer to GPUs follow each other without a wait in between."""
+        import torch
+
+        devices: set[torch.device] = set()
+        for index, tensor in targets:
+            check_target(self._layout, self._layout.placements[index], tensor)
+            tensor.copy_(self.tensor(index).view(tensor.shape), non_blocking=tensor.is_cuda)
+            if tensor.is_cuda:
+                devices.add(tensor.device)
+        for device in devices:
+            torch.cuda.current_stream(device).synchronize()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import traceback
 import weakref
 from collections import deque
@@ -19,7 +20,7 @@ from weighbridge._formats.tensor_stream import check_size, check_target, written
 from weighbridge._lane.connection import LaneConnection
 from weighbridge._lane.plans import PlacedPlan
 from weighbridge._lane.stored_files import StoredFile
-from weighbridge._memory.copying import has_bytes, read_tensors
+from weighbridge._memory.copying import fill_tensors, has_bytes, is_pinned, read_tensors
 from weighbridge._memory.mappings import MappedMemory
 from weighbridge._memory.paging import prefer_huge_pages
 from weighbridge._memory.passing_writes import PassingShard, PassingWriter
@@ -265,16 +266,27 @@ class ReadLoan:
         made = torch.empty(shard.box.extent, dtype=dtype, device="cpu")
         if nbytes >= _LARGE_BYTES:
             prefer_huge_pages(made.data_ptr(), nbytes)
-        self.fill(index, made)
+        self.fill([(index, made)])
         return made
 
-    def fill(self, index: int, tensor: torch.Tensor) -> None:
-        """Copy a slice, by its index in the layout, to a tensor on any device.
+    def pin(self) -> None:
+        """Register the memory with CUDA, which takes 30 ms for each GB, and plan the copies, so that `fill` need not."""
+        memories = self._memories()
+        if memories is not None and is_pinned(itertools.chain.from_iterable(self._copies), memories):
+            for copies in self._copies:
+                _ = copies.steps
+
+    def fill(self, targets: Iterable[tuple[int, torch.Tensor]]) -> None:
+        """Copy slices to tensors, as `Slices.fill`.
 
         Raises:
             DataLoss: of a file, bytes cannot be read, or a whole tensor does not agree with its digest.
         """
-        deque(self._filled([(index, tensor)]), maxlen=0)
+        memories = self._memories()
+        if memories is not None:
+            fill_tensors(map(self._checked, targets), memories)
+        else:
+            deque(self._filled(targets), maxlen=0)
 
     def filled(self, tensor_for: Callable[[int], torch.Tensor]) -> Generator[torch.Tensor, None, None]:
         """Copy all slices to tensors on any device, in order; see `read_tensors`.
@@ -288,14 +300,19 @@ class ReadLoan:
         return self._filled((index, tensor_for(index)) for index in range(len(self._copies)))
 
     def _filled(self, targets: Iterable[tuple[int, torch.Tensor]]) -> Generator[torch.Tensor, None, None]:
-        memories = [each.kept for each in self._lent if isinstance(each, LentMemory)]
-        if len(memories) == len(self._lent):
+        memories = self._memories()
+        if memories is not None:
             yield from read_tensors(map(self._checked, targets), memories)
             return
         for target in targets:
             tensor, copies = self._checked(target)
             self._read(self._layout.placements[target[0]], tensor, copies)
             yield tensor
+
+    def _memories(self) -> Sequence[MappedMemory] | None:
+        """What lies in shared memory; None if some of the version lies in files."""
+        memories = [each.kept for each in self._lent if isinstance(each, LentMemory)]
+        return memories if len(memories) == len(self._lent) else None
 
     def _checked(self, target: tuple[int, torch.Tensor]) -> tuple[torch.Tensor, ShardCopies]:
         index, tensor = target

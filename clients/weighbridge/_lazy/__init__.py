@@ -9,13 +9,26 @@ May import: `_clients` and folders below it.
 - `source`: lazy tensors that are fetched while a loader runs.
 - `recorder`: a loader's run, observed; or what was seen of it in a process before.
 - `recording`: what it takes, and where it puts it.
+- `staging`: spare memory beside the parameters, for a version that is not applied yet.
 - `update`: one pull, straight to the parameters, without the loader.
 """
 
 from weighbridge._lazy.recorder import Load, record, remembered
-from weighbridge._lazy.recording import Recording
+from weighbridge._lazy.recording import Recording, Shape
 from weighbridge._lazy.source import Source
+from weighbridge._lazy.staging import StagingPlace, staging_bytes
 from weighbridge._lazy.tensor import LazyTensor
 from weighbridge._lazy.update import Update
 
-__all__ = ["LazyTensor", "Load", "Recording", "Source", "Update", "record", "remembered"]
+__all__ = [
+    "LazyTensor",
+    "Load",
+    "Recording",
+    "Shape",
+    "Source",
+    "StagingPlace",
+    "Update",
+    "record",
+    "remembered",
+    "staging_bytes",
+]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 
@@ -14,7 +15,7 @@ from weighbridge._core import dtypes
 from weighbridge._core.boxes import Box
 from weighbridge._core.layouts import TensorSpec
 from weighbridge._core.slices import Boxes
-from weighbridge._lazy.views import Strided
+from weighbridge._lazy.views import Strided, is_whole
 from weighbridge.errors import FailedPrecondition, InvalidArgument, LayoutError
 
 _FORMAT = 2
@@ -103,6 +104,27 @@ class Recording:
         for step in self.steps:
             found.setdefault(step.target, []).append(step)
         return {name: tuple(steps) for name, steps in found.items()}
+
+    @cached_property
+    def plain(self) -> Mapping[str, tuple[RecordedCopy, ...]]:
+        """The parameters to which boxes come as they are, no two to the same elements, and their steps: the order of these does not matter."""
+        return {
+            name: copies
+            for name, steps in self.by_target.items()
+            if len(copies := tuple(step for step in steps if self.is_straight(step))) == len(steps)
+            and sum(copy.part.numel for copy in copies) + self.unwritten.get(name, 0)
+            == math.prod(self.targets[name].size)
+        }
+
+    def is_straight(self, step: RecordedStep) -> TypeGuard[RecordedCopy]:
+        """Whether a step brings a whole box as it comes: neither cast nor rearranged."""
+        return (
+            isinstance(step, RecordedCopy)
+            and not step.casts
+            and is_whole(step.view, step.box.extent)
+            and step.part.numel == step.view.numel
+            and self.targets[step.target].dtype == self.specs[step.tensor].dtype.torch
+        )
 
     @property
     def request(self) -> Boxes:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Mapping
+from contextlib import ExitStack
 
 import torch
 
 from weighbridge._clients.engine import EngineClient
 from weighbridge._formats.host_slices import HostSlices, Slices
-from weighbridge._lazy.recording import Constant, RecordedCopy, RecordedStep, Recording
+from weighbridge._lazy.recording import Constant, RecordedCopy, RecordedStep, Recording, Shape
+from weighbridge._lazy.staging import StagingPlace
 from weighbridge._lazy.tensor import shown
-from weighbridge._lazy.views import Strided, is_whole
+from weighbridge._lazy.views import Strided
 from weighbridge.errors import FailedPrecondition
 
 
@@ -43,6 +45,7 @@ class Update:
         self._pull = pull
         self._spare = recording.spare
         self._slices: Slices | None = None
+        self._staged: dict[str, torch.Tensor] = {}
         for name, spec in pull.layout.tensors.items():
             if spec != recording.specs[name]:
                 raise FailedPrecondition(
@@ -66,22 +69,70 @@ class Update:
         if self._slices is None:
             self._slices = self._pull.bring(self._spare.pop() if self._spare else None, pin=pin)
 
-    def fill(self, name: str, tensor: torch.Tensor) -> None:
-        """Bring a parameter what belongs to it. The bytes must have been prepared.
+    def stage(self, place: StagingPlace, targets: Mapping[str, torch.Tensor]) -> None:
+        """Bring what was prepared to a place in which it lies as the parameters do, as far as there is room, so that `fill` makes one copy for each.
+
+        May run in another thread while the model computes. Nothing else may write to the place until the update is closed.
 
         Args:
-            name: of the parameter.
-            tensor: the parameter, or one that lies in memory in the same way.
+            place: where to.
+            targets: the parameters and buffers by name, of which elements that the version leaves alone are taken.
+        """
+        recording = self._recording
+        shapes = {
+            name: shape
+            for name, shape in recording.targets.items()
+            if not recording.unwritten.get(name) or (name in targets and Shape.of(targets[name]) == shape)
+        }
+        staged = place.tensors(shapes)
+        with ExitStack() as stack, torch.no_grad():
+            if place.device.type == "cuda":
+                stream = torch.cuda.Stream(place.device)  # type: ignore[no-untyped-call]  # torch's own
+                stack.callback(stream.synchronize)
+                stack.enter_context(torch.cuda.stream(stream))
+            for name, tensor in staged.items():
+                if recording.unwritten.get(name):
+                    tensor.copy_(targets[name])
+            self.fill(staged)
+        self._staged = staged
+        if staged.keys() == recording.targets.keys():
+            self._give_back()
+
+    def fill(self, targets: Mapping[str, torch.Tensor]) -> None:
+        """Bring parameters what belongs to them; all are complete when it returns. The bytes must have been prepared.
+
+        Args:
+            targets: by name, the parameters, or tensors that lie in memory in the same way. No two of them share memory.
 
         Raises:
-            LayoutError: it lies otherwise than when it was recorded.
+            FailedPrecondition: the bytes are not here.
+            LayoutError: one lies otherwise than when it was recorded; none has been touched.
         """
-        if self._slices is None:
-            raise FailedPrecondition("the bytes are not here yet", fix="call prepare() before")
-        self._recording.check_target(name, tensor)
+        for name, tensor in targets.items():
+            self._recording.check_target(name, tensor)
+        rest = {name: tensor for name, tensor in targets.items() if name not in self._staged}
+        staged = [(tensor, self._staged[name]) for name, tensor in targets.items() if name in self._staged]
         with torch.no_grad():
-            for step in self._recording.by_target[name]:
-                self._do(step, _part(tensor, step.part), self._slices)
+            if rest:
+                self._fill_from_slices(rest)
+            for tensor, there in staged:
+                tensor.detach().copy_(there, non_blocking=tensor.is_cuda)
+            for device in {tensor.device for tensor, _ in staged if tensor.is_cuda}:
+                torch.cuda.current_stream(device).synchronize()
+
+    def _fill_from_slices(self, targets: Mapping[str, torch.Tensor]) -> None:
+        recording, slices = self._recording, self._slices
+        if slices is None:
+            raise FailedPrecondition("the bytes are not here yet", fix="call prepare() before")
+        for name, tensor in targets.items():
+            if name not in recording.plain:
+                for step in recording.by_target[name]:
+                    self._do(step, _part(tensor, step.part), slices)
+        slices.fill(
+            (recording.boxes[step.tensor, step.box], _part(tensor, step.part))
+            for name, tensor in targets.items()
+            for step in recording.plain.get(name, ())
+        )
 
     def fill_all(self, targets: Mapping[str, torch.Tensor]) -> None:
         """Bring all parameters what belongs to them. What was not prepared goes straight there as it comes.
@@ -96,15 +147,18 @@ class Update:
             WeighbridgeError: the service is gone, or the version is.
         """
         self._recording.check(targets)
-        if self._slices is not None:
-            for name in self._recording.targets:
-                self.fill(name, targets[name])
+        if self._slices is not None or self._staged:
+            self.fill({name: targets[name] for name in self._recording.targets})
             return
         with torch.no_grad():
             self._fill_as_it_comes(targets)
 
     def close(self) -> None:
         """Give back the memory that bytes were brought to."""
+        self._staged = {}
+        self._give_back()
+
+    def _give_back(self) -> None:
         slices, self._slices = self._slices, None
         if isinstance(slices, HostSlices):
             self._spare[:] = [slices.buffer]
@@ -114,25 +168,16 @@ class Update:
             part.fill_(step.value)
             return
         index = self._recording.boxes[step.tensor, step.box]
-        if self._is_straight(step, part):
-            slices.fill(index, part)
+        if self._recording.is_straight(step):
+            slices.fill([(index, part)])
         else:
             part.copy_(shown(slices.tensor(index), step.view, step.casts))
-
-    def _is_straight(self, step: RecordedStep, part: torch.Tensor) -> bool:
-        """Whether the box can be written to the part as it comes."""
-        if isinstance(step, Constant) or step.casts or not is_whole(step.view, step.box.extent):
-            return False
-        dtype = self._recording.specs[step.tensor].dtype.torch
-        return part.numel() == step.view.numel and part.dtype == dtype
 
     def _fill_as_it_comes(self, targets: Mapping[str, torch.Tensor]) -> None:
         recording = self._recording
         todo = deque((step, _part(targets[step.target], step.part)) for step in recording.steps)
         # a pull may fill what is straight ahead of the steps before it: nothing else may write to that memory
-        mixed = {
-            part.untyped_storage().data_ptr() for step, part in todo if not self._is_straight(step, part)
-        }
+        mixed = {part.untyped_storage().data_ptr() for step, part in todo if not recording.is_straight(step)}
         copies = [(step, part) for step, part in todo if isinstance(step, RecordedCopy)]
         users = Counter(recording.boxes[step.tensor, step.box] for step, _ in copies)
         straight = {

@@ -129,6 +129,40 @@ def read_tensors(
         yield from ahead.given(leave=0)
 
 
+def fill_tensors(
+    shards: Iterable[tuple[torch.Tensor, Sequence[ByteCopy[int]]]], memories: Sequence[MappedMemory]
+) -> None:
+    """Fill shards, on any device, from memory; all are complete when it returns. Unlike `read_tensors` it waits once, for all of them.
+
+    Args:
+        shards: what is filled, of which no two share memory, and where its elements lie; bytes that no copy brings become zeros.
+        memories: mapped for reading.
+    """
+    rest: list[_Copied] = []
+    replaced: list[tuple[torch.Tensor, torch.Tensor]] = []
+    with contextlib.ExitStack() as stack:
+        queue: CopyQueue | None = None
+        for shard, copies in shards:
+            target = _contiguous(shard)
+            if target.data_ptr() != shard.data_ptr():
+                replaced.append((shard, target))
+            zeroed = sum(copy.nbytes for copy in copies) < target.nbytes
+            if zeroed:
+                target.zero_()
+            if target.is_cuda and is_pinned(copies, memories):
+                if queue is None:
+                    from weighbridge._memory.cuda_copies import CopyQueue
+
+                    queue = stack.enter_context(CopyQueue([memory.address for memory in memories]))
+                if queue.fill(target, copies, after_stream=zeroed):
+                    continue
+            rest.append(_Copied(0, target, copies, None))
+        # GPUs copy meanwhile
+        _copy_tensors(rest, memories, into_memory=False)
+    for shard, target in replaced:
+        shard.detach().copy_(target)
+
+
 class _Asked(NamedTuple):
     """A shard that has been asked for.
 
@@ -185,7 +219,7 @@ class _Ahead:
 
 
 def _bounds(shard: torch.Tensor) -> tuple[int, int]:
-    """The first byte of a tensor's elements, and one past the last."""
+    """Addresses of the first byte of a tensor's elements, and of one past the last."""
     if not shard.numel():
         return 0, 0
     last = sum((n - 1) * stride for n, stride in zip(shard.shape, shard.stride(), strict=True))
@@ -261,7 +295,7 @@ def has_bytes(shard: torch.Tensor) -> bool:
     return known and shard.is_cpu and shard.is_contiguous() and not (shard.is_neg() or shard.is_conj())
 
 
-def is_pinned(copies: Sequence[ByteCopy[int]], memories: Sequence[MappedMemory]) -> bool:
+def is_pinned(copies: Iterable[ByteCopy[int]], memories: Sequence[MappedMemory]) -> bool:
     """Whether GPUs can copy to and from what these copies need."""
     return all(_try_to_pin(memories[number]) for number in {copy.file for copy in copies})
 

@@ -22,6 +22,14 @@ if TYPE_CHECKING:
 
 _HOST_TO_DEVICE, _DEVICE_TO_HOST = 1, 2
 _REGISTER_DEFAULT, _REGISTER_READ_ONLY = 0, 8
+_OF_DEVICE = (2, 3)
+"""Kinds of memory that a GPU has: its own, and managed."""
+
+
+class _Attributes(ctypes.Structure):
+    """The runtime's ``cudaPointerAttributes``, with room for what releases add."""
+
+    _fields_ = (("kind", ctypes.c_int), ("rest", ctypes.c_byte * 252))
 
 
 def register(address: int, nbytes: int, *, read_only: bool) -> Callable[[], None]:
@@ -40,6 +48,14 @@ def register(address: int, nbytes: int, *, read_only: bool) -> Callable[[], None
     flags = _REGISTER_READ_ONLY if read_only else _REGISTER_DEFAULT
     _check(runtime.cudaHostRegister(address, nbytes, flags), f"registering {nbytes} bytes of memory")
     return functools.partial(runtime.cudaHostUnregister, address)
+
+
+def is_mapped(address: int) -> bool:
+    """Whether there is memory of a GPU at an address. An allocator may have given it back and kept the addresses."""
+    attributes = _Attributes()
+    code = _runtime().cudaPointerGetAttributes(ctypes.byref(attributes), address)
+    _check(code, "looking at memory of a GPU")
+    return attributes.kind in _OF_DEVICE
 
 
 class CopyQueue:
@@ -77,6 +93,19 @@ class CopyQueue:
         filled: torch.cuda.Event = self._streams[shard.device].record_event()
         return filled
 
+    def fill(self, shard: torch.Tensor, copies: Sequence[ByteCopy[int]], *, after_stream: bool) -> bool:
+        """Fill a contiguous shard on a GPU from memory by the end of the context; it stays the caller's to keep until then.
+
+        Args:
+            shard: is filled.
+            copies: where its elements lie.
+            after_stream: whether to wait for what the current stream has been given since the first copy to this device.
+
+        Returns:
+            False if it cannot be done in this way, and nothing was done.
+        """
+        return self._copy(shard.detach().view(-1), copies, _HOST_TO_DEVICE, after_stream=after_stream)
+
     def precede(self, device: torch.device) -> None:
         """Let what the device's current stream is given from now on wait for the copies so far: shards may then be overwritten or freed there."""
         import torch
@@ -93,13 +122,20 @@ class CopyQueue:
                 all_of_them.callback(stream.synchronize)
         self._kept.clear()
 
-    def _copy(self, flat: torch.Tensor, copies: Sequence[ByteCopy[int]], direction: int) -> bool:
+    def _copy(
+        self,
+        flat: torch.Tensor,
+        copies: Sequence[ByteCopy[int]],
+        direction: int,
+        *,
+        after_stream: bool = True,
+    ) -> bool:
         import torch
 
         planned = ShardCopies.of(copies)
         if planned.steps is None:
             return False
-        runtime, stream = _runtime(), self._stream(flat.device)
+        runtime, stream = _runtime(), self._stream(flat.device, after_stream=after_stream)
         with torch.cuda.device(flat.device):
             for copy, steps in zip(planned, planned.steps, strict=True):
                 for step in steps:
@@ -112,13 +148,15 @@ class CopyQueue:
                     _check(code, "copying between a GPU and memory")
         return True
 
-    def _stream(self, device: torch.device) -> torch.cuda.Stream:
+    def _stream(self, device: torch.device, *, after_stream: bool) -> torch.cuda.Stream:
         import torch
 
-        if device not in self._streams:
+        known = device in self._streams
+        if not known:
             self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         stream = self._streams[device]
-        stream.wait_stream(torch.cuda.current_stream(device))
+        if after_stream or not known:
+            stream.wait_stream(torch.cuda.current_stream(device))
         return stream
 
 
@@ -148,6 +186,7 @@ def _runtime() -> Any:
     runtime.cudaMemcpy2DAsync.argtypes = (
         pointer, size, pointer, size, size, size, ctypes.c_int, pointer,
     )  # fmt: skip
+    runtime.cudaPointerGetAttributes.argtypes = (pointer, pointer)
     runtime.cudaGetErrorString.argtypes = (ctypes.c_int,)
     runtime.cudaGetErrorString.restype = ctypes.c_char_p
     return runtime

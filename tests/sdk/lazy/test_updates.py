@@ -166,7 +166,7 @@ def test_a_loader_may_be_recorded_on_parameters_without_memory(
     update.prepare()
     model = Engine(versions[0], 1)
     for name, tensor in reversed(model.targets.items()):
-        update.fill(name, tensor)
+        update.fill({name: tensor})
     assert_same(model.targets, loaded(versions[1], 1))
 
 

@@ -16,8 +16,8 @@ import torch
 
 from weighbridge._core.byte_copies import ByteCopy
 from weighbridge._memory.copy_steps import steps_of
-from weighbridge._memory.copying import read_tensors, write_tensors
-from weighbridge._memory.cuda_copies import CopyQueue, register
+from weighbridge._memory.copying import fill_tensors, read_tensors, write_tensors
+from weighbridge._memory.cuda_copies import CopyQueue, is_mapped, register
 from weighbridge._memory.mappings import MappedMemory, Use
 from weighbridge._memory.strided import view_bytes, write_bytes
 from weighbridge.errors import WeighbridgeError
@@ -114,10 +114,20 @@ def test_a_gpu_writes_and_reads_shared_memory_as_numpy_does(descriptor: int, see
     list(read_tensors([(back, [copy])], [reading]))
     assert reading.pinned
     assert np.array_equal(back.view(torch.uint8).cpu().numpy(), values)
+    together = [torch.full_like(shard, 7, memory_format=torch.contiguous_format) for _ in range(3)]
+    fill_tensors([(each, [copy]) for each in together], [reading])
+    assert all(torch.equal(each, back) for each in together)
     part = ByteCopy(copy.extent[-1:], 0, (1,), 0, copy.file_offset, (1,))
     list(read_tensors([(back, [part])], [reading]))  # the rest becomes zeros
     assert not back.view(torch.uint8)[copy.extent[-1] :].any()
     reading.close()
+
+
+@needs_gpu
+def test_memory_of_a_gpu_is_told_from_addresses_that_have_none() -> None:
+    there = torch.ones(1 << 20, device="cuda")
+    assert is_mapped(there.data_ptr())
+    assert not is_mapped(torch.ones(4).data_ptr())
 
 
 @needs_gpu

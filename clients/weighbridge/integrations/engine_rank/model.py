@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import logging
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -14,10 +16,16 @@ from weighbridge import _lazy as lazy
 from weighbridge._clients.engine import EngineClient
 from weighbridge._core.layouts import TensorSpec
 from weighbridge._core.slices import FullTensors
+from weighbridge._memory import cuda_copies
 from weighbridge.errors import FailedPrecondition, WeighbridgeError
 from weighbridge.integrations.engine_rank.agreement import Ranks
 from weighbridge.integrations.engine_rank.fitting import check_covered
 from weighbridge.integrations.engine_rank.storageless import storageless, targets_of
+
+log = logging.getLogger(__name__)
+
+_MANY_STEPS, _MANY_STEPS_A_TARGET = 2048, 4
+"""Copies of a version, in all and for each parameter, from which on staging pays: experts that engines stack."""
 
 Rest = Sequence[tuple[str, torch.Tensor]]
 """Names and tensors of a version for which the model's own loader has to run each time, in host memory."""
@@ -34,11 +42,16 @@ class EngineModel(ABC):
 
     Attributes:
         kind: what the engine is, in lists of the service's engines; one without a kind is not reported.
+        place: spare memory on the parameters' device to which a version is brought before it is applied; None without.
+        staging: is held by the thread that brings a version to a staging place.
     """
 
     kind = ""
 
     def __init__(self, model: Any) -> None:
+        self.place: lazy.StagingPlace | None = None
+        self.staging = threading.Lock()
+        self._host_place: lazy.StagingPlace | None = None
         self._model = model
 
     @property
@@ -142,6 +155,40 @@ class EngineModel(ABC):
             LayoutError: one has another shape, other strides or another dtype; names it.
         """
         recording.check(self.targets())
+
+    def check_awake(self) -> None:
+        """Refuse to fill parameters whose memory the engine has given back, as vLLM and SGLang do while they sleep.
+
+        Raises:
+            FailedPrecondition: names a parameter.
+        """
+        held = ((name, p) for name, p in self.model.named_parameters() if p.is_cuda and p.numel())
+        for name, parameter in itertools.islice(held, 1):  # all of them sleep together
+            if not cuda_copies.is_mapped(parameter.data_ptr()):
+                raise FailedPrecondition(
+                    f"the engine sleeps: {name} has no memory", fix="wake its weights up, and update it again"
+                )
+
+    def staging_place(self, recording: lazy.Recording) -> lazy.StagingPlace | None:
+        """Place to which a version is brought before it is applied: memory of the card if some is reserved; else pinned host memory, if the
+        version comes in so many tensors that to ask for their copies takes longer than their bytes do; None to leave the bytes where they come.
+        """
+        if self.place is not None or not self.pin:
+            return self.place
+        if len(recording.steps) < _MANY_STEPS or len(recording.steps) < _MANY_STEPS_A_TARGET * len(
+            recording.targets
+        ):
+            return None
+        nbytes = lazy.staging_bytes(recording.targets.values())
+        if self._host_place is None or self._host_place.nbytes < nbytes:
+            self._host_place = None
+            try:
+                memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+            except RuntimeError as error:
+                log.warning("%d bytes cannot be pinned, so that updates take longer: %s", nbytes, error)
+                return None
+            self._host_place = lazy.StagingPlace(memory)
+        return self._host_place
 
     def bring_rest(self, client: EngineClient, source: lazy.Source, recording: lazy.Recording) -> Rest:
         """What of a version the recording does not put in place, usually nothing. Called in another thread, while the model computes."""

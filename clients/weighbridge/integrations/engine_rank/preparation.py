@@ -90,6 +90,7 @@ class Preparation:
         self.error: WeighbridgeError | None = None
         self.rest: Rest = []
         self._update: lazy.Update | None = None
+        self._wanted = True
         self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]  # torch's own
         self._ended: Future[None] = Future()
         self._thread = threading.Thread(
@@ -130,6 +131,7 @@ class Preparation:
 
     def close(self) -> None:
         """Give the memory back: at once, or when what is under way has ended."""
+        self._wanted = False
         self._ended.add_done_callback(self._free)
 
     def _run(self, engine: EngineModel, client: EngineClient) -> None:
@@ -153,6 +155,10 @@ class Preparation:
         self.rest = engine.bring_rest(client, source, recording)
         if source.fetched_bytes:
             self.nbytes = recording.nbytes + source.fetched_bytes
+        with engine.staging:
+            if self._wanted and (place := engine.staging_place(recording)) is not None:
+                # if it was not wanted, the place might be another version's by now
+                self._update.stage(place, engine.targets())
 
     def _free(self, _ended: Future[None]) -> None:
         if self._update is not None:

@@ -208,6 +208,8 @@ class EngineRank:
         self._say(state=ENGINE_UPDATING, target=number, traceparent="")
         try:
             self.stage(number, source)
+            refusal = f"version {number} was not applied, and the engine keeps {self._kept(source)}"
+            agree(self.engine.ranks, refusal, self.engine.check_awake)
             version = cast("Preparation", self._preparation).update.version
             span = spans.moved(span, name, said, version.traceparent)
             span.set_attribute("weighbridge.model", version.model)

@@ -47,7 +47,7 @@ class ModelSource:
                 raise InvalidArgument(
                     f"{of} has no {name!r}{did_you_mean(str(name), kinds)}", fix=f"it has {', '.join(kinds)}"
                 )
-            kind = int | float if kinds[name] is float else kinds[name]
+            kind = kinds[name] | int if isinstance(0.5, kinds[name]) else kinds[name]
             if isinstance(value, bool) or not isinstance(value, kind):
                 raise InvalidArgument(f"{name} of {of} is {value!r}")
         if "model" not in given:

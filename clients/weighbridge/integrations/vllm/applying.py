@@ -7,14 +7,17 @@ place. If all are like that, the next update goes without reloading.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import FunctionType
 from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from vllm.logger import init_logger
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info, make_online_process_loader
 from vllm.platforms import current_platform
@@ -24,6 +27,8 @@ from weighbridge._core.text.counts import counted
 from weighbridge.errors import FailedPrecondition
 from weighbridge.integrations.vllm import layers
 from weighbridge.integrations.vllm.releases import LEFT_IN_PLACE, is_deferred
+
+log = init_logger(f"vllm.plugins.{__name__}")
 
 Fill = Callable[[torch.Tensor], None]
 Borrowed = list[tuple[torch.Tensor, dict[str, Any]]]
@@ -71,16 +76,15 @@ class Applier:
             recording: that it was made of.
             rest: tensors of the version for which the model's loader has to run.
         """
-        if recording is self._all_as_loaded and not rest:
-            wanted = self._wanted(recording)
-            for layer, names in wanted:
-                for name, full in names.items():
-                    _filler(update, recording, full)(layers.own_tensors(layer)[name])
+        wanted = self._wanted(recording)
+        if not rest and (recording is self._all_as_loaded or self._lies_as_loaded(recording, wanted)):
+            self._all_as_loaded = recording
+            _fill_together(update, recording, wanted)
             self._process_attention()
         else:
             in_place = True
             with layers.reloading(self._model, self._model_config), _borrowed_loaders() as borrowed:
-                wanted = self._wanted(recording)
+                wanted = self._wanted(recording)  # layers have other tensors now
                 if rest:
                     self._model.load_weights(iter(rest))
                 for layer, names in wanted:
@@ -88,6 +92,39 @@ class Applier:
                     in_place &= self._fill(layer, fills, borrowed)
             self._all_as_loaded = recording if in_place and not rest else None
         self._process_shared([layer for layer, _ in wanted])
+
+    def watch_processing(self) -> None:
+        """See which layers vLLM's processing leaves alone, when it processes them for the first time after this."""
+        for layer in self._model.modules():
+            method = getattr(layer, "quant_method", None)
+            if isinstance(method, QuantizeMethodBase) and not _is_watched(method):
+                method.process_weights_after_loading = partial(self._process_watched, method)
+
+    def _process_watched(self, method: Any, layer: torch.nn.Module) -> None:
+        """vLLM's processing of a layer, once, watched."""
+        del method.process_weights_after_loading
+        before = _state(layer, method)
+        with _AnyOperation() as operations:
+            method.process_weights_after_loading(layer)
+        after = _state(layer, method)
+        if not operations.seen and after == before:
+            self._unprocessed.add(layer)
+        elif log.isEnabledFor(logging.DEBUG):
+            changed = [str(a) for a, b in zip(_items(after), _items(before), strict=False) if a != b]
+            log.debug("%s is processed by vLLM: %s %s", type(layer).__name__, operations.seen, changed[:3])
+
+    def _lies_as_loaded(
+        self, recording: lazy.Recording, wanted: Sequence[tuple[torch.nn.Module, Mapping[str, str]]]
+    ) -> bool:
+        """Whether all that is filled is what the layers compute with, as they are outside a reload."""
+        for layer, names in wanted:
+            method = getattr(layer, "quant_method", None)
+            if isinstance(method, QuantizeMethodBase) and layer not in self._unprocessed:
+                return False
+            own = layers.own_tensors(layer)
+            if any(lazy.Shape.of(own[name]) != recording.targets[full] for name, full in names.items()):
+                return False
+        return recording.targets.keys() == {full for _, names in wanted for full in names.values()}
 
     def _wanted(self, recording: lazy.Recording) -> list[tuple[torch.nn.Module, dict[str, str]]]:
         """The layers that are to be filled, and for each of their tensors its full name."""
@@ -140,20 +177,11 @@ class Applier:
         if current_platform.is_cpu() and getattr(method, "moe_kernel", None) is not None:
             # vLLM's CPU kernel of experts packs its weights only when it is made
             method.moe_kernel = None
-        process = method.process_weights_after_loading
-
-        def watched(processed: torch.nn.Module) -> None:
-            before = _state(processed, method)
-            with _AnyOperation() as operations:
-                process(processed)
-            if not operations.seen and _state(processed, method) == before:
-                self._unprocessed.add(processed)
-
-        method.process_weights_after_loading = watched
+        method.process_weights_after_loading = partial(self._process_watched, method)
         try:
             yield
         finally:
-            del method.process_weights_after_loading
+            vars(method).pop("process_weights_after_loading", None)
 
     def _process_shared(self, filled: Sequence[torch.nn.Module]) -> None:
         """Process layers that were not filled themselves but share a tensor with one that was, as a tied output layer does."""
@@ -166,6 +194,23 @@ class Applier:
                 method.process_weights_after_loading(layer)
 
 
+def _fill_together(
+    update: lazy.Update,
+    recording: lazy.Recording,
+    wanted: Sequence[tuple[torch.nn.Module, Mapping[str, str]]],
+) -> None:
+    """Fill what layers compute with, in one go but for what processing has cast."""
+    together: layers.Tensors = {}
+    for layer, names in wanted:
+        own = layers.own_tensors(layer)
+        for name, full in names.items():
+            if own[name].dtype == recording.targets[full].dtype:
+                together[full] = own[name].detach()
+            else:
+                _filler(update, recording, full)(own[name])
+    update.fill(together)
+
+
 def _filler(update: lazy.Update, recording: lazy.Recording, full: str) -> Fill:
     wanted = recording.targets[full]
 
@@ -173,10 +218,10 @@ def _filler(update: lazy.Update, recording: lazy.Recording, full: str) -> Fill:
         if param.is_meta:  # vLLM counts the elements that a loader copies, to know when a layer is complete
             torch.empty_like(param).copy_(param)
         elif param.dtype == wanted.dtype:
-            update.fill(full, param.data)
+            update.fill({full: param.data})
         else:  # processing has cast what vLLM leaves in place
             loaded = torch.empty_strided(wanted.size, wanted.stride, dtype=wanted.dtype, device=param.device)
-            update.fill(full, loaded)
+            update.fill({full: loaded})
             param.data.copy_(loaded)
 
     return fill
@@ -225,6 +270,10 @@ def _state(layer: torch.nn.Module, method: object) -> list[Any]:
     return [tensors, attributes]
 
 
+def _items(state: list[Any]) -> list[Any]:
+    return [item for part in state for item in part]
+
+
 def _identity(value: object) -> Any:
     """What is the same before and after processing if it does not depend on weights."""
     if isinstance(value, FunctionType) and not (
@@ -234,13 +283,26 @@ def _identity(value: object) -> Any:
     return value if isinstance(value, bool | int | str | None) else id(value)
 
 
+def _copies_to_itself(func: Any, args: Any) -> bool:
+    """Whether an operation copies a tensor to where it lies, as vLLM does with experts whose kernel takes them as they are loaded."""
+    if func is not torch.ops.aten.copy_.default:
+        return False
+    target, source = args[:2]
+    return bool(target.data_ptr() == source.data_ptr()) and _lies(target) == _lies(source)
+
+
+def _is_watched(method: Any) -> bool:
+    return "process_weights_after_loading" in vars(method)
+
+
 class _AnyOperation(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
-    """Whether any operation on a tensor is carried out."""
+    """Sees operations on tensors that are carried out; ``seen`` names the first one that changes or reads more than a tensor's own place."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
-        self.seen = False
+        self.seen = ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen = True
+        if not (getattr(func, "is_view", False) or _copies_to_itself(func, args)):  # a view reads no element
+            self.seen = self.seen or str(func)
         return func(*args, **(kwargs or {}))

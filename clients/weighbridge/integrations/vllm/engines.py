@@ -17,7 +17,7 @@ from weighbridge.integrations.vllm import NAME
 
 _WORKERS = "weighbridge_"
 """Beginning of the names of methods of `weighbridge.integrations.vllm.worker`."""
-_APPLY = _WORKERS + "apply"
+_APPLY, _UNDO = _WORKERS + "apply", _WORKERS + "undo"
 _TRANSFER = "update_weights"
 """vLLM's method of workers that brings weights by the transfer engine."""
 STAGE, APPLY, UNDO, DISCARD = "stage", "apply", "undo", "discard"
@@ -189,6 +189,14 @@ def _is_update(client: EnginesClient, call: Call) -> bool:
         isinstance(each, Mapping) and _phase(each) in (STAGE, APPLY)
         for each in _each(call.kwargs["update_info"])
     )
+
+
+def changes_parameters(call: Call) -> bool:
+    """Test whether a call may bring a version to the parameters of workers whose transfer engine is weighbridge's."""
+    if call.method != _TRANSFER:
+        return call.method in (_APPLY, _UNDO)
+    infos = _each((call.kwargs or {}).get("update_info", [*call.args, {}][0]))
+    return any(not isinstance(each, Mapping) or _phase(each) in (APPLY, UNDO) for each in infos)
 
 
 def _agree_themselves(client: EnginesClient) -> bool:

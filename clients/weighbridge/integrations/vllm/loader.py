@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from vllm.config import get_current_vllm_config
@@ -14,7 +14,7 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from weighbridge import _lazy as lazy
 from weighbridge.integrations.vllm import releases
-from weighbridge.integrations.vllm.model import vllm_rank
+from weighbridge.integrations.vllm.model import VllmModel, vllm_rank
 from weighbridge.integrations.vllm.settings import Settings
 
 logger = init_logger(f"vllm.plugins.{__name__}")
@@ -43,6 +43,8 @@ class WeighbridgeLoader(DefaultModelLoader):  # type: ignore[misc]  # vLLM is se
         settings = self._settings(model_config)
         started = time.monotonic()
         rank = vllm_rank(model, get_current_vllm_config(), model_config)
+        model_of_rank = cast("VllmModel", rank.engine)
+        model_of_rank.watch_processing()
         found, recording = rank.load(settings.source, settings.version)
         if recording is None:  # the loader runs once, on tensors that are fetched when it copies them
             loaded = model.load_weights(found.tensors())
@@ -51,6 +53,8 @@ class WeighbridgeLoader(DefaultModelLoader):  # type: ignore[misc]  # vLLM is se
         elif recording.unrecorded:
             model.load_weights(found.tensors(recording.unrecorded))
         rank.close()
+        if recording is not None:
+            model_of_rank.reserve(recording, settings.card_share)
         nbytes = (recording.nbytes if recording is not None else 0) + found.fetched_bytes
         logger.info("%s: loaded %.1f MB in %.2f s", found.version, nbytes / 1e6, time.monotonic() - started)
 

@@ -11,14 +11,18 @@ import torch
 import vllm
 from vllm.config import set_current_vllm_config
 from vllm.distributed.parallel_state import get_world_group
+from vllm.logger import init_logger
 
 from weighbridge import _lazy as lazy
+from weighbridge.errors import FailedPrecondition
 from weighbridge.integrations.engine_rank.agreement import ProcessGroup, Ranks
 from weighbridge.integrations.engine_rank.model import EngineModel, Rest
 from weighbridge.integrations.engine_rank.rank import EngineRank, rank_of
 from weighbridge.integrations.vllm import layers
 from weighbridge.integrations.vllm.applying import Applier
 from weighbridge.integrations.vllm.kept_results import check_updatable
+
+logger = init_logger(f"vllm.plugins.{__name__}")
 
 
 class VllmModel(EngineModel):
@@ -100,6 +104,52 @@ class VllmModel(EngineModel):
         """
         check_updatable(self._vllm_config)
         self._applier.check(recording)
+
+    def watch_processing(self) -> None:
+        """See which layers vLLM's processing leaves alone, when it processes them after this."""
+        self._applier.watch_processing()
+
+    def reserve(self, recording: lazy.Recording, share: float | None) -> None:
+        """Reserve memory of the card for versions that are brought to it before they are applied. To be called while vLLM measures what the
+        model takes, so that the KV cache gets the rest.
+
+        Args:
+            recording: of the loader.
+            share: part of the parameters' bytes; None for all of them where half of what vLLM may use of the card is left, and none elsewhere.
+        """
+        model, devices = self._model_config, {tensor.device for tensor in self.targets().values()}
+        if {device.type for device in devices} != {"cuda"} or len(devices) > 1:
+            return
+        (device,) = devices
+        nbytes = lazy.staging_bytes(recording.targets.values())
+        asleep = bool(getattr(model, "enable_sleep_mode", False))
+        usable = (
+            torch.cuda.get_device_properties(device).total_memory
+            * self._vllm_config.cache_config.gpu_memory_utilization
+        )
+        if share is None:
+            share = float(not asleep and torch.cuda.memory_allocated(device) + nbytes <= usable / 2)
+        elif share and asleep:
+            raise FailedPrecondition(
+                "an engine that may sleep reserves no memory of the card for new versions",
+                fix="leave card_share out, or start the engine without --enable-sleep-mode",
+            )
+        nbytes = int(nbytes * share)
+        if not nbytes:
+            return
+        self.place = lazy.StagingPlace(torch.empty(nbytes, dtype=torch.uint8, device=device))
+        logger.info(
+            "%.1f GB of the card are reserved for new versions (card_share=%g), room for some %d tokens of the KV cache",
+            nbytes / 1e9,
+            share,
+            nbytes // self._bytes_of_token(),
+        )
+
+    def _bytes_of_token(self) -> int:
+        """Bytes of the KV cache that one token takes in this rank, of a model that keeps keys and values of each layer."""
+        model, parallel = self._model_config, self._vllm_config.parallel_config
+        layers, heads = model.get_num_layers(parallel), model.get_num_kv_heads(parallel)
+        return int(max(1, 2 * layers * heads * model.get_head_size() * model.dtype.itemsize))
 
     def fill(self, update: lazy.Update, recording: lazy.Recording, rest: Rest) -> None:
         """Through vLLM's layerwise reloading, where kernels compute with something else than what a loader fills."""

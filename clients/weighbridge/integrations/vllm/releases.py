@@ -134,6 +134,36 @@ def hear_all_engines() -> None:
     client.collective_rpc_async = collective_rpc_async
 
 
+def empty_caches_after_updates(backend: str) -> None:
+    """Let an engine forget what old weights have computed, after each call by which its workers may have taken a version, whoever makes it.
+
+    Running requests are computed anew by the new weights. What multimodal processors have made of inputs stays: it depends on no weights.
+    Only where the engine's core is imported: other processes have none.
+
+    Args:
+        backend: of weight transfer; engines with another one are left as they are.
+    """
+    core = getattr(sys.modules.get("vllm.v1.engine.core"), "EngineCore", None)
+    if core is None or hasattr(core.collective_rpc, "__wrapped__"):
+        return
+    call = core.collective_rpc
+
+    @wraps(call)
+    def collective_rpc(
+        self: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        try:
+            return call(self, method, timeout, args, kwargs)
+        finally:  # a failed update may have touched parameters, too
+            transfer = self.vllm_config.weight_transfer_config
+            ours = transfer is not None and transfer.backend == backend
+            if ours and engines.changes_parameters(engines.Call(method, timeout, args, kwargs)):
+                self.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+                self.reset_encoder_cache()
+
+    core.collective_rpc = collective_rpc
+
+
 def place_of(worker: Any) -> dict[str, int]:
     """Place of a worker: the index of its engine among those of the server, its rank in the engine, and the number of ranks of the engine."""
     parallel = worker.vllm_config.parallel_config

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from weighbridge.errors import InvalidArgument
 from weighbridge.integrations.engine_rank.source import ModelSource
 
 
@@ -15,9 +16,12 @@ class Settings(ModelSource):
 
     Attributes:
         version: a number or a ref.
+        card_share: part of the weights, from 0 to 1, for which memory of the card is reserved at the start, so that new versions are brought to the
+            card before the engine is paused; None for all of them where that leaves half of the card's memory, and none elsewhere.
     """
 
     version: str = "latest"
+    card_share: float | None = None
 
     @staticmethod
     def of(given: Mapping[str, Any], model: str) -> Settings:
@@ -25,7 +29,12 @@ class Settings(ModelSource):
         said = {"model": model, **given}
         if type(said.get("version")) is int:
             said["version"] = str(said["version"])
-        return Settings.read(said, "the extra config of load format weighbridge")
+        found = Settings.read(said, "the extra config of load format weighbridge")
+        if found.card_share is not None and not 0 <= found.card_share <= 1:
+            raise InvalidArgument(
+                f"card_share of load format weighbridge is {found.card_share}, not between 0 and 1"
+            )
+        return found
 
     @property
     def source(self) -> ModelSource:

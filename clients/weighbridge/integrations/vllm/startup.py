@@ -18,6 +18,7 @@ from weighbridge._lazy.caching import folder_of
 from weighbridge.follow.status import label
 from weighbridge.integrations.vllm import NAME
 from weighbridge.integrations.vllm.releases import (
+    empty_caches_after_updates,
     hear_all_engines,
     label_first_version,
     remember_configurations,
@@ -33,15 +34,26 @@ _MARK = "_weighbridge_completes"
 def install() -> None:
     """Let vLLM's arguments be completed, in this process, and make the load format known."""
     from vllm.config.weight_transfer import WeightTransferConfig
+    from vllm.engine import arg_utils
     from vllm.engine.arg_utils import EngineArgs
 
     label_first_version(_first_label)
+    empty_caches_after_updates(NAME)
     if hasattr(EngineArgs, _MARK):
         return
     _register_loader()
     remember_configurations()
     setattr(EngineArgs, _MARK, True)
     made, configured = EngineArgs.__post_init__, EngineArgs.create_engine_config
+    local_path, not_here = arg_utils.get_model_path, dict[str, Exception]()
+
+    def get_model_path(model: Any, revision: str | None = None) -> Any:
+        # HF_HUB_OFFLINE: the first arguments of a process ask for the Hub's copy when they have just loaded this plug-in
+        try:
+            return local_path(model, revision)
+        except Exception as error:
+            not_here[str(model)] = error
+            return model
 
     def post_init(self: Any) -> None:
         _complete(self, WeightTransferConfig)
@@ -50,10 +62,15 @@ def install() -> None:
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         # again: arguments may be changed after they were made, and those that were made first have loaded this plug-in
         _complete(self, WeightTransferConfig)
+        for name in (self.model, self.tokenizer):  # still: they do not come from the service
+            if (missing := not_here.pop(str(name), None)) is not None:
+                raise missing
         label_first_version(_first_label)
+        empty_caches_after_updates(NAME)
         hear_all_engines()
         return configured(self, *args, **kwargs)
 
+    arg_utils.get_model_path = get_model_path
     EngineArgs.__post_init__, EngineArgs.create_engine_config = post_init, create_engine_config
 
 

@@ -1,0 +1,232 @@
+"""``python -m benchmarks.pause``: how long a real vLLM stands still for a new version, and how long the version takes from trainer to engine.
+
+``make bench-pause``. A trainer process holds the model on the same device, a service is between the two, and after each update the checksum of
+every parameter of the engine is compared with the trainer's own tensors. Three ways of one run: with memory of the card for the next version,
+without, and a plain copy of as many bytes from pinned memory, which is what the seconds are compared with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import processes
+from benchmarks.pause_models import CONFIGS, config_of, shapes_of
+
+_ROOT = Path(__file__).parent.parent
+
+
+class Peer:
+    """A process that answers lines with lines."""
+
+    def __init__(self, command: list[str], log: Path, mark: str) -> None:
+        path = os.pathsep.join(str(_ROOT / each) for each in ("", "clients", "storage", "service"))
+        known = os.environ.get("PYTHONPATH", "")
+        self._mark, self._log = mark, log
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log.open("a"),
+            text=True,
+            env={**os.environ, "PYTHONPATH": f"{path}{os.pathsep}{known}"},
+        )
+
+    def ask(self, line: str) -> Any:
+        """Send a line, and wait for the answer. Raises RuntimeError if the process ends."""
+        assert self._process.stdin is not None
+        if line:
+            self._process.stdin.write(line + "\n")
+            self._process.stdin.flush()
+        assert self._process.stdout is not None
+        with self._log.open("a") as log:
+            for said in self._process.stdout:
+                if said.startswith(self._mark):
+                    return json.loads(said.removeprefix("="))
+                log.write(said)
+        raise RuntimeError(f"{self._process.args!r} has ended: {self._log.read_text()[-3000:]}")
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.terminate()
+        try:
+            self._process.wait(60)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+@contextmanager
+def peer(command: list[str], log: Path, mark: str = "=") -> Iterator[Peer]:
+    """A process for as long as the context lasts."""
+    made = Peer(command, log, mark)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def copy_seconds(nbytes: int, device: str) -> float:
+    """Median seconds of a copy of so many bytes from pinned memory to the device."""
+    host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=device == "cuda")
+    there = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    found = []
+    for _ in range(4):
+        begun = time.monotonic()
+        there.copy_(host, non_blocking=True)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        found.append(time.monotonic() - begun)
+    return statistics.median(found[1:])
+
+
+def differing(trainer: Peer, engine: Peer) -> list[str]:
+    """Names of parameters that are not what the trainer has."""
+    expected, found = trainer.ask("checksums"), engine.ask(json.dumps(["checksums"]))
+    return sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
+
+
+def updates(trainer: Peer, engine: Peer, steps: range) -> list[dict[str, Any]]:
+    """Push, prepare and apply so many versions; all parameters are compared."""
+    found = []
+    for step in steps:
+        pushed = trainer.ask(str(step))
+        prepared = engine.ask(json.dumps(["prepare", pushed["version"]]))
+        applied = engine.ask(json.dumps(["apply", pushed["version"]]))
+        wrong = differing(trainer, engine)
+        found.append(
+            {
+                "version": pushed["version"],
+                "held": pushed["held"],
+                "ready": pushed["ready"],
+                "prepare": prepared["took"],
+                "apply": applied["took"],
+                "to_engine": applied["ended"] - pushed["begun"],
+                "failed": applied["failed"] or prepared["failed"],
+                "wrong": wrong[:5],
+            }
+        )
+        print(json.dumps(found[-1]), flush=True)
+    return found
+
+
+def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """All that is asked for."""
+    (folder / "hf").mkdir()
+    (folder / "hf" / "config.json").write_text(json.dumps(config_of(arguments.model)))
+    logs = {name: (arguments.logs or folder) / f"{name}.log" for name in ("service", "trainer", "engine")}
+    found: dict[str, Any] = {"model": arguments.model}
+    model_bytes = 2 * sum(math.prod(shape) for shape in shapes_of(config_of(arguments.model)).values())
+    with (
+        logs["service"].open("w") as service_log,
+        processes.service(folder, model_bytes, stderr=service_log.fileno()) as service,
+        peer(
+            [
+                sys.executable,
+                "-m",
+                "benchmarks.pause_trainer",
+                service.grpc,
+                str(folder / "hf"),
+                arguments.device,
+            ],
+            logs["trainer"],
+            "{",
+        ) as trainer,
+    ):
+        found["bytes"] = trainer.ask("")["bytes"]
+        found["copy"] = copy_seconds(found["bytes"], arguments.device)
+        print(json.dumps(found), flush=True)
+        step = 1
+        trainer.ask(str(step))
+        for name in arguments.cases:
+            extra = {} if name == "auto" or name == "sleep" else {"card_share": float(name)}
+            options = {
+                **json.loads(arguments.options),
+                **({"enable_sleep_mode": True} if name == "sleep" else {}),
+            }
+            with peer([arguments.python, "-m", "benchmarks.pause_engine"], logs["engine"]) as engine:
+                facts = engine.ask(json.dumps(["start", service.grpc, options, extra]))
+                print(name, json.dumps(facts), flush=True)
+                if "failed" in facts:
+                    print(logs["engine"].read_text()[-6000:])
+                    continue
+                first = step + 1
+                step += arguments.updates
+                found[name] = {"facts": facts, "updates": updates(trainer, engine, range(first, step + 1))}
+                if name == "sleep":
+                    found[name]["slept"] = asleep(trainer, engine, step + 1)
+                    step += 2
+                if arguments.profile:
+                    step += 1
+                    pushed = trainer.ask(str(step))
+                    engine.ask(json.dumps(["prepare", pushed["version"]]))
+                    print(engine.ask(json.dumps(["profile", pushed["version"]])), flush=True)
+                print(name, json.dumps(engine.ask(json.dumps(["facts"]))), flush=True)
+                print("says", engine.ask(json.dumps(["generate"])), flush=True)
+    return found
+
+
+def asleep(trainer: Peer, engine: Peer, step: int) -> list[Any]:
+    """An update of an engine that sleeps: refused, and made once its weights are awake."""
+    found = []
+    for level in (1, 2):
+        engine.ask(json.dumps(["sleep", level]))
+        pushed = trainer.ask(str(step))
+        step += 1
+        engine.ask(json.dumps(["prepare", pushed["version"]]))
+        refused = engine.ask(json.dumps(["apply", pushed["version"]]))
+        engine.ask(json.dumps(["wake_up", "weights"]))
+        applied = engine.ask(json.dumps(["apply", pushed["version"]]))
+        engine.ask(json.dumps(["wake_up", "kv_cache"]))
+        wrong = differing(trainer, engine)
+        said = engine.ask(json.dumps(["generate"]))
+        found.append([level, refused["failed"], applied["failed"], applied["took"], not wrong, said])
+        print("slept", json.dumps(found[-1]), flush=True)
+    return found
+
+
+def main() -> None:
+    """Measure, and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="tiny", choices=CONFIGS)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--python", default=sys.executable, help="of an environment with vLLM")
+    parser.add_argument("--updates", type=int, default=5)
+    parser.add_argument("--cases", nargs="+", default=["1", "0"], help="values of card_share, auto, or sleep")
+    parser.add_argument("--options", default="{}", help="of vllm.LLM, as JSON")
+    parser.add_argument("--profile", action="store_true", help="print where the time of one more update goes")
+    parser.add_argument("--logs", type=Path, help="keep what the processes write in this folder")
+    parser.add_argument("--json", type=Path, help="write all figures there")
+    arguments = parser.parse_args()
+    processes.end_tidily()
+    with tempfile.TemporaryDirectory() as folder:
+        found = measure(arguments, Path(folder))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(found, indent=1))
+    copy = found["copy"]
+    print(f"{found['model']}: {found['bytes'] / 1e9:.2f} GB, a pinned copy {copy:.3f} s")
+    for name in arguments.cases:
+        for each in found.get(name, {}).get("updates", []):
+            print(
+                f"card_share {name}: apply {each['apply']:.3f} s ({each['apply'] / copy:.2f} copies), prepare {each['prepare']:.3f}, "
+                f"held {each['held']:.3f}, ready {each['ready']:.3f}, to the engine {each['to_engine']:.3f}"
+                + (f", FAILED {each['failed']}" if each["failed"] else "")
+                + (f", WRONG {each['wrong']}" if each["wrong"] else "")
+            )
+
+
+if __name__ == "__main__":
+    main()

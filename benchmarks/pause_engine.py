@@ -1,0 +1,137 @@
+"""Engine of `benchmarks.pause`: a vLLM in one process, with the plug-in, that takes versions and says what its parameters are.
+
+Run by vLLM's Python. Each line of its standard input is a JSON list: what is to be done, and its arguments. Each line of its standard output
+that begins with ``=`` is an answer.
+"""
+
+from __future__ import annotations
+
+import cProfile
+import io
+import json
+import os
+import pstats
+import sys
+import time
+from typing import Any
+
+os.environ |= {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+}
+
+import torch
+
+from benchmarks.pause_models import MODEL, checksum
+
+
+class Engine:
+    """vLLM, started from the service.
+
+    Args:
+        server: address of the service.
+        options: of `vllm.LLM`.
+        extra: of the load format.
+    """
+
+    def __init__(self, server: str, options: dict[str, Any], extra: dict[str, Any]) -> None:
+        from vllm import LLM
+
+        begun = time.monotonic()
+        self.llm = LLM(
+            MODEL,
+            load_format="weighbridge",
+            model_loader_extra_config={"server": server, **extra},
+            skip_tokenizer_init=True,
+            dtype="bfloat16",
+            max_model_len=512,
+            **options,
+        )
+        self.start_seconds = time.monotonic() - begun
+
+    def facts(self) -> dict[str, Any]:
+        """What the engine has, and has of its card."""
+        config = self.llm.llm_engine.vllm_config.cache_config
+        used = torch.cuda.mem_get_info() if torch.cuda.is_available() else (0, 0)
+        return {
+            "start": self.start_seconds,
+            "kv_tokens": (config.num_gpu_blocks or 0) * config.block_size,
+            "free": used[0],
+            "total": used[1],
+        }
+
+    def ask(self, method: str, *arguments: str) -> dict[str, Any]:
+        """What a worker answers to the agent's call, and how long that took."""
+        begun = time.monotonic()
+        (found,) = self.llm.collective_rpc(method, args=arguments)
+        return {**found, "took": time.monotonic() - begun}
+
+    def prepare(self, version: int) -> dict[str, Any]:
+        """Bring a version to this machine, and as far as it goes to the card."""
+        begun = time.monotonic()
+        status = self.ask("weighbridge_prepare", str(version))
+        while status["preparing"]:
+            time.sleep(0.001)
+            status = self.ask("weighbridge_status")
+        return {**status, "took": time.monotonic() - begun}
+
+    def apply(self, version: int) -> dict[str, Any]:
+        """Bring a version to the parameters; ``ended`` is the time at which the engine can go on."""
+        return {**self.ask("weighbridge_apply", str(version)), "ended": time.monotonic()}
+
+    def profile(self, version: int) -> str:
+        """The same, with where its time goes; slower by that."""
+        with cProfile.Profile() as profile:
+            self.apply(version)
+        text = io.StringIO()
+        pstats.Stats(profile, stream=text).sort_stats("cumulative").print_stats(60)
+        return text.getvalue()
+
+    def checksums(self) -> dict[str, int]:
+        """Of all parameters."""
+
+        def of(model: torch.nn.Module) -> dict[str, int]:
+            return {name.replace(".routed_experts", ""): checksum(p) for name, p in model.named_parameters()}
+
+        found: list[dict[str, int]] = self.llm.apply_model(of)
+        return found[0]
+
+    def generate(self) -> list[int]:
+        """A few tokens."""
+        from vllm import SamplingParams
+
+        prompt = {"prompt_token_ids": [5, 6, 7, 8]}
+        said = self.llm.generate(
+            [prompt], SamplingParams(max_tokens=8, temperature=0, detokenize=False), use_tqdm=False
+        )
+        return list(said[0].outputs[0].token_ids)
+
+    def sleep(self, level: int) -> None:
+        """Let the weights sleep."""
+        self.llm.sleep(level)
+
+    def wake_up(self, *tags: str) -> None:
+        """Wake the engine up."""
+        self.llm.wake_up(list(tags) or None)
+
+
+def main() -> None:
+    """Do what is asked, until the standard input ends."""
+    engine: Engine | None = None
+    for line in sys.stdin:
+        what, *arguments = json.loads(line)
+        try:
+            if what == "start":
+                engine = Engine(*arguments)
+                found: Any = engine.facts()
+            else:
+                found = getattr(engine, what)(*arguments)
+        except Exception as error:
+            found = {"failed": f"{type(error).__name__}: {error}"}
+        print("=" + json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()

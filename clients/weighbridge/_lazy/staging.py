@@ -1,0 +1,62 @@
+"""Staging place: memory in which a version lies as the parameters do before it is applied."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from weighbridge._lazy.recording import Shape
+
+_ALIGNMENT = 512
+"""Bytes, as torch's own allocator aligns tensors on a GPU."""
+
+
+class StagingPlace:
+    """Memory for one version at a time.
+
+    Args:
+        memory: ``uint8``, one dimension, on the device of the parameters, or pinned.
+    """
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self._memory = memory
+
+    def __repr__(self) -> str:
+        return f"<StagingPlace: {self.nbytes} bytes on {self._memory.device}>"
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the memory."""
+        return self._memory.numel()
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the memory."""
+        return self._memory.device
+
+    def tensors(self, shapes: Mapping[str, Shape]) -> dict[str, torch.Tensor]:
+        """Tensors in the memory that lie as these do, by name: as many as there is room for, in order."""
+        found: dict[str, torch.Tensor] = {}
+        start = 0
+        for name, shape in shapes.items():
+            nbytes = _extent(shape)
+            if start + nbytes > self.nbytes:
+                continue
+            flat = self._memory[start : start + nbytes].view(shape.dtype)
+            found[name] = flat.as_strided(shape.size, shape.stride)
+            start += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        return found
+
+
+def staging_bytes(shapes: Iterable[Shape]) -> int:
+    """Size of a place in which tensors that lie as these all have room."""
+    return sum(-(-_extent(shape) // _ALIGNMENT) * _ALIGNMENT for shape in shapes)
+
+
+def _extent(shape: Shape) -> int:
+    """Bytes from a tensor's first element to the end of its last."""
+    if 0 in shape.size:
+        return 0
+    last = sum((n - 1) * stride for n, stride in zip(shape.size, shape.stride, strict=True))
+    return int(last + 1) * shape.dtype.itemsize
