@@ -257,8 +257,8 @@ def fail(job: dict[str, Any]) -> dict[str, Any]:
     """An update that fails on one rank while parameters are filled; then one of which one rank cannot even fetch the bytes."""
     from vllm.distributed.parallel_state import get_world_group
 
+    from weighbridge import _lazy as lazy
     from weighbridge.errors import WeighbridgeError
-    from weighbridge.integrations.vllm import applying
 
     config = engine_config(job)
     model = processed(config, by_weighbridge(config, job, 1))
@@ -268,20 +268,16 @@ def fail(job: dict[str, Any]) -> dict[str, Any]:
     last = get_world_group().rank_in_group == job["tp"] - 1
     for number in (2, 1) if job.get("as_loaded") else ():  # from then on without vLLM's reloading
         rank.apply(number)
-    filler, filled = applying._filler, []
+    fill, filled = lazy.Update.fill, []
 
-    def spoilt(update: Any, recording: Any, name: str) -> Any:
-        fill = filler(update, recording, name)
-
-        def fill_or_fail(parameter: torch.Tensor) -> None:
+    def fill_or_fail(update: lazy.Update, targets: dict[str, torch.Tensor]) -> None:
+        for name, tensor in targets.items():
             filled.append(name)
             if last and len(filled) == 12:
                 raise RuntimeError("made up")
-            fill(parameter)
+            fill(update, {name: tensor})
 
-        return fill_or_fail
-
-    applying._filler = spoilt
+    lazy.Update.fill = fill_or_fail
     said = []
     for number in (2, 1000):
         try:
