@@ -76,15 +76,20 @@ class Sessions(RuleBasedStateMachine):
     @initialize()
     def connect(self) -> None:
         self.client = RawClient(self.service.address)
+        self.opened: list[Push] = []
         self.layouts = [rows_layout(self.source.arrays, rank, RANKS) for rank in range(RANKS)]
 
     def teardown(self) -> None:
         if hasattr(self, "client"):
+            for push in self.opened:
+                self.abort(push)  # or the next examples find no room for theirs
             self.client.__exit__(None, None, None)
 
     @rule(target=pushes)
     def open(self) -> Push:
-        return Push(self.client.open(MODEL, ranks=RANKS))
+        push = Push(self.client.open(MODEL, ranks=RANKS))
+        self.opened.append(push)
+        return push
 
     @rule(push=pushes)
     def declare(self, push: Push) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -107,13 +106,12 @@ class Recording:
 
     @cached_property
     def plain(self) -> Mapping[str, tuple[RecordedCopy, ...]]:
-        """The parameters to which boxes come as they are, no two to the same elements, and their steps: the order of these does not matter."""
+        """The parameters to which boxes come as they are, each to a run of elements of its own, and their steps: their order does not matter."""
         return {
             name: copies
             for name, steps in self.by_target.items()
             if len(copies := tuple(step for step in steps if self.is_straight(step))) == len(steps)
-            and sum(copy.part.numel for copy in copies) + self.unwritten.get(name, 0)
-            == math.prod(self.targets[name].size)
+            and _are_apart([copy.part for copy in copies])
         }
 
     def is_straight(self, step: RecordedStep) -> TypeGuard[RecordedCopy]:
@@ -204,6 +202,16 @@ class Recording:
             )
         except (KeyError, TypeError, ValueError) as error:
             raise InvalidArgument(f"this is no recording: {error}") from error
+
+
+def _are_apart(parts: Iterable[Strided]) -> bool:
+    """Whether each part is one run of elements, and no two have elements in common."""
+    end = 0
+    for part in sorted(parts, key=lambda each: each.offset):
+        if part.offset < end or not is_whole(part._replace(offset=0), part.size):
+            return False
+        end = part.offset + part.numel
+    return True
 
 
 def _step_to_json(step: RecordedStep) -> list[Any]:

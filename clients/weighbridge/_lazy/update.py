@@ -10,7 +10,7 @@ import torch
 
 from weighbridge._clients.engine import EngineClient
 from weighbridge._formats.host_slices import HostSlices, Slices
-from weighbridge._lazy.recording import Constant, RecordedCopy, RecordedStep, Recording, Shape
+from weighbridge._lazy.recording import Constant, RecordedCopy, RecordedStep, Recording
 from weighbridge._lazy.staging import StagingPlace
 from weighbridge._lazy.tensor import shown
 from weighbridge._lazy.views import Strided
@@ -67,32 +67,31 @@ class Update:
             WeighbridgeError: the service is gone, or the version is.
         """
         if self._slices is None:
-            self._slices = self._pull.bring(self._spare.pop() if self._spare else None, pin=pin)
+            try:
+                spare = self._spare.pop()
+            except IndexError:
+                spare = None
+            self._slices = self._pull.bring(spare, pin=pin)
 
-    def stage(self, place: StagingPlace, targets: Mapping[str, torch.Tensor]) -> None:
+    def stage(self, place: StagingPlace) -> None:
         """Bring what was prepared to a place in which it lies as the parameters do, as far as there is room, so that `fill` makes one copy for each.
 
-        May run in another thread while the model computes. Nothing else may write to the place until the update is closed.
+        Parameters of which the version leaves elements alone are filled from where the bytes came. May run in another thread while the model
+        computes. Nothing else may write to the place until the update is closed.
 
         Args:
             place: where to.
-            targets: the parameters and buffers by name, of which elements that the version leaves alone are taken.
         """
         recording = self._recording
-        shapes = {
-            name: shape
-            for name, shape in recording.targets.items()
-            if not recording.unwritten.get(name) or (name in targets and Shape.of(targets[name]) == shape)
+        whole = {
+            name: shape for name, shape in recording.targets.items() if not recording.unwritten.get(name)
         }
-        staged = place.tensors(shapes)
+        staged = place.tensors(whole)
         with ExitStack() as stack, torch.no_grad():
             if place.device.type == "cuda":
                 stream = torch.cuda.Stream(place.device)  # type: ignore[no-untyped-call]  # torch's own
                 stack.callback(stream.synchronize)
                 stack.enter_context(torch.cuda.stream(stream))
-            for name, tensor in staged.items():
-                if recording.unwritten.get(name):
-                    tensor.copy_(targets[name])
             self.fill(staged)
         self._staged = staged
         if staged.keys() == recording.targets.keys():

@@ -161,6 +161,10 @@ def fill_tensors(
         _copy_tensors(rest, memories, into_memory=False)
     for shard, target in replaced:
         shard.detach().copy_(target)
+    for device in {shard.device for shard, _ in replaced if shard.is_cuda}:
+        import torch
+
+        torch.cuda.current_stream(device).synchronize()
 
 
 class _Asked(NamedTuple):

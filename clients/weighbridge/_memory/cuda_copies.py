@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 _HOST_TO_DEVICE, _DEVICE_TO_HOST = 1, 2
 _REGISTER_DEFAULT, _REGISTER_READ_ONLY = 0, 8
-_OF_DEVICE = (2, 3)
-"""Kinds of memory that a GPU has: its own, and managed."""
+_UNKNOWN = 0
+"""Kind of memory that is not CUDA's: neither a GPU's, nor managed, nor pinned."""
 
 
 class _Attributes(ctypes.Structure):
@@ -51,11 +51,17 @@ def register(address: int, nbytes: int, *, read_only: bool) -> Callable[[], None
 
 
 def is_mapped(address: int) -> bool:
-    """Whether there is memory of a GPU at an address. An allocator may have given it back and kept the addresses."""
+    """Whether CUDA knows of memory at an address. An allocator may have given it back and kept the addresses.
+
+    True as well where torch has no CUDA runtime that can be asked.
+    """
     attributes = _Attributes()
-    code = _runtime().cudaPointerGetAttributes(ctypes.byref(attributes), address)
-    _check(code, "looking at memory of a GPU")
-    return attributes.kind in _OF_DEVICE
+    try:
+        code = _runtime().cudaPointerGetAttributes(ctypes.byref(attributes), address)
+        _check(code, "looking at memory of a GPU")
+    except (FailedPrecondition, ResourceExhausted):
+        return True
+    return bool(attributes.kind != _UNKNOWN)
 
 
 class CopyQueue:

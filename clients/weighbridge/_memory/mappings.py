@@ -27,6 +27,7 @@ _MAP_NORESERVE = 0x4000
 
 
 _mapping = threading.Lock()
+_pinning = threading.Lock()
 """A process is not forked between a mapping and the advice not to give it to children."""
 
 
@@ -108,7 +109,9 @@ class MappedMemory:
         """
         if not self._pinnable:
             raise FailedPrecondition("memory that is only borrowed for one pull is not registered with CUDA")
-        if self._unpin is None:
+        with _pinning:
+            if self._unpin is not None:
+                return
             from weighbridge._memory import cuda_copies
 
             unregister = cuda_copies.register(self.address, self.nbytes, read_only=self._use is Use.READ)

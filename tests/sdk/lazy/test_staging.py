@@ -35,7 +35,7 @@ def test_a_staged_version_equals_the_loader_and_what_has_no_room_comes_from_the_
             tensor.fill_(-2)
         update = lazy.Update(recording, engine, NAME, number)
         update.prepare()
-        update.stage(place, model.targets)
+        update.stage(place)
         assert all((tensor == -2).all() for tensor in model.targets.values())
         update.fill_all(model.targets)
         update.close()
@@ -52,7 +52,7 @@ def test_a_version_that_is_staged_as_a_whole_gives_the_services_memory_back(
     whole, most = (lazy.Update(recording, engine, NAME, 2) for _ in range(2))
     for update, size in ((whole, nbytes), (most, nbytes - 512)):
         update.prepare()
-        update.stage(place_of(size), model.targets)
+        update.stage(place_of(size))
     assert whole._slices is None
     assert most._slices is not None
     whole.fill_all(model.targets)
@@ -74,7 +74,7 @@ def test_elements_that_a_version_leaves_alone_stay_as_they_are(
     target.fill_(7)
     update = lazy.Update(recording, engine, NAME, 2)
     update.prepare()
-    update.stage(place_of(1 << 20), {"target": target})
+    update.stage(place_of(1 << 20))
     update.fill_all({"target": target})
     expected = torch.full_like(target, 7)
     expected[1 : rows + 1, :columns] = versions[1][name]

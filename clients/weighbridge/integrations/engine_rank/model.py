@@ -52,6 +52,7 @@ class EngineModel(ABC):
         self.place: lazy.StagingPlace | None = None
         self.staging = threading.Lock()
         self._host_place: lazy.StagingPlace | None = None
+        self._cannot_pin = False
         self._model = model
 
     @property
@@ -162,9 +163,9 @@ class EngineModel(ABC):
         Raises:
             FailedPrecondition: names a parameter.
         """
-        held = ((name, p) for name, p in self.model.named_parameters() if p.is_cuda and p.numel())
-        for name, parameter in itertools.islice(held, 1):  # all of them sleep together
-            if not cuda_copies.is_mapped(parameter.data_ptr()):
+        held = ((name, p) for name, p in self.targets().items() if p.is_cuda and p.numel() and p.data_ptr())
+        for name, target in itertools.islice(held, 1):  # all of them sleep together
+            if not cuda_copies.is_mapped(target.data_ptr()):
                 raise FailedPrecondition(
                     f"the engine sleeps: {name} has no memory", fix="wake its weights up, and update it again"
                 )
@@ -175,8 +176,10 @@ class EngineModel(ABC):
         """
         if self.place is not None or not self.pin:
             return self.place
-        if len(recording.steps) < _MANY_STEPS or len(recording.steps) < _MANY_STEPS_A_TARGET * len(
-            recording.targets
+        if (
+            self._cannot_pin
+            or len(recording.steps) < _MANY_STEPS
+            or len(recording.steps) < _MANY_STEPS_A_TARGET * len(recording.targets)
         ):
             return None
         nbytes = lazy.staging_bytes(recording.targets.values())
@@ -185,6 +188,7 @@ class EngineModel(ABC):
             try:
                 memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
             except RuntimeError as error:
+                self._cannot_pin = True
                 log.warning("%d bytes cannot be pinned, so that updates take longer: %s", nbytes, error)
                 return None
             self._host_place = lazy.StagingPlace(memory)

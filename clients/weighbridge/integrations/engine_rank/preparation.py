@@ -3,6 +3,7 @@ engine serves."""
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from concurrent.futures import Future
@@ -21,6 +22,8 @@ from weighbridge.follow.status import label
 from weighbridge.integrations.engine_rank.fitting import check_config, check_tensors
 from weighbridge.integrations.engine_rank.model import EngineModel, Rest
 from weighbridge.integrations.engine_rank.source import ModelSource
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -158,7 +161,13 @@ class Preparation:
         with engine.staging:
             if self._wanted and (place := engine.staging_place(recording)) is not None:
                 # if it was not wanted, the place might be another version's by now
-                self._update.stage(place, engine.targets())
+                self._stage(place)
+
+    def _stage(self, place: lazy.StagingPlace) -> None:
+        try:
+            self.update.stage(place)
+        except RuntimeError as error:  # of torch: the bytes are here, and can be applied from where they are
+            log.warning("%s is not brought to the place that is reserved for it: %s", self.label, error)
 
     def _free(self, _ended: Future[None]) -> None:
         if self._update is not None:

@@ -18,7 +18,7 @@ from weighbridge.errors import FailedPrecondition
 from weighbridge.integrations.engine_rank.agreement import ProcessGroup, Ranks
 from weighbridge.integrations.engine_rank.model import EngineModel, Rest
 from weighbridge.integrations.engine_rank.rank import EngineRank, rank_of
-from weighbridge.integrations.vllm import layers
+from weighbridge.integrations.vllm import NAME, layers
 from weighbridge.integrations.vllm.applying import Applier
 from weighbridge.integrations.vllm.kept_results import check_updatable
 
@@ -118,7 +118,11 @@ class VllmModel(EngineModel):
             share: part of the parameters' bytes; None for all of them where half of what vLLM may use of the card is left, and none elsewhere.
         """
         model, devices = self._model_config, {tensor.device for tensor in self.targets().values()}
-        if {device.type for device in devices} != {"cuda"} or len(devices) > 1:
+        transfer = self._vllm_config.weight_transfer_config
+        takes_none = (
+            getattr(model, "runner_type", "") == "draft" or transfer is None or transfer.backend != NAME
+        )
+        if takes_none or {device.type for device in devices} != {"cuda"} or len(devices) > 1:
             return
         (device,) = devices
         nbytes = lazy.staging_bytes(recording.targets.values())
@@ -139,17 +143,21 @@ class VllmModel(EngineModel):
             return
         self.place = lazy.StagingPlace(torch.empty(nbytes, dtype=torch.uint8, device=device))
         logger.info(
-            "%.1f GB of the card are reserved for new versions (card_share=%g), room for some %d tokens of the KV cache",
+            "%.1f GB of the card are reserved for new versions (card_share=%g)%s",
             nbytes / 1e9,
             share,
-            nbytes // self._bytes_of_token(),
+            self._tokens_in(nbytes),
         )
 
-    def _bytes_of_token(self) -> int:
-        """Bytes of the KV cache that one token takes in this rank, of a model that keeps keys and values of each layer."""
+    def _tokens_in(self, nbytes: int) -> str:
+        """For how many tokens of the KV cache there would be room in so many bytes; empty for models that keep no keys and values."""
         model, parallel = self._model_config, self._vllm_config.parallel_config
-        layers, heads = model.get_num_layers(parallel), model.get_num_kv_heads(parallel)
-        return int(max(1, 2 * layers * heads * model.get_head_size() * model.dtype.itemsize))
+        try:
+            layers, heads = model.get_num_layers(parallel), model.get_num_kv_heads(parallel)
+            of_one = 2 * layers * heads * model.get_head_size() * model.dtype.itemsize
+            return f", room for some {nbytes // of_one} tokens of the KV cache"
+        except (AttributeError, TypeError, ValueError, ZeroDivisionError, NotImplementedError):
+            return ""
 
     def fill(self, update: lazy.Update, recording: lazy.Recording, rest: Rest) -> None:
         """Through vLLM's layerwise reloading, where kernels compute with something else than what a loader fills."""

@@ -14,11 +14,14 @@ from typing import Any
 
 import torch
 from vllm.config import VllmConfig
+from vllm.logger import init_logger
 from vllm.model_executor.layers import attention
 from vllm.model_executor.model_loader.reload import layerwise, meta
 
 from weighbridge.errors import FailedPrecondition
 from weighbridge.integrations.vllm import engines
+
+logger = init_logger(f"vllm.plugins.{__name__}")
 
 _CONFIGURATION = "_weighbridge_vllm_config"
 
@@ -158,10 +161,24 @@ def empty_caches_after_updates(backend: str) -> None:
             transfer = self.vllm_config.weight_transfer_config
             ours = transfer is not None and transfer.backend == backend
             if ours and engines.changes_parameters(engines.Call(method, timeout, args, kwargs)):
-                self.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
-                self.reset_encoder_cache()
+                _forget_results(self)
 
     core.collective_rpc = collective_rpc
+
+
+def _forget_results(core: Any) -> None:
+    """Empty an engine's caches. What it cannot empty is told in the log: the update itself has been made, or says itself why not."""
+    prefixes = partial(core.reset_prefix_cache, reset_running_requests=True, reset_connector=True)
+    for what, forget in (("prefixes", prefixes), ("encoders", core.reset_encoder_cache)):
+        try:
+            emptied = forget() is not False
+        except Exception:
+            logger.exception("vLLM cannot empty its cache of %s", what)
+            emptied = False
+        if not emptied:
+            logger.error(
+                "the cache of %s may have results of old weights: pause the engine, which empties it", what
+            )
 
 
 def place_of(worker: Any) -> dict[str, int]:

@@ -45,12 +45,14 @@ def install() -> None:
     remember_configurations()
     setattr(EngineArgs, _MARK, True)
     made, configured = EngineArgs.__post_init__, EngineArgs.create_engine_config
-    local_path, not_here = arg_utils.get_model_path, dict[str, Exception]()
+    local_path, not_here, named = arg_utils.get_model_path, dict[str, Exception](), dict[str, str]()
 
     def get_model_path(model: Any, revision: str | None = None) -> Any:
         # HF_HUB_OFFLINE: the first arguments of a process ask for the Hub's copy when they have just loaded this plug-in
         try:
-            return local_path(model, revision)
+            found = local_path(model, revision)
+            named[str(found)] = str(model)
+            return found
         except Exception as error:
             not_here[str(model)] = error
             return model
@@ -61,6 +63,9 @@ def install() -> None:
 
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         # again: arguments may be changed after they were made, and those that were made first have loaded this plug-in
+        if self.load_format == NAME:  # the service's, though the Hub's cache may have one of that name
+            self.model = named.get(str(self.model), self.model)
+            self.tokenizer = named.get(str(self.tokenizer), self.tokenizer)
         _complete(self, WeightTransferConfig)
         for name in (self.model, self.tokenizer):  # still: they do not come from the service
             if (missing := not_here.pop(str(name), None)) is not None:
