@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from weighbridge._core.layouts import Layout
 from weighbridge._formats.tensor_stream import check_target
+from weighbridge._memory import cuda_copies
 
 if TYPE_CHECKING:
     import torch
@@ -66,13 +67,9 @@ class HostSlices:
 
     def fill(self, targets: Iterable[tuple[int, torch.Tensor]]) -> None:
         """Copy slices to tensors, as `Slices.fill`. Copies from a pinned buffer to GPUs follow each other without a wait in between."""
-        import torch
-
-        devices: set[torch.device] = set()
+        filled: list[torch.Tensor] = []
         for index, tensor in targets:
             check_target(self._layout, self._layout.placements[index], tensor)
             tensor.copy_(self.tensor(index).view(tensor.shape), non_blocking=tensor.is_cuda)
-            if tensor.is_cuda:
-                devices.add(tensor.device)
-        for device in devices:
-            torch.cuda.current_stream(device).synchronize()
+            filled.append(tensor)
+        cuda_copies.wait_for_streams(filled)

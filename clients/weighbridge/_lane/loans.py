@@ -310,7 +310,7 @@ class ReadLoan:
             yield tensor
 
     def _memories(self) -> Sequence[MappedMemory] | None:
-        """What lies in shared memory; None if some of the version lies in files."""
+        """Memories that hold the version; None if part of the version lies in files."""
         memories = [each.kept for each in self._lent if isinstance(each, LentMemory)]
         return memories if len(memories) == len(self._lent) else None
 

@@ -14,6 +14,7 @@ from weighbridge._lazy.recording import Constant, RecordedCopy, RecordedStep, Re
 from weighbridge._lazy.staging import StagingPlace
 from weighbridge._lazy.tensor import shown
 from weighbridge._lazy.views import Strided
+from weighbridge._memory import cuda_copies
 from weighbridge.errors import FailedPrecondition
 
 
@@ -116,8 +117,7 @@ class Update:
                 self._fill_from_slices(rest)
             for tensor, there in staged:
                 tensor.detach().copy_(there, non_blocking=tensor.is_cuda)
-            for device in {tensor.device for tensor, _ in staged if tensor.is_cuda}:
-                torch.cuda.current_stream(device).synchronize()
+            cuda_copies.wait_for_streams(tensor for tensor, _ in staged)
 
     def _fill_from_slices(self, targets: Mapping[str, torch.Tensor]) -> None:
         recording, slices = self._recording, self._slices

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from weighbridge._core.byte_copies import ByteCopy
 from weighbridge._core.nonfinite import Encoding
+from weighbridge._memory import cuda_copies
 from weighbridge._memory.mappings import MappedMemory
 from weighbridge._memory.native_copies import Region, copy_natively, region_of
 from weighbridge._memory.strided import ShardCopies
@@ -19,8 +20,6 @@ from weighbridge.errors import WeighbridgeError
 
 if TYPE_CHECKING:
     import torch
-
-    from weighbridge._memory.cuda_copies import CopyQueue
 
 log = logging.getLogger(__name__)
 
@@ -55,9 +54,7 @@ def write_tensors(
     found = [0] * (len(by_engine) + len(rest))
     with contextlib.ExitStack() as stack:
         if by_engine:
-            from weighbridge._memory.cuda_copies import CopyQueue
-
-            queue = stack.enter_context(CopyQueue([memory.address for memory in memories]))
+            queue = stack.enter_context(cuda_copies.CopyQueue([memory.address for memory in memories]))
             for each in by_engine:
                 flat = each.shard.detach().contiguous().view(-1)
                 if queue.write(flat, each.copies):
@@ -103,7 +100,7 @@ def read_tensors(
     """
     ahead = _Ahead()
     with contextlib.ExitStack() as stack:
-        queue: CopyQueue | None = None
+        queue: cuda_copies.CopyQueue | None = None
         try:
             for shard, copies in shards:
                 if ahead.shares_memory_with(shard):
@@ -114,9 +111,9 @@ def read_tensors(
                 filled: torch.cuda.Event | None = None
                 if target.is_cuda and is_pinned(copies, memories):
                     if queue is None:
-                        from weighbridge._memory.cuda_copies import CopyQueue
-
-                        queue = stack.enter_context(CopyQueue([memory.address for memory in memories]))
+                        queue = stack.enter_context(
+                            cuda_copies.CopyQueue([memory.address for memory in memories])
+                        )
                     filled = queue.read(target, copies)
                 if filled is None:
                     yield from ahead.given(leave=0)
@@ -141,7 +138,7 @@ def fill_tensors(
     rest: list[_Copied] = []
     replaced: list[tuple[torch.Tensor, torch.Tensor]] = []
     with contextlib.ExitStack() as stack:
-        queue: CopyQueue | None = None
+        queue: cuda_copies.CopyQueue | None = None
         for shard, copies in shards:
             target = _contiguous(shard)
             if target.data_ptr() != shard.data_ptr():
@@ -151,9 +148,9 @@ def fill_tensors(
                 target.zero_()
             if target.is_cuda and is_pinned(copies, memories):
                 if queue is None:
-                    from weighbridge._memory.cuda_copies import CopyQueue
-
-                    queue = stack.enter_context(CopyQueue([memory.address for memory in memories]))
+                    queue = stack.enter_context(
+                        cuda_copies.CopyQueue([memory.address for memory in memories])
+                    )
                 if queue.fill(target, copies, after_stream=zeroed):
                     continue
             rest.append(_Copied(0, target, copies, None))
@@ -161,10 +158,7 @@ def fill_tensors(
         _copy_tensors(rest, memories, into_memory=False)
     for shard, target in replaced:
         shard.detach().copy_(target)
-    for device in {shard.device for shard, _ in replaced if shard.is_cuda}:
-        import torch
-
-        torch.cuda.current_stream(device).synchronize()
+    cuda_copies.wait_for_streams(shard for shard, _ in replaced)
 
 
 class _Asked(NamedTuple):

@@ -1,15 +1,15 @@
 """Copies between GPUs and memory that is shared with the service, made by the GPUs' own copy engines.
 
 Such memory has to be registered with CUDA once in each process. Rows that lie apart are copied as fast as those that lie together,
-by ``cudaMemcpy2DAsync``, which torch does not use: its own strided copies go through kernels and pageable buffers. Imported only where
-a tensor is on a GPU. (https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__MEMORY.html)
+by ``cudaMemcpy2DAsync``, which torch does not use: its own strided copies go through kernels and pageable buffers. Torch and the runtime
+are loaded only where a tensor is on a GPU. (https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__MEMORY.html)
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Self
 
@@ -62,6 +62,14 @@ def is_mapped(address: int) -> bool:
     except (FailedPrecondition, ResourceExhausted):
         return True
     return bool(attributes.kind != _UNKNOWN)
+
+
+def wait_for_streams(tensors: Iterable[torch.Tensor]) -> None:
+    """Wait for the work of the current streams of those GPUs on which some of the tensors lie."""
+    import torch
+
+    for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
+        torch.cuda.current_stream(device).synchronize()
 
 
 class CopyQueue:

@@ -63,7 +63,7 @@ class EffectPools:
 
 
 def _log_failure(done: Future[None]) -> None:
-    """Nobody waits for an effect's end."""
+    """Log the error of an effect, which no caller waits for."""
     error = None if done.cancelled() else done.exception()
     if error is not None and not isinstance(error, Unavailable):  # which is: the service stops
         log.error("an effect of a push failed", exc_info=error)

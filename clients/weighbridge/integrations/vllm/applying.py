@@ -7,7 +7,6 @@ place. If all are like that, the next update goes without reloading.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -106,12 +105,10 @@ class Applier:
         before = _state(layer, method)
         with _AnyOperation() as operations:
             method.process_weights_after_loading(layer)
-        after = _state(layer, method)
-        if not operations.seen and after == before:
+        if not operations.seen and _state(layer, method) == before:
             self._unprocessed.add(layer)
-        elif log.isEnabledFor(logging.DEBUG):
-            changed = [str(a) for a, b in zip(_items(after), _items(before), strict=False) if a != b]
-            log.debug("%s is processed by vLLM: %s %s", type(layer).__name__, operations.seen, changed[:3])
+        else:
+            log.debug("vLLM processes %s: %s", type(layer).__name__, operations.seen or "its state changes")
 
     def _lies_as_loaded(
         self, recording: lazy.Recording, wanted: Sequence[tuple[torch.nn.Module, Mapping[str, str]]]
@@ -268,10 +265,6 @@ def _state(layer: torch.nn.Module, method: object) -> list[Any]:
     tensors = [(name, id(t), t.data_ptr(), _lies(t)) for name, t in layers.own_tensors(layer).items()]
     attributes = [(key, _identity(value)) for owner in (layer, method) for key, value in vars(owner).items()]
     return [tensors, attributes]
-
-
-def _items(state: list[Any]) -> list[Any]:
-    return [item for part in state for item in part]
 
 
 def _identity(value: object) -> Any:

@@ -138,7 +138,7 @@ def hear_all_engines() -> None:
 
 
 def empty_caches_after_updates(backend: str) -> None:
-    """Let an engine forget what old weights have computed, after each call by which its workers may have taken a version, whoever makes it.
+    """Make each engine empty its caches after every call that may have changed the parameters of its workers.
 
     Running requests are computed anew by the new weights. What multimodal processors have made of inputs stays: it depends on no weights.
     Only where the engine's core is imported: other processes have none.
@@ -146,7 +146,7 @@ def empty_caches_after_updates(backend: str) -> None:
     Args:
         backend: of weight transfer; engines with another one are left as they are.
     """
-    core = getattr(sys.modules.get("vllm.v1.engine.core"), "EngineCore", None)
+    core = _engine_core()
     if core is None or hasattr(core.collective_rpc, "__wrapped__"):
         return
     call = core.collective_rpc
@@ -166,8 +166,13 @@ def empty_caches_after_updates(backend: str) -> None:
     core.collective_rpc = collective_rpc
 
 
+def _engine_core() -> Any:
+    """vLLM's class of the engine's core; None in a process that has not imported it."""
+    return getattr(sys.modules.get("vllm.v1.engine.core"), "EngineCore", None)
+
+
 def _forget_results(core: Any) -> None:
-    """Empty an engine's caches. What it cannot empty is told in the log: the update itself has been made, or says itself why not."""
+    """Empty an engine's caches of results. A failure is logged, not raised: the caller gets the result or the error of the update itself."""
     prefixes = partial(core.reset_prefix_cache, reset_running_requests=True, reset_connector=True)
     for what, forget in (("prefixes", prefixes), ("encoders", core.reset_encoder_cache)):
         try:
@@ -199,7 +204,7 @@ def label_first_version(label_of: Callable[[VllmConfig], str]) -> None:
     Args:
         label_of: gives the version's label; empty if the weights came from elsewhere.
     """
-    core = getattr(sys.modules.get("vllm.v1.engine.core"), "EngineCore", None)
+    core = _engine_core()
     if core is None or hasattr(core._initialize_kv_caches, "__wrapped__"):
         return
     initialize = core._initialize_kv_caches  # after the model has been loaded, and before the first request
