@@ -45,12 +45,16 @@ class Peer:
             env={**os.environ, "PYTHONPATH": f"{path}{os.pathsep}{known}"},
         )
 
-    def ask(self, line: str) -> Any:
-        """Send a line, and wait for the answer. Raises RuntimeError if the process ends."""
+    def tell(self, line: str) -> None:
+        """Send a line."""
         assert self._process.stdin is not None
+        self._process.stdin.write(line + "\n")
+        self._process.stdin.flush()
+
+    def ask(self, line: str) -> Any:
+        """Send a line, and wait for the answer; an empty one only waits. Raises RuntimeError if the process ends."""
         if line:
-            self._process.stdin.write(line + "\n")
-            self._process.stdin.flush()
+            self.tell(line)
         assert self._process.stdout is not None
         with self._log.open("a") as log:
             for said in self._process.stdout:
@@ -99,11 +103,14 @@ def differing(trainer: Peer, engine: Peer) -> list[str]:
     return sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
 
 
-def updates(trainer: Peer, engine: Peer, steps: range) -> list[dict[str, Any]]:
-    """Push, prepare and apply so many versions; all parameters are compared."""
+def updates(trainer: Peer, engine: Peer, steps: range, *, early: bool) -> list[dict[str, Any]]:
+    """Push, prepare and apply so many versions, which the engine stages while they arrive if ``early``; all parameters are compared."""
     found = []
     for step in steps:
+        if early:
+            engine.tell(json.dumps(["expect"]))
         pushed = trainer.ask(str(step))
+        expected = engine.ask("") if early else {}
         prepared = engine.ask(json.dumps(["prepare", pushed["version"]]))
         applied = engine.ask(json.dumps(["apply", pushed["version"]]))
         wrong = differing(trainer, engine)
@@ -112,6 +119,7 @@ def updates(trainer: Peer, engine: Peer, steps: range) -> list[dict[str, Any]]:
                 "version": pushed["version"],
                 "held": pushed["held"],
                 "ready": pushed["ready"],
+                "heard": round(expected.get("heard", pushed["begun"]) - pushed["begun"], 4),
                 "prepare": prepared["took"],
                 "apply": applied["took"],
                 "to_engine": applied["ended"] - pushed["begun"],
@@ -152,7 +160,8 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         step = 1
         trainer.ask(str(step))
         for name in arguments.cases:
-            extra = {} if name == "auto" or name == "sleep" else {"card_share": float(name)}
+            early = name == "early"
+            extra = {} if name in ("auto", "sleep") else {"card_share": 1.0 if early else float(name)}
             options = {
                 **json.loads(arguments.options),
                 **({"enable_sleep_mode": True} if name == "sleep" else {}),
@@ -165,7 +174,10 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
                     continue
                 first = step + 1
                 step += arguments.updates
-                found[name] = {"facts": facts, "updates": updates(trainer, engine, range(first, step + 1))}
+                found[name] = {
+                    "facts": facts,
+                    "updates": updates(trainer, engine, range(first, step + 1), early=early),
+                }
                 if name == "sleep":
                     found[name]["slept"] = asleep(trainer, engine, step + 1)
                     step += 2
@@ -205,7 +217,12 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--python", default=sys.executable, help="of an environment with vLLM")
     parser.add_argument("--updates", type=int, default=5)
-    parser.add_argument("--cases", nargs="+", default=["1", "0"], help="values of card_share, auto, or sleep")
+    parser.add_argument(
+        "--cases",
+        nargs="+",
+        default=["early", "1", "0"],
+        help="early (staged while it arrives, card_share 1), values of card_share, auto, or sleep",
+    )
     parser.add_argument("--options", default="{}", help="of vllm.LLM, as JSON")
     parser.add_argument("--profile", action="store_true", help="print where the time of one more update goes")
     parser.add_argument("--logs", type=Path, help="keep what the processes write in this folder")

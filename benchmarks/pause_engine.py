@@ -25,6 +25,8 @@ os.environ |= {
 import torch
 
 from benchmarks.pause_models import MODEL, checksum
+from weighbridge import EngineClient
+from weighbridge._core.resources import RECEIVING
 
 
 class Engine:
@@ -40,6 +42,7 @@ class Engine:
         from vllm import LLM
 
         begun = time.monotonic()
+        self.client = EngineClient(server)
         self.llm = LLM(
             MODEL,
             load_format="weighbridge",
@@ -67,6 +70,11 @@ class Engine:
         begun = time.monotonic()
         (found,) = self.llm.collective_rpc(method, args=arguments)
         return {**found, "took": time.monotonic() - begun}
+
+    def expect(self) -> dict[str, Any]:
+        """Wait until the service receives a version, and bring it to this machine as it arrives, as an agent does."""
+        _, version = next(iter(self.client.watch_refs([(MODEL, RECEIVING)])))
+        return {**self.ask("weighbridge_prepare_early", str(version.number)), "heard": time.monotonic()}
 
     def prepare(self, version: int) -> dict[str, Any]:
         """Bring a version to this machine, and as far as it goes to the card."""

@@ -17,13 +17,15 @@ from weighbridge._clients.connection import Connection
 from weighbridge._clients.filling import Filled, fill_tensors, fit
 from weighbridge._clients.pulling import PullRun
 from weighbridge._core import dtypes
-from weighbridge._core.layouts import TensorSpec
+from weighbridge._core.layouts import Layout, TensorSpec
 from weighbridge._core.resources import Version
 from weighbridge._core.slices import FullTensors, LayoutRequest
 from weighbridge._formats import hf_folder, safetensors_files
 from weighbridge._formats.host_slices import Slices
 from weighbridge._formats.side_files.signature_files import write_signatures
+from weighbridge._lane.loans import ReadLoan
 from weighbridge._tracing import spans
+from weighbridge.errors import FailedPrecondition
 
 if TYPE_CHECKING:
     import torch
@@ -230,3 +232,28 @@ class EngineClient(Client):
                 manifest = self._connection.run(version_calls.get_manifest(model, number))
                 write_signatures(Path(folder), manifest, signatures)
         return plan.version
+
+
+def read_arriving(
+    client: EngineClient, model: str, number: int, request: LayoutRequest, layout: Layout
+) -> ReadLoan:
+    """Borrow a version that is still being received from the service on this machine.
+
+    Args:
+        client: of the service.
+        model: ``namespace/name``.
+        number: of the version.
+        request: names the slices.
+        layout: of these, as an earlier version has them.
+
+    Returns:
+        The slices, of which `ReadLoan.arrivals` says which may be read.
+
+    Raises:
+        FailedPrecondition: the version has other tensors, arrives at other replicas, too, or cannot be borrowed from here.
+        WeighbridgeError: the version has failed, or the service is gone.
+    """
+    lane = client._connection.lane
+    if not lane.wanted:
+        raise FailedPrecondition("what arrives is read by the local lane")
+    return lane.read(model, number, request, layout, arriving=True)

@@ -268,10 +268,13 @@ class _CastFiles(CastingSource):
         return made.shifted(self._shifts) if self._shifts else made
 
     def write(
-        self, copies: Sequence[Sequence[ByteCopy[int]]], memories: Sequence[MappedMemory]
+        self,
+        copies: Sequence[Sequence[ByteCopy[int]]],
+        memories: Sequence[MappedMemory],
+        on_written: Callable[[Sequence[int]], None] | None = None,
     ) -> WrittenCounts:
         """See `ShardSource.write`. A tensor at a time is in memory."""
-        return self.stage([]).write(copies, memories)
+        return self.stage([]).write(copies, memories, on_written)
 
 
 class _CastStream(StreamSource):

@@ -54,13 +54,18 @@ class ShardSource(ABC):
 
     @abstractmethod
     def write(
-        self, copies: Sequence[Sequence[ByteCopy[int]]], memories: Sequence[MappedMemory]
+        self,
+        copies: Sequence[Sequence[ByteCopy[int]]],
+        memories: Sequence[MappedMemory],
+        on_written: Callable[[Sequence[int]], None] | None = None,
     ) -> WrittenCounts | None:
         """Copy them to memory.
 
         Args:
             copies: for each shard, where which of its bytes go.
             memories: which memory.
+            on_written: is called with the numbers of shards whose bytes are in memory, and are not written again, each once. It need not be
+                called for all of them.
 
         Returns:
             Counts of the non-finite elements; None from a source that does not count them.
@@ -99,17 +104,22 @@ class StreamSource(ShardSource):
         return self
 
     def write(
-        self, copies: Sequence[Sequence[ByteCopy[int]]], memories: Sequence[MappedMemory]
+        self,
+        copies: Sequence[Sequence[ByteCopy[int]]],
+        memories: Sequence[MappedMemory],
+        on_written: Callable[[Sequence[int]], None] | None = None,
     ) -> WrittenCounts:
         """See `ShardSource.write`."""
         arrays = [memory.bytes for memory in memories]
         found = []
         shards = zip(self._layout.placements, copies, encodings_of(self._layout), strict=True)
-        for placement, of_shard, encoding in shards:
+        for index, (placement, of_shard, encoding) in enumerate(shards):
             data: Buffer = b""
             if of_shard:
                 data = self.read(placement.offset, placement.offset + placement.nbytes)
             found.append(write_bytes(np.frombuffer(data, np.uint8), of_shard, arrays, encoding))
+            if on_written is not None and of_shard:
+                on_written((index,))
         return WrittenCounts(found, [])
 
     def shifted(self, shifts: Shifts) -> StreamSource:
@@ -198,7 +208,10 @@ class TensorSource(ShardSource):
         return made
 
     def write(
-        self, copies: Sequence[Sequence[ByteCopy[int]]], memories: Sequence[MappedMemory]
+        self,
+        copies: Sequence[Sequence[ByteCopy[int]]],
+        memories: Sequence[MappedMemory],
+        on_written: Callable[[Sequence[int]], None] | None = None,
     ) -> WrittenCounts:
         """See `ShardSource.write`."""
         encodings = encodings_of(self._layout)
@@ -216,7 +229,15 @@ class TensorSource(ShardSource):
                 shards[index] = tensor, of_shard
             elif of_shard:
                 casts[index] = tensor, dtype, of_shard
-        written = write_tensors(shards.values(), memories, [encodings[index] for index in shards])
+        indexes = list(shards)
+
+        def on_group(group: Sequence[int]) -> None:
+            if on_written is not None:
+                on_written([indexes[each] for each in group])
+
+        written = write_tensors(
+            shards.values(), memories, [encodings[index] for index in indexes], on_written and on_group
+        )
         cast = write_cast(casts.values(), memories, [encodings[index] for index in casts])
         for index, count in zip((*shards, *casts), (*written, *cast.counts), strict=True):
             found[index] = count
@@ -405,12 +426,16 @@ class MappedSource(StreamSource):
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def write(
-        self, copies: Sequence[Sequence[ByteCopy[int]]], memories: Sequence[MappedMemory]
+        self,
+        copies: Sequence[Sequence[ByteCopy[int]]],
+        memories: Sequence[MappedMemory],
+        on_written: Callable[[Sequence[int]], None] | None = None,
     ) -> WrittenCounts:
         """See `ShardSource.write`. What is one run in a file and in memory is read to where it belongs, and counted there."""
         found = super().write(
             [() if self._is_run(*each) else each[1] for each in zip(self._all_places, copies, strict=True)],
             memories,
+            on_written,
         )
         uncounted = list(found.uncounted)
         shards = zip(self._all_places, copies, encodings_of(self._layout), strict=True)
@@ -423,6 +448,8 @@ class MappedSource(StreamSource):
                 file.read_into(target, place.offset + copy_.stream_offset, (1,))
                 if encoding is not None:
                     uncounted.append(Uncounted(index, copy_, encoding))
+            if on_written is not None and of_shard:
+                on_written((index,))
         return WrittenCounts(found.counts, uncounted)
 
     def _is_run(self, place: Placement, copies: Sequence[ByteCopy[int]]) -> bool:

@@ -7,5 +7,6 @@ May import: `_core`, `_formats`, `_memory`, `_transport`, `weighbridge.errors`, 
 - `protocol`: messages on that socket, and descriptors with them.
 - `plans`: plans that the service has sent, and their copies.
 - `loans`: memory on loan, for writing and for reading.
+- `arrival_marks`: marks of what has arrived of a version that is still being received.
 - `stored_files`: files on loan, which are read.
 """

@@ -13,13 +13,16 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 import numpy as np
 
 from weighbridge._core.layouts import Layout, Placement
+from weighbridge._core.range_set import RangeSet
 from weighbridge._formats.gathered_shards import Passing
 from weighbridge._formats.push_counts import PushCounts, encodings_of
 from weighbridge._formats.push_sources import ShardSource, StagingPool, TensorSource
 from weighbridge._formats.tensor_stream import check_size, check_target, written_as
+from weighbridge._lane.arrival_marks import ArrivalMarks
 from weighbridge._lane.connection import LaneConnection
 from weighbridge._lane.plans import PlacedPlan
 from weighbridge._lane.stored_files import StoredFile
+from weighbridge._memory import word_sums
 from weighbridge._memory.copying import fill_tensors, has_bytes, is_pinned, read_tensors
 from weighbridge._memory.mappings import MappedMemory
 from weighbridge._memory.paging import prefer_huge_pages
@@ -34,6 +37,10 @@ if TYPE_CHECKING:
     import torch
 
 
+_REPORTED_BYTES = 32 << 20
+"""Of a stream, that are reported together at least."""
+
+
 class WriteLoan:
     """Memory that a rank writes its stream to; made by `LocalLane.write`.
 
@@ -42,9 +49,10 @@ class WriteLoan:
     """
 
     def __init__(
-        self, connection: LaneConnection, number: int, memory: MappedMemory, plan: PlacedPlan
+        self, connection: LaneConnection, number: int, memory: MappedMemory, plan: PlacedPlan, stream: Layout
     ) -> None:
         self.streamed = plan.streamed
+        self._stream = stream
         self._connection = connection
         self._number = number
         self._memory: MappedMemory | None = memory
@@ -67,7 +75,8 @@ class WriteLoan:
             return [0] * len(self._copies)
         try:
             self._sample = _sampled(source, nbytes, self.streamed)
-            written = source.write(self._copies, [self._memory])
+            reports = _WrittenRanges(self._connection, self._number, self._stream)
+            written = source.write(self._copies, [self._memory], reports.add)
             if written is None:
                 return None
             self._uncounted = written.uncounted
@@ -122,6 +131,34 @@ class WriteLoan:
         if memory is not None:
             end = pb.EndWrite(loan=self._number, complete=complete, kept=True, sample=self._sample)
             self._connection.ask(pb.LaneRequest(end_write=end))
+
+
+class _WrittenRanges:
+    """Ranges of a stream that are written, which the service is told of before all are: engines may read them.
+
+    Args:
+        connection: to the service.
+        loan: number of the grant.
+        stream: layout of the rank's shards.
+    """
+
+    def __init__(self, connection: LaneConnection, loan: int, stream: Layout) -> None:
+        self._connection = connection
+        self._loan = loan
+        self._placements = stream.placements
+        self._ranges = RangeSet()
+
+    def add(self, shards: Sequence[int]) -> None:
+        """These shards, by index, are written; what is behind the last report is told with the grant's end."""
+        for index in shards:
+            placement = self._placements[index]
+            self._ranges.add(placement.offset, placement.offset + placement.nbytes)
+        if self._ranges.size >= _REPORTED_BYTES:
+            report = pb.ReportWritten(loan=self._loan)
+            for start, end in self._ranges:
+                report.ranges.add(start=start, end=end)
+            self._connection.tell(pb.LaneRequest(report_written=report))
+            self._ranges = RangeSet()
 
 
 class PassingFill:
@@ -234,11 +271,24 @@ class ReadLoan:
         copies: where the bytes of each lie.
         lent: the memories that these name by number.
         end: says that it has ended.
+        where: file, memory and offset of each file.
+        arrivals: which slices may be read, of a version that is still being received; None of one that is ready.
+
+    Attributes:
+        where, arrivals: as given.
     """
 
     def __init__(
-        self, layout: Layout, copies: list[ShardCopies], lent: Sequence[Lent], end: Callable[[], None]
+        self,
+        layout: Layout,
+        copies: list[ShardCopies],
+        lent: Sequence[Lent],
+        end: Callable[[], None],
+        where: frozenset[tuple[str, str, int]] = frozenset(),
+        arrivals: ArrivalMarks | None = None,
     ) -> None:
+        self.where = where
+        self.arrivals = arrivals
         self._layout = layout
         self._copies = copies
         self._lent = lent
@@ -287,6 +337,20 @@ class ReadLoan:
             fill_tensors(map(self._checked, targets), memories)
         else:
             deque(self._filled(targets), maxlen=0)
+
+    def words(self, index: int, word: int) -> Iterator[torch.Tensor]:
+        """Words of a slice where they lie; see `word_sums.words_in_memory`. Not of a version of which a part lies in files.
+
+        Args:
+            index: of the slice in the layout.
+            word: bytes of each word; divides `word_of` the slice.
+        """
+        memories = [each.kept for each in self._lent if isinstance(each, LentMemory)]
+        return word_sums.words_in_memory(self._copies[index], memories, word)
+
+    def word_of(self, index: int) -> int:
+        """Bytes of the largest words of which a slice consists, wherever it lies."""
+        return word_sums.word_of(self._copies[index])
 
     def filled(self, tensor_for: Callable[[int], torch.Tensor]) -> Generator[torch.Tensor, None, None]:
         """Copy all slices to tensors on any device, in order; see `read_tensors`.

@@ -14,9 +14,12 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+import numpy as np
+
 from weighbridge._core.layouts import Layout
 from weighbridge._core.slices import LayoutRequest
 from weighbridge._lane import protocol
+from weighbridge._lane.arrival_marks import ArrivalMarks
 from weighbridge._lane.connection import LaneConnection
 from weighbridge._lane.loans import Lent, LentMemory, ReadLoan, WriteLoan
 from weighbridge._lane.plans import LanePlans
@@ -136,15 +139,24 @@ class LocalLane:
             if descriptors:
                 memory.populate(merged((c.file_offset, c.file_end) for shard in placed.copies for c in shard))
                 self._keep(connection, self._writable, memory.key, memory, recalls)
-            return WriteLoan(connection, loan.loan, memory, placed)
+            return WriteLoan(connection, loan.loan, memory, placed, stream)
         except BaseException:
             connection.tell(pb.LaneRequest(end_write=pb.EndWrite(loan=loan.loan, kept=True)))
             raise
         finally:
             protocol.close_all(descriptors)
 
-    def read(self, model: str, version: int, request: LayoutRequest, layout: Layout) -> ReadLoan:
+    def read(
+        self, model: str, version: int, request: LayoutRequest, layout: Layout, *, arriving: bool = False
+    ) -> ReadLoan:
         """Borrow a version, to read slices of it where they lie.
+
+        Args:
+            model: ``namespace/name``.
+            version: its number.
+            request: names the slices.
+            layout: of the slices.
+            arriving: whether the version is still being received; `ReadLoan.arrivals` says then which slices may be read.
 
         Raises:
             WeighbridgeError: that cannot be done; says why.
@@ -155,7 +167,9 @@ class LocalLane:
         plan_id, plan = self._plans.known(what)
         with self._lock:
             held, recalls = dict(self._kept), self._recalls
-        begin = pb.BeginRead(model=model, version=str(version), layout=asked, plan_id=plan_id, held=[*held])
+        begin = pb.BeginRead(
+            model=model, version=str(version), layout=asked, plan_id=plan_id, held=[*held], arriving=arriving
+        )
         connection.reading()
         try:
             answer, descriptors = connection.ask(pb.LaneRequest(begin_read=begin))
@@ -185,8 +199,11 @@ class LocalLane:
                     kept = _Kept(_duplicate(each[0]), _map(each, memory, Use.READ))
                     self._keep(connection, self._kept, memory.key, kept, recalls)
                 lent.append(LentMemory(private, kept.mapping))
+            arrivals = _arrivals(sent, loan.arrivals, layout, connection) if arriving else None
             placed = self._plans.placed(loan, plan, [memory.bytes for memory in loan.memories], layout, what)
-            return ReadLoan(layout, placed.copies, lent, end)
+            keys = [memory.key for memory in loan.memories]
+            where = frozenset((file.name, keys[file.memory], file.offset) for file in loan.files)
+            return ReadLoan(layout, placed.copies, lent, end, where, arrivals)
         except BaseException:
             end()
             raise
@@ -290,6 +307,20 @@ def _map(descriptors: Sequence[int], memory: pb.SharedMemory, use: Use) -> Mappe
     if size < memory.bytes:
         raise DataLoss("the service lent memory that is shorter than it says")
     return MappedMemory(descriptors[0], memory.key, memory.bytes, use)
+
+
+def _arrivals(
+    descriptors: Sequence[int], said: pb.Arrivals, layout: Layout, connection: LaneConnection
+) -> ArrivalMarks:
+    """The marks of a version that is being received, by the first of the descriptors."""
+    if said.layout_digest != layout.digest or len(said.marks) != len(layout.placements):
+        raise FailedPrecondition(
+            "the version has other tensors than the one before, and is read when it is ready"
+        )
+    memory = _map(descriptors, said.memory, Use.READ)
+    if max(said.marks, default=0) >= memory.nbytes:
+        raise DataLoss("the service says that a mark lies in memory that it has not lent")
+    return ArrivalMarks(memory, np.array(said.marks, np.int64), connection)
 
 
 def _stored(descriptors: Sequence[int], nbytes: int, loan: pb.ReadLoan, number: int) -> StoredFile:

@@ -10,9 +10,11 @@ May import: `_clients` and folders below it.
 - `recorder`: a loader's run, observed; or what was seen of it in a process before.
 - `recording`: what it takes, and where it puts it.
 - `staging`: spare memory beside the parameters, for a version that is not applied yet.
+- `arriving`: a version that is staged while it is still being received.
 - `update`: one pull, straight to the parameters, without the loader.
 """
 
+from weighbridge._lazy.arriving import EarlyStaging
 from weighbridge._lazy.recorder import Load, record, remembered
 from weighbridge._lazy.recording import Recording, Shape
 from weighbridge._lazy.source import Source
@@ -21,6 +23,7 @@ from weighbridge._lazy.tensor import LazyTensor
 from weighbridge._lazy.update import Update
 
 __all__ = [
+    "EarlyStaging",
     "LazyTensor",
     "Load",
     "Recording",

@@ -12,7 +12,7 @@ import torch
 
 from weighbridge._core import dtypes
 from weighbridge._core.boxes import Box
-from weighbridge._core.layouts import TensorSpec
+from weighbridge._core.layouts import Layout, Shard, TensorSpec
 from weighbridge._core.slices import Boxes
 from weighbridge._lazy.views import Strided, is_whole
 from weighbridge.errors import FailedPrecondition, InvalidArgument, LayoutError
@@ -105,6 +105,11 @@ class Recording:
         return {name: tuple(steps) for name, steps in found.items()}
 
     @cached_property
+    def whole(self) -> Mapping[str, Shape]:
+        """The parameters of which a version leaves no element alone."""
+        return {name: shape for name, shape in self.targets.items() if not self.unwritten.get(name)}
+
+    @cached_property
     def plain(self) -> Mapping[str, tuple[RecordedCopy, ...]]:
         """The parameters to which boxes come as they are, each to a run of elements of its own, and their steps: their order does not matter."""
         return {
@@ -128,6 +133,11 @@ class Recording:
     def request(self) -> Boxes:
         """What to ask the service for."""
         return Boxes([(name, box.offset, box.extent) for name, box in self.boxes])
+
+    @cached_property
+    def layout(self) -> Layout:
+        """The slices that come for `request`."""
+        return Layout.stream(self.specs.values(), [Shard(name, box) for name, box in self.boxes])
 
     @property
     def nbytes(self) -> int:

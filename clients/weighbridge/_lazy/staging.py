@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 
 import torch
 
 from weighbridge._lazy.recording import Shape
+from weighbridge._lazy.views import Strided
 
 _ALIGNMENT = 512
 """Bytes, as torch's own allocator aligns tensors on a GPU."""
@@ -49,6 +51,17 @@ class StagingPlace:
         return found
 
 
+@contextmanager
+def on_stream_of(device: torch.device) -> Iterator[None]:
+    """A stream of its own for what the block gives to a GPU, and a wait for it in the end; nothing on other devices."""
+    with ExitStack() as stack:
+        if device.type == "cuda":
+            stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's own
+            stack.callback(stream.synchronize)
+            stack.enter_context(torch.cuda.stream(stream))
+        yield
+
+
 def staging_bytes(shapes: Iterable[Shape]) -> int:
     """Size of a place in which tensors that lie as these all have room."""
     return sum(-(-_extent(shape) // _ALIGNMENT) * _ALIGNMENT for shape in shapes)
@@ -60,3 +73,9 @@ def _extent(shape: Shape) -> int:
         return 0
     last = sum((n - 1) * stride for n, stride in zip(shape.size, shape.stride, strict=True))
     return int(last + 1) * shape.dtype.itemsize
+
+
+def part_of(tensor: torch.Tensor, part: Strided) -> torch.Tensor:
+    """A part of a tensor, counted from its own first element, without its history."""
+    found = tensor.detach()
+    return found.as_strided(part.size, part.stride, found.storage_offset() + part.offset)

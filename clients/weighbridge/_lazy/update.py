@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Collection, Mapping
 
 import torch
 
 from weighbridge._clients.engine import EngineClient
 from weighbridge._formats.host_slices import HostSlices, Slices
+from weighbridge._lane.loans import ReadLoan
 from weighbridge._lazy.recording import Constant, RecordedCopy, RecordedStep, Recording
-from weighbridge._lazy.staging import StagingPlace
+from weighbridge._lazy.staging import StagingPlace, on_stream_of, part_of
 from weighbridge._lazy.tensor import shown
-from weighbridge._lazy.views import Strided
 from weighbridge._memory import cuda_copies
 from weighbridge.errors import FailedPrecondition
 
@@ -74,7 +73,12 @@ class Update:
                 spare = None
             self._slices = self._pull.bring(spare, pin=pin)
 
-    def stage(self, place: StagingPlace) -> None:
+    @property
+    def where(self) -> frozenset[tuple[str, str, int]]:
+        """`ReadLoan.where` the bytes lie; empty before they are prepared, and if they do not lie in the service's memory."""
+        return self._slices.where if isinstance(self._slices, ReadLoan) else frozenset()
+
+    def stage(self, place: StagingPlace, there: Collection[str] = ()) -> None:
         """Bring what was prepared to a place in which it lies as the parameters do, as far as there is room, so that `fill` makes one copy for each.
 
         Parameters of which the version leaves elements alone are filled from where the bytes came. May run in another thread while the model
@@ -82,18 +86,12 @@ class Update:
 
         Args:
             place: where to.
+            there: names of parameters that are in the place already (`EarlyStaging`).
         """
         recording = self._recording
-        whole = {
-            name: shape for name, shape in recording.targets.items() if not recording.unwritten.get(name)
-        }
-        staged = place.tensors(whole)
-        with ExitStack() as stack, torch.no_grad():
-            if place.device.type == "cuda":
-                stream = torch.cuda.Stream(place.device)  # type: ignore[no-untyped-call]  # torch's own
-                stack.callback(stream.synchronize)
-                stack.enter_context(torch.cuda.stream(stream))
-            self.fill(staged)
+        staged = place.tensors(recording.whole)
+        with on_stream_of(place.device), torch.no_grad():
+            self.fill({name: tensor for name, tensor in staged.items() if name not in there})
         self._staged = staged
         if staged.keys() == recording.targets.keys():
             self._give_back()
@@ -126,9 +124,9 @@ class Update:
         for name, tensor in targets.items():
             if name not in recording.plain:
                 for step in recording.by_target[name]:
-                    self._do(step, _part(tensor, step.part), slices)
+                    self._do(step, part_of(tensor, step.part), slices)
         slices.fill(
-            (recording.boxes[step.tensor, step.box], _part(tensor, step.part))
+            (recording.boxes[step.tensor, step.box], part_of(tensor, step.part))
             for name, tensor in targets.items()
             for step in recording.plain.get(name, ())
         )
@@ -174,7 +172,7 @@ class Update:
 
     def _fill_as_it_comes(self, targets: Mapping[str, torch.Tensor]) -> None:
         recording = self._recording
-        todo = deque((step, _part(targets[step.target], step.part)) for step in recording.steps)
+        todo = deque((step, part_of(targets[step.target], step.part)) for step in recording.steps)
         # a pull may fill what is straight ahead of the steps before it: nothing else may write to that memory
         mixed = {part.untyped_storage().data_ptr() for step, part in todo if not recording.is_straight(step)}
         copies = [(step, part) for step, part in todo if isinstance(step, RecordedCopy)]
@@ -215,8 +213,3 @@ class Update:
         for index, (_, tensor) in enumerate(self._pull.filled(place_for)):
             here[index] = tensor
             go_on()
-
-
-def _part(tensor: torch.Tensor, part: Strided) -> torch.Tensor:
-    found = tensor.detach()
-    return found.as_strided(part.size, part.stride, found.storage_offset() + part.offset)

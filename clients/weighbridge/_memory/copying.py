@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Self, TypeAlias
 
 from weighbridge._core.byte_copies import ByteCopy
 from weighbridge._core.nonfinite import Encoding
@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+OnWritten: TypeAlias = "Callable[[Sequence[int]], None]"
+
+_GROUP_BYTES = 64 << 20
+"""Of shards that are reported together."""
 _AHEAD_BYTES = 64 << 20
 """What a GPU is given to copy behind the shard that is waited for: some milliseconds."""
 _LEAST_BYTES = 256 << 10
@@ -33,6 +37,7 @@ def write_tensors(
     shards: Iterable[tuple[torch.Tensor, Sequence[ByteCopy[int]]]],
     memories: Sequence[MappedMemory],
     encodings: Sequence[Encoding | None] = (),
+    on_written: OnWritten | None = None,
 ) -> list[int]:
     """Copy shards to memory: from host memory by as many threads as torch has, from GPUs by their copy engines.
 
@@ -41,6 +46,7 @@ def write_tensors(
             their bytes go.
         memories: mapped for writing.
         encodings: of the shards' elements; those without one, or all if none is given, are not counted.
+        on_written: is called with the numbers, in their order, of shards that have just been copied, each once: for some 64 MB at a time.
 
     Returns:
         For each shard how many of the elements that were copied are non-finite, an element that goes to two places twice.
@@ -55,18 +61,60 @@ def write_tensors(
     with contextlib.ExitStack() as stack:
         if by_engine:
             queue = stack.enter_context(cuda_copies.CopyQueue([memory.address for memory in memories]))
+            groups = stack.enter_context(_WrittenByGpus(queue, on_written)) if on_written else None
             for each in by_engine:
                 flat = each.shard.detach().contiguous().view(-1)
-                if queue.write(flat, each.copies):
-                    counts.add(each.index, flat, each.copies, each.encoding)
-                else:
+                if not queue.write(flat, each.copies):
                     rest.append(each)
+                    continue
+                counts.add(each.index, flat, each.copies, each.encoding)
+                if groups is not None:
+                    groups.add(each.index, flat.nbytes)
         # GPUs copy meanwhile
-        copied = _copy_tensors(rest, memories, into_memory=True)
+        copied = _copy_tensors(rest, memories, into_memory=True, on_written=on_written)
         on_gpus = counts.take()
     for index, count in (*zip((each.index for each in rest), copied, strict=True), *on_gpus.items()):
         found[index] = count
     return found
+
+
+class _WrittenByGpus:
+    """Shards that GPUs were asked to copy, in groups, until they have. At the end of the context it waits for all, unless that is raised through.
+
+    Args:
+        queue: of the copies.
+        on_written: is called with the numbers of each group that is copied.
+    """
+
+    def __init__(self, queue: cuda_copies.CopyQueue, on_written: OnWritten) -> None:
+        self._queue = queue
+        self._on_written = on_written
+        self._group: list[int] = []
+        self._nbytes = 0
+        self._asked: deque[tuple[cuda_copies.Reached, list[int]]] = deque()
+
+    def add(self, index: int, nbytes: int) -> None:
+        """A further shard was given to the queue."""
+        self._group.append(index)
+        self._nbytes += nbytes
+        if self._nbytes >= _GROUP_BYTES:
+            self._close_group()
+            while self._asked and self._asked[0][0].happened:
+                self._on_written(self._asked.popleft()[1])
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:
+            self._close_group()
+            for reached, group in self._asked:
+                reached.wait()
+                self._on_written(group)
+
+    def _close_group(self) -> None:
+        self._asked.append((self._queue.reached(), self._group))
+        self._group, self._nbytes = [], 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +282,11 @@ def _contiguous(shard: torch.Tensor) -> torch.Tensor:
 
 
 def _copy_tensors(
-    shards: Sequence[_Copied], memories: Sequence[MappedMemory], *, into_memory: bool
+    shards: Sequence[_Copied],
+    memories: Sequence[MappedMemory],
+    *,
+    into_memory: bool,
+    on_written: OnWritten | None = None,
 ) -> list[int]:
     """Copy shards to memory or from it: by the extension those in host memory, by torch all others. Gives the count of each."""
     import torch
@@ -245,7 +297,7 @@ def _copy_tensors(
     # others become contiguous one at a time: all of them would need room for as much again
     alone = ([each] for each in shards if not has_bytes(each.shard))
     found: dict[int, int] = {}
-    for batch in (together, *alone):
+    for batch in (*([together] if on_written is None else _groups(together)), *alone):
         flats = [each.shard.detach().contiguous().view(-1) for each in batch]
         counts: Iterable[int] | None = None
         if all(has_bytes(flat) for flat in flats):
@@ -269,7 +321,21 @@ def _copy_tensors(
                 for each, flat in zip(batch, flats, strict=True)
             ]
         found |= zip((each.index for each in batch), counts, strict=True)
+        if on_written is not None and batch:
+            on_written([each.index for each in batch])
     return [found[each.index] for each in shards]
+
+
+def _groups(shards: Sequence[_Copied]) -> Iterator[Sequence[_Copied]]:
+    """Shards in order, in groups of some 64 MB."""
+    begin = nbytes = 0
+    for index, each in enumerate(shards):
+        nbytes += each.shard.nbytes
+        if nbytes >= _GROUP_BYTES:
+            yield shards[begin : index + 1]
+            begin, nbytes = index + 1, 0
+    if begin < len(shards):
+        yield shards[begin:]
 
 
 def _copy_by_torch(

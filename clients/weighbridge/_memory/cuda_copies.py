@@ -72,6 +72,27 @@ def wait_for_streams(tensors: Iterable[torch.Tensor]) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
+class Reached:
+    """A point in the queues of GPUs: everything given to them before it.
+
+    Args:
+        events: one for each of them.
+    """
+
+    def __init__(self, events: Sequence[torch.cuda.Event]) -> None:
+        self._events = events
+
+    @property
+    def happened(self) -> bool:
+        """Whether all of it is done."""
+        return all(event.query() for event in self._events)  # type: ignore[no-untyped-call]  # torch's own
+
+    def wait(self) -> None:
+        """Return when all of it is done."""
+        for event in self._events:
+            event.synchronize()
+
+
 class CopyQueue:
     """Copies that are asked for one after the other and are all done when the context ends, on any number of GPUs.
 
@@ -119,6 +140,10 @@ class CopyQueue:
             False if it cannot be done in this way, and nothing was done.
         """
         return self._copy(shard.detach().view(-1), copies, _HOST_TO_DEVICE, after_stream=after_stream)
+
+    def reached(self) -> Reached:
+        """The point behind the copies so far."""
+        return Reached([stream.record_event() for stream in self._streams.values()])
 
     def precede(self, device: torch.device) -> None:
         """Let what the device's current stream is given from now on wait for the copies so far: shards may then be overwritten or freed there."""

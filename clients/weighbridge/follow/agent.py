@@ -7,13 +7,14 @@ import time
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from weighbridge._clients.attempts import attempts, named
 from weighbridge._clients.engine import EngineClient
 from weighbridge._core.engines.facts import ENGINE_FAILING, ENGINE_SERVING, ENGINE_UPDATING, ENGINE_WAITING
 from weighbridge._core.json_values import JsonValue
-from weighbridge._core.resources import Signature, Version
+from weighbridge._core.resources import RECEIVING, REF_LIVE, Signature, Version
 from weighbridge._reporting.reporter import EngineReporter
 from weighbridge._signing.signatures import Signatures
 from weighbridge._signing.trust import Trusted
@@ -114,10 +115,22 @@ class Follower:
         self._begin()
         self._engine.connect()
         newest: Version | None = None
-        for version in with_looks(self._client.watch(self._model, self._ref), self._look_seconds):
-            newest = version or newest
-            if newest is not None and (version is not None or self._has_started_again()):
+        for news in with_looks(self._client.watch_refs(self._watched()), self._look_seconds):
+            if news is not None and news[0] == RECEIVING:
+                self._prepare_early(news[1].number)
+                continue
+            newest = news[1] if news is not None else newest
+            if newest is not None and (news is not None or self._has_started_again()):
                 yield from self._take_news(newest)
+
+    def _watched(self) -> list[tuple[str, str]]:
+        """The ref; and what is being received, if that will be its version as soon as it is ready."""
+        early = [(self._model, RECEIVING)] if self._ref == REF_LIVE and not self._required else []
+        return [(self._model, self._ref), *early]
+
+    def _prepare_early(self, number: int) -> None:
+        """Let the engine bring a version as it arrives. Where it cannot, it brings the version when that is ready."""
+        quietly(partial(self._engine.prepare_early, number))
 
     def _take_news(self, version: Version) -> Iterator[Followed]:
         number = version.number

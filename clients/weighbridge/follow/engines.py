@@ -17,7 +17,7 @@ from weighbridge.follow.status import Status, label
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-_POLL_SECONDS = 0.1
+_FIRST_POLL_SECONDS, _POLL_SECONDS = 0.005, 0.1
 DIFFERENT = "different versions are served"
 """Beginning of what is broken where ranks or engines have different versions."""
 
@@ -82,6 +82,10 @@ class Engine(Protocol):
 
     def prepare(self, version: int) -> Prepared:
         """Have a version brought to the engine's machine while it serves; returns when it is there."""
+
+    def prepare_early(self, version: int) -> None:
+        """Have a version that is still being received brought to the engine's machine as it arrives, if the engine can; returns at once. `prepare`
+        goes on with it when the version is ready."""
 
     def discard(self) -> None:
         """Give back what was prepared."""
@@ -149,7 +153,7 @@ def wait_prepared(told: Ranks, ask: Callable[[], Ranks], model: str, number: int
             answer than those that were told.
         DeadlineExceeded: not in time.
     """
-    deadline = time.monotonic() + timeout
+    deadline, pause = time.monotonic() + timeout, _FIRST_POLL_SECONDS
     wanted = label(model, number)
     while True:
         named = ask()
@@ -167,7 +171,8 @@ def wait_prepared(told: Ranks, ask: Callable[[], Ranks], model: str, number: int
             )
         if time.monotonic() > deadline:
             raise DeadlineExceeded(f"version {number} was not prepared within {timeout:g} s")
-        time.sleep(_POLL_SECONDS)
+        time.sleep(pause)
+        pause = min(2 * pause, _POLL_SECONDS)
 
 
 def _instances(ranks: Ranks) -> tuple[str, ...]:

@@ -100,6 +100,9 @@ class SglangServer:
         told = self._named(self._control(f"{PREPARE} {self._order(version)}"))
         return wait_prepared(told, self._ranks, self.model, version, self.timeout)
 
+    def prepare_early(self, version: int) -> None:
+        """Nothing: SGLang's ranks bring a version when it is ready."""
+
     def discard(self) -> None:
         """Let the engine forget what has been prepared."""
         self._control(DISCARD)

@@ -111,6 +111,10 @@ class VllmServer:
             _PREPARE_SECONDS,
         )
 
+    def prepare_early(self, version: int) -> None:
+        """Ask all workers to bring a version as its parts arrive."""
+        self._ask_workers("weighbridge_prepare_early", str(version))
+
     def discard(self) -> None:
         """Ask all workers to give back what they have prepared."""
         self._ask_workers("weighbridge_discard")

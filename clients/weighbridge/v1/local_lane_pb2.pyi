@@ -96,6 +96,7 @@ class LaneRequest(_message.Message):
     END_WRITE_FIELD_NUMBER: _builtins.int
     BEGIN_READ_FIELD_NUMBER: _builtins.int
     END_READ_FIELD_NUMBER: _builtins.int
+    REPORT_WRITTEN_FIELD_NUMBER: _builtins.int
     id: _builtins.int
     """Comes back in the response; from 1."""
     @_builtins.property
@@ -108,6 +109,8 @@ class LaneRequest(_message.Message):
     def begin_read(self) -> Global___BeginRead: ...
     @_builtins.property
     def end_read(self) -> Global___EndRead: ...
+    @_builtins.property
+    def report_written(self) -> Global___ReportWritten: ...
     def __init__(
         self,
         *,
@@ -117,12 +120,13 @@ class LaneRequest(_message.Message):
         end_write: Global___EndWrite | None = ...,
         begin_read: Global___BeginRead | None = ...,
         end_read: Global___EndRead | None = ...,
+        report_written: Global___ReportWritten | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["begin_read", b"begin_read", "begin_write", b"begin_write", "end_read", b"end_read", "end_write", b"end_write", "hello", b"hello", "request", b"request"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["begin_read", b"begin_read", "begin_write", b"begin_write", "end_read", b"end_read", "end_write", b"end_write", "hello", b"hello", "report_written", b"report_written", "request", b"request"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin_read", b"begin_read", "begin_write", b"begin_write", "end_read", b"end_read", "end_write", b"end_write", "hello", b"hello", "id", b"id", "request", b"request"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin_read", b"begin_read", "begin_write", b"begin_write", "end_read", b"end_read", "end_write", b"end_write", "hello", b"hello", "id", b"id", "report_written", b"report_written", "request", b"request"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_request: _TypeAlias = _typing.Literal["hello", "begin_write", "end_write", "begin_read", "end_read"]  # noqa: Y015
+    _WhichOneofReturnType_request: _TypeAlias = _typing.Literal["hello", "begin_write", "end_write", "begin_read", "end_read", "report_written"]  # noqa: Y015
     _WhichOneofArgType_request: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_request) -> _WhichOneofReturnType_request | None: ...
 
@@ -282,6 +286,33 @@ class BeginWrite(_message.Message):
 Global___BeginWrite: _TypeAlias = BeginWrite  # noqa: Y015
 
 @_typing.final
+class ReportWritten(_message.Message):
+    """Ranges of a rank's stream are written: all stores and all copies of devices are done, and the client does not write there again under this grant.
+    Engines may read them before the version is ready. A report is never needed, and one of a grant that has ended is left alone.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LOAN_FIELD_NUMBER: _builtins.int
+    RANGES_FIELD_NUMBER: _builtins.int
+    loan: _builtins.int
+    @_builtins.property
+    def ranges(self) -> _containers.RepeatedCompositeFieldContainer[_checkpoint_service_pb2.ByteRange]: ...
+    def __init__(
+        self,
+        *,
+        loan: _builtins.int = ...,
+        ranges: _abc.Iterable[_checkpoint_service_pb2.ByteRange] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["loan", b"loan", "ranges", b"ranges"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReportWritten: _TypeAlias = ReportWritten  # noqa: Y015
+
+@_typing.final
 class EndWrite(_message.Message):
     """The client writes no more: neither it nor a device that it has asked to."""
 
@@ -356,10 +387,13 @@ class BeginRead(_message.Message):
     LAYOUT_FIELD_NUMBER: _builtins.int
     PLAN_ID_FIELD_NUMBER: _builtins.int
     HELD_FIELD_NUMBER: _builtins.int
+    ARRIVING_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     version: _builtins.str
     """A number or a ref."""
     plan_id: _builtins.str
+    arriving: _builtins.bool
+    """Whether the version is still being received: its bytes are read as they arrive. It is named by its number."""
     @_builtins.property
     def layout(self) -> _weight_service_pb2.LayoutRequest: ...
     @_builtins.property
@@ -374,10 +408,11 @@ class BeginRead(_message.Message):
         layout: _weight_service_pb2.LayoutRequest | None = ...,
         plan_id: _builtins.str = ...,
         held: _abc.Iterable[_builtins.str] | None = ...,
+        arriving: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["held", b"held", "layout", b"layout", "model", b"model", "plan_id", b"plan_id", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arriving", b"arriving", "held", b"held", "layout", b"layout", "model", b"model", "plan_id", b"plan_id", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -555,6 +590,7 @@ class ReadLoan(_message.Message):
     FILES_FIELD_NUMBER: _builtins.int
     PLAN_ID_FIELD_NUMBER: _builtins.int
     PLAN_FIELD_NUMBER: _builtins.int
+    ARRIVALS_FIELD_NUMBER: _builtins.int
     loan: _builtins.int
     plan_id: _builtins.str
     @_builtins.property
@@ -565,6 +601,10 @@ class ReadLoan(_message.Message):
     def files(self) -> _containers.RepeatedCompositeFieldContainer[Global___FilePlace]: ...
     @_builtins.property
     def plan(self) -> Global___LanePlan: ...
+    @_builtins.property
+    def arrivals(self) -> Global___Arrivals:
+        """Of a version that is still being received."""
+
     def __init__(
         self,
         *,
@@ -574,14 +614,49 @@ class ReadLoan(_message.Message):
         files: _abc.Iterable[Global___FilePlace] | None = ...,
         plan_id: _builtins.str = ...,
         plan: Global___LanePlan | None = ...,
+        arrivals: Global___Arrivals | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["plan", b"plan", "version", b"version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["arrivals", b"arrivals", "plan", b"plan", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["files", b"files", "loan", b"loan", "memories", b"memories", "plan", b"plan", "plan_id", b"plan_id", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrivals", b"arrivals", "files", b"files", "loan", b"loan", "memories", b"memories", "plan", b"plan", "plan_id", b"plan_id", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReadLoan: _TypeAlias = ReadLoan  # noqa: Y015
+
+@_typing.final
+class Arrivals(_message.Message):
+    """Marks of what has arrived of a version that is still being received. Byte 0 of the memory is 1 as long as everything marked stays as it is.
+    Once it is 0, marked bytes may be written again, and the client uses nothing that it has read; the byte stays 0.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MEMORY_FIELD_NUMBER: _builtins.int
+    MARKS_FIELD_NUMBER: _builtins.int
+    LAYOUT_DIGEST_FIELD_NUMBER: _builtins.int
+    layout_digest: _builtins.str
+    """Of the layout of the slices, as the client has asked for them: it knows the tensors from an earlier version."""
+    @_builtins.property
+    def memory(self) -> Global___SharedMemory: ...
+    @_builtins.property
+    def marks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """For each shard of the plan the byte that is 1 when its whole tensor has arrived."""
+
+    def __init__(
+        self,
+        *,
+        memory: Global___SharedMemory | None = ...,
+        marks: _abc.Iterable[_builtins.int] | None = ...,
+        layout_digest: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["memory", b"memory"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["layout_digest", b"layout_digest", "marks", b"marks", "memory", b"memory"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Arrivals: _TypeAlias = Arrivals  # noqa: Y015
 
 @_typing.final
 class Recall(_message.Message):

@@ -358,22 +358,26 @@ class WatchedRef(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     REF_FIELD_NUMBER: _builtins.int
     AFTER_FIELD_NUMBER: _builtins.int
+    RECEIVING_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """It need not be registered yet."""
     ref: _builtins.str
     """It need not exist yet."""
     after: _builtins.int
     """The number the caller has seen last: it is not sent again."""
+    receiving: _builtins.bool
+    """Watches no ref: the newest version that this replica is receiving, from the moment when there is memory for it. It may never be ready."""
     def __init__(
         self,
         *,
         model: _builtins.str = ...,
         ref: _builtins.str = ...,
         after: _builtins.int = ...,
+        receiving: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "model", b"model", "ref", b"ref"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "model", b"model", "receiving", b"receiving", "ref", b"ref"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from weighbridge._core.resources import REF_LIVE, Version
+from weighbridge._core.resources import RECEIVING, REF_LIVE, Version, VersionState
 from weighbridge.errors import NotFound, WeighbridgeError
 from weighbridge_service.catalog.catalog import AWAY, Catalog
 from weighbridge_service.catalog.head_versions import number_in
@@ -21,7 +21,7 @@ class Question:
     """What somebody waits for.
 
     Attributes:
-        version: a number or a ref.
+        version: a number, a ref, or `RECEIVING`.
         invisible: whether it may be a version that is being received or has failed.
     """
 
@@ -74,6 +74,11 @@ def look(catalog: Catalog, name: ModelName, questions: Iterable[Question]) -> di
             history = catalog.give_up_abandoned(name)
     answers: dict[Question, Answer] = {}
     for question in questions:
+        if question.version == RECEIVING:
+            answers[question] = from_memory(catalog, name, question) or NotFound(
+                f"no version of {name} is being received"
+            )
+            continue
         try:
             version = catalog.resolve(name, question.version, history, invisible=question.invisible)
             answers[question] = _found(catalog, name, version)
@@ -107,10 +112,15 @@ def _found(catalog: Catalog, name: ModelName, version: Version) -> Found:
 
 
 def from_memory(catalog: Catalog, name: ModelName, question: Question) -> Found | None:
-    """A version that this process can tell of without its model's head: visible, not durable yet, asked for by its number or as ``live``.
+    """A version that this process can tell of without its model's head: the newest one that it receives; or one that is visible and not durable
+    yet, asked for by its number or as ``live``.
 
     What is durable may have been deleted since; and what is ``live`` is not known here of a model whose head nobody remembers.
     """
+    if question.version == RECEIVING:
+        known = (each.version for each in catalog.snapshots.of_model(name).values())
+        receiving = [version for version in known if version.state is VersionState.RECEIVING]
+        return Found(max(receiving, key=lambda each: each.number), False) if receiving else None
     if question.version == REF_LIVE and catalog.heads.last_read(name) is None:
         return None
     version = catalog.in_memory(name, question.version)

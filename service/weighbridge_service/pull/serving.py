@@ -28,6 +28,7 @@ from weighbridge_service.plan.casting import Casting, cast_specs
 from weighbridge_service.plan.transfers import Transfer
 from weighbridge_service.pull.read_ahead import StreamReader
 from weighbridge_service.pull.reading import OpenedVersion, Reading
+from weighbridge_service.push.filling.arrivals import ArrivingVersion
 from weighbridge_service.replicas.peer_files import PeerFiles
 from weighbridge_service.replicas.sessions import SharedSessions
 from weighbridge_storage.cache.block_cache import BlockCache
@@ -148,9 +149,25 @@ class Serving:
         """
         model_name = ModelName.parse(name)
         model, version = self._model_of(model_name, version)
-        layout = model.pull_layout(request)
-        opened = self._open(model_name, version)
+        return self._lent(model, self._open(model_name, version), request)
+
+    def lend_arriving(
+        self, version: Version, arriving: ArrivingVersion, request: LayoutRequest
+    ) -> LentVersion:
+        """Slices of a version that is still being received, for a process of this machine; closing them ends the hold on the image.
+
+        Raises:
+            InvalidArgument: the slices do not fit the version.
+        """
+        model, image = arriving.model, arriving.image
+        return self._lent(
+            model, OpenedVersion(version, model.files, image.file_bytes, arriving.hold), request
+        )
+
+    def _lent(self, model: RegisteredModel, opened: OpenedVersion, request: LayoutRequest) -> LentVersion:
+        """Slices of an open version where they lie, which is closed if they cannot be lent."""
         try:
+            layout = model.pull_layout(request)
             transfer = model.pull_transfer(opened.files.layout, layout)
             places = {file: source.place for file, source in opened.sources.items()}
             if None in places.values():

@@ -15,8 +15,7 @@ May import: `admission`, `catalog`, `metrics`, `models`, `plan`, `runtime`, `wei
 - `ended`: what is remembered of a push that has ended.
 - `pending`: an answer that has not come yet.
 - `declared_layouts`: what the ranks of one version have declared.
-- `image_writer`: the data plane: pieces into the image.
-- `sample`: parts that are compared again when the version is verified.
+- `filling`: the data plane: pieces into the image.
 - `image_allocator`: images of versions, and memory ahead of them.
 - `mappings`: which process has which memory mapped.
 - `publisher`: what a push does in the store.

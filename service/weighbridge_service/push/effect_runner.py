@@ -15,9 +15,9 @@ from weighbridge.errors import DeadlineExceeded, Unavailable, VersionFailed, Wei
 from weighbridge_service.catalog.snapshots import VersionSnapshot
 from weighbridge_service.plan.declarations import Agreement, Declaration, Home, numbers_of
 from weighbridge_service.push.declared_layouts import DeclaredLayouts
+from weighbridge_service.push.filling.image_writer import ImageWriter
 from weighbridge_service.push.handover import HandedShare, HandedVersion, Successors
 from weighbridge_service.push.image_allocator import ImageAllocator, VersionRequest
-from weighbridge_service.push.image_writer import ImageWriter
 from weighbridge_service.push.machine import effects as do
 from weighbridge_service.push.machine import events as on
 from weighbridge_service.push.machine.phases import FINAL, Phase

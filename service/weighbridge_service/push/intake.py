@@ -24,7 +24,8 @@ from weighbridge.errors import (
 from weighbridge_service.catalog.catalog import Catalog
 from weighbridge_service.push.effect_runner import Facilities
 from weighbridge_service.push.ended import EndedPush
-from weighbridge_service.push.image_writer import MemoryGrant, Pieces
+from weighbridge_service.push.filling.arrivals import ArrivingVersion
+from weighbridge_service.push.filling.image_writer import MemoryGrant, Pieces
 from weighbridge_service.push.machine import events as on
 from weighbridge_service.push.machine.answers import (
     Declared,
@@ -174,6 +175,15 @@ class Intake:
         if not self.opener.draining:
             self._allocator.begin_ahead(session.model, grant.image.sizes.keys())
         return grant
+
+    def report_written(self, grant: MemoryGrant, ranges: Sequence[tuple[int, int]]) -> None:
+        """A rank's process has written ranges of its stream. See `ImageWriter.report`."""
+        grant.writer.report(grant, ranges)
+
+    def arriving(self, name: str, number: int) -> tuple[Version, ArrivingVersion]:
+        """A version, and what has arrived of it. See `PushSession.arriving`."""
+        session = self.opener.find(name, number)
+        return session.snapshot.version, session.arriving()
 
     def end_grant(
         self, grant: MemoryGrant, *, complete: bool, sample: Sequence[tuple[int, int, int]] = ()

@@ -31,7 +31,8 @@ from weighbridge_service.plan.declarations import Agreement
 from weighbridge_service.push.declared_layouts import DeclaredLayouts
 from weighbridge_service.push.effect_pools import EffectPools
 from weighbridge_service.push.effect_runner import EffectRunner, Surroundings
-from weighbridge_service.push.image_writer import ImageWriter, MemoryGrant
+from weighbridge_service.push.filling.arrivals import ArrivingVersion
+from weighbridge_service.push.filling.image_writer import ImageWriter, MemoryGrant
 from weighbridge_service.push.machine import effects as do
 from weighbridge_service.push.machine import events as on
 from weighbridge_service.push.machine.answers import (
@@ -390,6 +391,25 @@ class PushSession:
     def grant(self, rank: int, client_id: str) -> MemoryGrant:
         """Let a rank's process write its stream to the image itself. See `ImageWriter.grant`."""
         return self.writer_for(rank, client_id).grant(rank)
+
+    def arriving(self) -> ArrivingVersion:
+        """The version as far as it has arrived, for a process that reads it before it is ready; its hold is to be released.
+
+        Raises:
+            FailedPrecondition: there is no image yet, other replicas receive a part of the version, or what has arrived may be written again.
+            WeighbridgeError: the version has failed; its error.
+        """
+        state, image, files = self._state, self._runner.image, self.model.files
+        check_incomplete(state)
+        writer = self._begun(state)
+        if image is None or not image.region.in_memory or image.sizes.keys() != files.file_sizes.keys():
+            raise FailedPrecondition(f"{state.name} does not arrive in memory of this replica alone")
+        hold = image.hold()
+        try:
+            return ArrivingVersion(self.model, image, hold, writer.arrivals(files.layout))
+        except BaseException:
+            hold.release()
+            raise
 
     def push_state(self, rank: int) -> tuple[list[tuple[int, int]], int, bool]:
         """Ranges of a rank's stream that have come, its length, and whether the rank is sealed.

@@ -24,8 +24,8 @@ class Still:
     def __init__(self) -> None:
         self.ended = threading.Event()
 
-    def watch(self, model: str, ref: str) -> Iterator[SimpleNamespace]:
-        yield SimpleNamespace(number=2, traceparent="")
+    def watch_refs(self, refs: list[tuple[str, str]]) -> Iterator[tuple[str, SimpleNamespace]]:
+        yield refs[0][1], SimpleNamespace(number=2, traceparent="")
         assert self.ended.wait(60)
 
     def version(self, model: str, ref: str) -> SimpleNamespace:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -255,9 +256,12 @@ def test_what_goes_wrong_between_a_trainers_tensors_and_the_image_is_found(
     write = MappedSource.write
 
     def damaged(
-        self: MappedSource, copies: Sequence[Sequence[ByteCopy[int]]], memories: Sequence[MappedMemory]
+        self: MappedSource,
+        copies: Sequence[Sequence[ByteCopy[int]]],
+        memories: Sequence[MappedMemory],
+        on_written: Any,
     ) -> WrittenCounts:
-        counts = write(self, copies, memories)
+        counts = write(self, copies, memories, on_written)
         at = random.choice([copy for of_shard in copies for copy in of_shard])
         memories[at.file].bytes[at.file_offset + random.randrange(at.extent[-1])] ^= 1
         return counts

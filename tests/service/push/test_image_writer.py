@@ -30,10 +30,10 @@ from weighbridge.errors import (
 from weighbridge_service.plan.declarations import Agreement, Home
 from weighbridge_service.plan.push_plan import PreparedPush, prepare_push
 from weighbridge_service.plan.relations import WeightMap, identity_links
-from weighbridge_service.push.image_writer import ImageWriter
+from weighbridge_service.push.filling.image_writer import ImageWriter
+from weighbridge_service.push.filling.sample import MOST
 from weighbridge_service.push.machine import events as on
 from weighbridge_service.push.machine.rank_progress import Received
-from weighbridge_service.push.sample import MOST
 from weighbridge_storage.memory.image_books import ImageOwner
 from weighbridge_storage.memory.image_pool import ImagePool
 from weighbridge_storage.memory.images import Image

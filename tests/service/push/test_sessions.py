@@ -30,9 +30,9 @@ from weighbridge_service.plan.push_plan import PreparedPush
 from weighbridge_service.push import effect_runner
 from weighbridge_service.push.effect_pools import IMAGES, EffectPools
 from weighbridge_service.push.ended import EndedPush
+from weighbridge_service.push.filling.image_writer import ImageWriter
 from weighbridge_service.push.handover import HandedVersion
 from weighbridge_service.push.image_allocator import VersionRequest
-from weighbridge_service.push.image_writer import ImageWriter
 from weighbridge_service.push.machine import effects as do
 from weighbridge_service.push.machine import events as on
 from weighbridge_service.push.publisher import Publisher

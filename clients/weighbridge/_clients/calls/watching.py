@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from weighbridge._core.resources import Version
+from weighbridge._core.resources import RECEIVING, Version
 from weighbridge._transport import wire
 from weighbridge._transport.backoff import Backoff
 from weighbridge.errors import InvalidArgument, Unavailable, WeighbridgeError
@@ -47,15 +47,15 @@ class Watch:
     @property
     def missing(self) -> tuple[tuple[str, str], ...]:
         """The refs of which no version has come yet."""
-        return tuple(ref for ref, last in zip(self.refs, self.last, strict=True) if not last)
+        return tuple(
+            ref for ref, last in zip(self.refs, self.last, strict=True) if not last and ref[1] != RECEIVING
+        )
 
     @property
     def call(self) -> tuple[str, bytes, Callable[[bytes], tuple[int, Version]]]:
         """What opens it from here on: path, request, and the meaning of a response: the ref's index, and the version it names."""
         there = zip(self.refs, self.last, strict=True)
-        request = pb.WatchRefsRequest(
-            refs=[pb.WatchedRef(model=model, ref=ref, after=last) for (model, ref), last in there]
-        )
+        request = pb.WatchRefsRequest(refs=[_watched(*ref, last) for ref, last in there])
         return "/weighbridge.v1.ModelService/WatchRefs", request.SerializeToString(), _moved_ref
 
     def received(self, index: int, number: int) -> Watch:
@@ -89,6 +89,12 @@ class Watch:
         if closed or retry is None:
             raise error
         return retry.pause, replace(self, backoff=retry.backoff)
+
+
+def _watched(model: str, ref: str, last: int) -> pb.WatchedRef:
+    if ref == RECEIVING:
+        return pb.WatchedRef(model=model, receiving=True, after=last)
+    return pb.WatchedRef(model=model, ref=ref, after=last)
 
 
 def _moved_ref(raw: bytes) -> tuple[int, Version]:

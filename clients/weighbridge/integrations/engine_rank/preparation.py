@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from concurrent.futures import Future
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,9 +15,10 @@ from typing import Any
 import torch
 
 from weighbridge import _lazy as lazy
-from weighbridge._clients.engine import EngineClient
+from weighbridge._clients.engine import EngineClient, read_arriving
 from weighbridge._core.layouts import TensorSpec
-from weighbridge.errors import FailedPrecondition, WeighbridgeError
+from weighbridge._core.resources import VersionState
+from weighbridge.errors import DeadlineExceeded, FailedPrecondition, WeighbridgeError
 from weighbridge.follow.engines import attempt
 from weighbridge.follow.status import label
 from weighbridge.integrations.engine_rank.fitting import check_config, check_tensors
@@ -24,6 +26,11 @@ from weighbridge.integrations.engine_rank.model import EngineModel, Rest
 from weighbridge.integrations.engine_rank.source import ModelSource
 
 log = logging.getLogger(__name__)
+
+_LOOK_SECONDS = 1.0
+"""Between two looks whether a version is still wanted that is not ready."""
+_LEAST_PAUSE, _MOST_PAUSE = 0.0005, 0.02
+"""Seconds between two looks at what has arrived."""
 
 
 @dataclass(frozen=True)
@@ -79,11 +86,27 @@ class Preparation:
         seconds: how long it took, in the end.
         error: why it failed; None if it did not, or has not ended.
         rest: what the model's own loader has to run for.
+        asked: whether an agent counts on it. One that was begun early gives way to another version until then.
+
+    Args:
+        engine: the model.
+        client: of the service.
+        source, number, recorded: as the attributes.
+        early: whether the version is still being received.
     """
 
     def __init__(
-        self, engine: EngineModel, client: EngineClient, source: ModelSource, number: int, recorded: Recorded
+        self,
+        engine: EngineModel,
+        client: EngineClient,
+        source: ModelSource,
+        number: int,
+        recorded: Recorded,
+        *,
+        early: bool = False,
     ) -> None:
+        self.asked = not early
+        self._early = early
         self.source = source
         self.number = number
         self.recorded = recorded
@@ -93,7 +116,7 @@ class Preparation:
         self.error: WeighbridgeError | None = None
         self.rest: Rest = []
         self._update: lazy.Update | None = None
-        self._wanted = True
+        self._unwanted = threading.Event()
         self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]  # torch's own
         self._ended: Future[None] = Future()
         self._thread = threading.Thread(
@@ -134,7 +157,7 @@ class Preparation:
 
     def close(self) -> None:
         """Give the memory back: at once, or when what is under way has ended."""
-        self._wanted = False
+        self._unwanted.set()
         self._ended.add_done_callback(self._free)
 
     def _run(self, engine: EngineModel, client: EngineClient) -> None:
@@ -146,6 +169,43 @@ class Preparation:
     def _bring(self, engine: EngineModel, client: EngineClient) -> None:
         if self._device is not None:  # which a thread does not inherit: pinned memory belongs to it
             torch.cuda.set_device(self._device)
+        with ExitStack() as stack:
+            early = self._stage_early(engine, client, stack) if self._early else None
+            self._bring_ready(engine, client, early)
+
+    def _stage_early(
+        self, engine: EngineModel, client: EngineClient, stack: ExitStack
+    ) -> lazy.EarlyStaging | None:
+        """Stage what has arrived of a version until it is ready. The staging place belongs to this preparation until the stack ends."""
+        stack.enter_context(engine.staging)
+        recording = self.recorded.recording
+        early: lazy.EarlyStaging | None = None
+        try:
+            loan = read_arriving(client, self.source.model, self.number, recording.request, recording.layout)
+            early = lazy.EarlyStaging(recording, loan, engine.staging_place(recording))
+            stack.callback(early.close)
+            if engine.pin:
+                early.pin()
+        except (WeighbridgeError, RuntimeError) as error:
+            log.info("%s is brought here when it is ready: %s", self.label, error)
+        self._take_early(early)
+        while not self._unwanted.is_set():
+            with suppress(DeadlineExceeded):
+                client.wait_for(self.source.model, self.number, VersionState.READY, timeout=_LOOK_SECONDS)
+                return early
+        raise FailedPrecondition(f"{self.label} is not wanted any more")
+
+    def _take_early(self, early: lazy.EarlyStaging | None) -> None:
+        pause = _LEAST_PAUSE
+        try:
+            while early is not None and not early.done and not self._unwanted.wait(pause):
+                pause = _LEAST_PAUSE if early.take() else min(2 * pause, _MOST_PAUSE)
+        except RuntimeError as error:  # of torch: what was staged is compared in any case
+            log.warning("%s is not staged while it arrives: %s", self.label, error)
+
+    def _bring_ready(
+        self, engine: EngineModel, client: EngineClient, early: lazy.EarlyStaging | None
+    ) -> None:
         source = lazy.Source(client, self.source.model, self.number)
         check_version(engine.config, client, source, self.recorded)
         if source.specs != self.recorded.specs:
@@ -158,14 +218,20 @@ class Preparation:
         self.rest = engine.bring_rest(client, source, recording)
         if source.fetched_bytes:
             self.nbytes = recording.nbytes + source.fetched_bytes
-        with engine.staging:
-            if self._wanted and (place := engine.staging_place(recording)) is not None:
+        with nullcontext() if self._early else engine.staging:
+            if not self._unwanted.is_set() and (place := engine.staging_place(recording)) is not None:
                 # if it was not wanted, the place might be another version's by now
-                self._stage(place)
+                self._stage(place, early)
 
-    def _stage(self, place: lazy.StagingPlace) -> None:
+    def _stage(self, place: lazy.StagingPlace, early: lazy.EarlyStaging | None) -> None:
         try:
-            self.update.stage(place)
+            there = frozenset[str]() if early is None else early.agreed(self.update.where)
+            self.update.stage(place, there)
+            if early is not None:
+                log.info(
+                    "%s: of %d parameters %d were staged while it arrived, and %d of these count",
+                    self.label, len(self.recorded.recording.targets), early.count, len(there),
+                )  # fmt: skip
         except RuntimeError as error:  # of torch: the bytes are here, and can be applied from where they are
             log.warning("%s is not brought to the place that is reserved for it: %s", self.label, error)
 

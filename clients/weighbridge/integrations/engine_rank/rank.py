@@ -155,6 +155,33 @@ class EngineRank:
             source, recorded = self._known(source), cast("Recorded", self._recorded)
             self._preparation = Preparation(self.engine, self.client(source), source, number, recorded)
 
+    def prepare_early(self, number: int, source: ModelSource | None = None) -> None:
+        """Begin to bring a version that is still being received, as its parts arrive. Not collective.
+
+        `prepare` goes on with it. Until that is called it gives way to another version.
+
+        Args:
+            number: of the version.
+            source: where it comes from; None for the source that is known.
+
+        Raises:
+            FailedPrecondition: another one is being or has been prepared, or what this rank takes of a version is not known yet.
+        """
+        source, known, there = self._known(source), self._recorded, self._preparation
+        if there is not None and there.error is None:
+            if (there.source, there.number) == (source, number):
+                return
+            if there.asked:
+                raise FailedPrecondition(f"{there.label} is here, or on its way")
+        if known is None or (known.model, known.configuration) != (source.model, self.engine.configuration()):
+            raise FailedPrecondition("what this rank takes of a version is not known yet")
+        self.engine.check(known.recording)
+        self.discard()
+        if self._recorded is known:
+            self._preparation = Preparation(
+                self.engine, self.client(source), source, number, known, early=True
+            )
+
     def prepare_all(self, number: int, source: ModelSource | None = None) -> None:
         """`prepare` on all ranks, or on none. Collective.
 
@@ -307,6 +334,7 @@ class EngineRank:
             and (there.source, there.number, there.error) == (source, number, None)
             and there.recorded.configuration == self.engine.configuration()
         ):
+            there.asked = True
             return False
         self._refuse_while_preparing()
         if there is not None and isinstance(there.error, RecordingStale):
@@ -317,7 +345,7 @@ class EngineRank:
 
     def _refuse_while_preparing(self) -> None:
         there = self._preparation
-        if there is not None and there.running:
+        if there is not None and there.running and there.asked:
             raise FailedPrecondition(
                 f"version {there.number} is being prepared",
                 fix="wait for it, or let one agent update this engine",

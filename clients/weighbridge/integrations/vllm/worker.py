@@ -42,6 +42,10 @@ class WorkerExtension:
         """Begin to bring a version, named by its number, to this machine."""
         return self._weighbridge_do(lambda rank: rank.prepare(int(version)))
 
+    def weighbridge_prepare_early(self, version: str) -> dict[str, Any]:
+        """Begin to bring a version, named by its number, as its parts arrive."""
+        return self._weighbridge_do(lambda rank: rank.prepare_early(int(version)))
+
     def weighbridge_stage(self, version: str) -> dict[str, Any]:
         """Have all bytes of a version, named by its number, on this machine."""
         return self._weighbridge_do(lambda rank: rank.stage(int(version)))

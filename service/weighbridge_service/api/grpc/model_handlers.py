@@ -8,7 +8,14 @@ from functools import lru_cache, partial
 from itertools import groupby
 
 from weighbridge._core.metadata import conditions
-from weighbridge._core.resources import REQUEST_DELETE, REQUEST_UNPROTECT, Gate, Retention, Version
+from weighbridge._core.resources import (
+    RECEIVING,
+    REQUEST_DELETE,
+    REQUEST_UNPROTECT,
+    Gate,
+    Retention,
+    Version,
+)
 from weighbridge._transport import wire
 from weighbridge.errors import InvalidArgument
 from weighbridge.v1 import model_service_pb2 as pb
@@ -138,7 +145,10 @@ class ModelHandlers:
     async def WatchRefs(self, request: pb.WatchRefsRequest, call: Call) -> AsyncIterator[bytes]:
         if not 0 < len(request.refs) <= _MOST_REFS:
             raise InvalidArgument(f"{len(request.refs)} refs are not between 1 and {_MOST_REFS}")
-        follows = [self._watches.follow(each.model, each.ref, each.after) for each in request.refs]
+        follows = [
+            self._watches.follow(each.model, RECEIVING if each.receiving else each.ref, each.after)
+            for each in request.refs
+        ]
         with self._watching.taking(call.peer.host, len(follows)):
             async with aclosing(merged(follows)) as found:
                 accepted = False

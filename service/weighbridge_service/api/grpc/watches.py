@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
-from weighbridge._core.resources import Version, VersionState, why_failed
+from weighbridge._core.resources import RECEIVING, Version, VersionState, why_failed
 from weighbridge.errors import (
     DeadlineExceeded,
     NotFound,
@@ -255,7 +255,7 @@ class Watches:
 
         Args:
             name: the model; it need not be registered yet.
-            ref: which ref; it need not exist yet.
+            ref: which ref; it need not exist yet. `RECEIVING` for the newest version that this process receives.
             after: the number seen last, 0 if none.
 
         Yields:
@@ -265,7 +265,7 @@ class Watches:
             NotFound: the model was deleted.
             InvalidArgument: no ref can have this name.
         """
-        if ref not in RESERVED_REFS:
+        if ref not in (*RESERVED_REFS, RECEIVING):
             check_ref_name(ref)  # what no ref can be called would be waited for in vain
         last, registered, begun = after, after > 0, False
         with self._asking(name, Question(ref, invisible=False)) as (poller, asked):

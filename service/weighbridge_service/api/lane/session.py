@@ -24,9 +24,10 @@ from weighbridge_service.access.scopes import Verb
 from weighbridge_service.admission.reader_shares import LentImages
 from weighbridge_service.api.lane.peer_process import PeerProcess
 from weighbridge_service.api.lane.plans import fill_plan
+from weighbridge_service.catalog.head_versions import number_in
 from weighbridge_service.core import Core
 from weighbridge_service.pull.serving import LentVersion
-from weighbridge_service.push.image_writer import MemoryGrant
+from weighbridge_service.push.filling.image_writer import MemoryGrant
 from weighbridge_storage.memory.file_bytes import Place
 from weighbridge_storage.memory.images import Image
 from weighbridge_storage.memory.regions import Region, why_not_lent
@@ -186,6 +187,10 @@ class LaneSession:
             self._begin_write(request.begin_write, response.write, attach)
         elif kind == "end_write":
             self._end_write(request.end_write)
+        elif kind == "report_written":
+            self._report_written(request.report_written)
+        elif kind == "begin_read" and request.begin_read.arriving:
+            self._begin_read_arriving(request.begin_read, response.read, attach)
         elif kind == "begin_read":
             self._begin_read(request.begin_read, response.read, attach)
         elif kind == "end_read":
@@ -251,8 +256,36 @@ class LaneSession:
         for name, offset in image.offsets.items():
             reply.files.add(name=name, memory=0, offset=offset)
 
+    def _report_written(self, asked: pb.ReportWritten) -> None:
+        with self._lock:
+            loan = self._loans.get(asked.loan)
+        if isinstance(loan, MemoryGrant):  # else it has ended, with a report still on its way
+            self._service.intake.report_written(loan, [(each.start, each.end) for each in asked.ranges])
+
+    def _begin_read_arriving(self, asked: pb.BeginRead, reply: pb.ReadLoan, attach: _Attach) -> None:
+        number = number_in(asked.version)
+        if number is None:
+            raise InvalidArgument("a version that is being received is read by its number")
+        version, arriving = self._service.intake.arriving(asked.model, number)
+        request = wire.request_from_proto(asked.layout)
+        lent = self._service.serving.lend_arriving(version, arriving, request)
+        with self._lending(lent, asked, reply, attach):
+            memory = arriving.arrivals.region
+            reply.arrivals.memory.key, reply.arrivals.memory.bytes = memory.key, memory.capacity
+            attach(reply.arrivals.memory, lambda: memory.reopen(writable=False))
+            reply.arrivals.marks.extend(arriving.arrivals.marks_of(lent.layout))
+            reply.arrivals.layout_digest = lent.layout.digest
+
     def _begin_read(self, asked: pb.BeginRead, reply: pb.ReadLoan, attach: _Attach) -> None:
         lent = self._service.serving.lend(asked.model, asked.version, wire.request_from_proto(asked.layout))
+        with self._lending(lent, asked, reply, attach):
+            self._service.serving.count_lent(lent.layout.nbytes)
+
+    @contextmanager
+    def _lending(
+        self, lent: LentVersion, asked: pb.BeginRead, reply: pb.ReadLoan, attach: _Attach
+    ) -> Iterator[None]:
+        """Lend slices where they lie; they are closed if that, or the block, fails."""
         try:
             images = self._service.reader_shares.lend(self._reader, lent.places.values())
         except BaseException:
@@ -266,7 +299,7 @@ class LaneSession:
             whole = RangeSet([(0, lent.layout.nbytes)])
             fill_plan(reply, asked.plan_id, lent.transfer, lent.layout, STREAM, whole)
             self._lend_readable(lent.places, asked.held, reply, attach)
-        self._service.serving.count_lent(lent.layout.nbytes)
+            yield
 
     def _lend_readable(
         self, places: Mapping[str, Place], held: Iterable[str], reply: pb.ReadLoan, attach: _Attach

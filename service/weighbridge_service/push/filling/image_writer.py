@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from weighbridge._core.layouts import Layout
 from weighbridge._core.range_set import RangeSet
 from weighbridge._transport import rpc
 from weighbridge.errors import (
@@ -24,9 +25,10 @@ from weighbridge.errors import (
 from weighbridge_service.plan.declarations import Agreement, Home
 from weighbridge_service.plan.push_plan import PreparedPush
 from weighbridge_service.plan.transfers import Bytes
+from weighbridge_service.push.filling.arrivals import Arrivals
+from weighbridge_service.push.filling.sample import MOST, MOST_BYTES, Sample
 from weighbridge_service.push.machine import events as on
 from weighbridge_service.push.machine.rank_progress import Received
-from weighbridge_service.push.sample import MOST, MOST_BYTES, Sample
 from weighbridge_storage.memory.images import Hold, Image
 from weighbridge_storage.stores.objects import ByteArray
 
@@ -62,6 +64,9 @@ class ImageWriter:
     granted to a further rank, or is in doubt (`Region.may_change`), it could be changed behind our back: so if memory is granted at all,
     files are filled when the bytes of all of them have come.
 
+    Other processes may read tensors before that, by `arrivals`. Bytes count as in place when they were copied here, or when a process that
+    was granted the image reports them. Marks are revoked before anything may write to such bytes again.
+
     Args:
         name: of the version, in messages.
         agreed: who pushes what, and where every byte goes.
@@ -89,6 +94,9 @@ class ImageWriter:
         self._lengths = {rank: stream.nbytes for rank, stream in agreed.prepared.streams.items()}
         self._meant = {rank: agreed.routes(rank).get(home, RangeSet()) for rank in self._lengths}
         self._received = {rank: RangeSet() for rank in self._lengths}
+        self._in_place = {rank: RangeSet() for rank in self._lengths}
+        self._arrivals: Arrivals | None = None
+        self._may_be_rewritten = False
         self._placed: Counter[int] = Counter()
         self._to_come = dict(share.files)
         self._whole = [file for file, nbytes in share.files.items() if not nbytes]
@@ -179,6 +187,8 @@ class ImageWriter:
             fresh = self._claim(rank, offset, end)
             if not fresh:
                 return
+            if any(self._in_place[rank].within(start, stop) for start, stop in fresh):
+                self._revoke()
             self._writers += 1
             buffers = self._buffers
         filled: list[Mapping[str, int]] = []
@@ -233,6 +243,7 @@ class ImageWriter:
         events: list[on.Event] = []
         for start, stop in fresh:
             self._placed[rank] += stop - start
+            self._place(rank, start, stop)
         if fresh and rank in self._ranks and self._placed[rank] == self._meant[rank].size:
             events.append(on.RankWhole(rank))
         whole = False
@@ -257,6 +268,54 @@ class ImageWriter:
         self._filled = True
         return [on.FilesFilled(files)]
 
+    def _place(self, rank: int, start: int, stop: int) -> None:
+        """Bytes of a rank's stream are in place."""
+        for begin, end in self._in_place[rank].claim(start, stop):
+            if self._arrivals is not None:
+                self._arrivals.add(self._agreed.prepared.transfer.pieces(begin, end, str(rank)))
+
+    def _revoke(self) -> None:
+        """Bytes that are in place may be written again from now on."""
+        self._may_be_rewritten = True
+        if self._arrivals is not None:
+            self._arrivals.revoke()
+
+    # --- before all has come
+
+    def arrivals(self, files: Layout) -> Arrivals:
+        """Marks of the tensors that are in place, from now on; the same for all readers.
+
+        Args:
+            files: how the version lies in its files, all of which are in the image.
+
+        Raises:
+            FailedPrecondition: all bytes have come, or bytes that had come may be written again.
+            WeighbridgeError: the version has failed; its error.
+        """
+        with self._lock:
+            if self._closed is not None:
+                raise self._closed.anew()
+            if self._complete:
+                raise FailedPrecondition(f"{self._name} is complete", fix="pull it as soon as it is ready")
+            if self._may_be_rewritten:
+                raise FailedPrecondition(f"bytes of {self._name} that had arrived may be written again")
+            if self._arrivals is None:
+                self._arrivals = Arrivals(files)
+                for rank, ranges in self._in_place.items():
+                    for start, stop in ranges:
+                        self._arrivals.add(self._agreed.prepared.transfer.pieces(start, stop, str(rank)))
+            return self._arrivals
+
+    def report(self, grant: MemoryGrant, ranges: Sequence[tuple[int, int]]) -> None:
+        """A rank's process has written ranges of its stream, and does not write there again. Nothing follows if the grant has ended."""
+        rank, granted = grant.rank, grant.prepared.grantable[grant.rank]
+        with self._lock:
+            if self._closed is None and not self._complete and self._grants[rank]:
+                self._heard_at = time.monotonic()
+                for start, stop in ranges:
+                    for begin, end in granted.within(start, stop):
+                        self._place(rank, begin, end)
+
     # --- grants
 
     def grant(self, rank: int) -> MemoryGrant:
@@ -278,6 +337,9 @@ class ImageWriter:
                 )
             if self._filled:
                 raise FailedPrecondition("files of the version are complete already, and must not be changed")
+            again = any(self._in_place[rank].within(*each) for each in self._agreed.prepared.grantable[rank])
+            if again or self._grants[rank]:
+                self._revoke()
             hold = self._image.hold()
             self._grants[rank] += 1
             self._was_granted = True
@@ -305,6 +367,7 @@ class ImageWriter:
             with self._lock:
                 self._grants[rank] -= 1
                 if not complete:
+                    self._revoke()
                     events = self._show()
                 else:
                     fresh = [each for start, stop in granted for each in self._claim(rank, start, stop)]
@@ -401,6 +464,8 @@ class ImageWriter:
         """
         with self._lock:
             self._closed, self._complete = error, error is None
+            if error is not None:
+                self._revoke()
             self._buffers = {}
             idle = not self._writers
         if idle:

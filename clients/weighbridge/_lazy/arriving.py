@@ -1,0 +1,194 @@
+"""Staging of a version while it is still being received: parameter by parameter, each when all tensors that it is made of have arrived."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import random
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+
+from weighbridge._lane.loans import ReadLoan
+from weighbridge._lazy.recording import RecordedCopy, Recording
+from weighbridge._lazy.staging import StagingPlace, on_stream_of, part_of
+from weighbridge._memory import word_sums
+from weighbridge.errors import FailedPrecondition
+
+log = logging.getLogger(__name__)
+
+_ROUND_BYTES = 256 << 20
+"""Of parameters that are staged between two looks."""
+_AGAIN_BYTES = 256 << 20
+"""Of parameters that are compared a second time when the version is ready."""
+_MOST_THREADS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class _Parameter:
+    """A parameter that can be staged.
+
+    Attributes:
+        tensor: its place.
+        copies: the steps that fill it.
+        slices: indexes of the slices that these copy, in their order.
+        word: bytes of the words whose sum is compared.
+    """
+
+    tensor: torch.Tensor
+    copies: tuple[RecordedCopy, ...]
+    slices: tuple[int, ...]
+    word: int
+
+
+class EarlyStaging:
+    """Parameters of one version, staged while the version is still being received. For one thread.
+
+    Staged bytes are private until the version is ready, and count only if no byte that had arrived could be written again (`ArrivalMarks.hold`),
+    and if the sum of their words is that of the bytes that they were copied from, which is made from the service's memory after the copy, and a
+    second time of some of them when the version is ready.
+
+    Args:
+        recording: of the engine's loader.
+        loan: of the version, with its arrivals.
+        place: where to; None stages nothing, and only prepares the copies from the service's memory to GPUs.
+    """
+
+    def __init__(self, recording: Recording, loan: ReadLoan, place: StagingPlace | None) -> None:
+        if loan.arrivals is None:
+            raise FailedPrecondition("the version has been borrowed when it was ready")
+        self._loan = loan
+        self._arrivals = loan.arrivals
+        self._place = place
+        self._left = {} if place is None else _parameters(recording, loan, place)
+        self._seen = -1
+        self._sums: dict[str, tuple[_Parameter, torch.Tensor, list[Future[int]]]] = {}
+        threads = max((os.cpu_count() or 1) // torch.get_num_threads(), 1)
+        self._pool = ThreadPoolExecutor(min(threads, _MOST_THREADS), "compare-staged")
+
+    @property
+    def count(self) -> int:
+        """How many parameters are staged."""
+        return len(self._sums)
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing more can be staged before the version is ready."""
+        return not self._left or not self._arrivals.hold
+
+    def pin(self) -> None:
+        """Register the service's memory with CUDA, and plan the copies from it."""
+        self._loan.pin()
+
+    def take(self) -> bool:
+        """Stage some of what has arrived; whether there was anything."""
+        count = self._arrivals.count
+        if count == self._seen or self._place is None:
+            return False
+        found: dict[str, _Parameter] = {}
+        nbytes = 0
+        for name, parameter in self._left.items():
+            if self._arrivals.arrived(parameter.slices):
+                found[name] = parameter
+                nbytes += parameter.tensor.nbytes
+                if nbytes >= _ROUND_BYTES:
+                    break
+        else:
+            self._seen = count
+        if not found:
+            return False
+        with on_stream_of(self._place.device), torch.no_grad():
+            self._loan.fill(
+                (index, part_of(each.tensor, copy.part))
+                for each in found.values()
+                for index, copy in zip(each.slices, each.copies, strict=True)
+            )
+            for name, each in found.items():
+                del self._left[name]
+                self._sums[name] = (
+                    each,
+                    word_sums.sum_of(_flat(each.tensor), each.word),
+                    self._sum_again(each),
+                )
+        return True
+
+    def agreed(self, where: frozenset[tuple[str, str, int]]) -> frozenset[str]:
+        """Names of the parameters whose staged bytes are those of the version, which is ready.
+
+        Args:
+            where: `ReadLoan.where` of the version, borrowed after it was ready.
+        """
+        if where != self._loan.where or not self._arrivals.hold:
+            return frozenset()
+        staged = torch.stack([found for _, found, _ in self._sums.values()]).tolist() if self._sums else []
+        sums = dict(zip(self._sums, staged, strict=True))
+        wrong = {name for name, (_, _, host) in self._sums.items() if _total(host) != sums[name]}
+        again = {name: self._sum_again(self._sums[name][0]) for name in self._some() if name not in wrong}
+        wrong |= {name for name, host in again.items() if _total(host) != sums[name]}
+        for name in wrong:
+            log.warning("%s was read before it had arrived whole, and is brought again", name)
+        return frozenset(self._sums.keys() - wrong)
+
+    def close(self) -> None:
+        """Give back what was borrowed."""
+        self._pool.shutdown(cancel_futures=True)
+        self._left, self._sums = {}, {}
+
+    def _sum_again(self, parameter: _Parameter) -> list[Future[int]]:
+        """Begin to add up a parameter's words where they were copied from."""
+        pieces = (words for index in parameter.slices for words in self._loan.words(index, parameter.word))
+        return [self._pool.submit(_sum, group) for group in _groups(pieces)]
+
+    def _some(self) -> list[str]:
+        names, nbytes = list(self._sums), 0
+        random.shuffle(names)
+        for count, name in enumerate(names):
+            nbytes += self._sums[name][0].tensor.nbytes
+            if nbytes > _AGAIN_BYTES:
+                return names[: count + 1]
+        return names
+
+
+def _parameters(recording: Recording, loan: ReadLoan, place: StagingPlace) -> dict[str, _Parameter]:
+    """The parameters that can be staged one by one: to which boxes come as they are, and of which no byte is left out."""
+    found = {}
+    for name, tensor in place.tensors(recording.whole).items():
+        copies = recording.plain.get(name, ())
+        if not copies or sum(copy.part.numel for copy in copies) * tensor.itemsize != _flat(tensor).nbytes:
+            continue
+        slices = tuple(recording.boxes[copy.tensor, copy.box] for copy in copies)
+        words = (loan.word_of(index) for index in slices)
+        word = math.gcd(tensor.data_ptr(), *(copy.part.offset * tensor.itemsize for copy in copies), *words)
+        found[name] = _Parameter(tensor, copies, slices, word)
+    return found
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements of a tensor from its first to its last in memory, with what lies between them."""
+    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.as_strided((last + 1 if tensor.numel() else 0,), (1,))
+
+
+def _groups(pieces: Iterable[torch.Tensor]) -> Iterable[Sequence[torch.Tensor]]:
+    """Pieces in groups of some 32 MB."""
+    group: list[torch.Tensor] = []
+    nbytes = 0
+    for piece in pieces:
+        group.append(piece)
+        nbytes += piece.numel() * piece.itemsize
+        if nbytes >= word_sums.AT_ONCE:
+            yield group
+            group, nbytes = [], 0
+    if group:
+        yield group
+
+
+def _sum(pieces: Sequence[torch.Tensor]) -> int:
+    return sum(int(piece.sum(dtype=torch.int64)) for piece in pieces)
+
+
+def _total(sums: Iterable[Future[int]]) -> int:
+    return word_sums.as_signed(sum(each.result() for each in sums))

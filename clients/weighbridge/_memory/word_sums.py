@@ -1,0 +1,75 @@
+"""Sums of the words of tensors: whether a copy has the bytes of what it was copied from, wherever the two lie.
+
+A sum tells bytes of another version, or half written ones, from the right ones (two in 2**64 agree by chance). It does not tell elements that
+have changed places.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from weighbridge._core.byte_copies import ByteCopy
+from weighbridge._memory.mappings import MappedMemory
+
+if TYPE_CHECKING:
+    import torch
+
+_LARGEST = 8
+AT_ONCE = 32 << 20
+"""Bytes that are added up at one time."""
+
+
+def word_of(copies: Iterable[ByteCopy[int]]) -> int:
+    """Bytes of the largest words, 1, 2, 4 or 8, of which a shard and its places in memory consist."""
+    found = _LARGEST
+    for copy in copies:
+        found = math.gcd(found, copy.extent[-1], copy.stream_offset, copy.file_offset)
+        found = math.gcd(found, *copy.stream_strides[:-1], *copy.file_strides[:-1])
+    return found
+
+
+def sum_of(shard: torch.Tensor, word: int) -> torch.Tensor:
+    """Sum of the words of a contiguous tensor, modulo 2**64, as an ``int64`` on the tensor's device; it is not waited for.
+
+    Args:
+        shard: its elements follow each other in memory.
+        word: bytes of each word; divides the tensor's bytes and its address.
+    """
+    import torch
+
+    words = shard.detach().reshape(-1).view(torch.uint8).view(_dtype(word))
+    return words.sum(dtype=torch.int64)
+
+
+def words_in_memory(
+    copies: Iterable[ByteCopy[int]], memories: Sequence[MappedMemory], word: int
+) -> Iterator[torch.Tensor]:
+    """Words of a shard where they lie, some 32 MB at a time. Their sums add up to that of the shard.
+
+    Args:
+        copies: of the shard.
+        memories: that these name by number.
+        word: bytes of each word; divides `word_of` the copies.
+    """
+    dtype = _dtype(word)
+    for copy in copies:
+        memory = memories[copy.file].tensor[copy.file_offset : copy.file_end].view(dtype)
+        extent = (*copy.extent[:-1], copy.extent[-1] // word)
+        strides = (*(stride // word for stride in copy.file_strides[:-1]), 1)
+        words = memory.as_strided(extent, strides, memory.storage_offset())
+        rows = max(extent[0] * AT_ONCE // max(copy.nbytes, 1), 1)
+        for start in range(0, extent[0], rows):
+            yield words[start : start + rows]
+
+
+def as_signed(found: int) -> int:
+    """A sum of integers modulo 2**64, as ``int64`` has it."""
+    return (found + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+def _dtype(word: int) -> torch.dtype:
+    import torch
+
+    return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[word]

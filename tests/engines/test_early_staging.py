@@ -1,0 +1,406 @@
+"""Is a version that an engine stages while it arrives the one that it serves, whatever becomes of its ranks meanwhile?
+
+``WEIGHBRIDGE_EARLY_ROUNDS=50`` has as many pushes whose ranks die and write other bytes.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import random
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+
+from tests.engines.test_engine_model import Alone
+from tests.sdk.follow.test_mistakes import Recording
+from tests.support.example_engine import Llama
+from tests.support.lane_client import connected
+from tests.support.raw_clients import RawClient, cut, rows_layout, stream_of
+from tests.support.reference import tiny_config, tiny_model
+from tests.support.rounds import rounds
+from tests.support.services import RunningService, running_service
+from tests.support.waiting import eventually
+from weighbridge import EngineClient, TrainerClient, VersionState
+from weighbridge import _lazy as lazy
+from weighbridge._clients.engine import read_arriving
+from weighbridge._core import dtypes
+from weighbridge._core.layouts import Layout
+from weighbridge._core.resources import RECEIVING
+from weighbridge._core.tensor_spaces import TensorSpace
+from weighbridge._formats.push_sources import ShardSource, StagingPool, TensorSource
+from weighbridge._lane.connection import LaneConnection
+from weighbridge.errors import FailedPrecondition
+from weighbridge.follow.agent import Followed, Follower
+from weighbridge.follow.engines import Serving
+from weighbridge.integrations.engine_rank.rank import EngineRank
+from weighbridge.integrations.engine_rank.source import ModelSource
+from weighbridge.v1 import local_lane_pb2 as pb
+
+MODEL = "tests/early"
+CONFIG = tiny_config("llama", tied=False, head_dim=8)
+ROUNDS = rounds("EARLY_ROUNDS")
+Arrays = Mapping[str, np.ndarray]
+
+
+@pytest.fixture(scope="module")
+def arrays(tmp_path_factory: pytest.TempPathFactory) -> Arrays:
+    folder = tmp_path_factory.mktemp("model")
+    tiny_model(CONFIG, 1).save_pretrained(folder)
+    return load_file(folder / "model.safetensors")
+
+
+@pytest.fixture
+def service(tmp_path: Path, arrays: Arrays) -> Iterator[RunningService]:
+    folder = tmp_path / "hf"
+    tiny_model(CONFIG, 1).save_pretrained(folder)
+    with running_service(tmp_path / "store", local_socket=str(tmp_path / "lane.sock")) as running:
+        with TrainerClient(running.address) as trainer:
+            trainer.register_model(MODEL, folder)
+            trainer.push_folder(MODEL, folder).wait(timeout=60)
+        yield running
+
+
+@pytest.fixture
+def model() -> Llama:
+    return Llama(CONFIG, 0, 1)
+
+
+@pytest.fixture
+def rank(
+    service: RunningService, model: Llama, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[EngineRank]:
+    """An engine with version 1, and a place for the next one."""
+    monkeypatch.setenv("WEIGHBRIDGE_CACHE", str(tmp_path))
+    engine = Alone(model)
+    engine.place = lazy.StagingPlace(torch.zeros(4 << 20, dtype=torch.uint8))
+    rank = EngineRank(engine)
+    rank.load(ModelSource(MODEL, service.address, lane="local"), 1)
+    yield rank
+    rank.close()
+
+
+@pytest.fixture
+def raw(service: RunningService) -> Iterator[RawClient]:
+    with RawClient(service.address) as client:
+        yield client
+
+
+def others(arrays: Arrays, seed: int) -> dict[str, np.ndarray]:
+    """Other values for all tensors."""
+    generator = np.random.default_rng(seed)
+    return {name: generator.standard_normal(a.shape, dtype=np.float32) for name, a in arrays.items()}
+
+
+def begin(raw: RawClient, arrays: Arrays, step: int, ranks: int = 1) -> tuple[int, list[bytes]]:
+    """Open a version and declare all ranks; its number, and the streams."""
+    number, layouts = (
+        raw.open(MODEL, step=step, ranks=ranks),
+        [rows_layout(arrays, r, ranks) for r in range(ranks)],
+    )
+    threads = [
+        threading.Thread(target=raw.declare, args=(MODEL, number, layout), kwargs={"rank": r})
+        for r, layout in enumerate(layouts)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    streams = [stream_of(arrays, layout, raw.answers[number, r].assigned) for r, layout in enumerate(layouts)]
+    return number, streams
+
+
+def expected(arrays: Arrays) -> dict[str, torch.Tensor]:
+    """What the parameters are of a version with these tensors, by the model's own loader."""
+    fresh = Llama(CONFIG, 0, 1)
+    fresh.load_weights((name, torch.from_numpy(array)) for name, array in arrays.items())
+    return {name: parameter.detach().clone() for name, parameter in fresh.named_parameters()}
+
+
+def check(model: Llama, arrays: Arrays) -> None:
+    for name, tensor in expected(arrays).items():
+        assert torch.equal(model.get_parameter(name), tensor), name
+
+
+def staged(rank: EngineRank, arrays: Arrays) -> set[str]:
+    """Names of the parameters that lie in the place as these tensors make them."""
+    recorded, place = rank._recorded, rank.engine.place
+    assert recorded is not None
+    assert place is not None
+    there = place.tensors(recorded.recording.whole)
+    return {name for name, tensor in expected(arrays).items() if torch.equal(there[name], tensor)}
+
+
+@contextmanager
+def counted(caplog: pytest.LogCaptureFixture) -> Iterator[list[int]]:
+    """How many parameters were staged early, and how many of these counted, once the block has ended."""
+    found: list[int] = []
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "weighbridge.integrations.engine_rank.preparation"):
+        yield found
+    found += next(r.args[2:] for r in caplog.records if "staged while it arrived" in r.msg)  # type: ignore[misc]
+
+
+def test_parameters_are_staged_while_the_rest_still_comes(
+    rank: EngineRank, model: Llama, raw: RawClient, arrays: Arrays, caplog: pytest.LogCaptureFixture
+) -> None:
+    new = others(arrays, 2)
+    number, [stream] = begin(raw, new, 2)
+    pieces = cut(stream)
+    rank.prepare_early(number)
+    raw.push(MODEL, number, pieces[: len(pieces) // 2])
+    eventually(lambda: len(staged(rank, new)) > 3)
+    before = staged(rank, new)
+    assert rank.status().preparing == f"{MODEL}@{number}"
+    assert before < expected(new).keys()
+    check(model, arrays)
+    with counted(caplog) as found:
+        raw.push(MODEL, number, pieces[len(pieces) // 2 :])
+        raw.seal(MODEL, number)
+        rank.apply(number)
+    check(model, new)
+    assert found[0] == found[1] >= len(before)
+
+
+def lend(connection: LaneConnection, number: int, of: int) -> tuple[pb.WriteLoan, mmap.mmap]:
+    """A grant of the image to a rank, and its memory."""
+    answer, [descriptor] = connection.ask(
+        pb.LaneRequest(begin_write=pb.BeginWrite(model=MODEL, number=number, rank=of))
+    )
+    memory = mmap.mmap(descriptor, answer.write.memory.bytes)
+    os.close(descriptor)
+    return answer.write, memory
+
+
+def write(
+    loan: pb.WriteLoan, memory: mmap.mmap, layout_shards: Sequence[int], stream: bytes
+) -> list[tuple[int, int]]:
+    """Write some shards of a rank where they belong; their ranges in the stream."""
+    places = {file.name: file.offset for file in loan.files}
+    ranges = []
+    start = 0
+    for index, shard in enumerate(loan.plan.shards):
+        nbytes = sum(int(np.prod(copy.extent)) for copy in shard.copies)
+        if index in layout_shards:
+            for copy in shard.copies:
+                data = np.frombuffer(stream, np.uint8)
+                source = np.ndarray(
+                    tuple(copy.extent), np.uint8, data, start + copy.shard_offset, tuple(copy.shard_strides)
+                )
+                at = places[loan.plan.files[copy.file]] + copy.file_offset
+                np.ndarray(tuple(copy.extent), np.uint8, memory, at, tuple(copy.file_strides))[...] = source
+            ranges.append((start, start + nbytes))
+        start += nbytes
+    return ranges
+
+
+def report(connection: LaneConnection, loan: pb.WriteLoan, ranges: Sequence[tuple[int, int]]) -> None:
+    said = pb.ReportWritten(loan=loan.loan, ranges=[{"start": start, "end": end} for start, end in ranges])
+    connection.ask(pb.LaneRequest(report_written=said))
+
+
+def test_no_early_byte_survives_of_a_rank_that_dies_and_writes_other_bytes(
+    rank: EngineRank,
+    model: Llama,
+    raw: RawClient,
+    service: RunningService,
+    arrays: Arrays,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """By chance: which rank dies, after how many shards, reported or not; and by which lane the other bytes come."""
+    chance = random.Random(7)
+    for step in range(2, 2 + ROUNDS):
+        first, new = others(arrays, 1000 + step), others(arrays, step)
+        number, streams = begin(raw, first, step, ranks=2)
+        other_streams = [
+            stream_of(new, rows_layout(new, r, 2), raw.answers[number, r].assigned) for r in range(2)
+        ]
+        rank.prepare_early(number)
+        dying = chance.randrange(2)
+        raw.push(MODEL, number, cut(streams[1 - dying]), rank=1 - dying)
+        connection = connected(service.address, raw.client_id)
+        loan, memory = lend(connection, number, dying)
+        shards = len(loan.plan.shards)
+        written = chance.sample(range(shards), chance.randint(1, shards))
+        ranges = write(loan, memory, written, streams[dying])
+        report(connection, loan, ranges)
+        mixed = dict(new)
+        layout = rows_layout(new, 1 - dying, 2)
+        for index in raw.answers[number, 1 - dying].assigned:
+            shard = layout.placements[index].shard
+            box = tuple(slice(o, o + e) for o, e in zip(shard.box.offset, shard.box.extent, strict=True))
+            mixed[shard.tensor] = mixed[shard.tensor].copy()
+            mixed[shard.tensor][box] = first[shard.tensor][box]
+        if len(written) > shards // 2:
+            eventually(partial(staged, rank, first))
+        memory.close()
+        connection.close()
+        with counted(caplog) as found:
+            raw.push(MODEL, number, cut(other_streams[dying]), rank=dying)
+            sealing = threading.Thread(target=raw.seal, args=(MODEL, number, 1 - dying))
+            sealing.start()
+            raw.seal(MODEL, number, dying)
+            sealing.join(30)
+            rank.apply(number)
+        assert found[1] == 0
+        check(model, mixed)
+
+
+def test_a_version_that_is_given_up_leaves_its_memory_to_the_reader_until_that_is_done(
+    rank: EngineRank, model: Llama, raw: RawClient, service: RunningService, arrays: Arrays
+) -> None:
+    new = others(arrays, 2)
+    number, [stream] = begin(raw, new, 2)
+    raw.push(MODEL, number, cut(stream)[:10])
+    rank.prepare_early(number)
+    eventually(lambda: staged(rank, new))
+    with TrainerClient(service.address) as trainer:
+        trainer.abort(MODEL, number)
+    eventually(lambda: rank.status().error)
+    check(model, arrays)
+    newer = others(arrays, 3)
+    number = raw.push_whole(MODEL, newer, step=3)
+    rank.apply(number)
+    check(model, newer)
+
+
+def test_a_version_that_never_gets_ready_gives_way_to_another_one(
+    rank: EngineRank, model: Llama, raw: RawClient, arrays: Arrays
+) -> None:
+    number, [stream] = begin(raw, others(arrays, 2), 2)
+    raw.push(MODEL, number, cut(stream)[:10])
+    rank.prepare_early(number)
+    rank.prepare_early(number)
+    another, _ = begin(raw, others(arrays, 4), 2)
+    rank.prepare_early(another)
+    newer = others(arrays, 3)
+    newest = raw.push_whole(MODEL, newer, step=3, run="another")
+    rank.prepare(newest)
+    with pytest.raises(FailedPrecondition, match="is here, or on its way"):
+        rank.prepare_early(number)
+    rank.apply(newest)
+    check(model, newer)
+
+
+def test_what_is_ready_or_has_other_tensors_is_not_read_early(
+    rank: EngineRank, raw: RawClient, arrays: Arrays
+) -> None:
+    assert rank._recorded is not None
+    recording, client = rank._recorded.recording, rank.client()
+    read = partial(read_arriving, client, MODEL)
+    with pytest.raises(FailedPrecondition, match=r"is not open|is ready|sealed|complete"):
+        read(1, recording.request, recording.layout)
+    number, _ = begin(raw, others(arrays, 2), 2)
+    other = Layout.stream(
+        (replace(spec, dtype=dtypes.parse("bf16")) for spec in recording.specs.values()),
+        [placement.shard for placement in recording.layout.placements],
+    )
+    with pytest.raises(FailedPrecondition, match="has other tensors than the one before"):
+        read(number, recording.request, other)
+    assert not read(number, recording.request, recording.layout).arrivals.count
+
+
+class Halting(TensorSource):
+    """Writes all but its last shard, and waits."""
+
+    go_on = threading.Event()
+
+    def write(self, copies: Any, memories: Any, on_written: Any = None) -> Any:
+        first = [*copies[:-1], ()]
+        super().write(first, memories, on_written)
+        assert self.go_on.wait(30)
+        return super().write([*([()] * (len(copies) - 1)), copies[-1]], memories, on_written)
+
+
+def test_what_a_rank_has_written_is_staged_while_it_writes_the_rest(
+    rank: EngineRank,
+    model: Llama,
+    service: RunningService,
+    arrays: Arrays,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr("weighbridge._lane.loans._REPORTED_BYTES", 1)
+    new = {name: torch.from_numpy(array) for name, array in others(arrays, 2).items()}
+    layout = rows_layout({name: tensor.numpy() for name, tensor in new.items()}, 0, 1)
+
+    def source(indexes: Sequence[int], stream: Layout) -> ShardSource:
+        return Halting(StagingPool(), stream, [new[layout.placements[i].shard.tensor] for i in indexes])
+
+    def push() -> None:
+        with TrainerClient(service.address, lane="local") as trainer:
+            trainer.push_shards(
+                MODEL, layout, TensorSpace.HUGGING_FACE, source, step=2, rank=0, world_size=1
+            ).wait(timeout=60)
+
+    pushing = threading.Thread(target=push)
+    pushing.start()
+    number = next(v.number for _, v in rank.client().watch_refs([(MODEL, RECEIVING)]))
+    rank.prepare_early(number)
+    plain = {name: tensor.numpy() for name, tensor in new.items()}
+    eventually(lambda: len(staged(rank, plain)) >= len(expected(plain)) - 2)
+    with counted(caplog) as found:
+        Halting.go_on.set()
+        pushing.join(30)
+        rank.apply(number)
+    check(model, plain)
+    assert found[0] == found[1] > 0
+
+
+class Engine(Recording):
+    """Notes when it is asked to prepare early."""
+
+    def prepare_early(self, version: int) -> None:
+        self.asked.append(f"early {version}")
+
+
+@pytest.mark.parametrize("ref", ["live", "latest"])
+def test_an_agent_lets_its_engine_stage_what_will_be_live_as_it_arrives(
+    ref: str, raw: RawClient, service: RunningService, arrays: Arrays
+) -> None:
+    engine = Engine(Serving(None))
+    with EngineClient(service.address) as client:
+        steps = Follower(client, MODEL, engine, ref).run()
+        assert next(steps).version == 1
+        news: list[Followed] = []
+        following = threading.Thread(target=lambda: news.append(next(steps)))
+        following.start()
+        number, [stream] = begin(raw, others(arrays, 2), 2)
+        if ref == "live":
+            eventually(lambda: f"early {number}" in engine.asked)
+        raw.push(MODEL, number, cut(stream))
+        raw.seal(MODEL, number)
+        following.join(30)
+    assert news[0].version == number
+    after = engine.asked[engine.asked.index(f"apply {MODEL}@1") + 1 :]
+    assert after[: 1 + (ref == "live")] == [*([f"early {number}"] if ref == "live" else []), "connect"]
+
+
+def test_what_is_being_received_can_be_watched(
+    rank: EngineRank, raw: RawClient, arrays: Arrays, service: RunningService
+) -> None:
+    client = rank.client()
+    seen: list[tuple[str, int, VersionState]] = []
+
+    def watch() -> None:
+        for ref, version in client.watch_refs([(MODEL, "live"), (MODEL, RECEIVING)]):
+            seen.append((ref, version.number, version.state))
+            if ref == RECEIVING:
+                return
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    eventually(lambda: seen)
+    number, _ = begin(raw, others(arrays, 2), 2)
+    watching.join(30)
+    assert seen[-1] == (RECEIVING, number, VersionState.RECEIVING)
