@@ -9,6 +9,7 @@ from __future__ import annotations
 import cProfile
 import io
 import json
+import logging
 import os
 import pstats
 import sys
@@ -127,6 +128,9 @@ class Engine:
 
 def main() -> None:
     """Do what is asked, until the standard input ends."""
+    logging.basicConfig(format="%(created).4f %(name)s: %(message)s")
+    for part in ("_lazy", "integrations.engine_rank"):
+        logging.getLogger(f"weighbridge.{part}").setLevel(logging.DEBUG)
     engine: Engine | None = None
     for line in sys.stdin:
         what, *arguments = json.loads(line)

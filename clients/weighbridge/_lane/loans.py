@@ -338,7 +338,7 @@ class ReadLoan:
         else:
             deque(self._filled(targets), maxlen=0)
 
-    def words(self, index: int, word: int) -> Iterator[torch.Tensor]:
+    def words(self, index: int, word: int) -> Iterator[word_sums.Words]:
         """Words of a slice where they lie; see `word_sums.words_in_memory`. Not of a version of which a part lies in files.
 
         Args:

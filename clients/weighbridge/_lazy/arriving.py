@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import random
+import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ _ROUND_BYTES = 256 << 20
 """Of parameters that are staged between two looks."""
 _AGAIN_BYTES = 256 << 20
 """Of parameters that are compared a second time when the version is ready."""
-_MOST_THREADS = 8
+_MOST_THREADS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +67,7 @@ class EarlyStaging:
         self._left = {} if place is None else _parameters(recording, loan, place)
         self._seen = -1
         self._sums: dict[str, tuple[_Parameter, torch.Tensor, list[Future[int]]]] = {}
-        threads = max((os.cpu_count() or 1) // torch.get_num_threads(), 1)
-        self._pool = ThreadPoolExecutor(min(threads, _MOST_THREADS), "compare-staged")
+        self._pool = ThreadPoolExecutor(min(len(os.sched_getaffinity(0)), _MOST_THREADS), "compare-staged")
 
     @property
     def count(self) -> int:
@@ -100,6 +100,7 @@ class EarlyStaging:
             self._seen = count
         if not found:
             return False
+        begun = time.monotonic()
         with on_stream_of(self._place.device), torch.no_grad():
             self._loan.fill(
                 (index, part_of(each.tensor, copy.part))
@@ -113,6 +114,7 @@ class EarlyStaging:
                     word_sums.sum_of(_flat(each.tensor), each.word),
                     self._sum_again(each),
                 )
+        log.debug("%d parameters of %d bytes staged in %.4f s", len(found), nbytes, time.monotonic() - begun)
         return True
 
     def agreed(self, where: frozenset[tuple[str, str, int]]) -> frozenset[str]:
@@ -140,7 +142,7 @@ class EarlyStaging:
     def _sum_again(self, parameter: _Parameter) -> list[Future[int]]:
         """Begin to add up a parameter's words where they were copied from."""
         pieces = (words for index in parameter.slices for words in self._loan.words(index, parameter.word))
-        return [self._pool.submit(_sum, group) for group in _groups(pieces)]
+        return [self._pool.submit(word_sums.total, group) for group in _groups(pieces)]
 
     def _some(self) -> list[str]:
         names, nbytes = list(self._sums), 0
@@ -172,22 +174,18 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((last + 1 if tensor.numel() else 0,), (1,))
 
 
-def _groups(pieces: Iterable[torch.Tensor]) -> Iterable[Sequence[torch.Tensor]]:
+def _groups(pieces: Iterable[word_sums.Words]) -> Iterable[Sequence[word_sums.Words]]:
     """Pieces in groups of some 32 MB."""
-    group: list[torch.Tensor] = []
+    group: list[word_sums.Words] = []
     nbytes = 0
     for piece in pieces:
         group.append(piece)
-        nbytes += piece.numel() * piece.itemsize
+        nbytes += piece.nbytes
         if nbytes >= word_sums.AT_ONCE:
             yield group
             group, nbytes = [], 0
     if group:
         yield group
-
-
-def _sum(pieces: Sequence[torch.Tensor]) -> int:
-    return sum(int(piece.sum(dtype=torch.int64)) for piece in pieces)
 
 
 def _total(sums: Iterable[Future[int]]) -> int:

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
 
 from weighbridge._core.byte_copies import ByteCopy
 from weighbridge._memory.mappings import MappedMemory
@@ -16,7 +19,10 @@ from weighbridge._memory.mappings import MappedMemory
 if TYPE_CHECKING:
     import torch
 
+Words: TypeAlias = NDArray[Any]
+
 _LARGEST = 8
+_DTYPES = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
 AT_ONCE = 32 << 20
 """Bytes that are added up at one time."""
 
@@ -39,13 +45,14 @@ def sum_of(shard: torch.Tensor, word: int) -> torch.Tensor:
     """
     import torch
 
-    words = shard.detach().reshape(-1).view(torch.uint8).view(_dtype(word))
+    dtype = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[word]
+    words = shard.detach().reshape(-1).view(torch.uint8).view(dtype)
     return words.sum(dtype=torch.int64)
 
 
 def words_in_memory(
     copies: Iterable[ByteCopy[int]], memories: Sequence[MappedMemory], word: int
-) -> Iterator[torch.Tensor]:
+) -> Iterator[Words]:
     """Words of a shard where they lie, some 32 MB at a time. Their sums add up to that of the shard.
 
     Args:
@@ -53,23 +60,20 @@ def words_in_memory(
         memories: that these name by number.
         word: bytes of each word; divides `word_of` the copies.
     """
-    dtype = _dtype(word)
     for copy in copies:
-        memory = memories[copy.file].tensor[copy.file_offset : copy.file_end].view(dtype)
         extent = (*copy.extent[:-1], copy.extent[-1] // word)
-        strides = (*(stride // word for stride in copy.file_strides[:-1]), 1)
-        words = memory.as_strided(extent, strides, memory.storage_offset())
+        strides = (*copy.file_strides[:-1], word)
+        words: Words = np.ndarray(extent, _DTYPES[word], memories[copy.file].bytes, copy.file_offset, strides)
         rows = max(extent[0] * AT_ONCE // max(copy.nbytes, 1), 1)
         for start in range(0, extent[0], rows):
             yield words[start : start + rows]
 
 
+def total(pieces: Iterable[Words]) -> int:
+    """Sum of the words of some pieces, modulo 2**64. The interpreter is free meanwhile."""
+    return sum(int(piece.sum(dtype=np.int64)) for piece in pieces)
+
+
 def as_signed(found: int) -> int:
     """A sum of integers modulo 2**64, as ``int64`` has it."""
     return (found + (1 << 63)) % (1 << 64) - (1 << 63)
-
-
-def _dtype(word: int) -> torch.dtype:
-    import torch
-
-    return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[word]

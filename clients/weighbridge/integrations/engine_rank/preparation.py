@@ -117,6 +117,7 @@ class Preparation:
         self.rest: Rest = []
         self._update: lazy.Update | None = None
         self._unwanted = threading.Event()
+        self._begun = time.monotonic()
         self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]  # torch's own
         self._ended: Future[None] = Future()
         self._thread = threading.Thread(
@@ -161,9 +162,8 @@ class Preparation:
         self._ended.add_done_callback(self._free)
 
     def _run(self, engine: EngineModel, client: EngineClient) -> None:
-        started = time.monotonic()
         _, self.error = attempt(partial(self._bring, engine, client))
-        self.seconds = time.monotonic() - started
+        self.seconds = time.monotonic() - self._begun
         self._ended.set_result(None)
 
     def _bring(self, engine: EngineModel, client: EngineClient) -> None:
@@ -186,12 +186,15 @@ class Preparation:
             stack.callback(early.close)
             if engine.pin:
                 early.pin()
+            self._note("borrowed")
         except (WeighbridgeError, RuntimeError) as error:
             log.info("%s is brought here when it is ready: %s", self.label, error)
         self._take_early(early)
+        self._note("staged what has arrived")
         while not self._unwanted.is_set():
             with suppress(DeadlineExceeded):
                 client.wait_for(self.source.model, self.number, VersionState.READY, timeout=_LOOK_SECONDS)
+                self._note("ready")
                 return early
         raise FailedPrecondition(f"{self.label} is not wanted any more")
 
@@ -226,7 +229,9 @@ class Preparation:
     def _stage(self, place: lazy.StagingPlace, early: lazy.EarlyStaging | None) -> None:
         try:
             there = frozenset[str]() if early is None else early.agreed(self.update.where)
+            self._note("compared")
             self.update.stage(place, there)
+            self._note("staged")
             if early is not None:
                 log.info(
                     "%s: of %d parameters %d were staged while it arrived, and %d of these count",
@@ -234,6 +239,9 @@ class Preparation:
                 )  # fmt: skip
         except RuntimeError as error:  # of torch: the bytes are here, and can be applied from where they are
             log.warning("%s is not brought to the place that is reserved for it: %s", self.label, error)
+
+    def _note(self, what: str) -> None:
+        log.debug("%s: %s after %.4f s", self.label, what, time.monotonic() - self._begun)
 
     def _free(self, _ended: Future[None]) -> None:
         if self._update is not None:
