@@ -24,6 +24,7 @@ from weighbridge._lane.plans import PlacedPlan
 from weighbridge._lane.stored_files import StoredFile
 from weighbridge._memory import word_sums
 from weighbridge._memory.copying import fill_tensors, has_bytes, is_pinned, read_tensors
+from weighbridge._memory.cuda_copies import CopyQueue
 from weighbridge._memory.mappings import MappedMemory
 from weighbridge._memory.paging import prefer_huge_pages
 from weighbridge._memory.passing_writes import PassingShard, PassingWriter
@@ -326,15 +327,23 @@ class ReadLoan:
             for copies in self._copies:
                 _ = copies.steps
 
-    def fill(self, targets: Iterable[tuple[int, torch.Tensor]]) -> None:
+    def queue(self) -> CopyQueue:
+        """A queue of copies from the memory to GPUs, for `fill`."""
+        return CopyQueue([memory.address for memory in self._memories() or ()])
+
+    def fill(self, targets: Iterable[tuple[int, torch.Tensor]], queue: CopyQueue | None = None) -> None:
         """Copy slices to tensors, as `Slices.fill`.
+
+        Args:
+            targets: index and tensor of each.
+            queue: that copies to GPUs are given to, of the same loan. They are complete when it says so, and not waited for here.
 
         Raises:
             DataLoss: of a file, bytes cannot be read, or a whole tensor does not agree with its digest.
         """
         memories = self._memories()
         if memories is not None:
-            fill_tensors(map(self._checked, targets), memories)
+            fill_tensors(map(self._checked, targets), memories, queue)
         else:
             deque(self._filled(targets), maxlen=0)
 

@@ -7,6 +7,7 @@ import math
 import os
 import random
 import time
+from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from weighbridge._lane.loans import ReadLoan
 from weighbridge._lazy.recording import RecordedCopy, Recording
 from weighbridge._lazy.staging import StagingPlace, on_stream_of, part_of
 from weighbridge._memory import word_sums
+from weighbridge._memory.cuda_copies import Reached
 from weighbridge.errors import FailedPrecondition
 
 log = logging.getLogger(__name__)
@@ -63,7 +65,9 @@ class EarlyStaging:
             raise FailedPrecondition("the version has been borrowed when it was ready")
         self._loan = loan
         self._arrivals = loan.arrivals
-        self._place = place
+        self._device = torch.device("cpu") if place is None else place.device
+        self._queue = loan.queue()
+        self._asked: deque[tuple[Reached, dict[str, _Parameter]]] = deque()
         self._left = {} if place is None else _parameters(recording, loan, place)
         self._seen = -1
         self._sums: dict[str, tuple[_Parameter, torch.Tensor, list[Future[int]]]] = {}
@@ -77,7 +81,7 @@ class EarlyStaging:
     @property
     def done(self) -> bool:
         """Whether nothing more can be staged before the version is ready."""
-        return not self._left or not self._arrivals.hold
+        return not (self._left or self._asked) or not self._arrivals.hold
 
     def pin(self) -> None:
         """Register the service's memory with CUDA, and plan the copies from it."""
@@ -85,9 +89,40 @@ class EarlyStaging:
 
     def take(self) -> bool:
         """Stage some of what has arrived; whether there was anything."""
+        with on_stream_of(self._device), torch.no_grad():  # the engine computes on the current one
+            return self._take()
+
+    def _take(self) -> bool:
+        found = self._next()
+        if found:
+            begun = time.monotonic()
+            self._loan.fill(
+                (
+                    (index, part_of(each.tensor, copy.part))
+                    for each in found.values()
+                    for index, copy in zip(each.slices, each.copies, strict=True)
+                ),
+                self._queue,
+            )
+            self._asked.append((self._queue.reached(), found))
+            log.debug("copies of %d parameters asked for in %.4f s", len(found), time.monotonic() - begun)
+        # while a round is copied the next one is asked for
+        while len(self._asked) > bool(found):
+            reached, copied = self._asked.popleft()
+            reached.wait()
+            for name, each in copied.items():
+                self._sums[name] = (
+                    each,
+                    word_sums.sum_of(_flat(each.tensor), each.word),
+                    self._sum_again(each),
+                )
+        return bool(found)
+
+    def _next(self) -> dict[str, _Parameter]:
+        """Parameters that have arrived and are to be staged next."""
         count = self._arrivals.count
-        if count == self._seen or self._place is None:
-            return False
+        if count == self._seen:
+            return {}
         found: dict[str, _Parameter] = {}
         nbytes = 0
         for name, parameter in self._left.items():
@@ -98,24 +133,9 @@ class EarlyStaging:
                     break
         else:
             self._seen = count
-        if not found:
-            return False
-        begun = time.monotonic()
-        with on_stream_of(self._place.device), torch.no_grad():
-            self._loan.fill(
-                (index, part_of(each.tensor, copy.part))
-                for each in found.values()
-                for index, copy in zip(each.slices, each.copies, strict=True)
-            )
-            for name, each in found.items():
-                del self._left[name]
-                self._sums[name] = (
-                    each,
-                    word_sums.sum_of(_flat(each.tensor), each.word),
-                    self._sum_again(each),
-                )
-        log.debug("%d parameters of %d bytes staged in %.4f s", len(found), nbytes, time.monotonic() - begun)
-        return True
+        for name in found:
+            del self._left[name]
+        return found
 
     def agreed(self, where: frozenset[tuple[str, str, int]]) -> frozenset[str]:
         """Names of the parameters whose staged bytes are those of the version, which is ready.
@@ -135,7 +155,8 @@ class EarlyStaging:
         return frozenset(self._sums.keys() - wrong)
 
     def close(self) -> None:
-        """Give back what was borrowed."""
+        """Give back what was borrowed, when nothing is copied from it any more."""
+        self._queue.close()
         self._pool.shutdown(cancel_futures=True)
         self._left, self._sums = {}, {}
 

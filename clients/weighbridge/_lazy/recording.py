@@ -114,8 +114,9 @@ class Recording:
         """The parameters to which boxes come as they are, each to a run of elements of its own, and their steps: their order does not matter."""
         return {
             name: copies
-            for name, steps in self.by_target.items()
-            if len(copies := tuple(step for step in steps if self.is_straight(step))) == len(steps)
+            for name, all_steps in self.by_target.items()
+            if (steps := [step for step in all_steps if step.part.numel])
+            and len(copies := tuple(step for step in steps if self.is_straight(step))) == len(steps)
             and _are_apart([copy.part for copy in copies])
         }
 

@@ -7,7 +7,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Self, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from weighbridge._core.byte_copies import ByteCopy
 from weighbridge._core.nonfinite import Encoding
@@ -53,6 +53,7 @@ def write_tensors(
     """
     counts = TensorCounts()
     by_engine: list[_Copied] = []
+    groups: _WrittenByGpus | None = None
     rest: list[_Copied] = []
     for index, (shard, copies) in enumerate(shards):
         each = _Copied(index, shard, copies, encodings[index] if encodings else None)
@@ -61,7 +62,7 @@ def write_tensors(
     with contextlib.ExitStack() as stack:
         if by_engine:
             queue = stack.enter_context(cuda_copies.CopyQueue([memory.address for memory in memories]))
-            groups = stack.enter_context(_WrittenByGpus(queue, on_written)) if on_written else None
+            groups = _WrittenByGpus(queue, on_written) if on_written else None
             for each in by_engine:
                 flat = each.shard.detach().contiguous().view(-1)
                 if not queue.write(flat, each.copies):
@@ -72,6 +73,8 @@ def write_tensors(
                     groups.add(each.index, flat.nbytes)
         # GPUs copy meanwhile
         copied = _copy_tensors(rest, memories, into_memory=True, on_written=on_written)
+        if groups is not None:  # first: counts come to the host behind all copies
+            groups.wait()
         on_gpus = counts.take()
     for index, count in (*zip((each.index for each in rest), copied, strict=True), *on_gpus.items()):
         found[index] = count
@@ -79,7 +82,7 @@ def write_tensors(
 
 
 class _WrittenByGpus:
-    """Shards that GPUs were asked to copy, in groups, until they have. At the end of the context it waits for all, unless that is raised through.
+    """Shards that GPUs were asked to copy, in groups, until they have.
 
     Args:
         queue: of the copies.
@@ -102,15 +105,12 @@ class _WrittenByGpus:
             while self._asked and self._asked[0][0].happened:
                 self._on_written(self._asked.popleft()[1])
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        if kind is None:
-            self._close_group()
-            for reached, group in self._asked:
-                reached.wait()
-                self._on_written(group)
+    def wait(self) -> None:
+        """Wait for all of them, group after group."""
+        self._close_group()
+        for reached, group in self._asked:
+            reached.wait()
+            self._on_written(group)
 
     def _close_group(self) -> None:
         self._asked.append((self._queue.reached(), self._group))
@@ -175,18 +175,20 @@ def read_tensors(
 
 
 def fill_tensors(
-    shards: Iterable[tuple[torch.Tensor, Sequence[ByteCopy[int]]]], memories: Sequence[MappedMemory]
+    shards: Iterable[tuple[torch.Tensor, Sequence[ByteCopy[int]]]],
+    memories: Sequence[MappedMemory],
+    queue: cuda_copies.CopyQueue | None = None,
 ) -> None:
     """Fill shards, on any device, from memory; all are complete when it returns. Unlike `read_tensors` it waits once, for all of them.
 
     Args:
         shards: what is filled, of which no two share memory, and where its elements lie; bytes that no copy brings become zeros.
         memories: mapped for reading.
+        queue: of copies to GPUs, over these memories. Those that it takes are complete when it says so, and not waited for here.
     """
     rest: list[_Copied] = []
     replaced: list[tuple[torch.Tensor, torch.Tensor]] = []
     with contextlib.ExitStack() as stack:
-        queue: cuda_copies.CopyQueue | None = None
         for shard, copies in shards:
             target = _contiguous(shard)
             if target.data_ptr() != shard.data_ptr():

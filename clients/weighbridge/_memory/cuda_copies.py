@@ -156,6 +156,10 @@ class CopyQueue:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Wait for all copies."""
         with ExitStack() as all_of_them:  # also if one fails: nobody may think that the others are done
             for stream in self._streams.values():
                 all_of_them.callback(stream.synchronize)

@@ -153,6 +153,17 @@ class Transfer:
         """
         return list(self._compile(buffer, start, stop))
 
+    def placed(self, start: int, stop: int, buffer: str = STREAM) -> Iterator[ByteCopy[str]]:
+        """As `pieces`, and remembered for each shard of the range: the same shards come again with every version."""
+        order, starts = self._order.get(buffer, []), self._starts.get(buffer, [])
+        for position in range(max(bisect.bisect_right(starts, start) - 1, 0), len(order)):
+            placement = self._stream.placements[order[position]]
+            if placement.offset >= stop:
+                return
+            begin, end = max(start, placement.offset), min(stop, placement.offset + placement.nbytes)
+            if begin < end:
+                yield from self._range(buffer, begin, end).pieces
+
     def filled(self, start: int, stop: int, buffer: str = STREAM) -> Mapping[str, int]:
         """How many bytes of each file a range of a stream fills; as `scatter`, and nothing is copied."""
         return _fills(self._compile(buffer, start, stop))

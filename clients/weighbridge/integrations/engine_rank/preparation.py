@@ -215,9 +215,12 @@ class Preparation:
             raise RecordingStale(
                 f"{source.version} has other dtypes than the version before", fix="prepare it again"
             )
+        self._note("looked at")
         recording = self.recorded.recording
         self._update = lazy.Update(recording, client, self.source.model, self.number)
+        self._note("planned")
         self._update.prepare(pin=engine.pin)
+        self._note("brought")
         self.rest = engine.bring_rest(client, source, recording)
         if source.fetched_bytes:
             self.nbytes = recording.nbytes + source.fetched_bytes

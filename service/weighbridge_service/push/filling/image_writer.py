@@ -272,7 +272,7 @@ class ImageWriter:
         """Bytes of a rank's stream are in place."""
         for begin, end in self._in_place[rank].claim(start, stop):
             if self._arrivals is not None:
-                self._arrivals.add(self._agreed.prepared.transfer.pieces(begin, end, str(rank)))
+                self._arrivals.add(self._agreed.prepared.transfer.placed(begin, end, str(rank)))
 
     def _revoke(self) -> None:
         """Bytes that are in place may be written again from now on."""
@@ -303,7 +303,7 @@ class ImageWriter:
                 self._arrivals = Arrivals(files)
                 for rank, ranges in self._in_place.items():
                     for start, stop in ranges:
-                        self._arrivals.add(self._agreed.prepared.transfer.pieces(start, stop, str(rank)))
+                        self._arrivals.add(self._agreed.prepared.transfer.placed(start, stop, str(rank)))
             return self._arrivals
 
     def report(self, grant: MemoryGrant, ranges: Sequence[tuple[int, int]]) -> None:
