@@ -11,7 +11,7 @@ import os
 import random
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -43,6 +43,7 @@ from weighbridge._lane.connection import LaneConnection
 from weighbridge.errors import FailedPrecondition
 from weighbridge.follow.agent import Followed, Follower
 from weighbridge.follow.engines import Serving
+from weighbridge.integrations.engine_rank.agreement import RanksFailed
 from weighbridge.integrations.engine_rank.rank import EngineRank
 from weighbridge.integrations.engine_rank.source import ModelSource
 from weighbridge.v1 import local_lane_pb2 as pb
@@ -102,14 +103,16 @@ def others(arrays: Arrays, seed: int) -> dict[str, np.ndarray]:
     return {name: generator.standard_normal(a.shape, dtype=np.float32) for name, a in arrays.items()}
 
 
-def begin(raw: RawClient, arrays: Arrays, step: int, ranks: int = 1) -> tuple[int, list[bytes]]:
+def begin(
+    raw: RawClient, arrays: Arrays, step: int, ranks: int = 1, model: str = MODEL
+) -> tuple[int, list[bytes]]:
     """Open a version and declare all ranks; its number, and the streams."""
     number, layouts = (
-        raw.open(MODEL, step=step, ranks=ranks),
+        raw.open(model, step=step, ranks=ranks),
         [rows_layout(arrays, r, ranks) for r in range(ranks)],
     )
     threads = [
-        threading.Thread(target=raw.declare, args=(MODEL, number, layout), kwargs={"rank": r})
+        threading.Thread(target=raw.declare, args=(model, number, layout), kwargs={"rank": r})
         for r, layout in enumerate(layouts)
     ]
     for thread in threads:
@@ -308,6 +311,43 @@ def test_what_is_ready_or_has_other_tensors_is_not_read_early(
     with pytest.raises(FailedPrecondition, match="has other tensors than the one before"):
         read(number, recording.request, other)
     assert not read(number, recording.request, recording.layout).arrivals.count
+
+
+def test_a_version_with_one_more_tensor_is_refused_although_all_that_was_taken_early_fits(
+    raw: RawClient,
+    service: RunningService,
+    arrays: Arrays,
+    model: Llama,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a model whose versions have tensors of their own."""
+    monkeypatch.setenv("WEIGHBRIDGE_CACHE", str(tmp_path))
+    name = "tests/unmapped"
+    with TrainerClient(service.address) as trainer:
+        trainer.register_model(name, tmp_path / "hf", weight_map=False)
+    raw.push_whole(name, arrays)
+    engine = Alone(model)
+    engine.place = lazy.StagingPlace(torch.zeros(4 << 20, dtype=torch.uint8))
+    with closing(EngineRank(engine)) as rank:
+        rank.load(ModelSource(name, service.address, lane="local"), 1)
+        for step, more in ((2, {}), (3, {"model.more": np.zeros((2, 2), np.float32)})):
+            new = {**others(arrays, step), **more}
+            number, [stream] = begin(raw, new, step, model=name)
+            pieces = cut(stream)
+            rank.prepare_early(number)
+            raw.push(name, number, pieces[: len(pieces) // 2])
+            if not more:
+                eventually(partial(staged, rank, new))
+            raw.push(name, number, pieces[len(pieces) // 2 :])
+            raw.seal(name, number)
+            if more:
+                with pytest.raises(RanksFailed, match=r"model\.more is not known"):
+                    rank.apply(number)
+            else:
+                rank.apply(number)
+                check(model, new)
+        check(model, others(arrays, 2))
 
 
 class Halting(TensorSource):

@@ -17,10 +17,17 @@ class ArrivalMarks:
     Args:
         memory: of the marks, mapped for reading.
         marks: for each slice the byte that says whether its tensor has arrived.
+        tensors_digest: of a layout with all tensors of the version.
         connection: by which the memory was lent.
+
+    Attributes:
+        tensors_digest: as given.
     """
 
-    def __init__(self, memory: MappedMemory, marks: NDArray[np.int64], connection: LaneConnection) -> None:
+    def __init__(
+        self, memory: MappedMemory, marks: NDArray[np.int64], tensors_digest: str, connection: LaneConnection
+    ) -> None:
+        self.tensors_digest = tensors_digest
         self._memory = memory
         self._marks = marks
         self._connection = connection

@@ -272,11 +272,10 @@ class ReadLoan:
         copies: where the bytes of each lie.
         lent: the memories that these name by number.
         end: says that it has ended.
-        where: file, memory and offset of each file.
         arrivals: which slices may be read, of a version that is still being received; None of one that is ready.
 
     Attributes:
-        where, arrivals: as given.
+        layout, arrivals: as given.
     """
 
     def __init__(
@@ -285,12 +284,10 @@ class ReadLoan:
         copies: list[ShardCopies],
         lent: Sequence[Lent],
         end: Callable[[], None],
-        where: frozenset[tuple[str, str, int]] = frozenset(),
         arrivals: ArrivalMarks | None = None,
     ) -> None:
-        self.where = where
         self.arrivals = arrivals
-        self._layout = layout
+        self.layout = layout
         self._copies = copies
         self._lent = lent
         self._exported = [each.private.exported() if isinstance(each, LentMemory) else None for each in lent]
@@ -305,9 +302,9 @@ class ReadLoan:
         """A slice, by its index in the layout: a view of the version if it lies in shared memory in one run, a copy otherwise."""
         import torch
 
-        shard = self._layout.placements[index].shard
-        dtype = self._layout.tensors[shard.tensor].dtype.torch
-        copies, nbytes = self._copies[index], self._layout.placements[index].nbytes
+        shard = self.layout.placements[index].shard
+        dtype = self.layout.tensors[shard.tensor].dtype.torch
+        copies, nbytes = self._copies[index], self.layout.placements[index].nbytes
         if nbytes and is_dense(copies, nbytes) and copies[0].file_offset % dtype.itemsize == 0:
             exported = self._exported[copies[0].file]
             if exported is not None:
@@ -379,7 +376,7 @@ class ReadLoan:
             return
         for target in targets:
             tensor, copies = self._checked(target)
-            self._read(self._layout.placements[target[0]], tensor, copies)
+            self._read(self.layout.placements[target[0]], tensor, copies)
             yield tensor
 
     def _memories(self) -> Sequence[MappedMemory] | None:
@@ -389,7 +386,7 @@ class ReadLoan:
 
     def _checked(self, target: tuple[int, torch.Tensor]) -> tuple[torch.Tensor, ShardCopies]:
         index, tensor = target
-        check_target(self._layout, self._layout.placements[index], tensor)
+        check_target(self.layout, self.layout.placements[index], tensor)
         return tensor, self._copies[index]
 
     def _read(self, placement: Placement, tensor: torch.Tensor, copies: ShardCopies) -> None:

@@ -201,9 +201,7 @@ class LocalLane:
                 lent.append(LentMemory(private, kept.mapping))
             arrivals = _arrivals(sent, loan.arrivals, layout, connection) if arriving else None
             placed = self._plans.placed(loan, plan, [memory.bytes for memory in loan.memories], layout, what)
-            keys = [memory.key for memory in loan.memories]
-            where = frozenset((file.name, keys[file.memory], file.offset) for file in loan.files)
-            return ReadLoan(layout, placed.copies, lent, end, where, arrivals)
+            return ReadLoan(layout, placed.copies, lent, end, arrivals)
         except BaseException:
             end()
             raise
@@ -320,7 +318,7 @@ def _arrivals(
     memory = _map(descriptors, said.memory, Use.READ)
     if max(said.marks, default=0) >= memory.nbytes:
         raise DataLoss("the service says that a mark lies in memory that it has not lent")
-    return ArrivalMarks(memory, np.array(said.marks, np.int64), connection)
+    return ArrivalMarks(memory, np.array(said.marks, np.int64), said.tensors_digest, connection)
 
 
 def _stored(descriptors: Sequence[int], nbytes: int, loan: pb.ReadLoan, number: int) -> StoredFile:

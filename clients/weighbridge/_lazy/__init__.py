@@ -14,16 +14,18 @@ May import: `_clients` and folders below it.
 - `update`: one pull, straight to the parameters, without the loader.
 """
 
-from weighbridge._lazy.arriving import EarlyStaging
+from weighbridge._lazy.arriving import Arrived, EarlyStaging
 from weighbridge._lazy.recorder import Load, record, remembered
 from weighbridge._lazy.recording import Recording, Shape
 from weighbridge._lazy.source import Source
 from weighbridge._lazy.staging import StagingPlace, staging_bytes
 from weighbridge._lazy.tensor import LazyTensor
-from weighbridge._lazy.update import Update
+from weighbridge._lazy.update import Incoming, Update
 
 __all__ = [
+    "Arrived",
     "EarlyStaging",
+    "Incoming",
     "LazyTensor",
     "Load",
     "Recording",

@@ -8,12 +8,13 @@ import os
 import random
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
 
+from weighbridge._core.resources import Version
 from weighbridge._lane.loans import ReadLoan
 from weighbridge._lazy.recording import RecordedCopy, Recording
 from weighbridge._lazy.staging import StagingPlace, on_stream_of, part_of
@@ -25,7 +26,7 @@ log = logging.getLogger(__name__)
 
 _ROUND_BYTES = 256 << 20
 """Of parameters that are staged between two looks."""
-_AGAIN_BYTES = 256 << 20
+_AGAIN_BYTES = 64 << 20
 """Of parameters that are compared a second time when the version is ready."""
 _MOST_THREADS = 16
 
@@ -45,6 +46,34 @@ class _Parameter:
     copies: tuple[RecordedCopy, ...]
     slices: tuple[int, ...]
     word: int
+
+
+class Arrived:
+    """A version that is ready, to be taken from where it was read while it arrived, as if it had been pulled.
+
+    Args:
+        version: the version.
+        loan: of its slices.
+    """
+
+    lane = "local"
+
+    def __init__(self, version: Version, loan: ReadLoan) -> None:
+        self.version = version
+        self.layout = loan.layout
+        self.nbytes = loan.layout.nbytes
+        self._loan = loan
+
+    def bring(self, buffer: torch.Tensor | None = None, *, pin: bool = False) -> ReadLoan:
+        """See `Pull.bring`: the slices are there."""
+        if pin:
+            self._loan.pin()
+        return self._loan
+
+    def filled(self, tensor_for: Callable[[int], torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `Pull.filled`."""
+        names = (placement.shard.tensor for placement in self.layout.placements)
+        return zip(names, self._loan.filled(tensor_for), strict=True)
 
 
 class EarlyStaging:
@@ -72,6 +101,11 @@ class EarlyStaging:
         self._seen = -1
         self._sums: dict[str, tuple[_Parameter, torch.Tensor, list[Future[int]]]] = {}
         self._pool = ThreadPoolExecutor(min(len(os.sched_getaffinity(0)), _MOST_THREADS), "compare-staged")
+
+    @property
+    def tensors_digest(self) -> str:
+        """`ArrivalMarks.tensors_digest` of the version."""
+        return self._arrivals.tensors_digest
 
     @property
     def count(self) -> int:
@@ -137,18 +171,16 @@ class EarlyStaging:
             del self._left[name]
         return found
 
-    def agreed(self, where: frozenset[tuple[str, str, int]]) -> frozenset[str]:
-        """Names of the parameters whose staged bytes are those of the version, which is ready.
+    def arrived(self, version: Version) -> Arrived | None:
+        """The version, which is ready by now, to be taken from where it was read early; None if bytes may have been written again."""
+        return Arrived(version, self._loan) if self._arrivals.hold else None
 
-        Args:
-            where: `ReadLoan.where` of the version, borrowed after it was ready.
-        """
-        if where != self._loan.where or not self._arrivals.hold:
-            return frozenset()
+    def agreed(self) -> frozenset[str]:
+        """Names of the parameters whose staged bytes are those of the version, which is ready and has `arrived`."""
         staged = torch.stack([found for _, found, _ in self._sums.values()]).tolist() if self._sums else []
         sums = dict(zip(self._sums, staged, strict=True))
+        again = {name: self._sum_again(self._sums[name][0]) for name in self._some()}
         wrong = {name for name, (_, _, host) in self._sums.items() if _total(host) != sums[name]}
-        again = {name: self._sum_again(self._sums[name][0]) for name in self._some() if name not in wrong}
         wrong |= {name for name, host in again.items() if _total(host) != sums[name]}
         for name in wrong:
             log.warning("%s was read before it had arrived whole, and is brought again", name)

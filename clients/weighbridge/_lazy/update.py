@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Protocol
 
 import torch
 
-from weighbridge._clients.engine import EngineClient
+from weighbridge._core.layouts import Layout
+from weighbridge._core.resources import Version
 from weighbridge._formats.host_slices import HostSlices, Slices
-from weighbridge._lane.loans import ReadLoan
 from weighbridge._lazy.recording import Constant, RecordedCopy, RecordedStep, Recording
 from weighbridge._lazy.staging import StagingPlace, on_stream_of, part_of
 from weighbridge._lazy.tensor import shown
@@ -17,36 +18,46 @@ from weighbridge._memory import cuda_copies
 from weighbridge.errors import FailedPrecondition
 
 
+class Incoming(Protocol):
+    """Slices of a version on their way to a rank: a `Pull`, or an `Arrived`."""
+
+    version: Version
+    layout: Layout
+    nbytes: int
+    lane: str
+
+    def bring(self, buffer: torch.Tensor | None = None, *, pin: bool = False) -> Slices:
+        """Bring all slices to this machine; see `Pull.bring`."""
+
+    def filled(self, tensor_for: Callable[[int], torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Bring slices into tensors that the caller makes; see `Pull.filled`."""
+
+
 class Update:
     """One version for one rank. Until `fill` or `fill_all` no parameter is touched.
 
     Args:
         recording: what the engine's loader takes, and where it puts it.
-        client: stays open until the update is done.
-        model: ``namespace/name``.
-        version: a number or a ref.
+        incoming: what was pulled by ``recording.request``.
 
     Attributes:
-        version: which version it is; fixed, wherever the ref moves meanwhile.
+        incoming: as given.
+        version: which version it is; fixed, wherever a ref moves meanwhile.
         nbytes: how many bytes come.
 
     Raises:
-        NotFound: no such model, version or ref, or it lacks a tensor; names it.
-        FailedPrecondition: the version is not ready, or a tensor is another one than when it was recorded; names it.
+        FailedPrecondition: a tensor is another one than when it was recorded; names it.
     """
 
-    def __init__(
-        self, recording: Recording, client: EngineClient, model: str, version: str | int = "latest"
-    ) -> None:
-        pull = client.pull(model, version, recording.request)
-        self.version = pull.version
-        self.nbytes = pull.nbytes
+    def __init__(self, recording: Recording, incoming: Incoming) -> None:
+        self.version = incoming.version
+        self.nbytes = incoming.nbytes
         self._recording = recording
-        self._pull = pull
+        self.incoming = incoming
         self._spare = recording.spare
         self._slices: Slices | None = None
         self._staged: dict[str, torch.Tensor] = {}
-        for name, spec in pull.layout.tensors.items():
+        for name, spec in incoming.layout.tensors.items():
             if spec != recording.specs[name]:
                 raise FailedPrecondition(
                     f"{self.version} has {spec}, and {recording.specs[name]} was recorded", fix="record again"
@@ -55,7 +66,7 @@ class Update:
     @property
     def lane(self) -> str:
         """How the bytes came, ``local`` or ``grpc``; empty before they do."""
-        return self._pull.lane
+        return self.incoming.lane
 
     def prepare(self, *, pin: bool = False) -> None:
         """Bring the bytes to this machine; nothing that is done afterwards needs the service. May run in another thread.
@@ -71,12 +82,7 @@ class Update:
                 spare = self._spare.pop()
             except IndexError:
                 spare = None
-            self._slices = self._pull.bring(spare, pin=pin)
-
-    @property
-    def where(self) -> frozenset[tuple[str, str, int]]:
-        """`ReadLoan.where` the bytes lie; empty before they are prepared, and if they do not lie in the service's memory."""
-        return self._slices.where if isinstance(self._slices, ReadLoan) else frozenset()
+            self._slices = self.incoming.bring(spare, pin=pin)
 
     def stage(self, place: StagingPlace, there: Collection[str] = ()) -> None:
         """Bring what was prepared to a place in which it lies as the parameters do, as far as there is room, so that `fill` makes one copy for each.
@@ -90,8 +96,10 @@ class Update:
         """
         recording = self._recording
         staged = place.tensors(recording.whole)
-        with on_stream_of(place.device), torch.no_grad():
-            self.fill({name: tensor for name, tensor in staged.items() if name not in there})
+        rest = {name: tensor for name, tensor in staged.items() if name not in there}
+        if rest:
+            with on_stream_of(place.device), torch.no_grad():
+                self.fill(rest)
         self._staged = staged
         if staged.keys() == recording.targets.keys():
             self._give_back()
@@ -188,7 +196,7 @@ class Update:
         def place_for(index: int) -> torch.Tensor:
             if index in straight:
                 return straight[index]
-            shard = self._pull.layout.placements[index].shard
+            shard = self.incoming.layout.placements[index].shard
             dtype = recording.specs[shard.tensor].dtype.torch
             return torch.empty(shard.box.extent, dtype=dtype, device="cpu")
 
@@ -210,6 +218,6 @@ class Update:
                 todo.popleft()
 
         go_on()
-        for index, (_, tensor) in enumerate(self._pull.filled(place_for)):
+        for index, (_, tensor) in enumerate(self.incoming.filled(place_for)):
             here[index] = tensor
             go_on()

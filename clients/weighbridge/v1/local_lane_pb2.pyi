@@ -635,8 +635,12 @@ class Arrivals(_message.Message):
     MEMORY_FIELD_NUMBER: _builtins.int
     MARKS_FIELD_NUMBER: _builtins.int
     LAYOUT_DIGEST_FIELD_NUMBER: _builtins.int
+    TENSORS_DIGEST_FIELD_NUMBER: _builtins.int
     layout_digest: _builtins.str
-    """Of the layout of the slices, as the client has asked for them: it knows the tensors from an earlier version."""
+    """Of the layout of the slices, and of a layout with all tensors of the version and no shards: the client compares them with those of an earlier
+    version.
+    """
+    tensors_digest: _builtins.str
     @_builtins.property
     def memory(self) -> Global___SharedMemory: ...
     @_builtins.property
@@ -649,10 +653,11 @@ class Arrivals(_message.Message):
         memory: Global___SharedMemory | None = ...,
         marks: _abc.Iterable[_builtins.int] | None = ...,
         layout_digest: _builtins.str = ...,
+        tensors_digest: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["memory", b"memory"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["layout_digest", b"layout_digest", "marks", b"marks", "memory", b"memory"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["layout_digest", b"layout_digest", "marks", b"marks", "memory", b"memory", "tensors_digest", b"tensors_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

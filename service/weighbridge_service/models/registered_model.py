@@ -158,6 +158,11 @@ class RegisteredModel:
         """Of its config; empty if that names none."""
         return model_type_of(parse_config(self.config_json))
 
+    @cached_property
+    def tensors_digest(self) -> str:
+        """Digest of all tensors of its versions: their names, dtypes and shapes."""
+        return Layout.stream(self.files.layout.tensors.values(), ()).digest
+
     @property
     def keep_in_fp32(self) -> tuple[str, ...]:
         """Endings of the names of tensors that no cast narrows."""

@@ -166,7 +166,7 @@ class Transfer:
 
     def filled(self, start: int, stop: int, buffer: str = STREAM) -> Mapping[str, int]:
         """How many bytes of each file a range of a stream fills; as `scatter`, and nothing is copied."""
-        return _fills(self._compile(buffer, start, stop))
+        return self._range(buffer, start, stop).filled
 
     def _range(self, buffer: str, start: int, stop: int) -> _Range:
         found = self._ranges.get((buffer, start, stop))

@@ -33,7 +33,7 @@ def test_a_staged_version_equals_the_loader_and_what_has_no_room_comes_from_the_
     for number in (1, 2, 1):
         for tensor in model.targets.values():
             tensor.fill_(-2)
-        update = lazy.Update(recording, engine, NAME, number)
+        update = lazy.Update(recording, engine.pull(NAME, number, recording.request))
         update.prepare()
         update.stage(place)
         assert all((tensor == -2).all() for tensor in model.targets.values())
@@ -49,7 +49,7 @@ def test_a_version_that_is_staged_as_a_whole_gives_the_services_memory_back(
     model = Engine(versions[0], 0)
     recording = lazy.record(specs_of(versions[0]), model.load_weights, model.targets)
     nbytes = lazy.staging_bytes(recording.targets.values())
-    whole, most = (lazy.Update(recording, engine, NAME, 2) for _ in range(2))
+    whole, most = (lazy.Update(recording, engine.pull(NAME, 2, recording.request)) for _ in range(2))
     for update, size in ((whole, nbytes), (most, nbytes - 512)):
         update.prepare()
         update.stage(place_of(size))
@@ -72,7 +72,7 @@ def test_elements_that_a_version_leaves_alone_stay_as_they_are(
 
     recording = lazy.record(specs_of(versions[0]), load, {"target": target})
     target.fill_(7)
-    update = lazy.Update(recording, engine, NAME, 2)
+    update = lazy.Update(recording, engine.pull(NAME, 2, recording.request))
     update.prepare()
     update.stage(place_of(1 << 20))
     update.fill_all({"target": target})

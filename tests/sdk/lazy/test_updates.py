@@ -147,7 +147,7 @@ def test_a_recorded_update_equals_the_loader_on_whole_tensors_for_every_later_ve
     for number in (1, 2, 1):
         for tensor in model.targets.values():
             tensor.fill_(-2)
-        update = lazy.Update(recording, engine, NAME, number)
+        update = lazy.Update(recording, engine.pull(NAME, number, recording.request))
         if prepared:
             update.prepare()
         update.fill_all(model.targets)
@@ -162,7 +162,7 @@ def test_a_loader_may_be_recorded_on_parameters_without_memory(
 ) -> None:
     meta = Engine(versions[0], 1, "meta")
     recording = lazy.record(specs_of(versions[0]), meta.load_weights, meta.targets)
-    update = lazy.Update(recording, engine, NAME, 2)
+    update = lazy.Update(recording, engine.pull(NAME, 2, recording.request))
     update.prepare()
     model = Engine(versions[0], 1)
     for name, tensor in reversed(model.targets.items()):
@@ -357,7 +357,7 @@ def test_the_last_of_two_that_go_to_one_place_wins(
     for prepare in (False, True):
         for tensor in targets.values():
             tensor.fill_(9)
-        update = lazy.Update(recording, engine, NAME, 2)
+        update = lazy.Update(recording, engine.pull(NAME, 2, recording.request))
         if prepare:
             update.prepare()
         update.fill_all(targets)
@@ -380,7 +380,7 @@ def test_parameters_that_lie_otherwise_than_recorded_are_refused_before_any_is_t
     recording = lazy.record(specs_of(versions[0]), model.load_weights, model.targets)
     targets = {name: torch.full_like(tensor, 5) for name, tensor in model.targets.items()}
     last = list(targets)[-1]
-    update = lazy.Update(recording, engine, NAME, 1)
+    update = lazy.Update(recording, engine.pull(NAME, 1, recording.request))
     with pytest.raises(LayoutError, match=last):
         update.fill_all({**targets, last: targets[last].float()})
     with pytest.raises(FailedPrecondition, match=last):
@@ -392,7 +392,7 @@ def test_a_version_without_a_tensor_that_was_recorded_is_refused(engine: EngineC
     model = Loaders()
     recording = lazy.record(one(), lambda weights: [model.p.copy_(t) for _, t in weights], model.targets)
     with pytest.raises(NotFound, match=r"\ba\b"):
-        lazy.Update(recording, engine, NAME, 1)
+        lazy.Update(recording, engine.pull(NAME, 1, recording.request))
 
 
 def test_a_tensor_of_another_shape_than_recorded_is_refused(
@@ -403,7 +403,7 @@ def test_a_tensor_of_another_shape_than_recorded_is_refused(
     spec = TensorSpec(name, from_torch(torch.float32), (2, 2))
     recording = lazy.record([spec], lambda weights: [target.copy_(t) for _, t in weights], {"p": target})
     with pytest.raises(FailedPrecondition, match=name):
-        lazy.Update(recording, engine, NAME, 1)
+        lazy.Update(recording, engine.pull(NAME, 1, recording.request))
 
 
 def test_nothing_is_touched_when_the_service_dies_while_bytes_are_prepared(
@@ -418,7 +418,7 @@ def test_nothing_is_touched_when_the_service_dies_while_bytes_are_prepared(
         client = EngineClient(mortal.address, retry_seconds=0.5)
         model = Engine(versions[0], 0)
         recording = lazy.record(specs_of(versions[0]), model.load_weights, model.targets)
-        update = lazy.Update(recording, client, NAME, 1)
+        update = lazy.Update(recording, client.pull(NAME, 1, recording.request))
     for tensor in model.targets.values():
         tensor.fill_(4)
     with pytest.raises(WeighbridgeError):
@@ -492,5 +492,5 @@ def test_what_comes_ahead_is_not_overwritten_by_what_the_loader_did_before(
     monkeypatch.setattr(Pull, "into", all_ahead)
     for tensor in targets.values():
         tensor.fill_(9)
-    lazy.Update(recording, engine, NAME, 2).fill_all(targets)
+    lazy.Update(recording, engine.pull(NAME, 2, recording.request)).fill_all(targets)
     assert_same(targets, expected)

@@ -9,15 +9,15 @@ import time
 from concurrent.futures import Future
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 
 from weighbridge import _lazy as lazy
 from weighbridge._clients.engine import EngineClient, read_arriving
-from weighbridge._core.layouts import TensorSpec
-from weighbridge._core.resources import VersionState
+from weighbridge._core.layouts import Layout, TensorSpec
+from weighbridge._core.resources import Version, VersionState
 from weighbridge.errors import DeadlineExceeded, FailedPrecondition, WeighbridgeError
 from weighbridge.follow.engines import attempt
 from weighbridge.follow.status import label
@@ -49,26 +49,27 @@ class Recorded:
     configuration: str
     recording: lazy.Recording
 
+    @cached_property
+    def tensors_digest(self) -> str:
+        """Digest of the tensors, as `ArrivalMarks` has that of a version."""
+        return Layout.stream(self.specs, ()).digest
 
-def check_version(config: Any, client: EngineClient, source: lazy.Source, known: Recorded | None) -> None:
-    """Refuse a version that is of another model than the engine's, or has other tensors than those that were recorded.
+
+def check_model(config: Any, client: EngineClient, version: Version) -> None:
+    """Refuse a version that is of another model than the engine's.
 
     Args:
         config: the Hugging Face configuration that the engine's model was made with; None compares nothing.
         client: of the service.
-        source: the version.
-        known: what was recorded; None compares nothing.
+        version: the version.
 
     Raises:
         FailedPrecondition: says what differs.
     """
-    version = source.version
     if config is not None:
         theirs = client.model_files(version.model, version.number).get("config.json")
         if theirs is not None:
             check_config(config, theirs, version)
-    if known is not None:
-        check_tensors(known.specs, source.specs, version)
 
 
 class RecordingStale(FailedPrecondition):
@@ -117,6 +118,7 @@ class Preparation:
         self.rest: Rest = []
         self._update: lazy.Update | None = None
         self._unwanted = threading.Event()
+        self._ready: Version | None = None
         self._begun = time.monotonic()
         self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]  # torch's own
         self._ended: Future[None] = Future()
@@ -171,7 +173,17 @@ class Preparation:
             torch.cuda.set_device(self._device)
         with ExitStack() as stack:
             early = self._stage_early(engine, client, stack) if self._early else None
-            self._bring_ready(engine, client, early)
+            self._update = update = lazy.Update(
+                self.recorded.recording, self._incoming(engine, client, early)
+            )
+            self._note("planned")
+            update.prepare(pin=engine.pin)
+            self._note("brought")
+            with nullcontext() if self._early else engine.staging:
+                place = engine.staging_place(self.recorded.recording)
+                if not self._unwanted.is_set() and place is not None:
+                    # if it was not wanted, the place might be another version's by now
+                    self._stage(update, place, early)
 
     def _stage_early(
         self, engine: EngineModel, client: EngineClient, stack: ExitStack
@@ -193,7 +205,9 @@ class Preparation:
         self._note("staged what has arrived")
         while not self._unwanted.is_set():
             with suppress(DeadlineExceeded):
-                client.wait_for(self.source.model, self.number, VersionState.READY, timeout=_LOOK_SECONDS)
+                self._ready = client.wait_for(
+                    self.source.model, self.number, VersionState.READY, timeout=_LOOK_SECONDS
+                )
                 self._note("ready")
                 return early
         raise FailedPrecondition(f"{self.label} is not wanted any more")
@@ -206,34 +220,35 @@ class Preparation:
         except RuntimeError as error:  # of torch: what was staged is compared in any case
             log.warning("%s is not staged while it arrives: %s", self.label, error)
 
-    def _bring_ready(
+    def _incoming(
         self, engine: EngineModel, client: EngineClient, early: lazy.EarlyStaging | None
-    ) -> None:
+    ) -> lazy.Incoming:
+        """The version on its way here, once it is known to be what the engine can take."""
+        recorded, recording = self.recorded, self.recorded.recording
+        if early is not None and self._ready is not None and not recording.unrecorded:
+            arrived = early.arrived(self._ready)
+            if arrived is not None and early.tensors_digest == recorded.tensors_digest:
+                check_model(engine.config, client, self._ready)
+                return arrived
         source = lazy.Source(client, self.source.model, self.number)
-        check_version(engine.config, client, source, self.recorded)
-        if source.specs != self.recorded.specs:
+        check_model(engine.config, client, source.version)
+        check_tensors(recorded.specs, source.specs, source.version)
+        if source.specs != recorded.specs:
             raise RecordingStale(
                 f"{source.version} has other dtypes than the version before", fix="prepare it again"
             )
-        self._note("looked at")
-        recording = self.recorded.recording
-        self._update = lazy.Update(recording, client, self.source.model, self.number)
-        self._note("planned")
-        self._update.prepare(pin=engine.pin)
-        self._note("brought")
         self.rest = engine.bring_rest(client, source, recording)
         if source.fetched_bytes:
             self.nbytes = recording.nbytes + source.fetched_bytes
-        with nullcontext() if self._early else engine.staging:
-            if not self._unwanted.is_set() and (place := engine.staging_place(recording)) is not None:
-                # if it was not wanted, the place might be another version's by now
-                self._stage(place, early)
+        return client.pull(self.source.model, self.number, recording.request)
 
-    def _stage(self, place: lazy.StagingPlace, early: lazy.EarlyStaging | None) -> None:
+    def _stage(self, update: lazy.Update, place: lazy.StagingPlace, early: lazy.EarlyStaging | None) -> None:
         try:
-            there = frozenset[str]() if early is None else early.agreed(self.update.where)
+            there = frozenset[str]()
+            if early is not None and isinstance(update.incoming, lazy.Arrived):
+                there = early.agreed()
             self._note("compared")
-            self.update.stage(place, there)
+            update.stage(place, there)
             self._note("staged")
             if early is not None:
                 log.info(

@@ -21,12 +21,13 @@ from weighbridge._tracing import spans
 from weighbridge.errors import FailedPrecondition, NotFound, WeighbridgeError
 from weighbridge.follow.status import Status
 from weighbridge.integrations.engine_rank.agreement import RanksFailed, agree, exchange
+from weighbridge.integrations.engine_rank.fitting import check_tensors
 from weighbridge.integrations.engine_rank.model import EngineModel
 from weighbridge.integrations.engine_rank.preparation import (
     Preparation,
     Recorded,
     RecordingStale,
-    check_version,
+    check_model,
 )
 from weighbridge.integrations.engine_rank.source import Held, ModelSource
 
@@ -92,11 +93,12 @@ class EngineRank:
         """
         client = self.client(source)
         found = lazy.Source(client, source.model, version)
-        check_version(self.engine.config, client, found, None)
+        check_model(self.engine.config, client, found.version)
         recording = self.engine.record_first(found)
         nbytes = 0
         if recording is not None:
-            update = lazy.Update(recording, client, source.model, found.version.number)
+            pull = client.pull(source.model, found.version.number, recording.request)
+            update = lazy.Update(recording, pull)
             update.fill_all(self.engine.targets())
             update.close()
             nbytes = update.nbytes
@@ -133,7 +135,9 @@ class EngineRank:
             client.model(source.model)
             self.source = source
             return
-        check_version(self.engine.config, client, found, known)
+        check_model(self.engine.config, client, found.version)
+        if known is not None:
+            check_tensors(known.specs, found.specs, found.version)
         recording = self.engine.record(found)
         self.discard()
         self._recorded = Recorded(source.model, found.specs, configuration, recording)
