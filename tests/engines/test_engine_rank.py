@@ -170,6 +170,47 @@ def test_all_ranks_take_a_version_back_that_another_engine_could_not_take(place:
         check_same(found["kept"], place.cut(2, rank, 2))
 
 
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_version_that_comes_while_the_engine_sleeps_is_brought_by_its_wake_up(
+    place: Place, level: int
+) -> None:
+    """Level 1 keeps what was in the parameters, level 2 does not."""
+    one, two = f"{MODEL}@1", f"{MODEL}@2"
+    for rank, found in enumerate(place.run(2, engine_ranks.sleep_and_wake, level)):
+        assert "version 2 was not applied, and the engine keeps version 1" in found["refused"]
+        assert "rank 1: the engine sleeps" in found["refused"]
+        assert (found["before"].served, found["before"].waiting) == (one, "")
+
+        said, kept, status, owes = found["woken"]  # versions do not wait yet, and nothing is brought back
+        assert (said, owes) == ("", False)
+        if level == 1:
+            check_same(kept, place.cut(1, rank, 2))
+            assert (status.served, status.broken) == (one, "")
+        else:
+            assert (status.served, status.broken) == ("", f"{one} was discarded while the engine slept")
+
+        said, kept, status, owes = found["same"]
+        assert (said, status.served, status.broken, owes) == ("", one, "", False)
+        check_same(kept, place.cut(1, rank, 2))
+
+        waits = found["waits"]
+        assert (waits.served, waits.waiting, waits.prepared) == (one, two, two)
+        assert found["undone"].waiting == ""
+        for when in ("first", "last"):
+            said, kept, status, owes = found[when]
+            assert (said, status, owes) == ("", Status(served=two), False)
+            check_same(kept, place.cut(2, rank, 2))
+
+        said, kept, status, owes = found["away"]  # version 1 waits, and a rank cannot get it, nor what it had
+        assert (
+            "was not prepared, and the engine keeps " + ("version 2" if level == 1 else "no version") in said
+        )
+        assert (status.served, owes) == ((two, False) if level == 1 else ("", True))
+        _, kept, status, owes = found["back"]
+        assert (status.served, status.waiting, status.broken, owes) == (two, "", "", False)
+        check_same(kept, place.cut(2, rank, 2))
+
+
 def test_versions_of_other_models_are_refused_before_anything_is_touched(place: Place) -> None:
     ranks = place.run(2, engine_ranks.take_what_does_not_fit, [WIDER, DEEPER])
     for rank, found in enumerate(ranks):

@@ -17,7 +17,9 @@ from weighbridge import EngineClient
 from weighbridge._lazy.caching import CACHE_VARIABLE
 from weighbridge._lazy.staging import StagingPlace
 from weighbridge.errors import FailedPrecondition
+from weighbridge.follow.engines import WAIT
 from weighbridge.integrations.engine_rank.agreement import ProcessGroup, RanksFailed, from_first
+from weighbridge.integrations.engine_rank.model import EngineAsleep
 from weighbridge.integrations.engine_rank.rank import EngineRank
 from weighbridge.integrations.engine_rank.source import ModelSource
 
@@ -168,6 +170,66 @@ def take_a_version_back(number: int, server: str, name: str, config: Any) -> dic
     found["said"] = refusal(lambda: rank.undo(2))
     rank.clients[rank.source] = good
     return {**found, "kept": parameters(rank)}
+
+
+def sleep_and_wake(number: int, server: str, name: str, config: Any, level: int) -> dict[str, Any]:
+    """Take version 2 while the parameters have no memory: refused, and then waiting for the wake-up; and a wake-up that finds the service away."""
+    rank = start(config, server, name, 1)
+    awake: list[bool] = []
+
+    def check_awake() -> None:
+        if not awake and number == rank.engine.ranks.size - 1:
+            raise EngineAsleep("the engine sleeps: made up")
+
+    def wake(*lasts: bool) -> str:
+        awake[:] = [True]
+        if level == 2:
+            for parameter in rank.engine.model.parameters():
+                parameter.data.fill_(torch.nan)
+        said = ""
+        for at, last in enumerate(lasts):
+            try:
+                rank.wake(lost=level == 2 and not at, last=last)
+            except RanksFailed as error:
+                said = str(error)
+        return said
+
+    def see() -> tuple[Parameters, Any, bool]:
+        return parameters(rank), rank.status(), rank.owes_a_version
+
+    rank.engine.check_awake = check_awake  # type: ignore[method-assign]
+    found: dict[str, Any] = {"refused": refusal(lambda: rank.apply(2)), "before": rank.status()}
+    found["woken"] = wake(False, True), *see()
+    rank.when_asleep = WAIT
+    rank.apply(1)  # whichever it has: the same for both levels from here on
+
+    awake.clear()
+    found["same"] = wake(False, True), *see()
+
+    awake.clear()
+    rank.apply(2)
+    found["waits"] = rank.status()
+    rank.undo(2)
+    found["undone"] = rank.status()
+    rank.apply(2)
+    rank.prepare(1)  # something else comes meanwhile
+    found["first"] = wake(False), *see()
+    found["last"] = wake(True) if level == 1 else "", *see()
+
+    awake.clear()
+    rank.apply(1)
+    rank.discard()
+    good, source = rank.client(), rank.source
+    assert source is not None
+    if number == 0:
+        rank.clients[source] = EngineClient("127.0.0.1:9", retry_seconds=0.2)
+    found["away"] = wake(False, True), *see()
+    rank.clients[source] = good
+    try:
+        rank.wake(lost=False, last=True)
+    finally:
+        found["back"] = "", *see()
+    return found
 
 
 def take_what_does_not_fit(number: int, server: str, name: str, config: Any, others: list[str]) -> Any:

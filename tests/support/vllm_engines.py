@@ -29,6 +29,7 @@ class FakeEngine:
         fails: the phases that it cannot do; ``prepare`` as one that cannot reach the service.
         served: version in its parameters; None for none.
         instance: which start of it this is.
+        asleep: whether its weights have no memory, and updates wait.
     """
 
     index: int
@@ -43,6 +44,8 @@ class FakeEngine:
     paused: bool = False
     label: str = "default"
     asked: list[str] = field(default_factory=list)
+    asleep: bool = False
+    waiting: int | None = None
 
     def do(self, phase: str, version: int | None) -> str:
         """Do what a phase is; what went wrong."""
@@ -60,7 +63,12 @@ class FakeEngine:
             case "apply":
                 if self.prepared != version:
                     return f"version {version} was not prepared, and the engine keeps version {self.served}"
+                if self.asleep:
+                    self.waiting = version
+                    return ""
                 self.before, self.served, self.prepared = self.served, version, None
+            case "undo" if self.waiting == version:
+                self.waiting = None
             case "undo" if self.served == version:
                 self.served = self.before
             case "discard":
@@ -72,6 +80,7 @@ class FakeEngine:
         status = {
             "served": "" if self.served is None else f"{MODEL}@{self.served}",
             "prepared": "" if self.prepared is None else f"{MODEL}@{self.prepared}",
+            "waiting": "" if self.waiting is None else f"{MODEL}@{self.waiting}",
             "nbytes": 5,
             "error": self.error,
             "failed": failed,

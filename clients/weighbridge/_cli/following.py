@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from weighbridge._core.engines.facts import Engine
     from weighbridge._core.engines.status import AgentStatus
     from weighbridge.follow.agent import Followed
+    from weighbridge.follow.engines import WhenAsleep
     from weighbridge.follow.sglang import SglangServer
     from weighbridge.follow.vllm import VllmServer
 
@@ -57,6 +58,12 @@ if TYPE_CHECKING:
     type=click.Choice(["wait", "keep", "retract", "abort"]),
     help="What becomes of requests under way: wait for their ends (vLLM, its default), keep them and go on with new weights, "
     "compute what they have so far again by the new weights (retract: SGLang, its default), abort them.",
+)
+@click.option(
+    "--when-asleep",
+    type=click.Choice(["wait", "refuse"]),
+    help="What becomes of a version while the engine's weights sleep (vLLM): it waits until they wake up, which brings it before anything is answered "
+    "(default), or it is refused.",
 )
 @click.option(
     "--engine-key", envvar="WEIGHBRIDGE_ENGINE_KEY", default="", help="SGLang's admin key, if it has one."
@@ -100,6 +107,7 @@ def follow_command(
     urls: tuple[str, ...],
     ref: str | None,
     pause_mode: str | None,
+    when_asleep: WhenAsleep | None,
     engine_key: str,
     engine_server: str | None,
     lane: str | None,
@@ -133,7 +141,7 @@ def follow_command(
     end_tidily()  # else the engine would stay paused
     trusts = trusted(required)
     listener = _nobody if status_path is None else status_file(status_path)
-    engine = _engine(kind, url, model, engine_server or server, lane, pause_mode, engine_key)
+    engine = _engine(kind, url, model, engine_server or server, lane, pause_mode, when_asleep, engine_key)
     with engine_of(server) as client:
         say_if_absent(client, model, ref)
         done = None
@@ -156,6 +164,7 @@ def _engine(
     server: str,
     lane: str | None,
     pause_mode: str | None,
+    when_asleep: WhenAsleep | None,
     engine_key: str,
 ) -> VllmServer | SglangServer:
     from weighbridge.follow.sglang import SglangServer
@@ -169,10 +178,20 @@ def _engine(
         raise click.UsageError(f"--engine {kind} has no --pause-mode {pause_mode}")
     mode: Any = modes[pause_mode]
     if kind == "sglang":
+        if when_asleep is not None:
+            raise click.UsageError(f"--engine {kind} has no --when-asleep")
         url = url or "http://127.0.0.1:30000"
         return SglangServer(url, server, model, api_key=engine_key, lane=lane, pause_mode=mode, reported=True)
     url = url or "http://127.0.0.1:8000"
-    return VllmServer(url, model, server, lane=lane, pause_mode=mode, reported=True)
+    return VllmServer(
+        url,
+        model,
+        server,
+        lane=lane,
+        pause_mode=mode,
+        reported=True,
+        when_asleep=when_asleep or "wait",
+    )
 
 
 def _line(done: Followed) -> str:
@@ -185,6 +204,11 @@ def _line(done: Followed) -> str:
         return f"{done.model}@{done.version}: failed, and the engine serves {serves}{behind}: {done.error}"
     if not done.nbytes:
         return f"{done.model}@{done.version}: the engine has it"
+    if done.waits:
+        return (
+            f"{done.model}@{done.version}: {readable_size(done.nbytes)} prepared in {readable_duration(done.prepare_seconds)}, "
+            "and the engine's wake-up brings it"
+        )
     return (
         f"{done.model}@{done.version}: {readable_size(done.nbytes)} prepared in {readable_duration(done.prepare_seconds)}, "
         f"engine paused for {readable_duration(done.pause_seconds)}"

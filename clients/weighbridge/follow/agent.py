@@ -46,6 +46,7 @@ class Followed(JsonValue):
         pause_seconds: from asking it to pause until it went on; waiting for requests under way is a part of it.
         error: why it failed; empty if it did not.
         behind: how many versions there are behind the one that it serves, up to the one that the ref names, if the service has said so.
+        waits: whether the engine sleeps, and its wake-up will bring the version.
     """
 
     model: str
@@ -56,6 +57,7 @@ class Followed(JsonValue):
     pause_seconds: float = 0.0
     error: str = ""
     behind: int = 0
+    waits: bool = False
 
 
 class Follower:
@@ -150,14 +152,17 @@ class Follower:
         serving = quietly(self._serving)
         if before is None or serving is None:  # it is starting, or away
             return False
-        if serving.version != before.version:
+        if before.waiting is not None and serving.version == before.waiting:
+            self._say(state=ENGINE_SERVING, version=serving.version, target=0, error="")
+        elif serving.version != before.version:
             had = "no version" if before.version is None else f"version {before.version}"
             problem = (
                 serving.broken or f"the engine has served {had}, and this agent has not updated it since"
             )
             self._say(state=ENGINE_FAILING, version=serving.version or 0, target=0, error=problem)
         if serving.instances == before.instances:
-            return False
+            # a wake-up that has not brought what it was to bring, as the log of the engine says
+            return before.waiting is not None and before.waiting not in (serving.waiting, serving.version)
         try:
             self._engine.connect()
         except WeighbridgeError as error:
@@ -270,7 +275,8 @@ class Follower:
             quietly(self._engine.discard)
         serving = quietly(self._serving)
         version = serving.version if serving else None
-        if serving is not None and (serving.broken or version not in (None, number)):
+        waits = serving is not None and serving.waiting == number and not problem
+        if serving is not None and not waits and (serving.broken or version not in (None, number)):
             problem = _with_what_is_served(problem, number, serving)
         done = Followed(
             self._model,
@@ -281,6 +287,7 @@ class Follower:
             round(pause, 3),
             problem,
             self._behind if problem else 0,
+            waits,
         )
         self._say_done(done)
         return done
@@ -288,6 +295,10 @@ class Follower:
     def _say_done(self, done: Followed) -> None:
         if done.error:
             self._say(state=ENGINE_FAILING, version=done.serves or 0, target=0, error=done.error)
+            return
+        if done.waits:
+            text = f"the engine sleeps: its wake-up brings version {done.version}"
+            self._say(state=ENGINE_WAITING, version=done.serves or 0, target=0, error=text)
             return
         self._say(
             state=ENGINE_SERVING,
@@ -310,7 +321,8 @@ class Follower:
 
     def _engine_has(self, number: int) -> bool:
         try:
-            return self._serving().version == number
+            serving = self._serving()
+            return serving.version == number and serving.waiting in (None, number)
         except WeighbridgeError:
             return False
 

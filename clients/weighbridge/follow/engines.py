@@ -9,17 +9,33 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar
 
-from weighbridge.errors import DeadlineExceeded, FailedPrecondition, WeighbridgeError
+from weighbridge.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, WeighbridgeError
 from weighbridge.follow.status import Status, label
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 _FIRST_POLL_SECONDS, _POLL_SECONDS = 0.005, 0.1
+WhenAsleep = Literal["wait", "refuse"]
+WAIT: WhenAsleep = "wait"
+REFUSE: WhenAsleep = "refuse"
+"""What becomes of an update of an engine whose weights have no memory: it waits for the wake-up, which applies it, or is refused."""
 DIFFERENT = "different versions are served"
 """Beginning of what is broken where ranks or engines have different versions."""
+
+
+def when_asleep_of(said: object) -> WhenAsleep:
+    """Setting of what becomes of updates of an engine that sleeps, as a user has written it.
+
+    Raises:
+        InvalidArgument: there is no such one.
+    """
+    for known in (WAIT, REFUSE):
+        if said == known:
+            return known
+    raise InvalidArgument(f"when_asleep is {said!r}", fix=f"use {WAIT} or {REFUSE}")
 
 
 class EngineFailed(WeighbridgeError):
@@ -63,12 +79,14 @@ class Serving:
         broken: why its parameters are of no version; empty if they are.
         model: of which model that version is, as ``namespace/name``; empty if they do not know.
         instances: which starts of the ranks say so; empty for an engine that does not tell them apart.
+        waiting: number of the version that the engine's wake-up will bring; None if there is none.
     """
 
     version: int | None
     broken: str = ""
     model: str = ""
     instances: tuple[str, ...] = field(default=(), compare=False)
+    waiting: int | None = None
 
 
 class Engine(Protocol):
@@ -116,12 +134,13 @@ def serving_of(ranks: Ranks, model: str) -> Serving:
     """What an engine has, by what its ranks say of themselves."""
     found = {status.served for status in ranks.values()}
     broken = next((status.broken for status in ranks.values() if status.broken), "")
+    waiting = next((_number(status.waiting, model) for status in ranks.values() if status.waiting), None)
     instances = _instances(ranks)
     if len(found) != 1:
         problem = "\n".join(filter(None, (broken, _by_version(ranks))))
-        return Serving(None, problem, instances=instances)
-    name, _, number = found.pop().rpartition("@")
-    return Serving(int(number) if name == model else None, broken, name, instances)
+        return Serving(None, problem, instances=instances, waiting=waiting)
+    served = found.pop()
+    return Serving(_number(served, model), broken, served.rpartition("@")[0], instances, waiting)
 
 
 def check_same_ranks(asked: Ranks, answered: Ranks) -> None:
@@ -173,6 +192,12 @@ def wait_prepared(told: Ranks, ask: Callable[[], Ranks], model: str, number: int
             raise DeadlineExceeded(f"version {number} was not prepared within {timeout:g} s")
         time.sleep(pause)
         pause = min(2 * pause, _POLL_SECONDS)
+
+
+def _number(name: str, model: str) -> int | None:
+    """Number of a version of this model; None for another one's."""
+    of, _, number = name.rpartition("@")
+    return int(number) if of == model else None
 
 
 def _instances(ranks: Ranks) -> tuple[str, ...]:

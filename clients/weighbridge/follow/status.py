@@ -27,6 +27,7 @@ class Status(JsonValue):
         error: why the last preparation failed; empty if it did not.
         broken: why the parameters are of no version; empty if they are of one, or never were.
         instance: which start of this rank answers: two servers behind one address, and a server before and after a restart, have different ones.
+        waiting: the version that the wake-up of the engine will bring; empty if there is none.
     """
 
     served: str = ""
@@ -37,6 +38,7 @@ class Status(JsonValue):
     error: str = ""
     broken: str = ""
     instance: str = field(default="", compare=False)
+    waiting: str = ""
 
     @staticmethod
     def from_json(found: Mapping[str, Any]) -> Status:

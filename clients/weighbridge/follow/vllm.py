@@ -19,6 +19,7 @@ from weighbridge.follow.engines import (
     Prepared,
     Ranks,
     Serving,
+    WhenAsleep,
     check_same_ranks,
     serving_of,
     wait_prepared,
@@ -50,6 +51,8 @@ class VllmServer:
             with the new weights, or ``abort`` them.
         timeout: seconds that one call may take.
         reported: whether the agent reports to the service what the engine serves, which then does not report it itself.
+        when_asleep: what becomes of updates of the engine while its weights sleep (vLLM's sleep mode): they ``wait`` for the wake-up, or the engine is
+            to ``refuse`` them; None leaves what it was started with.
     """
 
     def __init__(
@@ -62,10 +65,13 @@ class VllmServer:
         pause_mode: PauseMode = "wait",
         timeout: float = 600.0,
         reported: bool = False,
+        when_asleep: WhenAsleep | None = None,
     ) -> None:
         self.url = url.rstrip("/")
         self._model = model
         more: dict[str, Any] = ({"lane": lane} if lane else {}) | ({"reported": True} if reported else {})
+        if when_asleep is not None:
+            more["when_asleep"] = when_asleep
         self._init_info = {"server": server, "model": model, **more}
         self._pause_mode = pause_mode
         self._api = EngineApi(self.url, timeout, OTHER)
@@ -126,6 +132,8 @@ class VllmServer:
     def apply(self, version: int, label: str) -> None:
         """Not in a session of vLLM's own: one that another agent has left open, or a worker that fails, would end it for all.
 
+        An engine that sleeps may say that the version waits for its wake-up.
+
         Raises:
             FailedPrecondition: an engine could not take the version; the others have gone back, or the error says which one serves what.
         """
@@ -136,12 +144,13 @@ class VllmServer:
         if self._told:
             check_same_ranks(self._told, ranks)
         wanted = label_of(self._model, version)
-        if any(status.served != wanted for status in ranks.values()):
+        if any(wanted not in (status.served, status.waiting) for status in ranks.values()):
             found = ", ".join(f"{name} {status.served or 'no version'}" for name, status in ranks.items())
             raise FailedPrecondition(
                 f"not all ranks serve version {version}: {found}", fix="let one agent update an engine"
             )
-        self.label(label)
+        if all(status.served == wanted for status in ranks.values()):
+            self.label(label)
 
     def resume(self) -> None:
         """Let it go on."""

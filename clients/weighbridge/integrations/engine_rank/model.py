@@ -31,6 +31,10 @@ Rest = Sequence[tuple[str, torch.Tensor]]
 """Names and tensors of a version for which the model's own loader has to run each time, in host memory."""
 
 
+class EngineAsleep(FailedPrecondition):
+    """Parameters have no memory while the engine sleeps."""
+
+
 class EngineModel(ABC):
     """A model that computes with the parameters which its own ``load_weights`` fills, in place.
 
@@ -161,13 +165,14 @@ class EngineModel(ABC):
         """Refuse to fill parameters whose memory the engine has given back, as vLLM and SGLang do while they sleep.
 
         Raises:
-            FailedPrecondition: names a parameter.
+            EngineAsleep: names a parameter.
         """
         held = ((name, p) for name, p in self.targets().items() if p.is_cuda and p.numel() and p.data_ptr())
         for name, target in itertools.islice(held, 1):  # all of them sleep together
             if not cuda_copies.is_mapped(target.data_ptr()):
-                raise FailedPrecondition(
-                    f"the engine sleeps: {name} has no memory", fix="wake its weights up, and update it again"
+                raise EngineAsleep(
+                    f"the engine sleeps: {name} has no memory",
+                    fix="wake its weights up, and update it again; or start it with when_asleep=wait",
                 )
 
     def staging_place(self, recording: lazy.Recording) -> lazy.StagingPlace | None:

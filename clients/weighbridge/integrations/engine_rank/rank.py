@@ -14,15 +14,16 @@ from typing import Any, cast
 
 from weighbridge import _lazy as lazy
 from weighbridge._clients.engine import EngineClient
-from weighbridge._core.engines.facts import ENGINE_FAILING, ENGINE_SERVING, ENGINE_UPDATING
+from weighbridge._core.engines.facts import ENGINE_FAILING, ENGINE_SERVING, ENGINE_UPDATING, ENGINE_WAITING
 from weighbridge._core.resources import REF_LATEST
 from weighbridge._reporting.reporter import EngineReporter
 from weighbridge._tracing import spans
 from weighbridge.errors import FailedPrecondition, NotFound, WeighbridgeError
-from weighbridge.follow.status import Status
+from weighbridge.follow.engines import REFUSE, WAIT, WhenAsleep
+from weighbridge.follow.status import Status, label
 from weighbridge.integrations.engine_rank.agreement import RanksFailed, agree, exchange
 from weighbridge.integrations.engine_rank.fitting import check_tensors
-from weighbridge.integrations.engine_rank.model import EngineModel
+from weighbridge.integrations.engine_rank.model import EngineAsleep, EngineModel
 from weighbridge.integrations.engine_rank.preparation import (
     Preparation,
     Recorded,
@@ -50,6 +51,8 @@ class EngineRank:
         source: where versions come from; None if that has not been said.
         held: the version in the parameters; None if they are of none, or did not come from the service.
         clients: of the services that versions came from. They stay open until `close`.
+        when_asleep: what becomes of an update while the parameters have no memory: ``refuse`` it, or let it ``wait`` for `wake`, which then also brings
+            back what sleep has discarded.
     """
 
     def __init__(self, engine: EngineModel) -> None:
@@ -57,10 +60,15 @@ class EngineRank:
         self.source: ModelSource | None = None
         self.held: Held | None = None
         self.clients: dict[ModelSource, EngineClient] = {}
+        self.when_asleep: WhenAsleep = REFUSE
         self._recorded: Recorded | None = None
         self._preparation: Preparation | None = None
         self._broken = ""
         self._before: Held | None = None
+        self._waiting: tuple[ModelSource, int] | None = None
+        """Version that `wake` applies."""
+        self._lost: Held | None = None
+        """Version that was in the parameters before sleep discarded them."""
         self._instance = secrets.token_hex(8)
         self._reported = bool(engine.kind)
         self._reporter: EngineReporter | None = None
@@ -225,6 +233,8 @@ class EngineRank:
     def apply(self, number: int, source: ModelSource | None = None) -> None:
         """Bring a version into the parameters while nothing is computed; prepares it if nobody has. Collective.
 
+        While the engine sleeps and `when_asleep` is ``wait``, it only has all bytes on the ranks' machines when it returns; `wake` does the rest.
+
         Args:
             number: of the version, the same on all ranks.
             source: where it comes from; None for the source that is known.
@@ -235,12 +245,19 @@ class EngineRank:
         name = "weighbridge.rank_update"
         said = {"weighbridge.version": number, "weighbridge.rank": self.engine.ranks.rank}
         span = spans.begin(name, said)
-        had = self.held
+        had = self.held or self._lost
         self._say(state=ENGINE_UPDATING, target=number, traceparent="")
         try:
             self.stage(number, source)
-            refusal = f"version {number} was not applied, and the engine keeps {self._kept(source)}"
-            agree(self.engine.ranks, refusal, self.engine.check_awake)
+            if self._sleeps(number, source):
+                self._waiting = self._known(source), number
+                self._say(
+                    state=ENGINE_WAITING,
+                    target=number,
+                    error=f"the engine sleeps: its wake-up brings version {number}",
+                )
+                return
+            self._waiting = None
             version = cast("Preparation", self._preparation).update.version
             span = spans.moved(span, name, said, version.traceparent)
             span.set_attribute("weighbridge.model", version.model)
@@ -271,16 +288,57 @@ class EngineRank:
         Raises:
             RanksFailed: it cannot go back; says which version it has.
         """
+        if self._waiting is not None and self._waiting[1] == number:
+            self._waiting = None
         if self.held is None or self.held.version.number != number:
             return
         refusal = f"the engine keeps version {number}"
         before = agree(self.engine.ranks, refusal, partial(_way_back, self._before))
         self.apply(before.version.number, before.source)
 
+    def wake(self, *, lost: bool, last: bool) -> None:
+        """Bring the version that waits into parameters that have memory again. To be called before anything is computed. Collective.
+
+        Args:
+            lost: whether sleep has discarded what was in them.
+            last: whether the engine will compute after this; what was discarded is then brought back, if `when_asleep` is ``wait`` and no other version
+                has come meanwhile.
+
+        Raises:
+            RanksFailed: says what could not be brought, and why; `held` is the version that the engine has.
+        """
+        if lost and self.held is not None:
+            self._lost, self.held = self.held, None
+            self._broken = f"{self._lost.label} was discarded while the engine slept"
+        refusal = "the wake-up brings no version"
+        due = exchange(self.engine.ranks, refusal, self._due)
+        if len(set(due)) > 1:
+            raise RanksFailed(refusal, details=[f"rank {rank}: {each}" for rank, each in enumerate(due)])
+        problem: RanksFailed | None = None
+        if self._waiting is not None:
+            source, number = self._waiting
+            try:
+                if self.held is None or self.held.label != label(source.model, number):
+                    self._bring(source, number)
+            except RanksFailed as error:
+                problem = error
+            if last or problem is None:
+                self._waiting = None
+        if last and self.held is None and self._lost is not None and self.when_asleep == WAIT:
+            self._bring(self._lost.source, self._lost.version.number)
+        if problem is not None:
+            raise problem
+
+    @property
+    def owes_a_version(self) -> bool:
+        """Whether `wake` has to bring one before the engine may compute."""
+        return self.when_asleep == WAIT and self.held is None and bool(self._broken)
+
     def status(self) -> Status:
         """What this rank serves and prepares."""
         served = self.held.label if self.held is not None else ""
-        found = Status(served=served, broken=self._broken, instance=self._instance)
+        waiting = label(self._waiting[0].model, self._waiting[1]) if self._waiting is not None else ""
+        found = Status(served=served, broken=self._broken, instance=self._instance, waiting=waiting)
         there = self._preparation
         if there is None:
             return found
@@ -365,6 +423,33 @@ class EngineRank:
         self.engine.check(there.recorded.recording)
         return there.label
 
+    def _bring(self, source: ModelSource, number: int) -> None:
+        """`apply`, whatever else is being prepared. Collective."""
+        there = self._preparation
+        if there is not None and (there.source, there.number) != (source, number):
+            self.discard()
+        self.apply(number, source)
+
+    def _due(self) -> str:
+        """What `wake` decides by, which is the same on all ranks."""
+        found = self.status()
+        return f"{found.waiting or 'no version'} waits, {found.served or 'none'} is there, when_asleep={self.when_asleep}"
+
+    def _sleeps(self, number: int, source: ModelSource | None) -> bool:
+        """Whether a version has to wait for the wake-up. Collective.
+
+        Raises:
+            RanksFailed: it sleeps, and versions do not wait for that.
+        """
+        refusal = f"version {number} was not applied, and the engine keeps {self._kept(source)}"
+        try:
+            agree(self.engine.ranks, refusal, self.engine.check_awake)
+        except RanksFailed as error:
+            if self.when_asleep == WAIT and any(isinstance(each, EngineAsleep) for each in error.errors):
+                return True
+            raise
+        return False
+
     def _fill(self, refusal: str) -> None:
         """Bring what was prepared into the parameters of all ranks. Collective."""
         there = cast("Preparation", self._preparation)
@@ -373,7 +458,7 @@ class EngineRank:
             held = agree(self.engine.ranks, refusal, partial(self._filled, there))
         finally:
             self.discard()
-        self.held, self._broken = held, ""
+        self.held, self._broken, self._lost = held, "", None
 
     def _filled(self, there: Preparation) -> Held:
         self.engine.fill(there.update, there.recorded.recording, there.rest)
@@ -398,7 +483,7 @@ class EngineRank:
 
     def _kept(self, source: ModelSource | None) -> str:
         if self.held is None:
-            return "the weights it has"
+            return "no version" if self._lost is not None else "the weights it has"
         asked = source or self.source
         same = asked is not None and asked.model == self.held.version.model
         return f"version {self.held.version.number}" if same else self.held.label

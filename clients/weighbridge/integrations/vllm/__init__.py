@@ -17,6 +17,7 @@ imported when vLLM asks for it by name: a vLLM that does not use weighbridge pay
 # - `applying`: an update applied to layers with repacked weights.
 # - `kept_results`: places outside an engine where results of old weights stay.
 # - `settings`: where weights come from.
+# - `sleeping`: what the engine's core does when it sleeps and wakes up.
 # - `releases`: what vLLM's releases call it.
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from vllm.model_executor.model_loader.reload import layerwise, meta
 
 from weighbridge.errors import FailedPrecondition
 from weighbridge.integrations.vllm import engines
+from weighbridge.integrations.vllm.sleeping import Bring, Watch
 
 logger = init_logger(f"vllm.plugins.{__name__}")
 
@@ -164,6 +165,20 @@ def empty_caches_after_updates(backend: str) -> None:
                 _forget_results(self)
 
     core.collective_rpc = collective_rpc
+
+
+def watch_sleep(backend: str, bring: Bring) -> None:
+    """Make wake-ups of each engine bring the version that waits. Only where the engine's core is imported: other processes have none.
+
+    To be called after `empty_caches_after_updates`: both wrap the core's calls of workers.
+
+    Args:
+        backend: of weight transfer; engines with another one are left as they are.
+        bring: is called in each worker.
+    """
+    core = _engine_core()
+    if core is not None:
+        Watch(backend, bring, _forget_results).begin(core)
 
 
 def _engine_core() -> Any:

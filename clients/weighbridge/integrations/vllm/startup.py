@@ -8,6 +8,7 @@ early. ``HF_ENDPOINT`` pointing at the service does the same for the files, with
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from weighbridge.integrations.vllm.releases import (
     hear_all_engines,
     label_first_version,
     remember_configurations,
+    watch_sleep,
 )
 from weighbridge.integrations.vllm.settings import Settings
 
@@ -39,6 +41,7 @@ def install() -> None:
 
     label_first_version(_first_label)
     empty_caches_after_updates(NAME)
+    watch_sleep(NAME, _bring_after_sleep)
     if hasattr(EngineArgs, _MARK):
         return
     _register_loader()
@@ -72,11 +75,19 @@ def install() -> None:
                 raise missing
         label_first_version(_first_label)
         empty_caches_after_updates(NAME)
+        watch_sleep(NAME, _bring_after_sleep)
         hear_all_engines()
         return configured(self, *args, **kwargs)
 
     arg_utils.get_model_path = get_model_path
     EngineArgs.__post_init__, EngineArgs.create_engine_config = post_init, create_engine_config
+
+
+def _bring_after_sleep(worker: Any, lost: bool, last: bool) -> Mapping[str, Any]:
+    """Is called in workers, which alone need what it imports."""
+    from weighbridge.integrations.vllm.worker import bring_after_sleep
+
+    return bring_after_sleep(worker, lost, last)
 
 
 def _first_label(configuration: Any) -> str:

@@ -16,7 +16,9 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from weighbridge.errors import FailedPrecondition, InvalidArgument
+from weighbridge.follow.engines import when_asleep_of
 from weighbridge.integrations.engine_rank.agreement import RanksFailed, agree
+from weighbridge.integrations.engine_rank.source import ModelSource
 from weighbridge.integrations.vllm import releases
 from weighbridge.integrations.vllm.engines import APPLY, DISCARD, STAGE, UNDO
 from weighbridge.integrations.vllm.model import vllm_rank
@@ -32,12 +34,14 @@ class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM is seen as
         model: ``namespace/name``.
         lane: how weights travel: ``grpc``, ``local`` or ``auto``.
         version: any of the model, by number or ref, from which a worker finds out what it takes of one; the latest may not be there yet.
+        when_asleep: what becomes of updates while the engine's weights sleep, from now on: ``refuse`` or ``wait``; None leaves it as it is.
     """
 
     server: str | None = None
     model: str | None = None
     lane: str | None = None
     version: str = "latest"
+    when_asleep: str | None = None
 
 
 @dataclass
@@ -83,9 +87,14 @@ class WeighbridgeTransferEngine(WeightTransferEngine):  # type: ignore[misc]  # 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Connect to the service, and find out what this rank takes of a version."""
         source = source_for(self.rank.source, init_info.model, init_info.server, init_info.lane)
-        connect = partial(self.rank.connect, source, init_info.version)
+        connect = partial(self._connect, source, init_info)
         with one_voice(self._ranks):
             agree(self.rank.engine.ranks, "the engine is not connected", connect)
+
+    def _connect(self, source: ModelSource | None, init_info: InitInfo) -> None:
+        if init_info.when_asleep is not None:
+            self.rank.when_asleep = when_asleep_of(init_info.when_asleep)
+        self.rank.connect(source, init_info.version)
 
     def start_weight_update(self) -> None:
         """Nothing is touched yet."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from weighbridge.errors import FailedPrecondition
+from weighbridge.follow.engines import when_asleep_of
 from weighbridge.integrations.engine_rank.rank import EngineRank
 from weighbridge.integrations.vllm.releases import place_of, reset_adapters
 from weighbridge.integrations.vllm.settings import source_for
@@ -27,13 +28,15 @@ class WorkerExtension:
     model_runner: Any
 
     def weighbridge_connect(self, info: str) -> dict[str, Any]:
-        """Say where versions come from: JSON with ``model``, ``server`` and ``lane``, of which any may be left out; and ``reported`` by an agent
-        that reports to the service what the engine serves."""
+        """Say where versions come from: JSON with ``model``, ``server`` and ``lane``, of which any may be left out; ``reported`` by an agent
+        that reports to the service what the engine serves; and ``when_asleep``, what becomes of updates while weights sleep."""
         said = json.loads(info)
 
         def connect(rank: EngineRank) -> None:
             if said.get("reported"):
                 rank.end_reports()
+            if "when_asleep" in said:
+                rank.when_asleep = when_asleep_of(said["when_asleep"])
             rank.connect(source_for(rank.source, said.get("model"), said.get("server"), said.get("lane")))
 
         return self._weighbridge_do(connect)
@@ -67,8 +70,7 @@ class WorkerExtension:
         return self._weighbridge_do(EngineRank.discard)
 
     def _weighbridge_settle(self) -> None:
-        torch.accelerator.synchronize()
-        reset_adapters(self.model_runner)
+        _settle(self)
         # a session that another caller has left open: vLLM would refuse the next one, on every worker
         self._weight_update_active = False
 
@@ -89,3 +91,37 @@ class WorkerExtension:
             status = rank.status().to_json() if isinstance(rank, EngineRank) else {}
             return {**status, **place, "failed": str(error) or repr(error)}
         return {**rank.status().to_json(), **place, "group": rank.engine.ranks.size, "failed": ""}
+
+
+def bring_after_sleep(worker: Any, lost: bool, last: bool) -> dict[str, Any]:
+    """Bring what waits into the parameters of a worker that has just been woken up. The engine's core calls it, on all workers.
+
+    Args:
+        worker: of vLLM.
+        lost, last: as for `EngineRank.wake`.
+
+    Returns:
+        The version that is ``served``; whether it has ``changed``; whether the worker ``owes`` one, before which the engine must not compute; and what
+        has ``failed``. Nothing of a worker that takes no updates from weighbridge. Raises nothing, as `WorkerExtension`.
+    """
+    rank = getattr(worker.weight_transfer_engine, "rank", None)
+    if not isinstance(rank, EngineRank):
+        return {}
+    had, failed = rank.held, ""
+    try:
+        rank.wake(lost=lost, last=last)
+        if rank.held is not had:
+            _settle(worker)
+    except Exception as error:
+        failed = str(error) or repr(error)
+    return {
+        "served": rank.status().served,
+        "changed": rank.held is not had,
+        "owes": rank.owes_a_version,
+        "failed": failed,
+    }
+
+
+def _settle(worker: Any) -> None:
+    torch.accelerator.synchronize()
+    reset_adapters(worker.model_runner)
