@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from benchmarks import processes
-from benchmarks.pause_models import CONFIGS, config_of, shapes_of
+from benchmarks.pause_models import CONFIGS, MODEL, config_of, shapes_of
 
 _ROOT = Path(__file__).parent.parent
 
@@ -160,6 +160,10 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         step = 1
         trainer.ask(str(step))
         for name in arguments.cases:
+            if name == "colocated":
+                found[name] = take_turns(arguments, service.grpc, logs["engine"], step + 1)
+                step += 2 * arguments.updates
+                continue
             early = name == "early"
             extra = {} if name in ("auto", "sleep") else {"card_share": 1.0 if early else float(name)}
             options = {
@@ -180,6 +184,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 }
                 if name == "sleep":
                     found[name]["slept"] = asleep(trainer, engine, step + 1)
+                    found[name]["woken"] = woken(trainer, engine, service.grpc, step + 1)
                     step += 2
                 if arguments.profile:
                     step += 1
@@ -210,6 +215,73 @@ def asleep(trainer: Peer, engine: Peer, step: int) -> list[Any]:
     return found
 
 
+def woken(trainer: Peer, engine: Peer, server: str, step: int) -> list[Any]:
+    """Updates of an engine that sleeps, which its wake-up brings; and after level 2 a wake-up without one, which brings back what was there."""
+    found = []
+
+    def tell(when_asleep: str) -> None:
+        said = json.dumps({"model": MODEL, "server": server, "when_asleep": when_asleep})
+        engine.ask(json.dumps(["ask", "weighbridge_connect", said]))
+
+    tell("wait")
+    for level, pushes in ((1, True), (2, True), (2, False)):
+        engine.ask(json.dumps(["sleep", level]))
+        waits = ""
+        if pushes:
+            pushed = trainer.ask(str(step))
+            step += 1
+            engine.ask(json.dumps(["prepare", pushed["version"]]))
+            waits = engine.ask(json.dumps(["apply", pushed["version"]]))["waiting"]
+        begun = time.monotonic()
+        failed = engine.ask(json.dumps(["wake_up"]))
+        took = time.monotonic() - begun
+        served = engine.ask(json.dumps(["ask", "weighbridge_status"]))["served"]
+        wrong = differing(trainer, engine)
+        said = engine.ask(json.dumps(["generate"]))
+        found.append([level, waits, failed, took, served, not wrong, said])
+        print("woken", json.dumps(found[-1]), flush=True)
+    tell("refuse")
+    return found
+
+
+def take_turns(arguments: argparse.Namespace, server: str, log: Path, step: int) -> dict[str, list[Any]]:
+    """Turns of a trainer and an engine on one card: by one call, and by hand."""
+    found: dict[str, list[Any]] = {"by_call": [], "by_hand": []}
+    with peer([arguments.python, "-m", "benchmarks.pause_colocated"], log) as both:
+        config, options = config_of(arguments.model), json.loads(arguments.options)
+        facts = both.ask(json.dumps(["start", server, config, options, arguments.level]))
+        print("colocated", json.dumps(facts), flush=True)
+        if "failed" in facts:
+            print(log.read_text()[-6000:])
+            return {"start": [facts]}
+        for _ in range(arguments.updates):
+            for way, turns in found.items():
+                turns.append(both.ask(json.dumps([way, step])))
+                print(way, json.dumps(turns[-1]), flush=True)
+                step += 1
+    return found
+
+
+def summed(turn: Mapping[str, Any]) -> tuple[float, float]:
+    """Seconds of a turn, and its peak in GB."""
+    parts = turn["parts"].values()
+    return sum(part["seconds"] for part in parts), max(part["peak_gb"] for part in parts)
+
+
+def lines(turns: Mapping[str, list[dict[str, Any]]]) -> Iterator[str]:
+    """What is printed of turns: a line for each, seconds and GB of each part."""
+    for way, each in ((way, each) for way, those in turns.items() for each in those):
+        if "failed" in each:
+            yield f"colocated, {way}: FAILED {each['failed']}"
+            continue
+        seconds, peak = summed(each)
+        parts = ", ".join(
+            f"{name} {part['seconds']:.3f} s {part['peak_gb']:.2f} GB" for name, part in each["parts"].items()
+        )
+        wrong = f", WRONG {each['wrong']}" if each["wrong"] else ""
+        yield f"colocated, {way}: {seconds:.3f} s, at most {peak:.2f} GB: {parts}{wrong}"
+
+
 def main() -> None:
     """Measure, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -221,8 +293,9 @@ def main() -> None:
         "--cases",
         nargs="+",
         default=["early", "1", "0"],
-        help="early (staged while it arrives, card_share 1), values of card_share, auto, or sleep",
+        help="early (staged while it arrives, card_share 1), values of card_share, auto, sleep, or colocated",
     )
+    parser.add_argument("--level", type=int, default=2, help="of sleep, in the case colocated")
     parser.add_argument("--options", default="{}", help="of vllm.LLM, as JSON")
     parser.add_argument("--profile", action="store_true", help="print where the time of one more update goes")
     parser.add_argument("--logs", type=Path, help="keep what the processes write in this folder")
@@ -235,6 +308,8 @@ def main() -> None:
         arguments.json.write_text(json.dumps(found, indent=1))
     copy = found["copy"]
     print(f"{found['model']}: {found['bytes'] / 1e9:.2f} GB, a pinned copy {copy:.3f} s")
+    for line in lines(found.pop("colocated", {})):
+        print(line)
     for name in arguments.cases:
         for each in found.get(name, {}).get("updates", []):
             print(

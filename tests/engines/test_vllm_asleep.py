@@ -27,14 +27,24 @@ MODEL = "tests/sleeping"
 def test_an_engine_that_has_slept_answers_by_the_version_that_it_says_it_has(tmp_path: Path) -> None:
     texts: dict[int, str] = {}
     with running_service(tmp_path / "store") as service, TrainerClient(service.address) as trainer:
-        for number in (1, 2):
+        for number in (1, 2, 3):
             model = make_folder(tmp_path / str(number), number)
             if number == 1:
                 trainer.register_model(MODEL, tmp_path / "1")
-            trainer.push_folder(MODEL, tmp_path / str(number), step=number).wait(timeout=60)
+            if number < 3:
+                trainer.push_folder(MODEL, tmp_path / str(number), step=number).wait(timeout=60)
             texts[number] = said_by_transformers(model).text
         done = subprocess.run(
-            [PYTHON, "-m", "tests.support.vllm_sleeping_job", service.address, MODEL, PROMPT, str(TOKENS)],
+            [
+                PYTHON,
+                "-m",
+                "tests.support.vllm_sleeping_job",
+                service.address,
+                MODEL,
+                PROMPT,
+                str(TOKENS),
+                str(tmp_path / "3"),
+            ],
             env={
                 **environment(),
                 "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -48,7 +58,7 @@ def test_an_engine_that_has_slept_answers_by_the_version_that_it_says_it_has(tmp
     answer = next(line for line in done.stdout.splitlines() if line.startswith("="))
     found: dict[str, Any] = json.loads(answer.removeprefix("="))
     one, two = f"{MODEL}@1", f"{MODEL}@2"
-    assert texts[1] != texts[2]
+    assert len(set(texts.values())) == 3
     assert found["first"] == texts[1]
     assert "the engine sleeps" in found["refused"]
     assert found["kept"] == [texts[1], one]
@@ -64,3 +74,4 @@ def test_an_engine_that_has_slept_answers_by_the_version_that_it_says_it_has(tmp
     assert paused
     assert f"{one} was discarded while the engine slept" in broken
     assert found["update"] == ["", False, texts[2]]
+    assert found["colocated"] == [3, False, texts[3], f"{MODEL}@3"]

@@ -9,15 +9,19 @@ from __future__ import annotations
 import json
 import os
 import sys
+from functools import partial
 from typing import Any
 
 os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # functions below are called in the worker
 
 import torch
 import vllm.v1.worker.cpu.shm  # noqa: F401  # vLLM's CPU kernels want to be first
+from safetensors.torch import load_file
 from vllm import LLM, SamplingParams
 
+from weighbridge import EngineClient, TrainerClient
 from weighbridge.integrations.engine_rank.model import EngineAsleep
+from weighbridge.integrations.vllm.colocated import ColocatedEngine
 
 
 def take_memory(worker: Any, level: int) -> None:
@@ -59,12 +63,15 @@ class Engine:
         self.llm.collective_rpc(take_memory, args=(level,))
 
     def wake_up(self, *tags: str) -> str:
-        self.llm.collective_rpc(give_memory)
         try:
-            self.llm.wake_up(list(tags) or None)
+            self.wake(list(tags) or None)
         except Exception as error:
             return str(error)
         return ""
+
+    def wake(self, tags: list[str] | None) -> None:
+        self.llm.collective_rpc(give_memory)
+        self.llm.wake_up(tags)
 
     def call(self, method: str, *arguments: str) -> Any:
         (found,) = self.llm.collective_rpc(method, args=arguments)
@@ -100,7 +107,22 @@ class Engine:
         return str(self._core.call_utility("get_weight_version"))
 
 
-def job(server: str, model: str, prompt: str, tokens: str) -> dict[str, Any]:
+class Llm:
+    """The `LLM` of an engine, whose sleep is made up."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.collective_rpc = engine.llm.collective_rpc
+        self.update_weight_version = engine.llm.update_weight_version
+        self._engine = engine
+
+    def sleep(self, level: int) -> None:
+        self._engine.sleep(level)
+
+    def wake_up(self, tags: list[str]) -> None:
+        self._engine.wake(tags)
+
+
+def job(server: str, model: str, prompt: str, tokens: str, folder: str) -> dict[str, Any]:
     """What is seen on the way."""
     engine = Engine(server, model, prompt, int(tokens))
     found: dict[str, Any] = {"first": engine.says()}
@@ -130,14 +152,19 @@ def job(server: str, model: str, prompt: str, tokens: str) -> dict[str, Any]:
     found["update"] = [engine.call("weighbridge_apply", "2")["failed"]]
     engine.resume()
     found["update"] += [engine.paused(), engine.says()]
+
+    colocated = ColocatedEngine(Llm(engine), model, server)
+    with TrainerClient(server) as trainer:
+        colocated.sleep()
+        push = partial(trainer.push_state_dict, model, load_file(f"{folder}/model.safetensors"), step=3)
+        done = colocated.update(push, lambda: None)
+    found["colocated"] = [done.version, engine.paused(), engine.says(), engine.label()]
     return found
 
 
 def lose_service(worker: Any) -> None:
     rank = worker.weight_transfer_engine.rank
     rank.lost_clients = rank.clients
-    from weighbridge import EngineClient
-
     rank.clients = {source: EngineClient("127.0.0.1:9", retry_seconds=0.2) for source in rank.clients}
 
 

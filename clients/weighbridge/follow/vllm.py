@@ -106,9 +106,13 @@ class VllmServer:
         """What all workers say they have."""
         return serving_of(self._ask_workers("weighbridge_status"), self._model)
 
+    def begin(self, version: int) -> None:
+        """Ask all workers to prepare a version; it returns at once."""
+        self._told = self._ask_workers("weighbridge_prepare", str(version))
+
     def prepare(self, version: int) -> Prepared:
         """Ask all workers to prepare, and wait until they have."""
-        self._told = self._ask_workers("weighbridge_prepare", str(version))
+        self.begin(version)
         return wait_prepared(
             self._told,
             lambda: self._ask_workers("weighbridge_status"),
@@ -156,6 +160,16 @@ class VllmServer:
         """Let it go on."""
         self._api.call("/resume", {})
 
+    def sleep(self, level: int) -> None:
+        """Let it give back its card's memory: with level 1 it keeps its weights in host memory, with 2 nowhere."""
+        self._api.call(f"/sleep?level={level}", {})
+
+    def wake_up(self, *tags: str) -> None:
+        """Let it have memory again: for ``weights``, for its ``kv_cache``, or for both; it then goes on."""
+        self._api.call(
+            "/wake_up" + "".join(f"{'&' if at else '?'}tags={tag}" for at, tag in enumerate(tags)), {}
+        )
+
     def label(self, label: str) -> None:
         """Set vLLM's ``weight_version``, of each engine. vLLM 0.24 has none."""
         with contextlib.suppress(NoRoute):
@@ -177,7 +191,7 @@ class VllmServer:
         said = self._api.call(_WORKERS, {"method": method, "args": arguments})
         with understood(self.url + _WORKERS):
             answers: Answers = said.get("results", [])
-            _check_done(answers)
+            check_done(answers)
         return answers
 
     def _count_workers(self) -> int | None:
@@ -189,7 +203,7 @@ class VllmServer:
         return None
 
 
-def _check_done(answers: Answers) -> None:
+def check_done(answers: Answers) -> None:
     """Raise what workers say that they could not do.
 
     Raises:

@@ -10,6 +10,7 @@ imported when vLLM asks for it by name: a vLLM that does not use weighbridge pay
 # - `startup`: config and tokenizer of a start.
 # - `transfer`: weight-transfer engine.
 # - `trainer`: its other end, in a trainer.
+# - `colocated`: a trainer on the engine's card, which takes turns with it.
 # - `worker`: what an agent asks workers over HTTP.
 # - `engines`: several engines behind one server.
 # - `model`: a rank's model, to the contract.

@@ -1,0 +1,366 @@
+"""Trainer and vLLM engine on one card, which take turns: one call brings what was trained into the engine that has slept meanwhile.
+
+The trainer's tensors leave for the service's host memory, and then the card, before the engine's weights get memory there, and these are updated
+before its KV cache does: at no time are two sets of weights, or the trainer and a KV cache, on the card. Needs nothing of vLLM but its `LLM`.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from functools import partial
+from types import TracebackType
+from typing import Any, Protocol, Self, TypeVar
+
+import torch
+
+from weighbridge._clients.push_handle import PushHandle
+from weighbridge._core.resources import VersionState
+from weighbridge.errors import FailedPrecondition, InvalidArgument, WeighbridgeError
+from weighbridge.follow.engines import WAIT, Serving, serving_of
+from weighbridge.follow.status import Status, label
+from weighbridge.follow.updates import quietly
+from weighbridge.follow.vllm import VllmServer, check_done
+from weighbridge.integrations.engine_rank.agreement import OneRank, Ranks, RanksFailed, agree
+from weighbridge.integrations.engine_rank.source import ModelSource
+
+T = TypeVar("T")
+
+WEIGHTS, CACHE = "weights", "kv_cache"
+"""vLLM's tags of what sleeps."""
+_LOOK_SECONDS = 0.004
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Part of an update.
+
+    Attributes:
+        seconds: that it took.
+        peak_bytes: of the card's memory that were in use at the most meanwhile, by all processes, as seen every few milliseconds; 0 without a card.
+    """
+
+    seconds: float
+    peak_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ColocatedUpdate:
+    """An update of an engine by a trainer on the same card, part by part.
+
+    Attributes:
+        version: number of what the engine serves.
+        push: until the version is complete in the service's memory, and the engine has begun to fetch it.
+        offload: of the trainer's tensors.
+        wake_weights: until the engine's weights have memory.
+        update: until they are those of the version.
+        wake_cache: until the engine may compute.
+    """
+
+    version: int
+    push: Part
+    offload: Part
+    wake_weights: Part
+    update: Part
+    wake_cache: Part
+
+    @property
+    def parts(self) -> dict[str, Part]:
+        """The parts by name, in their order."""
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "version"}
+
+    @property
+    def seconds(self) -> float:
+        """How long all of it took."""
+        return sum(part.seconds for part in self.parts.values())
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most memory of the card that was in use."""
+        return max(part.peak_bytes for part in self.parts.values())
+
+
+class SleepingEngine(Protocol):
+    """An engine that sleeps and wakes up, as `ColocatedEngine` asks it: a `VllmServer`, or an `LlmEngine`."""
+
+    def connect(self) -> None:
+        """Tell it where versions come from, and that it comes back with the one that it had if an update fails."""
+
+    def serving(self) -> Serving:
+        """What it has."""
+
+    def begin(self, version: int) -> object:
+        """Begin to bring a version to its machine."""
+
+    def discard(self) -> None:
+        """Give back what was brought."""
+
+    def apply(self, version: int, label: str) -> None:
+        """Bring a version to its parameters."""
+
+    def sleep(self, level: int) -> None:
+        """Give back the card's memory."""
+
+    def wake_up(self, *tags: str) -> None:
+        """Get memory of the card again."""
+
+
+class LlmEngine:
+    """A `vllm.LLM` of this process.
+
+    Args:
+        llm: started with ``enable_sleep_mode``, and ``load_format="weighbridge"`` or that backend of weight transfer.
+        source: where versions come from.
+    """
+
+    def __init__(self, llm: Any, source: ModelSource) -> None:
+        self._llm = llm
+        self._source = source
+
+    def connect(self) -> None:
+        """Tell all workers where versions come from.
+
+        Raises:
+            FailedPrecondition: a worker cannot take them; says why.
+        """
+        self._ask("connect", json.dumps({**self._source.init_info, "when_asleep": WAIT}))
+
+    def serving(self) -> Serving:
+        """What all workers say they have."""
+        answers = self._ask("status")
+        ranks = {f"rank {each.get('rank', at)}": Status.from_json(each) for at, each in enumerate(answers)}
+        return serving_of(ranks, self._source.model)
+
+    def begin(self, version: int) -> None:
+        """Ask all workers to prepare a version; it returns at once."""
+        self._ask("prepare", str(version))
+
+    def discard(self) -> None:
+        """Ask all workers to give back what they have prepared."""
+        self._ask("discard")
+
+    def apply(self, version: int, label: str) -> None:
+        """Bring a version to the parameters, and tell it in answers, which vLLM 0.24 does not."""
+        self._ask("apply", str(version))
+        if hasattr(self._llm, "update_weight_version"):
+            self._llm.update_weight_version(label)
+
+    def sleep(self, level: int) -> None:
+        """Give back the card's memory."""
+        self._llm.sleep(level=level)
+
+    def wake_up(self, *tags: str) -> None:
+        """Get memory of the card again."""
+        self._llm.wake_up(tags=list(tags))
+
+    def _ask(self, method: str, *arguments: str) -> Sequence[Mapping[str, Any]]:
+        found: Sequence[Mapping[str, Any]] = self._llm.collective_rpc(f"weighbridge_{method}", args=arguments)
+        check_done(found)
+        return found
+
+
+class ColocatedEngine:
+    """An engine that shares its card with the ranks of a trainer.
+
+    All ranks make the same calls. Those of an engine of several ranks, whose workers are in the trainer's processes, each give their own `LLM`.
+
+    Args:
+        engine: a `vllm.LLM` of this process, or the URL of a server; None on ranks of the trainer that have none.
+        model: ``namespace/name``.
+        server: the service's gRPC address, as the engine reaches it.
+        lane: how weights travel to the engine; None leaves what it was started with.
+        level: of its sleep. With 2 its weights are discarded, which costs no host memory and no time: the service has them. With 1 vLLM keeps
+            them: for engines with parameters that no version fills.
+        ranks: of the trainer, if there are several: `weighbridge.integrations.engine_rank.agreement.ProcessGroup`, of gloo.
+        memory: bytes of the card that are in use; by default as CUDA says.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        model: str,
+        server: str,
+        *,
+        lane: str | None = None,
+        level: int = 2,
+        ranks: Ranks | None = None,
+        memory: Callable[[], int] | None = None,
+    ) -> None:
+        if level not in (1, 2):
+            raise InvalidArgument(f"level is {level!r}", fix="use 1 or 2")
+        self._engine = _engine(engine, model, server, lane)
+        self._model = model
+        self._level = level
+        self._ranks = ranks or OneRank()
+        self._memory = memory or used_bytes
+
+    def update(self, push: Callable[[], PushHandle], offload: Callable[[], object]) -> ColocatedUpdate:
+        """Push what was trained, take the trainer's tensors off the card, and let the engine come back with the version. Collective.
+
+        If it fails before the engine has woken up, the engine sleeps on, with what it had. If it fails later, the engine is put to sleep again, and
+        the trainer can take the card. Its next wake-up brings the version that it had, or fails if that cannot be had any more.
+
+        Args:
+            push: pushes this rank's tensors, as ``partial(client.push_state_dict, "acme/policy", module, step=7)``.
+            offload: takes the trainer's tensors off the card; what torch keeps of their memory is then given back here. They may be changed again.
+
+        Raises:
+            VersionFailed: the version could not be completed.
+            FailedPrecondition: the engine could not take it; says what it has.
+            RanksFailed: one of these, on another rank.
+        """
+        number, pushed = self._part(partial(self._push, push))
+        try:
+            _, offloaded = self._part(partial(_offload, offload))
+        except BaseException:
+            self._quietly(SleepingEngine.discard)
+            raise
+        _, woken = self._part(partial(self._ask, SleepingEngine.wake_up, WEIGHTS))
+        try:
+            name = label(self._model, number)
+            _, updated = self._part(partial(self._ask, SleepingEngine.apply, number, name))
+            _, computing = self._part(partial(self._ask, SleepingEngine.wake_up, CACHE))
+        except BaseException as error:
+            said = self._sleep_again()
+            if not isinstance(error, Exception):
+                error.add_note(said)
+                raise
+            if isinstance(error, WeighbridgeError):
+                raise FailedPrecondition(
+                    f"{error.message}; {said}", details=error.details, fix=error.fix
+                ) from error
+            raise FailedPrecondition(f"{type(error).__name__}: {error}; {said}") from error
+        return ColocatedUpdate(number, pushed, offloaded, woken, updated, computing)
+
+    def sleep(self) -> None:
+        """Let the engine sleep, before the trainer takes the card."""
+        self._together(partial(self._ask, SleepingEngine.sleep, self._level))
+
+    def _push(self, push: Callable[[], PushHandle]) -> int:
+        number = push().wait(VersionState.READY).number
+        self._ask(SleepingEngine.connect)
+        self._ask(SleepingEngine.begin, number)
+        return number
+
+    def _sleep_again(self) -> str:
+        """Let an engine that may be half awake sleep; says what became of it."""
+        self._quietly(SleepingEngine.wake_up, CACHE)  # vLLM 0.24 lets only engines sleep that are awake
+        try:
+            self._ask(SleepingEngine.sleep, self._level)
+        except Exception as error:
+            return f"the engine could not be put to sleep again: {error}"
+        serving = self._quietly(SleepingEngine.serving)
+        if serving is None:
+            return "the engine was put to sleep again"
+        had = "no version" if serving.version is None else f"version {serving.version}"
+        return f"the engine was put to sleep again, with {had}"
+
+    def _ask(self, method: Callable[..., T], *arguments: Any) -> T | None:
+        """Ask the engine, where there is one."""
+        if self._engine is None:
+            return None
+        found: T = getattr(self._engine, method.__name__)(*arguments)
+        return found
+
+    def _quietly(self, method: Callable[..., T], *arguments: Any) -> T | None:
+        with suppress(Exception):
+            return quietly(partial(self._ask, method, *arguments))
+        return None
+
+    def _part(self, step: Callable[[], T]) -> tuple[T, Part]:
+        started = time.monotonic()
+        with Peak(self._memory) as peak:
+            found = self._together(step)
+        return found, Part(time.monotonic() - started, peak.nbytes)
+
+    def _together(self, step: Callable[[], T]) -> T:
+        """What a step gives on this rank, when it has been taken on all; the error of this rank, or that another one has failed."""
+        if self._ranks.size == 1:
+            return step()
+        try:
+            return agree(self._ranks, "another rank of the trainer has failed", step)
+        except RanksFailed as failed:
+            raised = failed.__cause__ or failed
+        raise raised
+
+
+class Peak:
+    """Most memory that is in use while the context lasts.
+
+    Args:
+        memory: bytes that are in use now; called in another thread, every few milliseconds, and at the end.
+
+    Attributes:
+        nbytes: the most that was seen.
+    """
+
+    def __init__(self, memory: Callable[[], int]) -> None:
+        self.nbytes = 0
+        self._memory = memory
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="memory", daemon=True)
+
+    def __enter__(self) -> Self:
+        """Begin to look."""
+        self._look()
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Look for the last time."""
+        self._ended.set()
+        self._thread.join()
+        self._look()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(_LOOK_SECONDS):
+            self._look()
+
+    def _look(self) -> None:
+        self.nbytes = max(self.nbytes, self._memory())
+
+
+def used_bytes() -> int:
+    """Bytes of the current card that are in use, by all processes; 0 if this one has none."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's own
+        return 0
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
+def move(module: torch.nn.Module, device: torch.device | str, optimizer: Any = None) -> None:
+    """Move a module, also one of FSDP2, and what its optimizer keeps to another device: off the card, or back.
+
+    Args:
+        module: whose parameters stay the same objects.
+        device: such as ``cpu`` or ``cuda``.
+        optimizer: a `torch.optim.Optimizer` of the module.
+    """
+    module.to(device)
+    for state in () if optimizer is None else optimizer.state.values():
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and value.dim():  # counts of steps stay where they are
+                state[name] = value.to(device)
+
+
+def _engine(engine: Any, model: str, server: str, lane: str | None) -> SleepingEngine | None:
+    if engine is None:
+        return None
+    if isinstance(engine, str):
+        return VllmServer(engine, model, server, lane=lane, when_asleep=WAIT)
+    return LlmEngine(engine, ModelSource(model, server, lane))
+
+
+def _offload(offload: Callable[[], object]) -> None:
+    offload()
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's own
+        gc.collect()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
