@@ -184,6 +184,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 }
                 if name == "sleep":
                     found[name]["slept"] = asleep(trainer, engine, step + 1)
+                    step += 2
                     found[name]["woken"] = woken(trainer, engine, service.grpc, step + 1)
                     step += 2
                 if arguments.profile:

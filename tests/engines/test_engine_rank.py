@@ -189,6 +189,11 @@ def test_a_version_that_comes_while_the_engine_sleeps_is_brought_by_its_wake_up(
         else:
             assert (status.served, status.broken) == ("", f"{one} was discarded while the engine slept")
 
+        said, kept, status, owes = found["failed"]
+        assert "version 2 could not be applied; the engine is back at version 1" in said
+        assert status == Status(served=one)
+        check_same(kept, place.cut(1, rank, 2))
+
         said, kept, status, owes = found["same"]
         assert (said, status.served, status.broken, owes) == ("", one, "", False)
         check_same(kept, place.cut(1, rank, 2))

@@ -12,7 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -334,6 +335,13 @@ def _error_of(do: Callable[[], object]) -> Exception:
     raise AssertionError("nothing failed")
 
 
+class Ready:
+    """Handle of a push that is version 7."""
+
+    def wait(self, _until: object) -> SimpleNamespace:
+        return SimpleNamespace(number=7)
+
+
 def test_a_server_is_asked_the_same_over_http() -> None:
     asked: list[str] = []
 
@@ -346,16 +354,9 @@ def test_a_server_is_asked_the_same_over_http() -> None:
         served = f"{MODEL}@7" if body and body.get("method") == "weighbridge_apply" else ""
         return 200, {"results": [{"served": served, "failed": ""}]} if body else {}
 
-    class Handle:
-        def wait(self, _until: object) -> Any:
-            class Version:
-                number = 7
-
-            return Version
-
     with json_server(answer) as url:
         engine = ColocatedEngine(url, MODEL, "service:1")
-        done = engine.update(lambda: Handle(), lambda: None)  # type: ignore[arg-type,return-value]
+        done = engine.update(lambda: cast("Any", Ready()), lambda: None)
         engine.sleep()
     assert (done.version, done.peak_bytes) == (7, 0)
     assert [each for each in asked if each != "/get_world_size"] == [
@@ -394,6 +395,24 @@ def test_a_module_and_what_its_optimizer_keeps_move_and_go_on_as_if_they_had_not
     kept = [value for state in optimizers[1].state.values() for value in state.values() if value.dim()]
     assert len(kept) == 4
     assert all(each.is_meta for each in (*moves.parameters(), *kept))
+
+
+def test_memory_is_that_of_the_card_of_the_calling_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int | None] = []
+
+    def mem_get_info(card: int | None) -> tuple[int, int]:
+        seen.append(card)
+        return 3, 10
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 5)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", mem_get_info)
+    for name in ("synchronize", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+
+    done = ColocatedEngine(None, MODEL, "service:1").update(lambda: cast("Any", Ready()), lambda: None)
+    assert {part.peak_bytes for part in done.parts.values()} == {7}
+    assert set(seen) == {5}
 
 
 def test_the_most_memory_is_seen_between_the_beginning_and_the_end() -> None:

@@ -200,8 +200,17 @@ def sleep_and_wake(number: int, server: str, name: str, config: Any, level: int)
     rank.engine.check_awake = check_awake  # type: ignore[method-assign]
     found: dict[str, Any] = {"refused": refusal(lambda: rank.apply(2)), "before": rank.status()}
     found["woken"] = wake(False, True), *see()
+    fill, failures = rank.engine.fill, [None] if number == 0 else []
+
+    def failing(*args: Any) -> None:
+        fill(*args)
+        if failures:
+            failures.pop()
+            raise RuntimeError("made up")
+
+    rank.engine.fill = failing  # type: ignore[method-assign]
+    found["failed"] = refusal(lambda: rank.apply(2)), *see()
     rank.when_asleep = WAIT
-    rank.apply(1)  # whichever it has: the same for both levels from here on
 
     awake.clear()
     found["same"] = wake(False, True), *see()

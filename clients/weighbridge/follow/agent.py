@@ -161,8 +161,9 @@ class Follower:
             )
             self._say(state=ENGINE_FAILING, version=serving.version or 0, target=0, error=problem)
         if serving.instances == before.instances:
-            # a wake-up that has not brought what it was to bring, as the log of the engine says
-            return before.waiting is not None and before.waiting not in (serving.waiting, serving.version)
+            # a wake-up has not brought what it was to bring, or not even what the engine had
+            missed = before.waiting is not None and before.waiting not in (serving.waiting, serving.version)
+            return missed or bool(serving.broken and not before.broken)
         try:
             self._engine.connect()
         except WeighbridgeError as error:

@@ -53,6 +53,16 @@ def test_a_version_that_the_wake_up_has_not_brought_is_brought_again() -> None:
     assert (first.waits, second.waits, second.serves, second.error) == (True, False, 2, "")
 
 
+def test_an_engine_that_has_lost_its_version_in_its_sleep_gets_the_refs() -> None:
+    lost = Serving(None, f"{MODEL}@2 was discarded while the engine slept", instances=("a",))
+    engine, said = Restarted(lost, lost), Said()
+    first, second = followed(engine, said)
+    assert (first.serves, second.serves, second.error) == (2, 2, "")
+    failing = [each["error"] for each in said.changes if each.get("state") == "failing"]
+    assert failing == [lost.broken]
+    assert [each for each in engine.asked if "prepare" in each] == ["prepare 2"] * 2
+
+
 def test_an_engine_with_the_refs_version_is_told_if_another_one_waits() -> None:
     engine = Restarted()
     engine._serving = Serving(2, model=MODEL, instances=("a",), waiting=3)

@@ -320,6 +320,8 @@ class EngineRank:
             try:
                 if self.held is None or self.held.label != label(source.model, number):
                     self._bring(source, number)
+                elif self._preparation is not None and self._preparation.number == number:
+                    self.discard()
             except RanksFailed as error:
                 problem = error
             if last or problem is None:

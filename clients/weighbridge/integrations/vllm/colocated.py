@@ -197,7 +197,7 @@ class ColocatedEngine:
         self._model = model
         self._level = level
         self._ranks = ranks or OneRank()
-        self._memory = memory or used_bytes
+        self._memory = memory
 
     def update(self, push: Callable[[], PushHandle], offload: Callable[[], object]) -> ColocatedUpdate:
         """Push what was trained, take the trainer's tensors off the card, and let the engine come back with the version. Collective.
@@ -273,8 +273,9 @@ class ColocatedEngine:
         return None
 
     def _part(self, step: Callable[[], T]) -> tuple[T, Part]:
+        memory = self._memory or partial(used_bytes, _card())
         started = time.monotonic()
-        with Peak(self._memory) as peak:
+        with Peak(memory) as peak:
             found = self._together(step)
         return found, Part(time.monotonic() - started, peak.nbytes)
 
@@ -327,11 +328,11 @@ class Peak:
         self.nbytes = max(self.nbytes, self._memory())
 
 
-def used_bytes() -> int:
-    """Bytes of the current card that are in use, by all processes; 0 if this one has none."""
+def used_bytes(card: int | None = None) -> int:
+    """Bytes of a card that are in use, by all processes; of the calling thread's if none is named. 0 if this process uses none."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's own
         return 0
-    free, total = torch.cuda.mem_get_info()
+    free, total = torch.cuda.mem_get_info(card)
     return total - free
 
 
@@ -356,6 +357,11 @@ def _engine(engine: Any, model: str, server: str, lane: str | None) -> SleepingE
     if isinstance(engine, str):
         return VllmServer(engine, model, server, lane=lane, when_asleep=WAIT)
     return LlmEngine(engine, ModelSource(model, server, lane))
+
+
+def _card() -> int | None:
+    """Card of the calling thread, which others do not inherit."""
+    return torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]  # torch's own
 
 
 def _offload(offload: Callable[[], object]) -> None:

@@ -104,7 +104,7 @@ def bring_after_sleep(worker: Any, lost: bool, last: bool) -> dict[str, Any]:
         The version that is ``served``; whether it has ``changed``; whether the worker ``owes`` one, before which the engine must not compute; and what
         has ``failed``. Nothing of a worker that takes no updates from weighbridge. Raises nothing, as `WorkerExtension`.
     """
-    rank = getattr(worker.weight_transfer_engine, "rank", None)
+    rank = getattr(getattr(worker, "weight_transfer_engine", None), "rank", None)
     if not isinstance(rank, EngineRank):
         return {}
     had, failed = rank.held, ""
