@@ -63,6 +63,7 @@ def test_a_transformers_model_reports_what_it_serves_and_what_it_could_not_be_ta
     eventually(lambda: only(client).version == 2)
     assert only(client).update_version == 2
     assert only(client).update_bytes == live_model(model).nbytes
+    assert list(only(client).update_parts) == ["receive", "agree", "apply"]  # it stands still by other means
     with pytest.raises(WeighbridgeError):
         live_model(model).rank.apply(9)
     eventually(lambda: only(client).state == "failing")
@@ -89,7 +90,7 @@ def test_an_engine_that_updates_itself_reports_its_span_in_the_trace_of_the_push
         "weighbridge.rank": 0,
     }
     assert updated.context is not None
-    assert ids(filled) == (trace, updated.context.span_id)
+    assert ids(filled) == ids(ended["weighbridge.agree"]) == (trace, updated.context.span_id)
     assert only(client).traceparent == f"00-{trace:032x}-{updated.context.span_id:016x}-01"
     with pytest.raises(WeighbridgeError):
         live_model(model).rank.apply(9)

@@ -16,6 +16,7 @@ from weighbridge._cli.parsing import WholeNumber, model_perhaps_at_version, ref_
 from weighbridge._cli.running import Command, client_of, client_options, end_tidily, engine_of
 from weighbridge._cli.showing import completing
 from weighbridge._cli.signing import FILE, trusted
+from weighbridge._core.engines.step_parts import step_text
 from weighbridge._core.references import Reference, is_training
 from weighbridge._core.resources import REF_LATEST
 from weighbridge._core.text.counts import counted
@@ -211,11 +212,11 @@ def _line(done: Followed) -> str:
         )
     return (
         f"{done.model}@{done.version}: {readable_size(done.nbytes)} prepared in {readable_duration(done.prepare_seconds)}, "
-        f"engine paused for {readable_duration(done.pause_seconds)}"
+        f"engine paused for {readable_duration(done.pause_seconds)} ({step_text(done.parts)})"
     )
 
 
-_BESIDES = ("REF", "HEARD", "LAST UPDATE", "NOTE")
+_BESIDES = ("REF", "HEARD", "LAST UPDATE", "STEP", "NOTE")
 
 
 @click.command("engines", cls=Command)
@@ -257,5 +258,6 @@ def _engine_row(engine: Engine, now_ms: float) -> tuple[str, ...]:
         engine.ref_text or "-",
         f"{readable_age(engine.heard_time_ms, now_ms)} ago",
         update if engine.update_version else "-",
+        engine.step_text or "-",
         engine.error,
     )

@@ -6,13 +6,14 @@ import logging
 import time
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from weighbridge._clients.attempts import attempts, named
 from weighbridge._clients.engine import EngineClient
 from weighbridge._core.engines.facts import ENGINE_FAILING, ENGINE_SERVING, ENGINE_UPDATING, ENGINE_WAITING
+from weighbridge._core.engines.step_parts import Parts
 from weighbridge._core.json_values import JsonValue
 from weighbridge._core.resources import RECEIVING, REF_LIVE, Signature, Version
 from weighbridge._reporting.reporter import EngineReporter
@@ -23,7 +24,7 @@ from weighbridge.errors import DataLoss, FailedPrecondition, WeighbridgeError
 from weighbridge.follow.engines import Engine, EngineFailed, Prepared, Serving
 from weighbridge.follow.news import with_looks
 from weighbridge.follow.status import label
-from weighbridge.follow.updates import apply_prepared, quietly
+from weighbridge.follow.updates import Laps, apply_prepared, pause_seconds, quietly
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +48,7 @@ class Followed(JsonValue):
         error: why it failed; empty if it did not.
         behind: how many versions there are behind the one that it serves, up to the one that the ref names, if the service has said so.
         waits: whether the engine sleeps, and its wake-up will bring the version.
+        parts: of an update that succeeded, in seconds, by the names of `step_parts.OF_AGENT`.
     """
 
     model: str
@@ -58,6 +60,7 @@ class Followed(JsonValue):
     error: str = ""
     behind: int = 0
     waits: bool = False
+    parts: Parts = field(default_factory=dict, hash=False)
 
 
 class Follower:
@@ -104,6 +107,7 @@ class Follower:
         self._seen: Serving | None = None
         self._reporter = reporter
         self._judged: tuple[tuple[int, tuple[Signature, ...]], str] | None = None
+        self._heard_s: float | None = None
 
     def run(self) -> Iterator[Followed]:
         """Follow for ever. Gives the version that the engine has at the start, if that is the ref's, and then each update or failure. One that
@@ -136,6 +140,7 @@ class Follower:
 
     def _take_news(self, version: Version) -> Iterator[Followed]:
         number = version.number
+        self._heard_s = time.monotonic()
         if self._engine_has(number):
             self._engine.label(label(self._model, number))
             self._engine.resume()  # an agent before this one may have ended while it was paused
@@ -256,20 +261,23 @@ class Follower:
             number: of the version.
             traceparent: of its push, whose trace the update continues: the push has led to it, however much later.
         """
-        prepared, pause, problem = Prepared(0, 0.0), 0.0, ""
+        prepared, problem = Prepared(0, 0.0), ""
         said: dict[str, str | int] = {"weighbridge.model": self._model, "weighbridge.version": number}
         with spans.span("weighbridge.update", said, origin=traceparent) as span:
+            laps = Laps(span)
+            if self._heard_s is not None:
+                laps.heard(self._heard_s)
             self._say(state=ENGINE_UPDATING, target=number, traceparent=spans.traceparent(span))
             try:
                 with spans.child(span, "weighbridge.prepare"):
                     self._engine.connect()
                     prepared = self._engine.prepare(number)
-                started = time.monotonic()
-                with spans.child(span, "weighbridge.apply"):
-                    (problem,) = apply_prepared([self._engine], number, label(self._model, number))
-                pause = time.monotonic() - started
+                laps.end_preparation(prepared.seconds)
+                (problem,) = apply_prepared([self._engine], number, label(self._model, number), laps)
             except WeighbridgeError as error:
                 problem = str(error)
+            for name, seconds in laps.parts.items():
+                span.set_attribute(f"weighbridge.{name}_seconds", seconds)
             if problem:
                 spans.fail(span, EngineFailed(problem))
         if problem:
@@ -279,16 +287,18 @@ class Follower:
         waits = serving is not None and serving.waiting == number and not problem
         if serving is not None and not waits and (serving.broken or version not in (None, number)):
             problem = _with_what_is_served(problem, number, serving)
+        laps.end("confirm")
         done = Followed(
             self._model,
             number,
             version,
             prepared.nbytes,
             round(prepared.seconds, 3),
-            round(pause, 3),
+            round(pause_seconds(laps.parts), 3),
             problem,
             self._behind if problem else 0,
             waits,
+            {} if problem else {name: round(seconds, 6) for name, seconds in laps.parts.items()},
         )
         self._say_done(done)
         return done
@@ -310,6 +320,7 @@ class Follower:
             update_bytes=done.nbytes,
             update_prepare_seconds=done.prepare_seconds,
             update_pause_seconds=done.pause_seconds,
+            update_parts=done.parts,
         )
 
     @property

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
+from opentelemetry.trace import INVALID_SPAN, Span
+
+from weighbridge._core.engines.step_parts import OF_AGENT, Parts
+from weighbridge._tracing import spans
 from weighbridge.errors import WeighbridgeError
 from weighbridge.follow.engines import Engine, EngineFailed, Prepared, Serving, attempt
 
@@ -27,11 +32,58 @@ class Updated:
         nbytes: bytes that all of their ranks have fetched.
         prepare_seconds: until the last engine had them, while all served.
         pause_seconds: from asking the engines to pause until all went on.
+        parts: of both, as of `step_parts.OF_AGENT`.
     """
 
     nbytes: int
     prepare_seconds: float
     pause_seconds: float
+    parts: Parts = field(default_factory=dict, hash=False)
+
+
+class Laps:
+    """Parts of an update as they pass, by a clock that goes on evenly. Each begins where the one before has ended.
+
+    Args:
+        span: of the update: each of `part` is a span in it.
+
+    Attributes:
+        parts: those that have ended, in seconds.
+    """
+
+    def __init__(self, span: Span = INVALID_SPAN) -> None:
+        self.parts: dict[str, float] = {}
+        self._span = span
+        self._began_s = self._last_s = time.monotonic()
+
+    def heard(self, at_s: float) -> None:
+        """Note when the agent heard of the version, by `time.monotonic`: before the update has begun, or after, for an engine that begins early."""
+        self.parts["wait"] = self._began_s - at_s
+
+    def end(self, name: str) -> None:
+        """End a part; the next one begins."""
+        now_s = time.monotonic()
+        self.parts[name], self._last_s = now_s - self._last_s, now_s
+
+    def end_preparation(self, staged_seconds: float) -> None:
+        """End ``stage`` and ``agree``.
+
+        Args:
+            staged_seconds: how long the slowest rank took, as it says itself.
+        """
+        self.end("stage")
+        took_s = self.parts["stage"]
+        self.parts["stage"] = min(max(staged_seconds, 0.0), took_s)
+        self.parts["agree"] = took_s - self.parts["stage"]
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """A part that lasts until the block ends, however it ends."""
+        try:
+            with spans.child(self._span, f"weighbridge.{name}"):
+                yield
+        finally:
+            self.end(name)
 
 
 def update(engines: Mapping[str, Engine], number: int, label: str) -> Updated:
@@ -52,25 +104,30 @@ def update(engines: Mapping[str, Engine], number: int, label: str) -> Updated:
         engine.connect()
         return engine.prepare(number)
 
-    started = time.monotonic()
+    laps = Laps()
     prepared = _all(partial(prepare, driver) for driver in drivers)
-    ready = time.monotonic()
+    laps.end_preparation(max((found.seconds for found, _ in prepared if found is not None), default=0.0))
     if problems := _named(engines, _problems(prepared)):
         _all(driver.discard for driver in drivers)
         raise EngineFailed(
             f"not all engines can take version {number}; none was paused, and all keep what they have",
             details=problems,
         )
-    ended = apply_prepared(drivers, number, label)
-    seconds = time.monotonic() - ready
+    ended = apply_prepared(drivers, number, label, laps)
     if problems := _named(engines, ended):
         _all(driver.discard for driver, problem in zip(drivers, ended, strict=True) if problem)
         raise EngineFailed(f"not all engines have taken version {number}", details=problems)
     nbytes = sum(found.nbytes for found, _ in prepared if found is not None)
-    return Updated(nbytes, ready - started, seconds)
+    parts = laps.parts
+    return Updated(nbytes, parts["stage"] + parts["agree"], pause_seconds(parts), parts)
 
 
-def apply_prepared(engines: Sequence[Engine], number: int, label: str) -> list[str]:
+def pause_seconds(parts: Parts) -> float:
+    """From asking engines to pause until they went on."""
+    return sum(parts.get(each.name, 0.0) for each in OF_AGENT if each.still)
+
+
+def apply_prepared(engines: Sequence[Engine], number: int, label: str, laps: Laps | None = None) -> list[str]:
     """Pause engines, bring what they have prepared to their parameters, and let them go on, whatever happens.
 
     If one cannot be paused, none gets the version. One that says that its parameters are of no version, or does not answer any more, stays paused.
@@ -79,21 +136,26 @@ def apply_prepared(engines: Sequence[Engine], number: int, label: str) -> list[s
         engines: that have prepared the version. One alone is asked in the calling thread, so that signals interrupt it.
         number: of the version.
         label: what they shall tell their clients from then on.
+        laps: measures the parts; ``apply`` is missing if they were not asked to.
 
     Returns:
         What went wrong, for each of them; empty if nothing did.
     """
+    laps = laps or Laps()
     problems = ["interrupted"] * len(engines)  # until a step has ended: its half may be done
     try:
-        ended = _problems(_all(engine.pause for engine in engines))
+        with laps.part("pause"):
+            ended = _problems(_all(engine.pause for engine in engines))
         if not any(ended):
-            ended = _problems(_all(partial(engine.apply, number, label) for engine in engines))
+            with laps.part("apply"):
+                ended = _problems(_all(partial(engine.apply, number, label) for engine in engines))
         problems = ended
     finally:
-        ends = _all(
-            partial(_let_go_on, engine, failed=bool(problem))
-            for engine, problem in zip(engines, problems, strict=True)
-        )
+        with laps.part("resume"):
+            ends = _all(
+                partial(_let_go_on, engine, failed=bool(problem))
+                for engine, problem in zip(engines, problems, strict=True)
+            )
     return [
         "\n".join(filter(None, (problem, end)))
         for problem, end in zip(problems, _problems(ends), strict=True)

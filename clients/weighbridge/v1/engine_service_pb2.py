@@ -24,13 +24,15 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#weighbridge/v1/engine_service.proto\x12\x0eweighbridge.v1\"C\n\x13ReportEngineRequest\x12,\n\x06report\x18\x01 \x01(\x0b\x32\x1c.weighbridge.v1.EngineReport\"Q\n\x14ReportEngineResponse\x12&\n\x06\x65ngine\x18\x01 \x01(\x0b\x32\x16.weighbridge.v1.Engine\x12\x11\n\treport_ms\x18\x02 \x01(\r\"J\n\x12ListEnginesRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\tpage_size\x18\x02 \x01(\r\x12\x12\n\npage_token\x18\x03 \x01(\t\"W\n\x13ListEnginesResponse\x12\'\n\x07\x65ngines\x18\x01 \x03(\x0b\x32\x16.weighbridge.v1.Engine\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\x8d\x03\n\x0c\x45ngineReport\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x0b\n\x03ref\x18\x05 \x01(\t\x12\x0f\n\x07version\x18\x06 \x01(\x04\x12\x0e\n\x06target\x18\x07 \x01(\x04\x12\r\n\x05state\x18\x08 \x01(\t\x12\r\n\x05\x65rror\x18\t \x01(\t\x12\x15\n\rstate_seconds\x18\n \x01(\x01\x12\x0c\n\x04host\x18\x0b \x01(\t\x12\x0b\n\x03pid\x18\x0c \x01(\r\x12\x0c\n\x04\x62\x65\x61t\x18\r \x01(\x04\x12\x16\n\x0eupdate_version\x18\x0e \x01(\x04\x12\x14\n\x0cupdate_bytes\x18\x0f \x01(\x04\x12\x1e\n\x16update_prepare_seconds\x18\x10 \x01(\x01\x12\x1c\n\x14update_pause_seconds\x18\x11 \x01(\x01\x12\x13\n\x0bupdate_lane\x18\x12 \x01(\t\x12\x1a\n\x12update_age_seconds\x18\x13 \x01(\x01\x12\x13\n\x0btraceparent\x18\x14 \x01(\t\"\xba\x01\n\x06\x45ngine\x12,\n\x06report\x18\x01 \x01(\x0b\x32\x1c.weighbridge.v1.EngineReport\x12\x10\n\x08identity\x18\x02 \x01(\t\x12\x15\n\rheard_time_ms\x18\x03 \x01(\x03\x12\x10\n\x08since_ms\x18\x04 \x01(\x03\x12\x16\n\x0eupdate_time_ms\x18\x05 \x01(\x03\x12\x10\n\x08standing\x18\x06 \x01(\t\x12\r\n\x05named\x18\x07 \x01(\x04\x12\x0e\n\x06\x62\x65hind\x18\x08 \x01(\r2\xc2\x01\n\rEngineService\x12Y\n\x0cReportEngine\x12#.weighbridge.v1.ReportEngineRequest\x1a$.weighbridge.v1.ReportEngineResponse\x12V\n\x0bListEngines\x12\".weighbridge.v1.ListEnginesRequest\x1a#.weighbridge.v1.ListEnginesResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#weighbridge/v1/engine_service.proto\x12\x0eweighbridge.v1\"C\n\x13ReportEngineRequest\x12,\n\x06report\x18\x01 \x01(\x0b\x32\x1c.weighbridge.v1.EngineReport\"Q\n\x14ReportEngineResponse\x12&\n\x06\x65ngine\x18\x01 \x01(\x0b\x32\x16.weighbridge.v1.Engine\x12\x11\n\treport_ms\x18\x02 \x01(\r\"J\n\x12ListEnginesRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\tpage_size\x18\x02 \x01(\r\x12\x12\n\npage_token\x18\x03 \x01(\t\"W\n\x13ListEnginesResponse\x12\'\n\x07\x65ngines\x18\x01 \x03(\x0b\x32\x16.weighbridge.v1.Engine\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\x86\x04\n\x0c\x45ngineReport\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x0b\n\x03ref\x18\x05 \x01(\t\x12\x0f\n\x07version\x18\x06 \x01(\x04\x12\x0e\n\x06target\x18\x07 \x01(\x04\x12\r\n\x05state\x18\x08 \x01(\t\x12\r\n\x05\x65rror\x18\t \x01(\t\x12\x15\n\rstate_seconds\x18\n \x01(\x01\x12\x0c\n\x04host\x18\x0b \x01(\t\x12\x0b\n\x03pid\x18\x0c \x01(\r\x12\x0c\n\x04\x62\x65\x61t\x18\r \x01(\x04\x12\x16\n\x0eupdate_version\x18\x0e \x01(\x04\x12\x14\n\x0cupdate_bytes\x18\x0f \x01(\x04\x12\x1e\n\x16update_prepare_seconds\x18\x10 \x01(\x01\x12\x1c\n\x14update_pause_seconds\x18\x11 \x01(\x01\x12\x13\n\x0bupdate_lane\x18\x12 \x01(\t\x12\x1a\n\x12update_age_seconds\x18\x13 \x01(\x01\x12\x13\n\x0btraceparent\x18\x14 \x01(\t\x12\x43\n\x0cupdate_parts\x18\x15 \x03(\x0b\x32-.weighbridge.v1.EngineReport.UpdatePartsEntry\x1a\x32\n\x10UpdatePartsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xba\x01\n\x06\x45ngine\x12,\n\x06report\x18\x01 \x01(\x0b\x32\x1c.weighbridge.v1.EngineReport\x12\x10\n\x08identity\x18\x02 \x01(\t\x12\x15\n\rheard_time_ms\x18\x03 \x01(\x03\x12\x10\n\x08since_ms\x18\x04 \x01(\x03\x12\x16\n\x0eupdate_time_ms\x18\x05 \x01(\x03\x12\x10\n\x08standing\x18\x06 \x01(\t\x12\r\n\x05named\x18\x07 \x01(\x04\x12\x0e\n\x06\x62\x65hind\x18\x08 \x01(\r2\xc2\x01\n\rEngineService\x12Y\n\x0cReportEngine\x12#.weighbridge.v1.ReportEngineRequest\x1a$.weighbridge.v1.ReportEngineResponse\x12V\n\x0bListEngines\x12\".weighbridge.v1.ListEnginesRequest\x1a#.weighbridge.v1.ListEnginesResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'weighbridge.v1.engine_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_ENGINEREPORT_UPDATEPARTSENTRY']._loaded_options = None
+  _globals['_ENGINEREPORT_UPDATEPARTSENTRY']._serialized_options = b'8\001'
   _globals['_REPORTENGINEREQUEST']._serialized_start=55
   _globals['_REPORTENGINEREQUEST']._serialized_end=122
   _globals['_REPORTENGINERESPONSE']._serialized_start=124
@@ -40,9 +42,11 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LISTENGINESRESPONSE']._serialized_start=283
   _globals['_LISTENGINESRESPONSE']._serialized_end=370
   _globals['_ENGINEREPORT']._serialized_start=373
-  _globals['_ENGINEREPORT']._serialized_end=770
-  _globals['_ENGINE']._serialized_start=773
-  _globals['_ENGINE']._serialized_end=959
-  _globals['_ENGINESERVICE']._serialized_start=962
-  _globals['_ENGINESERVICE']._serialized_end=1156
+  _globals['_ENGINEREPORT']._serialized_end=891
+  _globals['_ENGINEREPORT_UPDATEPARTSENTRY']._serialized_start=841
+  _globals['_ENGINEREPORT_UPDATEPARTSENTRY']._serialized_end=891
+  _globals['_ENGINE']._serialized_start=894
+  _globals['_ENGINE']._serialized_end=1080
+  _globals['_ENGINESERVICE']._serialized_start=1083
+  _globals['_ENGINESERVICE']._serialized_end=1277
 # @@protoc_insertion_point(module_scope)

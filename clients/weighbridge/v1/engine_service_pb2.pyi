@@ -122,6 +122,26 @@ class EngineReport(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class UpdatePartsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     ENGINE_ID_FIELD_NUMBER: _builtins.int
     KIND_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
@@ -142,6 +162,7 @@ class EngineReport(_message.Message):
     UPDATE_LANE_FIELD_NUMBER: _builtins.int
     UPDATE_AGE_SECONDS_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    UPDATE_PARTS_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     """Names the engine for the life of its agent; 1 to 64 letters, digits, `-`, `_` or `.`."""
     kind: _builtins.str
@@ -181,6 +202,14 @@ class EngineReport(_message.Message):
     """How long ago that was."""
     traceparent: _builtins.str
     """Trace of the update that is under way, or was last (W3C Trace Context); empty if there is none."""
+    @_builtins.property
+    def update_parts(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """Parts of the last update that succeeded, in seconds, by name, in this order: `wait`, `stage`, `agree`, `pause`, `apply`, `resume`, `confirm`. Each
+        begins where the one before has ended; one that was not measured is missing. `wait` begins when the agent has heard of the version, and is below
+        zero if the engine had begun before. Of an engine that the service tells of, `receive` and `hear` are before them: from the opening of the version
+        until it was ready, and until the agent had heard of it.
+        """
+
     def __init__(
         self,
         *,
@@ -204,10 +233,11 @@ class EngineReport(_message.Message):
         update_lane: _builtins.str = ...,
         update_age_seconds: _builtins.float = ...,
         traceparent: _builtins.str = ...,
+        update_parts: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "beat", b"beat", "engine_id", b"engine_id", "error", b"error", "host", b"host", "kind", b"kind", "model", b"model", "pid", b"pid", "ref", b"ref", "state", b"state", "state_seconds", b"state_seconds", "target", b"target", "traceparent", b"traceparent", "update_age_seconds", b"update_age_seconds", "update_bytes", b"update_bytes", "update_lane", b"update_lane", "update_pause_seconds", b"update_pause_seconds", "update_prepare_seconds", b"update_prepare_seconds", "update_version", b"update_version", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "beat", b"beat", "engine_id", b"engine_id", "error", b"error", "host", b"host", "kind", b"kind", "model", b"model", "pid", b"pid", "ref", b"ref", "state", b"state", "state_seconds", b"state_seconds", "target", b"target", "traceparent", b"traceparent", "update_age_seconds", b"update_age_seconds", "update_bytes", b"update_bytes", "update_lane", b"update_lane", "update_parts", b"update_parts", "update_pause_seconds", b"update_pause_seconds", "update_prepare_seconds", b"update_prepare_seconds", "update_version", b"update_version", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -2,7 +2,7 @@
 
 Nothing of it is stored: agents report every few seconds, so a service that was started again knows them soon.
 
-May import: `replicas`, `catalog`, `admission`, `access`, `runtime`, `weighbridge_storage`, `weighbridge`.
+May import: `replicas`, `catalog`, `admission`, `access`, `metrics`, `runtime`, `weighbridge_storage`, `weighbridge`.
 
 - `entries`: what is known of an engine, and how it stands; pure.
 - `reports`: checks of what agents say; pure.

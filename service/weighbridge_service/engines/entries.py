@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from weighbridge._core.engines.facts import (
     STANDING_BEHIND,
@@ -21,12 +21,13 @@ from weighbridge._core.engines.facts import (
     EngineFacts,
     EngineReport,
 )
+from weighbridge._core.engines.step_parts import OF_AGENT
 
 _FACTS = [field.name for field in fields(EngineFacts)]
 _SLACK_MS = 2000
 """By how much the beginning of a state may differ from report to report: they take different times on their way."""
-
-
+_SOON_S = 60.0
+"""Age from which an update is not news to a process that hears of its engine for the first time."""
 _MOST_NAMED = 16
 """Engines that are named where a version is kept for them."""
 Order: TypeAlias = tuple[str, str, str, str]
@@ -91,6 +92,7 @@ class Entry:
         since_ms: since when the engine is in its state, likewise.
         updated_ms: when its last update ended, likewise.
         here: whether this process was told, and not another replica.
+        updated: whether this report was the first to tell of its last update.
     """
 
     owner: Owner
@@ -100,6 +102,7 @@ class Entry:
     since_ms: int
     updated_ms: int
     here: bool = True
+    updated: bool = False
 
     @property
     def key(self) -> tuple[str, str]:
@@ -158,7 +161,18 @@ def after_report(
             since_ms = _steady(before.since_ms, since_ms)
         if said.update_version == report.update_version:
             updated_ms = _steady(before.updated_ms, updated_ms)
-    return Entry(owner, report, heard_s, heard_ms, since_ms, updated_ms, here)
+    updated = _tells_of_update(before, report, heard_s)
+    return Entry(owner, report, heard_s, heard_ms, since_ms, updated_ms, here, updated)
+
+
+def _tells_of_update(before: Entry | None, report: EngineReport, heard_s: float) -> bool:
+    """Whether a report is the first to tell of its engine's last update. Of an engine that was not known, the update has to be young: this process may
+    have been started since."""
+    if before is None or not report.update_version:
+        return bool(report.update_version) and report.update_age_seconds < _SOON_S
+    said = before.report
+    moved_s = (heard_s - report.update_age_seconds) - (before.heard_s - said.update_age_seconds)
+    return said.update_version != report.update_version or abs(moved_s) * 1000 >= _SLACK_MS
 
 
 def _steady(before_ms: int, now_ms: int) -> int:
@@ -179,7 +193,36 @@ class RefView:
     behind: int = 0
 
 
-def shown(entry: Entry, ref: RefView, now_s: float, leases: Leases) -> Engine:
+class VersionTimes(NamedTuple):
+    """When a version was opened, and when it was ready: milliseconds since 1970 UTC by the clock of the service, 0 if that is not known."""
+
+    create_ms: int = 0
+    ready_ms: int = 0
+
+
+_UNKNOWN = VersionTimes()
+
+
+def parts_of_step(entry: Entry, times: VersionTimes) -> dict[str, float]:
+    """Parts of the step that an engine's last update has ended: what the agent has measured, behind what the service knows.
+
+    When the agent heard of the version is counted back from the end of its update. That is a moment of the service's own clock, as agents tell how
+    long ago it was.
+
+    Args:
+        entry: what the agent has told.
+        times: of the version of that update.
+    """
+    measured, found = entry.report.update_parts, dict[str, float]()
+    if times.create_ms and times.ready_ms:
+        found["receive"] = (times.ready_ms - times.create_ms) / 1000
+        if all(each.name in measured for each in OF_AGENT):
+            heard_ms = entry.updated_ms - 1000 * sum(measured.values())
+            found["hear"] = round((heard_ms - times.ready_ms) / 1000, 6)
+    return found | dict(measured)
+
+
+def shown(entry: Entry, ref: RefView, now_s: float, leases: Leases, times: VersionTimes = _UNKNOWN) -> Engine:
     """An engine as everybody sees it.
 
     Args:
@@ -187,10 +230,12 @@ def shown(entry: Entry, ref: RefView, now_s: float, leases: Leases) -> Engine:
         ref: what its ref names.
         now_s: seconds of the monotonic clock.
         leases: how long that counts.
+        times: of the version to which its last update has taken it.
     """
     report = entry.report
+    facts = {name: getattr(report, name) for name in _FACTS}
     return Engine(
-        **{name: getattr(report, name) for name in _FACTS},
+        **{**facts, "update_parts": parts_of_step(entry, times)},
         identity=entry.owner.identity,
         standing=standing(entry, ref.named, now_s, leases),
         named=ref.named,

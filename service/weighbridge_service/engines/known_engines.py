@@ -14,11 +14,12 @@ from weighbridge_service.catalog.catalog import AWAY, Catalog
 from weighbridge_service.catalog.changes import Changes
 from weighbridge_service.catalog.head_versions import refs_of
 from weighbridge_service.catalog.snapshots import VersionSnapshot
-from weighbridge_service.engines.entries import Entry, Owner, RefView, served, shown
+from weighbridge_service.engines.entries import Entry, Owner, RefView, VersionTimes, served, shown
 from weighbridge_service.engines.fleets import Fleet, fleets
 from weighbridge_service.engines.pages import page_of
 from weighbridge_service.engines.registry import EngineRegistry
 from weighbridge_service.engines.reports import checked_report
+from weighbridge_service.metrics import declared
 from weighbridge_service.runtime.clock import unix_ms
 from weighbridge_storage.documents.names import ModelName
 from weighbridge_storage.head.history import History
@@ -39,12 +40,14 @@ class KnownEngines:
     Attributes:
         registry: as given.
         changes: tells of models of whose engines something has changed; not that one has been heard again.
+        steps: durations of parts of steps, of each update that an agent reports to this process.
     """
 
     def __init__(self, catalog: Catalog, registry: EngineRegistry) -> None:
         self._catalog = catalog
         self.registry = registry
         self.changes = Changes()
+        self.steps = declared.ENGINE_STEP.histogram()
 
     @property
     def report_seconds(self) -> float:
@@ -65,7 +68,11 @@ class KnownEngines:
         entry, news = self.registry.take(owner, report)
         if news:
             self.changes.notify(name)
-        return self._shown([entry], refs)[0]
+        (engine,) = self._shown([entry], refs)
+        if entry.updated and entry.report is report:  # else it is that of a later one
+            for part, seconds in engine.update_parts.items():
+                self.steps.labels(part).observe(max(seconds, 0.0))
+        return engine
 
     def heard(self, told: Iterable[pb.ReportedEngine]) -> None:
         """Take note of what another replica has heard. What cannot be kept is passed over: that one has said so to the agent, or will list it."""
@@ -161,7 +168,14 @@ class KnownEngines:
     def _shown(self, entries: Iterable[Entry], refs: _Refs) -> list[Engine]:
         now_s, leases = self.registry.clock(), self.registry.leases
         return [
-            shown(each, refs.view(each.report.ref, each.report.version), now_s, leases) for each in entries
+            shown(
+                each,
+                refs.view(each.report.ref, each.report.version),
+                now_s,
+                leases,
+                refs.times(each.report.update_version),
+            )
+            for each in entries
         ]
 
 
@@ -176,6 +190,7 @@ class _Refs:
     def __init__(self, history: History | None, snapshots: Mapping[int, VersionSnapshot]) -> None:
         self._history = history
         self._snapshots = snapshots
+        self._times: dict[int, VersionTimes] = {}
         self._named = {} if history is None else refs_of(history.head, snapshots)
         self._behind: dict[tuple[int, int], int] = {}
 
@@ -188,6 +203,19 @@ class _Refs:
         if span not in self._behind:
             self._behind[span] = self._between(served, named)
         return RefView(named, self._behind[span])
+
+    def times(self, number: int) -> VersionTimes:
+        """When a version was opened and ready, of those that this process or the head knows; nothing is read for it."""
+        if number not in self._times:
+            self._times[number] = self._known_times(number)
+        return self._times[number]
+
+    def _known_times(self, number: int) -> VersionTimes:
+        known = self._snapshots.get(number)
+        if known is not None and known.version.ready_time_ms:
+            return VersionTimes(known.version.create_time_ms, known.version.ready_time_ms)
+        entry = None if self._history is None else self._history.head.recent.get(number)
+        return VersionTimes() if entry is None else VersionTimes(entry.created_ms, entry.ready_ms)
 
     def _between(self, served: int, named: int) -> int:
         """How many visible versions there are above one, up to another; `MOST_BEHIND` for as many or more."""

@@ -7,6 +7,7 @@ import re
 from dataclasses import replace
 
 from weighbridge._core.engines.facts import ENGINE_STATES, EngineReport
+from weighbridge._core.engines.step_parts import OF_AGENT, chosen
 from weighbridge._core.text.plain import plain
 from weighbridge._core.text.shortening import shortened, shown
 from weighbridge.errors import InvalidArgument
@@ -35,7 +36,8 @@ _SECONDS = ("state_seconds", "update_age_seconds", "update_prepare_seconds", "up
 
 
 def checked_report(report: EngineReport) -> EngineReport:
-    """A report that can be kept: names are refused that are none, texts for people are made plain and short.
+    """A report that can be kept: names are refused that are none, texts for people are made plain and short, parts of a step that no table here
+    names, as an agent of a later release may have them, are left out.
 
     Raises:
         InvalidArgument: says which of its fields cannot be.
@@ -55,5 +57,8 @@ def checked_report(report: EngineReport) -> EngineReport:
     for field in _SECONDS:
         if not (math.isfinite(getattr(report, field)) and 0.0 <= getattr(report, field) <= _LONGEST_S):
             raise InvalidArgument(f"{field} of a report is no time that has passed")
+    parts = chosen(report.update_parts, OF_AGENT)
+    if not all(math.isfinite(each) and abs(each) <= _LONGEST_S for each in parts.values()):
+        raise InvalidArgument("update_parts of a report are no seconds")
     error = " ".join(plain(report.error[: 4 * _LONGEST_ERROR]).split())
-    return replace(report, error=shortened(error, _LONGEST_ERROR))
+    return replace(report, error=shortened(error, _LONGEST_ERROR), update_parts=parts)

@@ -203,6 +203,12 @@ ENGINES_UPDATE = _gauge(
     "model",
     "part",
 )
+ENGINE_STEP = _histogram(
+    "weighbridge_engine_step_seconds",
+    "How long each part of a step took, of each update that an agent has reported to this process: receive, hear, wait, stage, agree, pause, apply, "
+    "resume, confirm. 0 for a part that was below zero, of an engine that had begun early.",
+    "part",
+)
 
 # --- object store
 

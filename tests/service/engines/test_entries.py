@@ -13,7 +13,9 @@ from weighbridge_service.engines.entries import (
     Leases,
     Owner,
     RefView,
+    VersionTimes,
     after_report,
+    parts_of_step,
     served,
     shown,
     standing,
@@ -138,3 +140,50 @@ def test_who_may_only_pull_does_not_keep_ever_more_versions() -> None:
     assert list(served([*greedy, *fleet], 1000.0, LEASES)) == [3, *range(1002 - MOST_KEPT, 1001)]
     other = after_report(None, Owner("other", "10.0.0.8"), replace(REPORT, version=5), 1000.0, ms(1000))
     assert 5 in served([*greedy, other], 1000.0, LEASES), "each owner's engines count by themselves"
+
+
+PARTS = {"wait": 0.1, "stage": 2.0, "agree": 0.2, "pause": 0.3, "apply": 0.4, "resume": 0.5, "confirm": 0.5}
+
+
+def test_a_step_has_parts_of_the_service_before_those_of_the_agent_which_end_when_the_update_did() -> None:
+    entry = heard(1000.0, update_version=16, update_age_seconds=40.0, update_parts=PARTS)  # it began at 956
+    times = VersionTimes(ms(950), ms(955))
+    parts = parts_of_step(entry, times)
+    assert parts == {"receive": 5.0, "hear": pytest.approx(1.0), **PARTS}
+    assert ms(950) + 1000 * sum(parts.values()) == pytest.approx(entry.updated_ms)
+    assert shown(entry, RefView(), 1000.0, LEASES, times).update_parts == parts
+
+
+@pytest.mark.parametrize("times", [VersionTimes(), VersionTimes(0, ms(955)), VersionTimes(ms(950), 0)])
+def test_of_a_version_whose_times_are_not_known_a_step_has_the_parts_of_the_agent_alone(
+    times: VersionTimes,
+) -> None:
+    assert parts_of_step(heard(update_version=16, update_parts=PARTS), times) == PARTS
+
+
+@pytest.mark.parametrize("missing", PARTS)
+def test_when_a_version_was_heard_of_is_not_guessed_if_a_part_behind_it_is_missing(missing: str) -> None:
+    measured = {name: seconds for name, seconds in PARTS.items() if name != missing}
+    entry = heard(1000.0, update_version=16, update_age_seconds=40.0, update_parts=measured)
+    assert parts_of_step(entry, VersionTimes(ms(950), ms(955))) == {"receive": 5.0, **measured}
+
+
+def test_an_update_is_news_in_the_first_report_that_tells_of_it_and_in_no_other() -> None:
+    before = heard(1000.0)
+    assert not before.updated
+    updated = replace(REPORT, beat=4, update_version=16, update_age_seconds=0.1)
+    first = after_report(before, OWNER, updated, 1005.0, ms(1005))
+    assert first.updated
+    later = replace(updated, beat=5, update_age_seconds=5.2)
+    set_back = after_report(first, OWNER, later, 1010.1, ms(1010) - 3_600_000)
+    assert not set_back.updated
+    again = replace(updated, beat=6, update_age_seconds=0.1)  # to the same version, as after a restart
+    assert after_report(set_back, OWNER, again, 1015.0, ms(1015)).updated
+    # reported late, since the service could not be reached
+    late = replace(updated, beat=7, update_version=17, update_age_seconds=600.0)
+    assert after_report(set_back, OWNER, late, 1700.0, ms(1700)).updated
+
+
+@pytest.mark.parametrize(("age_s", "news"), [(0.5, True), (3600.0, False)])
+def test_of_an_engine_that_was_not_known_an_old_update_is_no_news(age_s: float, news: bool) -> None:
+    assert heard(update_version=16, update_age_seconds=age_s).updated is news

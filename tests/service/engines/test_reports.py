@@ -49,6 +49,9 @@ def test_a_good_report_is_kept_as_it_is() -> None:
         ("state_seconds", math.inf),
         ("state_seconds", -1.0),
         ("update_age_seconds", 1e300),
+        ("update_parts", {"stage": math.nan}),
+        ("update_parts", {"wait": -math.inf}),
+        ("update_parts", {"apply": 1e300}),
     ],
 )
 def test_what_cannot_be_is_refused_by_the_name_of_its_field(field: str, value: object) -> None:
@@ -66,3 +69,8 @@ def test_an_error_is_one_plain_line_of_limited_length() -> None:
     said = checked_report(replace(GOOD, error="rank 1: \x1b[31mgone\r\n  - rank\u202e 2\x00:\tnot"))
     assert said.error == "rank 1: [31mgone - rank 2 : not"
     assert len(checked_report(replace(GOOD, error="word " * 100_000)).error) <= 1000
+
+
+def test_parts_of_a_step_are_kept_by_the_names_of_the_table_and_none_that_the_service_measures() -> None:
+    said = {"apply": 0.03, "first_token": 9.0, "receive": 9.0, "x" * 999: 1.0, "wait": -0.2}
+    assert checked_report(replace(GOOD, update_parts=said)).update_parts == {"wait": -0.2, "apply": 0.03}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from weighbridge._core.engines.step_parts import step_text
 from weighbridge._core.json_values import JsonValue
 from weighbridge._core.text.counts import counted
 from weighbridge._core.text.durations import readable_duration
@@ -48,6 +49,7 @@ class EngineFacts(JsonValue):
         update_pause_seconds: of that update, while it stood still.
         update_lane: ``local`` or ``grpc``; empty if that is not known.
         traceparent: of the update that is under way, or was last (W3C Trace Context); empty if there is none.
+        update_parts: of the last update that succeeded, in seconds, by the names of `step_parts.PARTS`; those that were measured.
     """
 
     engine_id: str
@@ -67,6 +69,7 @@ class EngineFacts(JsonValue):
     update_pause_seconds: float = 0.0
     update_lane: str = ""
     traceparent: str = ""
+    update_parts: dict[str, float] = field(default_factory=dict, hash=False)
 
     @property
     def ended(self) -> bool:
@@ -93,6 +96,11 @@ class EngineFacts(JsonValue):
         brought = f"{readable_size(self.update_bytes)}{lane} " if self.update_bytes else ""
         took, paused = map(readable_duration, (self.update_prepare_seconds, self.update_pause_seconds))
         return f"{brought}in {took}, paused for {paused}"
+
+    @property
+    def step_text(self) -> str:
+        """Parts of the step that its last update ended, for people; empty if none was measured."""
+        return step_text(self.update_parts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,12 +15,14 @@ from typing import Any, cast
 from weighbridge import _lazy as lazy
 from weighbridge._clients.engine import EngineClient
 from weighbridge._core.engines.facts import ENGINE_FAILING, ENGINE_SERVING, ENGINE_UPDATING, ENGINE_WAITING
+from weighbridge._core.engines.step_parts import Parts
 from weighbridge._core.resources import REF_LATEST
 from weighbridge._reporting.reporter import EngineReporter
 from weighbridge._tracing import spans
 from weighbridge.errors import FailedPrecondition, NotFound, WeighbridgeError
 from weighbridge.follow.engines import REFUSE, WAIT, WhenAsleep
 from weighbridge.follow.status import Status, label
+from weighbridge.follow.updates import Laps
 from weighbridge.integrations.engine_rank.agreement import RanksFailed, agree, exchange
 from weighbridge.integrations.engine_rank.fitting import check_tensors
 from weighbridge.integrations.engine_rank.model import EngineAsleep, EngineModel
@@ -245,7 +247,7 @@ class EngineRank:
         name = "weighbridge.rank_update"
         said = {"weighbridge.version": number, "weighbridge.rank": self.engine.ranks.rank}
         span = spans.begin(name, said)
-        had = self.held or self._lost
+        had, laps = self.held or self._lost, Laps()
         self._say(state=ENGINE_UPDATING, target=number, traceparent="")
         try:
             self.stage(number, source)
@@ -261,6 +263,8 @@ class EngineRank:
             version = cast("Preparation", self._preparation).update.version
             span = spans.moved(span, name, said, version.traceparent)
             span.set_attribute("weighbridge.model", version.model)
+            spans.within(span, "weighbridge.agree", start_time=spans.began(span)).end()
+            laps.end("agree")
             self._say(state=ENGINE_UPDATING, target=number, traceparent=spans.traceparent(span))
             try:
                 with spans.child(span, "weighbridge.fill"):
@@ -274,8 +278,10 @@ class EngineRank:
         finally:
             span.end()
         self._before = had
+        laps.end("apply")
         self._say(
             state=ENGINE_SERVING,
+            update_parts=laps.parts,
             update_version=number,
             update_bytes=0 if self.held is None else self.held.nbytes,
         )
@@ -356,7 +362,7 @@ class EngineRank:
         if self._reporter is not None:
             self._reporter.stop()
 
-    def _say(self, *, state: str, target: int = 0, error: str = "", **update: int | str) -> None:
+    def _say(self, *, state: str, target: int = 0, error: str = "", **update: int | str | Parts) -> None:
         """Have the first rank report how the engine stands, if it is of a kind that is reported."""
         source = self.source if self.held is None else self.held.source
         if not self._reported or source is None or self.engine.ranks.rank:

@@ -7,6 +7,7 @@ from typing import Annotated
 from fastapi import APIRouter, Query, Request
 from pydantic import Field
 
+from weighbridge._core.engines.step_parts import PARTS
 from weighbridge_service.api.http.callers import peer_of
 from weighbridge_service.api.http.parameters import Name, Namespace
 from weighbridge_service.api.http.resources import Out
@@ -38,6 +39,11 @@ class EngineOut(Out):
     update_lane: str = Field(description="`local` or `grpc`; empty if that is not known.")
     traceparent: str = Field(
         description="Trace of the update that is under way, or was last (W3C Trace Context); may be empty."
+    )
+    update_parts: dict[str, float] = Field(
+        description=f"Seconds of that update's parts, by name: {', '.join(f'`{each.name}`, {each.text}' for each in PARTS)}. "
+        "One that was not measured is missing.",
+        examples=[{"stage": 0.2, "agree": 0.05, "pause": 0.01, "apply": 0.03, "resume": 0.01}],
     )
     identity: str = Field(description="Of its agent, in the policy; empty if there is none.")
     standing: str = Field(

@@ -44,7 +44,7 @@ class Metrics(Collector):
         self._health = health
         self.registry = CollectorRegistry()
         self.registry.register(self)
-        for instrument in (*service.push_figures, *service.store_figures, *calls):
+        for instrument in (*service.push_figures, *service.store_figures, *calls, service.engines.steps):
             self.registry.register(instrument)
 
     def collect(self) -> Iterator[Metric]:

@@ -12,7 +12,7 @@ from weighbridge._core.text.counts import readable_count
 from weighbridge._core.text.sizes import readable_part, readable_size
 from weighbridge_service.access.scopes import Verb
 from weighbridge_service.api.http.pages import words
-from weighbridge_service.api.http.pages.engine_view import serving_it
+from weighbridge_service.api.http.pages.engine_view import EngineStep, serving_it, steps_to
 from weighbridge_service.api.http.pages.push_view import SHOWN, LivePush, live_push, missing_text
 from weighbridge_service.api.http.pages.side_by_side.contents import Contents, FileFacts, TensorFacts
 from weighbridge_service.api.http.pages.version_summary import VersionSummary, taken_ms, version_summary
@@ -65,10 +65,11 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What is said first: of the version, the engines that serve it, and details of its failure."""
+    """What is said first: of the version, the engines that serve it, the steps that took them to it, and details of its failure."""
 
     said: VersionSummary
     engines: tuple[str, ...]
+    steps: tuple[EngineStep, ...]
     details: tuple[str, ...]
     news: str
 
@@ -185,6 +186,7 @@ def version_view(
         head=Head(
             said=said,
             engines=serving_it(facts.engines, version.number),
+            steps=steps_to(facts.engines, version.number),
             details=version.error_details[:_DETAILS],
             news=f"Version {version.number} is {version.state.value}",
         ),

@@ -13,7 +13,7 @@ from weighbridge._core.reports.rank_progress import RankProgress
 from weighbridge._core.resources import Version, VersionState
 from weighbridge_service.api.http.pages import words
 from weighbridge_service.api.http.pages.distributions import distribution, sample, svg
-from weighbridge_service.api.http.pages.engine_view import engines_view, serving
+from weighbridge_service.api.http.pages.engine_view import engines_view, serving, steps_to
 from weighbridge_service.api.http.pages.push_view import live_push
 from weighbridge_service.api.http.pages.side_by_side.contents import in_order
 from weighbridge_service.api.http.pages.timeline_view import scale_ms
@@ -185,7 +185,7 @@ def test_engines_that_need_a_look_come_first_and_those_that_ended_not_at_all() -
     view = engines_view("a/b", engines)
     assert [
         (each.label.removeprefix("vllm at http://"), each.standing_text, each.heard_time_ms)
-        for each in view.rows
+        for each in (row.engine for row in view.rows)
     ] == [
         ("broken", "1 version behind", 0),
         ("silent", "stale", 5),
@@ -197,6 +197,53 @@ def test_engines_that_need_a_look_come_first_and_those_that_ended_not_at_all() -
     ]
     assert view.summary == ("1 stale", "4 behind", "1 current", "1 gone")
     assert serving(engines) == {9: 2, 2: 1, 8: 1, 11: 1}
+
+
+STEP = {
+    "receive": 0.25,
+    "hear": 0.05,
+    "wait": 0.0,
+    "stage": 0.2,
+    "agree": 0.1,
+    "pause": 0.1,
+    "apply": 0.2,
+    "resume": 0.1,
+    "confirm": 0.0,
+}
+
+
+def stepped(parts: dict[str, float], version: int = 9) -> Engine:
+    return Engine("e1", "a/b", "vllm", "http://e1", version=version, update_version=9, update_parts=parts)
+
+
+def test_the_step_that_took_an_engine_to_a_version_is_a_bar_and_words() -> None:
+    (step,) = steps_to([stepped({}), stepped(STEP)], 9)
+    assert step.engine == "vllm at http://e1"
+    assert [(each.kind, each.start, each.length) for each in step.spans] == [
+        ("received", 0, 250), ("verified", 250, 50), ("verified", 300, 200), ("verified", 500, 100), ("stored", 600, 100), ("stored", 700, 200),
+        ("stored", 900, 100),
+    ]  # fmt: skip
+    assert step.total == "1.00 s"
+    assert step.times.startswith("receive 250 ms, hear 50 ms, wait 0 ms, stage 200 ms")
+    assert step.moments.startswith(
+        "opened -250 ms, heard +50 ms, begun +50 ms, staged +250 ms, agreed +350 ms"
+    )
+    assert steps_to([stepped(STEP)], 8) == ()
+
+
+def test_an_engine_that_began_before_its_version_was_ready_lies_over_its_arrival() -> None:
+    (step,) = steps_to([stepped({**STEP, "wait": -0.2, "stage": 0.1, "agree": 0.2})], 9)
+    placed = {each.text.split()[0]: (each.start, each.start + each.length) for each in step.spans}
+    assert placed["receive"][1] > placed["stage"][1] > placed["stage"][0] > 0
+    assert "wait" not in placed
+    assert "staged -50 ms" in step.moments
+    assert "wait -200 ms" in step.times
+
+
+def test_a_step_of_which_little_is_known_has_no_bar() -> None:
+    (step,) = steps_to([stepped({"agree": 0.1, "apply": 0.2})], 9)
+    assert (step.spans, step.total, step.moments) == ((), "", "")
+    assert step.times == "agree 100 ms, apply 200 ms"
 
 
 def test_layers_are_in_the_order_of_their_numbers() -> None:

@@ -152,6 +152,7 @@ def report(
     said = EngineReport(
         kind, MODEL, kind, address, "latest", version, state=state, error=error, host=address[7:13], pid=412,
         update_version=version, update_bytes=78_600, update_prepare_seconds=0.21, update_pause_seconds=0.04, update_lane="grpc",
+        update_parts={"wait": 0.001, "stage": 0.21, "agree": 0.03, "pause": 0.004, "apply": 0.033, "resume": 0.003, "confirm": 0.01},
     )  # fmt: skip
     place.running.service.engines.report(Owner(), said)
 
