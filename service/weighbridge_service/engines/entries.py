@@ -194,10 +194,11 @@ class RefView:
 
 
 class VersionTimes(NamedTuple):
-    """When a version was opened, and when it was ready: milliseconds since 1970 UTC by the clock of the service, 0 if that is not known."""
+    """When a version was opened, and when it was ready: milliseconds since 1970 UTC, 0 if that is not known; and whether this process saw that."""
 
     create_ms: int = 0
     ready_ms: int = 0
+    here: bool = False
 
 
 _UNKNOWN = VersionTimes()
@@ -206,8 +207,8 @@ _UNKNOWN = VersionTimes()
 def parts_of_step(entry: Entry, times: VersionTimes) -> dict[str, float]:
     """Parts of the step that an engine's last update has ended: what the agent has measured, behind what the service knows.
 
-    When the agent heard of the version is counted back from the end of its update. That is a moment of the service's own clock, as agents tell how
-    long ago it was.
+    When the agent heard of the version is counted back from the end of its update, of which it has told how long ago that was: a moment of the clock of
+    the replica that was told. Another one may have received the version, by another clock; then it is not known.
 
     Args:
         entry: what the agent has told.
@@ -216,7 +217,7 @@ def parts_of_step(entry: Entry, times: VersionTimes) -> dict[str, float]:
     measured, found = entry.report.update_parts, dict[str, float]()
     if times.create_ms and times.ready_ms:
         found["receive"] = (times.ready_ms - times.create_ms) / 1000
-        if all(each.name in measured for each in OF_AGENT):
+        if times.here and entry.here and all(each.name in measured for each in OF_AGENT):
             heard_ms = entry.updated_ms - 1000 * sum(measured.values())
             found["hear"] = round((heard_ms - times.ready_ms) / 1000, 6)
     return found | dict(measured)

@@ -213,7 +213,7 @@ class _Refs:
     def _known_times(self, number: int) -> VersionTimes:
         known = self._snapshots.get(number)
         if known is not None and known.version.ready_time_ms:
-            return VersionTimes(known.version.create_time_ms, known.version.ready_time_ms)
+            return VersionTimes(known.version.create_time_ms, known.version.ready_time_ms, here=True)
         entry = None if self._history is None else self._history.head.recent.get(number)
         return VersionTimes() if entry is None else VersionTimes(entry.created_ms, entry.ready_ms)
 

@@ -147,7 +147,7 @@ PARTS = {"wait": 0.1, "stage": 2.0, "agree": 0.2, "pause": 0.3, "apply": 0.4, "r
 
 def test_a_step_has_parts_of_the_service_before_those_of_the_agent_which_end_when_the_update_did() -> None:
     entry = heard(1000.0, update_version=16, update_age_seconds=40.0, update_parts=PARTS)  # it began at 956
-    times = VersionTimes(ms(950), ms(955))
+    times = VersionTimes(ms(950), ms(955), here=True)
     parts = parts_of_step(entry, times)
     assert parts == {"receive": 5.0, "hear": pytest.approx(1.0), **PARTS}
     assert ms(950) + 1000 * sum(parts.values()) == pytest.approx(entry.updated_ms)
@@ -165,7 +165,14 @@ def test_of_a_version_whose_times_are_not_known_a_step_has_the_parts_of_the_agen
 def test_when_a_version_was_heard_of_is_not_guessed_if_a_part_behind_it_is_missing(missing: str) -> None:
     measured = {name: seconds for name, seconds in PARTS.items() if name != missing}
     entry = heard(1000.0, update_version=16, update_age_seconds=40.0, update_parts=measured)
-    assert parts_of_step(entry, VersionTimes(ms(950), ms(955))) == {"receive": 5.0, **measured}
+    assert parts_of_step(entry, VersionTimes(ms(950), ms(955), here=True)) == {"receive": 5.0, **measured}
+
+
+@pytest.mark.parametrize(("received_here", "reported_here"), [(False, True), (True, False)])
+def test_clocks_of_two_replicas_are_not_compared(received_here: bool, reported_here: bool) -> None:
+    report = replace(REPORT, update_version=16, update_age_seconds=40.0, update_parts=PARTS)
+    entry = after_report(None, OWNER, report, 1000.0, ms(1000), here=reported_here)
+    assert parts_of_step(entry, VersionTimes(ms(950), ms(955), received_here)) == {"receive": 5.0, **PARTS}
 
 
 def test_an_update_is_news_in_the_first_report_that_tells_of_it_and_in_no_other() -> None:
