@@ -138,6 +138,7 @@ def test_the_parts_of_a_step_add_up_and_report_page_metrics_and_command_line_hav
         assert engine.went_on_ms - 1 <= found.update_time_ms <= seen_ms + 1
         assert parts["hear"] > 0  # `latest` names it once it is durable
 
+        eventually(lambda: "confirm" in counted(running))  # the last one
         assert counted(running) == {name: (1, pytest.approx(seconds)) for name, seconds in parts.items()}
         reporter.say(state="serving")  # what is told again is not counted again
         line = ["engines", MODEL, "--json", "--server", running.address]
