@@ -296,8 +296,8 @@ class Versions:
     def __init__(self, *numbers: int) -> None:
         self.numbers = numbers
 
-    def watch(self, model: str, ref: str) -> Iterator[SimpleNamespace]:
-        return (SimpleNamespace(number=number, traceparent="") for number in self.numbers)
+    def watch_refs(self, refs: list[tuple[str, str]]) -> Iterator[tuple[str, SimpleNamespace]]:
+        return ((refs[0][1], SimpleNamespace(number=number, traceparent="")) for number in self.numbers)
 
     def version(self, model: str, ref: str) -> SimpleNamespace:
         return SimpleNamespace(number=self.numbers[-1], traceparent="")

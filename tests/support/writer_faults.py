@@ -110,12 +110,15 @@ class HaltingSource(TensorSource):
         self._halt = halt
 
     def write(
-        self, copies: Sequence[Sequence[ByteCopy[int]]], memories: Sequence[MappedMemory]
+        self,
+        copies: Sequence[Sequence[ByteCopy[int]]],
+        memories: Sequence[MappedMemory],
+        on_written: Callable[[Sequence[int]], None] | None = None,
     ) -> WrittenCounts:
         none: list[Sequence[ByteCopy[int]]] = [()] * len(copies)
-        before = super().write([*copies[: self._first], *none[self._first :]], memories)
+        before = super().write([*copies[: self._first], *none[self._first :]], memories, on_written)
         self._halt()
-        after = super().write([*none[: self._first], *copies[self._first :]], memories)
+        after = super().write([*none[: self._first], *copies[self._first :]], memories, on_written)
         counts = [a + b for a, b in zip(before.counts, after.counts, strict=True)]
         return WrittenCounts(counts, [*before.uncounted, *after.uncounted])
 
