@@ -11,7 +11,7 @@ import functools
 import itertools
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from weighbridge._core.boxes import Box
 from weighbridge.errors import LayoutError
@@ -162,6 +162,8 @@ def local_tensor(tensor: Any) -> torch.Tensor:
     """The local tensor of a DTensor, or any other tensor itself; without its history, and when the collective that makes it is done."""
     import torch
 
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter):
+        return cast("torch.Tensor", tensor).detach()
     with torch.no_grad():
         local: torch.Tensor = tensor.to_local() if _is_dtensor(tensor) else tensor
     api = sys.modules.get("torch.distributed._functional_collectives")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weighbridge._core import dtypes
+from weighbridge._core.dtypes import DType
 from weighbridge._core.layouts import Layout, Placement, TensorSpec
 from weighbridge._formats.shifts import NO_SHIFTS, Shifts, shifted
 from weighbridge.errors import LayoutError
@@ -76,8 +78,13 @@ def written_as(spec: TensorSpec, tensor: torch.Tensor) -> torch.dtype:
 
 def cast_of(spec: TensorSpec, dtype: torch.dtype) -> torch.dtype:
     """As `written_as`, of a tensor that is of this dtype."""
+    return _cast_of(spec.dtype, dtype)
+
+
+@functools.cache  # asked several times for each tensor of a push
+def _cast_of(wanted: DType, dtype: torch.dtype) -> torch.dtype:
     are_numbers = dtype.is_floating_point and dtype.itemsize > 1
-    return spec.dtype.torch if spec.dtype.is_float and are_numbers else dtype
+    return wanted.torch if wanted.is_float and are_numbers else dtype
 
 
 def with_shift(tensor: torch.Tensor, dtype: torch.dtype, shift: float) -> torch.Tensor:

@@ -252,7 +252,7 @@ class _Reader:
         import torch
 
         problems, unknown, foreign = self._problems, [], []
-        known = {memory_of(tensor) for tensor in self._given.values()}
+        known = {memory_of(tensor) for tensor in self._given.values()} if self._unknown else set()
         for name, value in self._unknown:
             if isinstance(value, torch.Tensor) and (
                 name.endswith("inv_freq") or (value.layout == torch.strided and memory_of(value) in known)

@@ -65,13 +65,16 @@ def write_tensors(
             groups = _WrittenByGpus(queue, on_written) if on_written else None
             for each in by_engine:
                 flat = each.shard.detach().contiguous().view(-1)
-                if not queue.write(flat, each.copies):
+                # to wait for the current stream takes as long as to ask for a copy
+                made = flat.data_ptr() != each.shard.data_ptr()
+                if not queue.write(flat, each.copies, after_stream=made):
                     rest.append(each)
                     continue
                 counts.add(each.index, flat, each.copies, each.encoding)
                 if groups is not None:
                     groups.add(each.index, flat.nbytes)
-        # GPUs copy meanwhile
+        # GPUs copy and count meanwhile
+        counts.begin()
         copied = _copy_tensors(rest, memories, into_memory=True, on_written=on_written)
         if groups is not None:  # first: counts come to the host behind all copies
             groups.wait()

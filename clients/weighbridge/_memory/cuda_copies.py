@@ -108,11 +108,19 @@ class CopyQueue:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._kept: list[torch.Tensor] = []
 
-    def write(self, shard: torch.Tensor, copies: Sequence[ByteCopy[int]]) -> bool:
-        """Copy a shard from its GPU to memory; False if it cannot be done in this way, and nothing was done."""
+    def write(
+        self, shard: torch.Tensor, copies: Sequence[ByteCopy[int]], *, after_stream: bool = True
+    ) -> bool:
+        """Copy a shard from its GPU to memory; False if it cannot be done in this way, and nothing was done.
+
+        Args:
+            shard: is copied.
+            copies: where its bytes go.
+            after_stream: whether to wait for what the current stream has been given since the first copy from this device.
+        """
         flat = shard.detach().contiguous().view(-1)
         self._kept.append(flat)  # it may be a copy of our own, which must not be freed before it was read
-        copied = self._copy(flat, copies, _DEVICE_TO_HOST)
+        copied = self._copy(flat, copies, _DEVICE_TO_HOST, after_stream=after_stream)
         if not copied:
             self._kept.pop()
         return copied

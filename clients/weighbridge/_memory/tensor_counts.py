@@ -6,6 +6,7 @@ counts are asked for, and nothing of a tensor's size is made. Only what that doe
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -57,6 +58,8 @@ class TensorCounts:
     def __init__(self, at_once: int = _AT_ONCE) -> None:
         self._at_once = at_once
         self._added: dict[_Screened, torch.Tensor] = {}
+        self._waiting: list[_Added] = []
+        self._norms: list[tuple[list[_Added], torch.Tensor]] = []
 
     def add(
         self, index: int, flat: torch.Tensor, copies: Sequence[ByteCopy[int]], encoding: Encoding | None
@@ -69,14 +72,47 @@ class TensorCounts:
             copies: which of their bytes count, as often as they are copied; whole elements.
             encoding: None if there is nothing to count.
         """
-        if encoding is not None and flat.numel():
+        if encoding is None or not flat.numel():
+            return
+        if encoding.itemsize > 1 and _reduces_many(flat.device):
+            self._waiting.append(_Added(index, flat, copies, encoding))
+        else:
             self._added[_screened(index, flat, copies, encoding)] = flat
+
+    def begin(self) -> None:
+        """Reduce what was added so far and is reduced many tensors at a time, on the current streams of the tensors' devices."""
+        import torch
+
+        alike: dict[object, list[_Added]] = defaultdict(list)
+        for each in self._waiting:
+            alike[each.flat.device, each.encoding.mask].append(each)
+        self._waiting = []
+        for group in alike.values():
+            dtype = getattr(torch, _FLOATS[group[0].encoding.mask])
+            norms = torch._foreach_norm([_bits(each.flat).view(dtype) for each in group], math.inf)
+            self._norms.append((group, torch.stack(norms)))
 
     def take(self) -> dict[int, int]:
         """Wait for the counts; those above 0, by index."""
+        self.begin()
         added, self._added = self._added, {}
-        found = ((each.index, each.count(added[each], self._at_once)) for each in _not_cleared(added))
-        return {index: count for index, count in found if count}
+        norms, self._norms = self._norms, []
+        found = {each.index: each.count(added[each], self._at_once) for each in _not_cleared(added)}
+        for group, largest in norms:
+            for each, norm in zip(group, largest.tolist(), strict=True):
+                if not math.isfinite(norm):
+                    found[each.index] = _count_all(each.flat, each.copies, each.encoding, self._at_once)
+        return {index: count for index, count in found.items() if count}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Added:
+    """A tensor that is counted."""
+
+    index: int
+    flat: torch.Tensor
+    copies: Sequence[ByteCopy[int]]
+    encoding: Encoding
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,10 +126,27 @@ class _Screened:
 
     def count(self, flat: torch.Tensor, at_once: int) -> int:
         """Count one element of the tensor after another, so many at one time."""
-        bits = _bits(flat)
-        return sum(
-            _count(_patterns(bits, copy, self.encoding), self.encoding, at_once) for copy in self.copies
-        )
+        return _count_all(flat, self.copies, self.encoding, at_once)
+
+
+def _count_all(flat: torch.Tensor, copies: Sequence[ByteCopy[int]], encoding: Encoding, at_once: int) -> int:
+    bits = _bits(flat)
+    return sum(_count(_patterns(bits, copy, encoding), encoding, at_once) for copy in copies)
+
+
+@functools.cache
+def _reduces_many(device: torch.device) -> bool:
+    """Whether torch reduces many tensors of a device at a time, which a GPU has done in the time that one takes, and finds NaN and infinities."""
+    import torch
+
+    if device.type != "cuda":
+        return False
+    tried = [torch.tensor([1.0, value], device=device) for value in (math.nan, math.inf, 2.0)]
+    try:
+        found = [float(norm) for norm in torch._foreach_norm(tried, math.inf)]
+    except (AttributeError, RuntimeError):  # torch's own, and not promised
+        return False
+    return [math.isfinite(each) for each in found] == [False, False, True]
 
 
 def _screened(

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import random
 from collections.abc import Callable, Iterator, Sequence
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -72,6 +73,12 @@ def count_by_torch(data: Bytes, encoding: Encoding, device: str = "cpu") -> int:
     return counts.take().get(3, 0)
 
 
+def count_many_at_a_time(data: Bytes, encoding: Encoding) -> int:
+    """As GPUs do, on the processor."""
+    with patch("weighbridge._memory.tensor_counts._reduces_many", lambda _device: True):
+        return count_by_torch(data, encoding)
+
+
 def count_on_gpu(data: Bytes, encoding: Encoding) -> int:
     return count_by_torch(data, encoding, "cuda")
 
@@ -79,6 +86,7 @@ def count_on_gpu(data: Bytes, encoding: Encoding) -> int:
 WAYS = [
     pytest.param(count_by_extension, marks=needs_extension),
     count_by_torch,
+    count_many_at_a_time,
     pytest.param(count_on_gpu, marks=[needs_gpu, pytest.mark.gpu]),
     count_nonfinite,
 ]
