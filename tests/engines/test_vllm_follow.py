@@ -30,6 +30,7 @@ from weighbridge.errors import FailedPrecondition, WeighbridgeError
 from weighbridge.follow import vllm as vllm_driver
 from weighbridge.follow.agent import Followed, Follower
 from weighbridge.follow.engines import EngineFailed
+from weighbridge.follow.evidence import FAILED, IN_PART, PROVED, prove
 from weighbridge_demo.vllm_server import EAGER, VllmServer
 
 pytestmark = [needs_vllm, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -322,3 +323,21 @@ def test_an_engine_that_does_not_answer_is_named(place: Place) -> None:
     nobody = vllm_driver.VllmServer("http://127.0.0.1:9", MODEL, place.gate.address)
     with pytest.raises(EngineFailed, match=r"127\.0\.0\.1:9 cannot be reached"):
         nobody.connect()
+
+
+def test_workers_are_proved_by_bytes_that_another_process_pulls_and_fail_against_another_version(
+    place: Place,
+) -> None:
+    before, number = place.push(), place.push()
+    place.insist(number)
+    proof = prove(place.client, place.engine.evidence, MODEL, number)
+    assert proof.verdict in (PROVED, IN_PART)
+    assert list(proof.ranks) == ["rank 0", "rank 1"]
+    for rank in proof.ranks.values():
+        assert rank.served == f"{MODEL}@{number}"
+        assert rank.compared > 0
+        # what the processor's kernels repack is named, and the rest is compared
+        assert set(rank.unseen.values()) <= {"the engine computes with something made of it"}
+    other = prove(place.client, place.engine.evidence, MODEL, before)
+    assert other.verdict == FAILED
+    assert all(len(rank.wrong) == rank.compared for rank in other.ranks.values())

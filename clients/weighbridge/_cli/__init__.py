@@ -12,7 +12,7 @@ comes at once.
 - `gating`: which versions are held and which refs are protected, and approval.
 - `signing`: signatures of versions.
 - `removing`: deletion of versions and models, pushes that are given up.
-- `showing`: what happens, as people are shown it: differences between versions, a service at work, completion in shells.
+- `showing`: what happens, as people are shown it: differences between versions, a service at work, proofs of engines, completion in shells.
 - `following`: an agent beside a running engine, and the engines whose agents report.
 - `relaying`: step folders between machines.
 - `serving`: the service, and the demonstration.
@@ -65,7 +65,12 @@ _SECTIONS = {
         "watch": "looking",
         "top": "showing.top",
     },
-    "Engines": {"follow": "following", "engines": "following", "relay": "relaying"},
+    "Engines": {
+        "follow": "following",
+        "engines": "following",
+        "prove": "showing.proving",
+        "relay": "relaying",
+    },
     "Which version is served": {
         "tag": "tagging",
         "approve": "gating",

@@ -11,10 +11,12 @@ May import: `_clients` and folders below it.
 - `recording`: what it takes, and where it puts it.
 - `staging`: spare memory beside the parameters, for a version that is not applied yet.
 - `arriving`: a version that is staged while it is still being received.
+- `digests`: digests of parameters, as they are and as a version makes them.
 - `update`: one pull, straight to the parameters, without the loader.
 """
 
 from weighbridge._lazy.arriving import Arrived, EarlyStaging
+from weighbridge._lazy.digests import Digests, differing, digest_of, digests_of, expected_digests
 from weighbridge._lazy.recorder import Load, record, remembered
 from weighbridge._lazy.recording import Recording, Shape
 from weighbridge._lazy.source import Source
@@ -24,6 +26,7 @@ from weighbridge._lazy.update import Incoming, Update
 
 __all__ = [
     "Arrived",
+    "Digests",
     "EarlyStaging",
     "Incoming",
     "LazyTensor",
@@ -33,6 +36,10 @@ __all__ = [
     "Source",
     "StagingPlace",
     "Update",
+    "differing",
+    "digest_of",
+    "digests_of",
+    "expected_digests",
     "record",
     "remembered",
     "staging_bytes",

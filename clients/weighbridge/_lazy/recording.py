@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -172,6 +173,11 @@ class Recording:
                 f"{Shape.of(tensor)} with strides {list(tensor.stride())} now",
                 fix="record again: the engine's configuration has changed",
             )
+
+    @cached_property
+    def digest(self) -> str:
+        """Identity of what was recorded: SHA-256 of `to_json`, as 64 hex digits."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
 
     def to_json(self) -> str:
         """As a text that `from_json` reads."""

@@ -1,6 +1,6 @@
 """Agent beside a running engine, ``weighbridge follow``: keeps it on a ref."""
 
-# May import: `_clients` and folders below, and no engine: adapters inside engines and trainers import it.
+# May import: `_lazy`, `_clients` and folders below, and no engine: adapters inside engines and trainers import it.
 #
 # - `agent`: what is done when the ref moves.
 # - `reaching`: whether it can be reached.
@@ -8,6 +8,7 @@
 # - `updates`: one update of running engines.
 # - `engines`: what an engine must be able to do.
 # - `status`: what each of its ranks says of itself.
+# - `evidence`: what its parameters hold, and the proof that they hold a version.
 # - `answers`: calls of an engine's HTTP API, and what it answers.
 # - `status_file`: how the engine stands, in a file.
 # - `wanted`: the version that a request to SGLang names.

@@ -24,6 +24,7 @@ from weighbridge.follow.engines import (
     serving_of,
     wait_prepared,
 )
+from weighbridge.follow.evidence import Evidence
 from weighbridge.follow.status import Status
 from weighbridge.follow.status import label as label_of
 
@@ -124,6 +125,21 @@ class VllmServer:
     def prepare_early(self, version: int) -> None:
         """Ask all workers to bring a version as its parts arrive."""
         self._ask_workers("weighbridge_prepare_early", str(version))
+
+    def evidence(self, known: str = "") -> Mapping[str, Evidence]:
+        """Evidence of what all workers compute with, by what errors call each.
+
+        Args:
+            known: digest of a recording that they need not send.
+
+        Raises:
+            FailedPrecondition: a worker has none; or not all workers behind the server answer.
+        """
+        answers = self._answers("weighbridge_evidence", known)
+        names = list(self._by_name(answers))
+        with understood(self.url + _WORKERS):
+            found = [Evidence.from_json(each["evidence"]) for each in answers]
+        return dict(zip(names, found, strict=True))
 
     def discard(self) -> None:
         """Ask all workers to give back what they have prepared."""

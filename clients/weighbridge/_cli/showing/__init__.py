@@ -3,6 +3,7 @@
 May import: as `weighbridge._cli`.
 
 - `comparing`: diff.
+- `proving`: prove.
 - `top`: top.
 - `gathering`: what it reads of a service.
 - `overview`: what that says.

@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from weighbridge import _lazy as lazy
 from weighbridge._core.layouts import TensorSpec
 from weighbridge._core.text.counts import first_lines, named
 from weighbridge.errors import FailedPrecondition
@@ -116,3 +117,28 @@ def check_covered(
         raise FailedPrecondition(
             f"{version} has nothing for {named(empty, _MOST_NAMED)}", fix=_FIX, details=first_lines(empty)
         )
+
+
+def unseen(model: Any, recording: lazy.Recording, seen: Mapping[str, Any]) -> dict[str, str]:
+    """Parameters of a model of which a version's bytes do not say what they must be, by name, and why.
+
+    Args:
+        model: a `torch.nn.Module`.
+        recording: of its loader.
+        seen: the parameters of which they do.
+    """
+    there = {id(tensor) for tensor in seen.values()}
+    found = dict.fromkeys(
+        recording.targets.keys() - seen.keys(), "the engine computes with something made of it"
+    )
+    filled = {
+        name: f"{recording.unwritten[name]} of its elements are left alone by a version"
+        for name in seen
+        if recording.unwritten.get(name)
+    }
+    others = {
+        name: "nothing was recorded of its way into the model"
+        for name, parameter in model.named_parameters()
+        if id(parameter) not in there and name not in found
+    }
+    return {**found, **filled, **others}

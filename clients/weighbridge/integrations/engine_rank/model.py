@@ -19,7 +19,7 @@ from weighbridge._core.slices import FullTensors
 from weighbridge._memory import cuda_copies
 from weighbridge.errors import FailedPrecondition, WeighbridgeError
 from weighbridge.integrations.engine_rank.agreement import Ranks
-from weighbridge.integrations.engine_rank.fitting import check_covered
+from weighbridge.integrations.engine_rank.fitting import check_covered, unseen
 from weighbridge.integrations.engine_rank.storageless import storageless, targets_of
 
 log = logging.getLogger(__name__)
@@ -160,6 +160,17 @@ class EngineModel(ABC):
             LayoutError: one has another shape, other strides or another dtype; names it.
         """
         recording.check(self.targets())
+
+    def live(self, recording: lazy.Recording) -> tuple[Mapping[str, torch.Tensor], Mapping[str, str]]:
+        """Parameters that the model computes with as they were loaded, by the names of the recording's targets; and of all others that it
+        has, why their bytes are not those of a version. Called while the model may compute."""
+        targets = self.targets()
+        seen = {
+            name: targets[name]
+            for name, shape in recording.targets.items()
+            if name in targets and lazy.Shape.of(targets[name]) == shape
+        }
+        return seen, unseen(self.model, recording, seen)
 
     def check_awake(self) -> None:
         """Refuse to fill parameters whose memory the engine has given back, as vLLM and SGLang do while they sleep.

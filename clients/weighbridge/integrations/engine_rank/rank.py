@@ -6,6 +6,7 @@ Called in the engine's own thread. What is called collective has to be called by
 from __future__ import annotations
 
 import secrets
+import time
 import weakref
 from contextlib import suppress
 from dataclasses import replace
@@ -21,6 +22,7 @@ from weighbridge._reporting.reporter import EngineReporter
 from weighbridge._tracing import spans
 from weighbridge.errors import FailedPrecondition, NotFound, WeighbridgeError
 from weighbridge.follow.engines import REFUSE, WAIT, WhenAsleep
+from weighbridge.follow.evidence import Evidence
 from weighbridge.follow.status import Status, label
 from weighbridge.follow.updates import Laps
 from weighbridge.integrations.engine_rank.agreement import RanksFailed, agree, exchange
@@ -284,6 +286,34 @@ class EngineRank:
             update_parts=laps.parts,
             update_version=number,
             update_bytes=0 if self.held is None else self.held.nbytes,
+        )
+
+    def evidence(self, known: str = "") -> Evidence:
+        """What this rank's parameters hold, to be compared with what its version makes of them. Not collective.
+
+        Args:
+            known: `Recording.digest` of a recording that the caller has, and needs not be sent.
+
+        Raises:
+            FailedPrecondition: the loader was not recorded, or the engine sleeps.
+        """
+        recorded = self._recorded
+        if recorded is None:
+            raise FailedPrecondition(
+                "what this rank takes of a version is not known", fix="connect the engine to the model first"
+            )
+        self.engine.check_awake()
+        begun = time.monotonic()
+        recording = recorded.recording
+        seen, unseen = self.engine.live(recording)
+        digests = lazy.digests_of(recording, seen)
+        return Evidence(
+            served="" if self.held is None else self.held.label,
+            recording=recording.digest,
+            recorded="" if known == recording.digest else recording.to_json(),
+            digests=digests,
+            unseen=dict(unseen),
+            seconds=time.monotonic() - begun,
         )
 
     def undo(self, number: int) -> None:

@@ -110,6 +110,21 @@ class Applier:
         else:
             log.debug("vLLM processes %s: %s", type(layer).__name__, operations.seen or "its state changes")
 
+    def live(self, recording: lazy.Recording) -> layers.Tensors:
+        """Tensors that the layers compute with as they were loaded, by the names of the recording's targets."""
+        found: layers.Tensors = {}
+        for layer, names in self._wanted(recording):
+            method = getattr(layer, "quant_method", None)
+            if isinstance(method, QuantizeMethodBase) and layer not in self._unprocessed:
+                continue
+            own = layers.own_tensors(layer)
+            found |= {
+                full: own[name].detach()
+                for name, full in names.items()
+                if lazy.Shape.of(own[name]) == recording.targets[full]
+            }
+        return found
+
     def _lies_as_loaded(
         self, recording: lazy.Recording, wanted: Sequence[tuple[torch.nn.Module, Mapping[str, str]]]
     ) -> bool:

@@ -16,6 +16,7 @@ from vllm.logger import init_logger
 from weighbridge import _lazy as lazy
 from weighbridge.errors import FailedPrecondition
 from weighbridge.integrations.engine_rank.agreement import ProcessGroup, Ranks
+from weighbridge.integrations.engine_rank.fitting import unseen
 from weighbridge.integrations.engine_rank.model import EngineModel, Rest
 from weighbridge.integrations.engine_rank.rank import EngineRank, rank_of
 from weighbridge.integrations.vllm import NAME, layers
@@ -104,6 +105,11 @@ class VllmModel(EngineModel):
         """
         check_updatable(self._vllm_config)
         self._applier.check(recording)
+
+    def live(self, recording: lazy.Recording) -> tuple[Mapping[str, torch.Tensor], Mapping[str, str]]:
+        """Tensors of layers that compute with what was loaded; others are repacked, quantized or derived."""
+        seen = self._applier.live(recording)
+        return seen, unseen(self.model, recording, seen)
 
     def watch_processing(self) -> None:
         """See which layers vLLM's processing leaves alone, when it processes them after this."""

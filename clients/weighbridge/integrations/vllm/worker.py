@@ -65,6 +65,15 @@ class WorkerExtension:
         """What this worker serves and prepares."""
         return self._weighbridge_do(lambda _rank: None)
 
+    def weighbridge_evidence(self, known: str) -> dict[str, Any]:
+        """Digests of the parameters as this worker computes with them, and what it takes of a version, unless the caller knows that: a digest of it."""
+        found: dict[str, Any] = {}
+
+        def take(rank: EngineRank) -> None:
+            found.update(rank.evidence(known).to_json())
+
+        return {**self._weighbridge_do(take), "evidence": found}
+
     def weighbridge_discard(self) -> dict[str, Any]:
         """Give back the memory of what was prepared."""
         return self._weighbridge_do(EngineRank.discard)

@@ -1,0 +1,86 @@
+"""Command that compares what a running engine computes with with the bytes of a version: prove."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import click
+
+from weighbridge._cli.output import print_result
+from weighbridge._cli.parsing import model_perhaps_at_version
+from weighbridge._cli.running import Command, client_options, engine_of
+from weighbridge._cli.showing import completing
+from weighbridge._core.references import Reference
+from weighbridge._core.text.counts import counted, named
+from weighbridge._core.text.durations import readable_duration
+from weighbridge.errors import FailedPrecondition
+
+if TYPE_CHECKING:
+    from weighbridge.follow.evidence import Proof, RankProof
+
+_NAMED = 10
+"""How many parameters of a rank are named."""
+
+
+@click.command("prove", cls=Command)
+@completing.reference("MODEL[@VERSION]", model_perhaps_at_version)
+@click.option(
+    "--url", default="http://127.0.0.1:8000", show_default=True, help="The vLLM server's HTTP address."
+)
+@click.option(
+    "--engine-server",
+    metavar="HOST:PORT",
+    help="The service's address as the engine reaches it; as --server if not given.",
+)
+@client_options
+@click.pass_context
+def prove_command(
+    ctx: click.Context, reference: Reference, url: str, engine_server: str | None, server: str, as_json: bool
+) -> None:
+    """Prove that a running vLLM server computes with the bytes of a version.
+
+    Every worker of every engine behind the server makes a digest of each parameter where it lies, while the engine serves. This command
+    pulls what each worker takes of the version, and makes the digests that the parameters must have. Without VERSION it is the version
+    that the engine says it serves. What the engine repacks or quantizes after loading cannot be compared, and is named. The exit code is 1
+    if a parameter has other bytes, or a worker serves another version.
+    """
+    from weighbridge.follow.evidence import FAILED, prove
+    from weighbridge.follow.vllm import VllmServer
+
+    model = reference.model
+    if not url.startswith(("http://", "https://")):
+        raise click.UsageError(f"--url {url} has no scheme: write http://{url}")
+    engine = VllmServer(url, model, engine_server or server)
+    with engine_of(server) as client:
+        engine.connect()
+        number = (
+            client.version(model, reference.version).number if reference.version else engine.serving().version
+        )
+        if number is None:
+            raise FailedPrecondition(
+                f"the engine does not say which version of {model} it serves", fix=f"name one: {model}@NUMBER"
+            )
+        proof = prove(client, engine.evidence, model, number)
+    print_result(proof, as_json, *_lines(proof))
+    ctx.exit(proof.verdict == FAILED)
+
+
+def _lines(proof: Proof) -> Iterator[str]:
+    yield f"{proof.model}@{proof.version}: {proof.verdict}"
+    for name, rank in proof.ranks.items():
+        yield f"  {name}: serves {rank.served or 'no version'}; {_compared(rank)}"
+        if rank.unseen:
+            whys: dict[str, list[str]] = {}
+            for parameter, why in sorted(rank.unseen.items()):
+                whys.setdefault(why, []).append(parameter)
+            for why, parameters in whys.items():
+                yield f"    not compared, {why}: {named(parameters, _NAMED)}"
+
+
+def _compared(rank: RankProof) -> str:
+    right = rank.compared - len(rank.wrong)
+    took = f", digests made in {readable_duration(rank.seconds)}"
+    if not rank.wrong:
+        return f"{counted(right, 'parameter has', 'parameters have')} its bytes{took}"
+    return f"OTHER BYTES in {named(rank.wrong, _NAMED)}; {counted(right, 'parameter has', 'parameters have')} its bytes{took}"

@@ -1,0 +1,116 @@
+"""Digests of parameters, by what was recorded of an engine's loader: of those that it computes with, and of those that a version comes to.
+
+A digest is made on the device where a tensor lies. It depends on each word and on its place, so that a flipped bit and two experts that have
+changed places are told from the right ones (two in 2**64 agree by chance); it is no protection against those who choose the bytes.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+import torch
+
+from weighbridge._lazy.recording import Constant, Recording
+from weighbridge._lazy.staging import part_of
+from weighbridge._lazy.tensor import shown
+
+Digests = Mapping[str, Sequence[int]]
+"""For each parameter by name the digests of the parts that a loader writes, in the order of its steps."""
+
+_WORD = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_TURN = 0x2545F4914F6CDD1D
+"""Tells groups of rows apart; odd."""
+_ROW = 1 << 16
+"""Words that have weights of their own."""
+_ROWS_AT_ONCE = 128
+"""Rows of 512 KiB that are weighed at one time, in a copy."""
+
+
+def digest_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Digest of a tensor's elements in row-major order, an ``int64`` on its device; it is not waited for.
+
+    Args:
+        tensor: of any dtype and device; the digest depends on its bytes, and not on how they lie.
+    """
+    flat = tensor.detach().reshape(-1)
+    if not flat.numel():
+        return torch.zeros((), dtype=torch.int64, device=flat.device)
+    if flat.stride(0) != 1 or flat.data_ptr() % 8:
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    words = flat.view(torch.uint8).view(_WORD[math.gcd(flat.nbytes, 8)])
+    whole = words.numel() // _ROW * _ROW
+    weights = _weights(tensor.device)
+    rows = words[:whole].view(-1, _ROW)
+    sums = [
+        (rows[start : start + _ROWS_AT_ONCE] * weights).sum(1) for start in range(0, len(rows), _ROWS_AT_ONCE)
+    ]
+    rest = words[whole:].to(torch.int64)
+    sums.append((rest * weights[: len(rest)]).sum().reshape(1))
+    return _sum_of_rows(torch.cat(sums), weights)
+
+
+def _sum_of_rows(sums: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Digest of the sums of rows, of any number of them."""
+    total = torch.zeros((), dtype=torch.int64, device=sums.device)
+    for start in range(0, len(sums), _ROW):
+        part = sums[start : start + _ROW]
+        total = total * _TURN + (part * weights[-len(part) :]).sum()
+    return total
+
+
+@functools.cache
+def _weights(device: torch.device) -> torch.Tensor:
+    """An odd number for each word of a row. Source: SplitMix64, Steele, Lea and Flood 2014."""
+    state = (np.arange(1, _ROW + 1, dtype=np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    odd = (state ^ (state >> np.uint64(31))) | np.uint64(1)
+    return torch.from_numpy(odd.view(np.int64)).to(device)
+
+
+def digests_of(recording: Recording, parameters: Mapping[str, torch.Tensor]) -> dict[str, list[int]]:
+    """Digests of parameters as they are, each in the parts in which a loader writes it.
+
+    Args:
+        recording: of the loader.
+        parameters: some of its targets, by name, as they were recorded.
+    """
+    with torch.no_grad():
+        found = {
+            name: [digest_of(part_of(tensor, step.part)) for step in recording.by_target[name]]
+            for name, tensor in parameters.items()
+        }
+    return {name: torch.stack(digests).tolist() if digests else [] for name, digests in found.items()}
+
+
+def expected_digests(recording: Recording, slices: Iterator[torch.Tensor]) -> dict[str, list[int]]:
+    """Digests that parameters have if they hold a version, made from the version's own bytes.
+
+    Args:
+        recording: of the loader.
+        slices: those of ``recording.request``, in order, contiguous and in host memory; one at a time is held.
+    """
+    by_slice: dict[int, list[tuple[str, int]]] = {}
+    found: dict[str, list[int]] = {name: [0] * len(steps) for name, steps in recording.by_target.items()}
+    for name, steps in recording.by_target.items():
+        for at, step in enumerate(steps):
+            if isinstance(step, Constant):
+                dtype = recording.targets[name].dtype
+                found[name][at] = int(digest_of(torch.full(step.part.size, step.value, dtype=dtype)))
+            else:
+                by_slice.setdefault(recording.boxes[step.tensor, step.box], []).append((name, at))
+    for index, tensor in enumerate(slices):
+        for name, at in by_slice.get(index, ()):
+            step = recording.by_target[name][at]
+            if not isinstance(step, Constant):
+                part = shown(tensor, step.view, step.casts).to(recording.targets[name].dtype)
+                found[name][at] = int(digest_of(part))
+    return found
+
+
+def differing(expected: Digests, found: Digests) -> list[str]:
+    """Names of the parameters whose digests are not those that are expected."""
+    return [name for name, digests in found.items() if list(expected.get(name, ())) != list(digests)]

@@ -1,0 +1,122 @@
+"""Evidence of what an engine's parameters hold, and the proof that they hold a version."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+
+from weighbridge._clients.engine import EngineClient
+from weighbridge._core.json_values import JsonValue
+from weighbridge.errors import FailedPrecondition
+from weighbridge.follow.status import label
+
+if TYPE_CHECKING:
+    from weighbridge import _lazy as lazy
+
+PROVED, IN_PART, FAILED = "proved", "proved in part", "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence(JsonValue):
+    """Digests of one rank's parameters, as it computes with them.
+
+    Attributes:
+        served: `label` of the version that the rank says it serves; empty if none.
+        recording: `Recording.digest` of what the rank takes of a version.
+        recorded: the recording itself, as JSON; empty if the caller has it.
+        digests: of each parameter that lies as it was loaded.
+        unseen: other parameters, by name, and why a version does not say what they must be.
+        seconds: for which the rank made the digests.
+    """
+
+    served: str
+    recording: str
+    recorded: str
+    digests: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    unseen: Mapping[str, str] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    @staticmethod
+    def from_json(found: Mapping[str, Any]) -> Evidence:
+        """Read what `to_json` has written; keys that an engine adds are left out."""
+        return Evidence(**{each.name: found[each.name] for each in fields(Evidence) if each.name in found})
+
+
+@dataclass(frozen=True, slots=True)
+class RankProof(JsonValue):
+    """Result for one rank.
+
+    Attributes:
+        served: the version that the rank says it serves.
+        compared: how many parameters have the bytes of the version, or have not.
+        wrong: names of those that have not.
+        unseen: parameters that could not be compared, by name, and why.
+        seconds: for which the rank made its digests.
+    """
+
+    served: str
+    compared: int
+    wrong: tuple[str, ...]
+    unseen: Mapping[str, str]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Proof(JsonValue):
+    """Result for an engine.
+
+    Attributes:
+        model: ``namespace/name``.
+        version: number of the version that it was to serve.
+        verdict: ``proved``; ``proved in part`` if parameters could not be compared; or ``failed``.
+        ranks: the result of each rank, by what errors call it.
+    """
+
+    model: str
+    version: int
+    verdict: str
+    ranks: Mapping[str, RankProof]
+
+
+def prove(
+    client: EngineClient, ask: Callable[[str], Mapping[str, Evidence]], model: str, number: int
+) -> Proof:
+    """Compare what an engine's ranks compute with with the bytes of a version, which this process pulls itself.
+
+    Args:
+        client: of the service.
+        ask: gives the evidence of all ranks; is told the digest of a recording that need not be sent.
+        model: ``namespace/name``.
+        number: of the version.
+
+    Raises:
+        NotFound: no such version.
+        FailedPrecondition: a rank has no evidence to give.
+    """
+    from weighbridge import _lazy as lazy
+
+    recordings: dict[str, lazy.Recording] = {}
+    expected: dict[str, lazy.Digests] = {}
+    ranks: dict[str, RankProof] = {}
+    for name, evidence in ask("").items():
+        if evidence.recording not in expected:
+            if evidence.recorded:
+                recordings[evidence.recording] = lazy.Recording.from_json(evidence.recorded)
+            recording = recordings.get(evidence.recording)
+            if recording is None:
+                raise FailedPrecondition(f"{name} does not say what it takes of a version")
+            pull = client.pull(model, number, recording.request)
+            expected[evidence.recording] = lazy.expected_digests(recording, (tensor for _, tensor in pull))
+        wrong = lazy.differing(expected[evidence.recording], evidence.digests)
+        ranks[name] = RankProof(
+            evidence.served, len(evidence.digests), tuple(wrong), dict(evidence.unseen), evidence.seconds
+        )
+    return Proof(model, number, _verdict(ranks.values(), label(model, number)), ranks)
+
+
+def _verdict(ranks: Iterable[RankProof], wanted: str) -> str:
+    found = list(ranks)
+    if any(rank.wrong or rank.served != wanted for rank in found):
+        return FAILED
+    return IN_PART if any(rank.unseen for rank in found) else PROVED

@@ -1,0 +1,197 @@
+"""Does a proof find every fault of what an engine computes with, name it, and invent none?
+
+``WEIGHBRIDGE_PROOF_FAULTS=1000`` injects as many faults, in equal shares per kind.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.engines.test_engine_model import Alone
+from tests.support.example_engine import Llama
+from tests.support.reference import tiny_config, tiny_model
+from tests.support.rounds import rounds
+from tests.support.services import RunningService, running_service
+from weighbridge import EngineClient, TrainerClient
+from weighbridge import _lazy as lazy
+from weighbridge.follow.evidence import FAILED, IN_PART, PROVED, Evidence, prove
+from weighbridge.integrations.engine_rank.agreement import OneRank
+from weighbridge.integrations.engine_rank.rank import EngineRank
+from weighbridge.integrations.engine_rank.source import ModelSource
+
+MODEL = "tests/proved"
+CONFIG = tiny_config("llama", tied=False, head_dim=8)
+FAULTS = rounds("PROOF_FAULTS")
+
+
+class Cut(OneRank):
+    """One of two ranks in one process."""
+
+    size = 2
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningService]:
+    root = tmp_path_factory.mktemp("proofs")
+    with running_service(root / "store", local_socket=str(root / "lane.sock")) as running:
+        with TrainerClient(running.address) as trainer:
+            for seed in (1, 2):
+                tiny_model(CONFIG, seed).save_pretrained(root / str(seed))
+                if seed == 1:
+                    trainer.register_model(MODEL, root / "1")
+                trainer.push_folder(MODEL, root / str(seed)).wait(timeout=60)
+        yield running
+
+
+@pytest.fixture
+def client(service: RunningService) -> Iterator[EngineClient]:
+    with EngineClient(service.address) as found:
+        yield found
+
+
+@pytest.fixture
+def ranks(
+    service: RunningService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[list[EngineRank]]:
+    """Two tensor-parallel ranks with version 2, by an update."""
+    monkeypatch.setenv("WEIGHBRIDGE_CACHE", str(tmp_path))
+    found = []
+    for rank in range(2):
+        model = Llama(CONFIG, rank, 2)
+        engine = Alone(model)
+        engine.configuration = lambda rank=rank: f"rank {rank}"  # type: ignore[method-assign]
+        made = EngineRank(engine)
+        made.load(ModelSource(MODEL, service.address), 1)
+        made.apply(2)
+        found.append(made)
+    yield found
+    for made in found:
+        made.close()
+
+
+def ask(ranks: list[EngineRank]) -> Callable[[str], Mapping[str, Evidence]]:
+    """Evidence as it comes by JSON."""
+    return lambda known: {
+        f"rank {at}": Evidence.from_json(rank.evidence(known).to_json()) for at, rank in enumerate(ranks)
+    }
+
+
+def test_an_engine_is_proved_after_a_load_and_after_an_update_by_bytes_that_another_process_pulls(
+    ranks: list[EngineRank], client: EngineClient, service: RunningService
+) -> None:
+    proof = prove(client, ask(ranks), MODEL, 2)
+    assert proof.verdict == PROVED
+    for rank, proved in zip(ranks, proof.ranks.values(), strict=True):
+        assert proved.served == f"{MODEL}@2"
+        assert proved.compared == len(list(rank.engine.model.parameters()))
+    assert ranks[0].evidence().recording != ranks[1].evidence().recording
+    assert ranks[0].evidence(ranks[0].evidence().recording).recorded == ""
+    assert prove(client, ask(ranks), MODEL, 1).verdict == FAILED
+
+
+def flip(rank: EngineRank, chance: random.Random) -> str:
+    """One bit of one parameter."""
+    name, parameter = chance.choice(list(rank.engine.model.named_parameters()))
+    bits = parameter.data.view(-1).view(torch.int32)
+    bits[chance.randrange(len(bits))] ^= 1 << chance.randrange(31)
+    return name
+
+
+def swap(rank: EngineRank, chance: random.Random) -> str:
+    """Two tensors of one shape in one parameter, as experts are swapped: gate and up."""
+    name, parameter = chance.choice(
+        [each for each in rank.engine.model.named_parameters() if "gate_up" in each[0]]
+    )
+    gate, up = parameter.data.chunk(2)
+    parameter.data.copy_(torch.cat([up, gate]))
+    return name
+
+
+def swap_rows(rank: EngineRank, chance: random.Random) -> str:
+    """Two rows of one parameter."""
+    name, parameter = chance.choice(
+        [each for each in rank.engine.model.named_parameters() if each[1].ndim == 2]
+    )
+    first, second = chance.sample(range(len(parameter)), 2)
+    parameter.data[[first, second]] = parameter.data[[second, first]]
+    return name
+
+
+def half(rank: EngineRank, chance: random.Random, before: Mapping[str, torch.Tensor]) -> str:
+    """A parameter of the version before: an update that has reached one half of them."""
+    name, parameter = chance.choice(list(rank.engine.model.named_parameters()))
+    parameter.data.copy_(before[name])
+    return name
+
+
+def test_every_injected_fault_is_found_and_named_and_none_is_invented(
+    ranks: list[EngineRank], client: EngineClient, service: RunningService
+) -> None:
+    chance = random.Random(38)
+    old = {}
+    for at in range(2):
+        fresh = Llama(CONFIG, at, 2)
+        rank = EngineRank(Alone(fresh))
+        rank.load(ModelSource(MODEL, service.address), 1)
+        old[at] = {name: p.detach().clone() for name, p in fresh.named_parameters()}
+        rank.close()
+    for number in range(FAULTS):
+        at = chance.randrange(2)
+        rank = ranks[at]
+        whole = {name: p.detach().clone() for name, p in rank.engine.model.named_parameters()}
+        kind = number % 5
+        if kind == 4:  # a rank that an update has skipped
+            wrong = {name for name, p in old[at].items() if not torch.equal(p, whole[name])}
+            for name, parameter in rank.engine.model.named_parameters():
+                parameter.data.copy_(old[at][name])
+        else:
+            inject = [flip, swap, swap_rows, partial(half, before=old[at])][kind]
+            name = inject(rank, chance)
+            wrong = {name} if not torch.equal(whole[name], rank.engine.model.get_parameter(name)) else set()
+        proof = prove(client, ask(ranks), MODEL, 2)
+        assert set(proof.ranks[f"rank {at}"].wrong) == wrong
+        assert not proof.ranks[f"rank {1 - at}"].wrong
+        assert proof.verdict == (FAILED if wrong else PROVED)
+        for name, parameter in rank.engine.model.named_parameters():
+            parameter.data.copy_(whole[name])
+        if number % 5 == 0:
+            assert prove(client, ask(ranks), MODEL, 2).verdict == PROVED
+
+
+def test_a_stale_head_that_nothing_was_recorded_for_is_named_as_not_compared(
+    ranks: list[EngineRank], client: EngineClient
+) -> None:
+    ranks[0].engine.model.register_parameter("another_head", torch.nn.Parameter(torch.zeros(2)))
+    proof = prove(client, ask(ranks), MODEL, 2)
+    assert proof.verdict == IN_PART
+    assert list(proof.ranks["rank 0"].unseen) == ["another_head"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.bool])
+@pytest.mark.parametrize(
+    "shape", [(), (0,), (1,), (3,), (8,), (65_536,), (65_537,), (3, 70_001), (129, 65_536)]
+)
+def test_a_digest_is_that_of_the_bytes_however_they_lie(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    generator = torch.Generator().manual_seed(1)
+    whole = torch.randint(0, 256, (*shape, dtype.itemsize), dtype=torch.uint8, generator=generator)
+    if dtype is torch.bool:
+        whole %= 2
+    tensor = whole.view(dtype).view(shape)
+    digest = int(lazy.digest_of(tensor))
+    apart = torch.stack([torch.zeros_like(tensor), tensor], -1)[..., 1]
+    assert int(lazy.digest_of(apart)) == digest
+    unaligned = torch.empty(tensor.nbytes + 1, dtype=torch.uint8)[1:]
+    unaligned.copy_(tensor.reshape(-1).view(torch.uint8))
+    assert int(lazy.digest_of(unaligned)) == digest
+    if tensor.numel() > 1:
+        reversed_ = tensor.reshape(-1).flip(0).reshape(shape)
+        assert (int(lazy.digest_of(reversed_)) == digest) == torch.equal(reversed_, tensor)
