@@ -14,12 +14,15 @@ import pytest
 import torch
 
 from tests.engines.test_engine_model import Alone
+from tests.sdk.follow.test_mistakes import Recording
 from tests.support.example_engine import Llama
 from tests.support.reference import tiny_config, tiny_model
 from tests.support.rounds import rounds
 from tests.support.services import RunningService, running_service
 from weighbridge import EngineClient, TrainerClient
 from weighbridge import _lazy as lazy
+from weighbridge.follow.agent import Follower
+from weighbridge.follow.engines import Prepared, Serving, serving_of
 from weighbridge.follow.evidence import FAILED, IN_PART, PROVED, Evidence, prove
 from weighbridge.integrations.engine_rank.agreement import OneRank
 from weighbridge.integrations.engine_rank.rank import EngineRank
@@ -195,3 +198,60 @@ def test_a_digest_is_that_of_the_bytes_however_they_lie(dtype: torch.dtype, shap
     if tensor.numel() > 1:
         reversed_ = tensor.reshape(-1).flip(0).reshape(shape)
         assert (int(lazy.digest_of(reversed_)) == digest) == torch.equal(reversed_, tensor)
+
+
+class Driver(Recording):
+    """An engine of ranks in this process; a hook may change them after an update."""
+
+    def __init__(self, ranks: list[EngineRank], after: Callable[[], None]) -> None:
+        super().__init__(Serving(None))
+        self.ranks = ranks
+        self.proofs = 0
+        self._after = after
+
+    def serving(self) -> Serving:
+        return serving_of({f"rank {at}": rank.status() for at, rank in enumerate(self.ranks)}, MODEL)
+
+    def prepare(self, version: int) -> Prepared:
+        for rank in self.ranks:
+            rank.prepare(version)
+        return super().prepare(version)
+
+    def apply(self, version: int, label: str) -> None:
+        for rank in self.ranks:
+            rank.apply(version)
+        super().apply(version, label)
+        self._after()
+
+    def evidence(self, known: str = "") -> Mapping[str, Evidence]:
+        self.proofs += 1
+        return ask(self.ranks)(known)
+
+
+def test_an_agent_proves_the_start_and_each_nth_update_and_brings_again_what_fails(
+    ranks: list[EngineRank], client: EngineClient
+) -> None:
+    chance = random.Random(3)
+    faults = [lambda: None, partial(flip, ranks[1], chance), lambda: None, lambda: None, lambda: None]
+    engine = Driver(ranks, lambda: faults.pop(0)())
+    follower = Follower(client, MODEL, engine, retry_seconds=0.0, prove_every=2)
+    first = next(follower.run())  # it has version 2, which `latest` names
+    assert (first.version, first.error, first.proof) == (2, "", PROVED)
+    assert [follower.take_to(1).proof, engine.proofs] == ["", 1]
+    failed = follower.take_to(2)
+    assert "rank 1 has other bytes in" in failed.error
+    assert failed.proof == FAILED
+    again = follower.take_to(2)
+    assert (again.error, again.proof, again.serves) == ("", PROVED, 2)
+    assert [follower.take_to(1).proof, follower.take_to(2).proof] == ["", PROVED]
+
+
+def test_an_engine_that_starts_with_other_bytes_is_brought_to_its_version_by_an_agent_that_proves(
+    ranks: list[EngineRank], client: EngineClient
+) -> None:
+    flip(ranks[0], random.Random(4))
+    engine = Driver(ranks, lambda: None)
+    assert next(Follower(client, MODEL, engine).run()).error == ""
+    done = next(Follower(client, MODEL, engine, prove_every=1).run())
+    assert (done.version, done.error, done.proof) == (2, "", PROVED)
+    assert engine.asked[-1] == f"apply {MODEL}@2"

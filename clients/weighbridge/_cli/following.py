@@ -98,6 +98,14 @@ if TYPE_CHECKING:
     metavar="FILE",
     help="Keep a file of JSON that says how the engine stands: its version, how many versions it is behind, since when the service cannot be reached.",
 )
+@click.option(
+    "--prove",
+    "prove_every",
+    type=WholeNumber(min=1),
+    metavar="N",
+    help="Prove at the start and after every N-th update that a vLLM server computes with the version's bytes, as `weighbridge prove` does; this "
+    "host pulls what the workers take of the version each time. A version that fails its proof is brought again.",
+)
 @click.option("--force", is_flag=True, help="Also if the engine says that it serves another model.")
 @client_options
 @click.pass_context
@@ -115,6 +123,7 @@ def follow_command(
     count: int | None,
     required: tuple[Path, ...],
     status_path: Path | None,
+    prove_every: int | None,
     force: bool,
     server: str,
     as_json: bool,
@@ -139,6 +148,8 @@ def follow_command(
     url = urls[0] if urls else None
     if url is not None and not url.startswith(("http://", "https://")):
         raise click.UsageError(f"--url {url} has no scheme: write http://{url}")
+    if prove_every and kind != "vllm":
+        raise click.UsageError(f"--engine {kind} has no --prove")
     end_tidily()  # else the engine would stay paused
     trusts = trusted(required)
     listener = _nobody if status_path is None else status_file(status_path)
@@ -148,7 +159,16 @@ def follow_command(
         done = None
         reporter = EngineReporter(client, model, kind=kind, address=engine.url, ref=ref, listener=listener)
         with closing(reporter), closing(ReachWatch(engine.url)):
-            follower = Follower(client, model, engine, ref, force=force, required=trusts, reporter=reporter)
+            follower = Follower(
+                client,
+                model,
+                engine,
+                ref,
+                force=force,
+                required=trusts,
+                reporter=reporter,
+                prove_every=prove_every or 0,
+            )
             for done in itertools.islice(follower.run(), count):
                 print_result(done, as_json, _line(done), one_line=True)
     ctx.exit(1 if done is not None and done.error else 0)
@@ -204,7 +224,7 @@ def _line(done: Followed) -> str:
         behind = f", {counted(done.behind, 'version')} behind" if done.behind else ""
         return f"{done.model}@{done.version}: failed, and the engine serves {serves}{behind}: {done.error}"
     if not done.nbytes:
-        return f"{done.model}@{done.version}: the engine has it"
+        return f"{done.model}@{done.version}: the engine has it{_proof(done)}"
     if done.waits:
         return (
             f"{done.model}@{done.version}: {readable_size(done.nbytes)} prepared in {readable_duration(done.prepare_seconds)}, "
@@ -212,8 +232,12 @@ def _line(done: Followed) -> str:
         )
     return (
         f"{done.model}@{done.version}: {readable_size(done.nbytes)} prepared in {readable_duration(done.prepare_seconds)}, "
-        f"engine paused for {readable_duration(done.pause_seconds)} ({step_text(done.parts)})"
+        f"engine paused for {readable_duration(done.pause_seconds)} ({step_text(done.parts)}){_proof(done)}"
     )
+
+
+def _proof(done: Followed) -> str:
+    return f", {done.proof}" if done.proof else ""
 
 
 _BESIDES = ("REF", "HEARD", "LAST UPDATE", "STEP", "NOTE")

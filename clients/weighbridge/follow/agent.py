@@ -22,6 +22,7 @@ from weighbridge._signing.trust import Trusted
 from weighbridge._tracing import spans
 from weighbridge.errors import DataLoss, FailedPrecondition, WeighbridgeError
 from weighbridge.follow.engines import Engine, EngineFailed, Prepared, Serving
+from weighbridge.follow.evidence import FAILED, prove
 from weighbridge.follow.news import with_looks
 from weighbridge.follow.status import label
 from weighbridge.follow.updates import Laps, apply_prepared, pause_seconds, quietly
@@ -49,6 +50,7 @@ class Followed(JsonValue):
         behind: how many versions there are behind the one that it serves, up to the one that the ref names, if the service has said so.
         waits: whether the engine sleeps, and its wake-up will bring the version.
         parts: of an update that succeeded, in seconds, by the names of `step_parts.OF_AGENT`.
+        proof: ``proved``, ``proved in part`` or ``failed``; empty if nothing was proved.
     """
 
     model: str
@@ -61,6 +63,20 @@ class Followed(JsonValue):
     behind: int = 0
     waits: bool = False
     parts: Parts = field(default_factory=dict, hash=False)
+    proof: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Proved:
+    """Result of a proof that was due, or of none.
+
+    Attributes:
+        verdict: ``Proof.verdict``; empty if none was made.
+        problem: what is wrong with the engine; empty if nothing is.
+    """
+
+    verdict: str = ""
+    problem: str = ""
 
 
 class Follower:
@@ -79,6 +95,8 @@ class Follower:
         look_seconds: pause between two looks whether the engine still serves what it was taken to. One that was started again with another
             version, or has got an engine that came later, is taken there again.
         reporter: is told how the engine stands; None to tell nobody.
+        prove_every: prove at the start and after so many updates that the engine computes with the version's bytes; 0 never does. A version
+            that fails its proof counts as one that the engine has not taken: it is brought again.
     """
 
     def __init__(
@@ -94,6 +112,7 @@ class Follower:
         signed_seconds: float = SIGNED_SECONDS,
         look_seconds: float = LOOK_SECONDS,
         reporter: EngineReporter | None = None,
+        prove_every: int = 0,
     ) -> None:
         self._client = client
         self._model = model
@@ -108,6 +127,8 @@ class Follower:
         self._reporter = reporter
         self._judged: tuple[tuple[int, tuple[Signature, ...]], str] | None = None
         self._heard_s: float | None = None
+        self._prove_every = prove_every
+        self._until_proof = min(prove_every, 1)
 
     def run(self) -> Iterator[Followed]:
         """Follow for ever. Gives the version that the engine has at the start, if that is the ref's, and then each update or failure. One that
@@ -141,12 +162,12 @@ class Follower:
     def _take_news(self, version: Version) -> Iterator[Followed]:
         number = version.number
         self._heard_s = time.monotonic()
-        if self._engine_has(number):
+        if self._engine_has(number) and not (wrong := self._prove(number)).problem:
             self._engine.label(label(self._model, number))
             self._engine.resume()  # an agent before this one may have ended while it was paused
             problem = self._unsigned(number)
             self._say(state=ENGINE_SERVING, version=number, target=0, error=problem)
-            yield Followed(self._model, number, number, error=problem)
+            yield Followed(self._model, number, number, error=problem, proof=wrong.verdict)
         elif (yield from self._wait_signed(number)):
             yield from self._insist(version)
 
@@ -288,6 +309,8 @@ class Follower:
         if serving is not None and not waits and (serving.broken or version not in (None, number)):
             problem = _with_what_is_served(problem, number, serving)
         laps.end("confirm")
+        proof = _Proved() if problem or waits else self._prove(number)
+        problem = problem or proof.problem
         done = Followed(
             self._model,
             number,
@@ -299,9 +322,27 @@ class Follower:
             self._behind if problem else 0,
             waits,
             {} if problem else {name: round(seconds, 6) for name, seconds in laps.parts.items()},
+            proof.verdict,
         )
         self._say_done(done)
         return done
+
+    def _prove(self, number: int) -> _Proved:
+        """Prove that the engine computes with the bytes of a version, if that is due."""
+        self._until_proof -= 1
+        if self._until_proof or not self._prove_every:
+            return _Proved()
+        self._until_proof = self._prove_every
+        try:
+            proof = prove(self._client, self._engine.evidence, self._model, number)
+        except WeighbridgeError as error:
+            log.warning("version %d could not be proved: %s", number, error)
+            self._until_proof = 1
+            return _Proved()
+        if proof.verdict != FAILED:
+            return _Proved(proof.verdict)
+        self._until_proof = 1  # what is brought again is proved again
+        return _Proved(proof.verdict, f"the proof of version {number} has failed: {proof.wrong_text}")
 
     def _say_done(self, done: Followed) -> None:
         if done.error:

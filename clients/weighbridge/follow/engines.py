@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeVar
 
 from weighbridge.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, WeighbridgeError
+from weighbridge.follow.evidence import Evidence
 from weighbridge.follow.status import Status, label
 
 T = TypeVar("T")
@@ -104,6 +105,13 @@ class Engine(Protocol):
     def prepare_early(self, version: int) -> None:
         """Have a version that is still being received brought to the engine's machine as it arrives, if the engine can; returns at once. `prepare`
         goes on with it when the version is ready."""
+
+    def evidence(self, known: str = "") -> Mapping[str, Evidence]:
+        """Evidence of what each rank computes with, by what errors call it, while the engine serves.
+
+        Args:
+            known: digest of a recording that need not be sent.
+        """
 
     def discard(self) -> None:
         """Give back what was prepared."""

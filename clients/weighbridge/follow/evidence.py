@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 from weighbridge._clients.engine import EngineClient
 from weighbridge._core.json_values import JsonValue
+from weighbridge._core.text.counts import named
 from weighbridge.errors import FailedPrecondition
 from weighbridge.follow.status import label
 
 if TYPE_CHECKING:
     from weighbridge import _lazy as lazy
 
+_NAMED = 5
+"""How many parameters of a rank are named in a text."""
 PROVED, IN_PART, FAILED = "proved", "proved in part", "failed"
 
 
@@ -77,6 +80,18 @@ class Proof(JsonValue):
     version: int
     verdict: str
     ranks: Mapping[str, RankProof]
+
+    @property
+    def wrong_text(self) -> str:
+        """What is wrong, rank by rank, in a few words; empty if nothing is."""
+        wanted = label(self.model, self.version)
+        found = []
+        for name, rank in self.ranks.items():
+            if rank.wrong:
+                found.append(f"{name} has other bytes in {named(rank.wrong, _NAMED)}")
+            elif rank.served != wanted:
+                found.append(f"{name} serves {rank.served or 'no version'}")
+        return "; ".join(found)
 
 
 def prove(

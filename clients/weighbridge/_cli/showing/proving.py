@@ -38,7 +38,7 @@ _NAMED = 10
 def prove_command(
     ctx: click.Context, reference: Reference, url: str, engine_server: str | None, server: str, as_json: bool
 ) -> None:
-    """Prove that a running vLLM server computes with the bytes of a version.
+    """Prove that a vLLM server computes with the bytes of a version.
 
     Every worker of every engine behind the server makes a digest of each parameter where it lies, while the engine serves. This command
     pulls what each worker takes of the version, and makes the digests that the parameters must have. Without VERSION it is the version
