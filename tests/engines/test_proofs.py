@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
@@ -19,7 +20,8 @@ from tests.support.example_engine import Llama
 from tests.support.reference import tiny_config, tiny_model
 from tests.support.rounds import rounds
 from tests.support.services import RunningService, running_service
-from weighbridge import EngineClient, TrainerClient
+from tests.support.waiting import eventually
+from weighbridge import EngineClient, EngineReporter, TrainerClient
 from weighbridge import _lazy as lazy
 from weighbridge.follow.agent import Follower
 from weighbridge.follow.engines import Prepared, Serving, serving_of
@@ -252,6 +254,8 @@ def test_an_engine_that_starts_with_other_bytes_is_brought_to_its_version_by_an_
     flip(ranks[0], random.Random(4))
     engine = Driver(ranks, lambda: None)
     assert next(Follower(client, MODEL, engine).run()).error == ""
-    done = next(Follower(client, MODEL, engine, prove_every=1).run())
+    with closing(EngineReporter(client, MODEL, kind="mine", ref="latest")) as reporter:
+        done = next(Follower(client, MODEL, engine, reporter=reporter, prove_every=1).run())
+        eventually(lambda: [each.proof_text for each in client.engines(MODEL)] == ["2 proved"])
     assert (done.version, done.error, done.proof) == (2, "", PROVED)
     assert engine.asked[-1] == f"apply {MODEL}@2"

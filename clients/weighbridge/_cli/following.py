@@ -240,7 +240,7 @@ def _proof(done: Followed) -> str:
     return f", {done.proof}" if done.proof else ""
 
 
-_BESIDES = ("REF", "HEARD", "LAST UPDATE", "STEP", "NOTE")
+_BESIDES = ("REF", "HEARD", "LAST UPDATE", "STEP", "PROOF", "NOTE")
 
 
 @click.command("engines", cls=Command)
@@ -283,5 +283,6 @@ def _engine_row(engine: Engine, now_ms: float) -> tuple[str, ...]:
         f"{readable_age(engine.heard_time_ms, now_ms)} ago",
         update if engine.update_version else "-",
         engine.step_text or "-",
+        engine.proof_text or "-",
         engine.error,
     )

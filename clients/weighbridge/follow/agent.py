@@ -162,12 +162,12 @@ class Follower:
     def _take_news(self, version: Version) -> Iterator[Followed]:
         number = version.number
         self._heard_s = time.monotonic()
-        if self._engine_has(number) and not (wrong := self._prove(number)).problem:
+        if self._engine_has(number) and not (proved := self._prove(number)).problem:
             self._engine.label(label(self._model, number))
             self._engine.resume()  # an agent before this one may have ended while it was paused
             problem = self._unsigned(number)
             self._say(state=ENGINE_SERVING, version=number, target=0, error=problem)
-            yield Followed(self._model, number, number, error=problem, proof=wrong.verdict)
+            yield Followed(self._model, number, number, error=problem, proof=proved.verdict)
         elif (yield from self._wait_signed(number)):
             yield from self._insist(version)
 
@@ -339,6 +339,7 @@ class Follower:
             log.warning("version %d could not be proved: %s", number, error)
             self._until_proof = 1
             return _Proved()
+        self._say(proved_version=number, proof=proof.verdict)
         if proof.verdict != FAILED:
             return _Proved(proof.verdict)
         self._until_proof = 1  # what is brought again is proved again

@@ -163,6 +163,8 @@ class EngineReport(_message.Message):
     UPDATE_AGE_SECONDS_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     UPDATE_PARTS_FIELD_NUMBER: _builtins.int
+    PROVED_VERSION_FIELD_NUMBER: _builtins.int
+    PROOF_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     """Names the engine for the life of its agent; 1 to 64 letters, digits, `-`, `_` or `.`."""
     kind: _builtins.str
@@ -202,6 +204,10 @@ class EngineReport(_message.Message):
     """How long ago that was."""
     traceparent: _builtins.str
     """Trace of the update that is under way, or was last (W3C Trace Context); empty if there is none."""
+    proved_version: _builtins.int
+    """The version of the last proof that the engine computes with a version's bytes; 0 if there was none."""
+    proof: _builtins.str
+    """What came of it: `proved`, `proved in part` if parameters could not be compared, or `failed`; `error` names the parameters then."""
     @_builtins.property
     def update_parts(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Parts of the last update that succeeded, in seconds, by name, in this order: `wait`, `stage`, `agree`, `pause`, `apply`, `resume`, `confirm`. Each
@@ -234,10 +240,12 @@ class EngineReport(_message.Message):
         update_age_seconds: _builtins.float = ...,
         traceparent: _builtins.str = ...,
         update_parts: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        proved_version: _builtins.int = ...,
+        proof: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "beat", b"beat", "engine_id", b"engine_id", "error", b"error", "host", b"host", "kind", b"kind", "model", b"model", "pid", b"pid", "ref", b"ref", "state", b"state", "state_seconds", b"state_seconds", "target", b"target", "traceparent", b"traceparent", "update_age_seconds", b"update_age_seconds", "update_bytes", b"update_bytes", "update_lane", b"update_lane", "update_parts", b"update_parts", "update_pause_seconds", b"update_pause_seconds", "update_prepare_seconds", b"update_prepare_seconds", "update_version", b"update_version", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "beat", b"beat", "engine_id", b"engine_id", "error", b"error", "host", b"host", "kind", b"kind", "model", b"model", "pid", b"pid", "proof", b"proof", "proved_version", b"proved_version", "ref", b"ref", "state", b"state", "state_seconds", b"state_seconds", "target", b"target", "traceparent", b"traceparent", "update_age_seconds", b"update_age_seconds", "update_bytes", b"update_bytes", "update_lane", b"update_lane", "update_parts", b"update_parts", "update_pause_seconds", b"update_pause_seconds", "update_prepare_seconds", b"update_prepare_seconds", "update_version", b"update_version", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

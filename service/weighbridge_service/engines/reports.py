@@ -22,6 +22,7 @@ _TEXT = re.compile(r"[!-~]{0,255}")
 """Addresses and names of hosts, and what else has neither spaces nor control characters."""
 _REF = re.compile(rf"(?:{REF_PATTERN})?")
 _TRACEPARENT = re.compile(r"(?:[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2})?")
+_PROOF = re.compile(r"[a-z ]{0,32}")
 _PATTERNS = {
     "engine_id": (_ID, "1 to 64 letters, digits, '-', '_' or '.'"),
     "kind": (_KIND, "at most 32 small letters, digits, '-', '_' or '.'"),
@@ -29,9 +30,10 @@ _PATTERNS = {
     "host": (_TEXT, "at most 255 characters of ASCII without spaces"),
     "ref": (_REF, "the name of a ref"),
     "update_lane": (_KIND, "at most 32 small letters, digits, '-', '_' or '.'"),
+    "proof": (_PROOF, "at most 32 small letters and spaces"),
     "traceparent": (_TRACEPARENT, "as W3C Trace Context has it"),
 }
-_COUNTS = ("version", "target", "pid", "beat", "update_version", "update_bytes")
+_COUNTS = ("version", "target", "pid", "beat", "update_version", "update_bytes", "proved_version")
 _SECONDS = ("state_seconds", "update_age_seconds", "update_prepare_seconds", "update_pause_seconds")
 
 

@@ -49,6 +49,8 @@ class EngineFacts(JsonValue):
         update_pause_seconds: of that update, while it stood still.
         update_lane: ``local`` or ``grpc``; empty if that is not known.
         traceparent: of the update that is under way, or was last (W3C Trace Context); empty if there is none.
+        proved_version: of the last proof that it computes with a version's bytes; 0 if there was none.
+        proof: what came of that: ``proved``, ``proved in part`` or ``failed``.
         update_parts: of the last update that succeeded, in seconds, by the names of `step_parts.PARTS`; those that were measured.
     """
 
@@ -69,6 +71,8 @@ class EngineFacts(JsonValue):
     update_pause_seconds: float = 0.0
     update_lane: str = ""
     traceparent: str = ""
+    proved_version: int = 0
+    proof: str = ""
     update_parts: dict[str, float] = field(default_factory=dict, hash=False)
 
     @property
@@ -96,6 +100,11 @@ class EngineFacts(JsonValue):
         brought = f"{readable_size(self.update_bytes)}{lane} " if self.update_bytes else ""
         took, paused = map(readable_duration, (self.update_prepare_seconds, self.update_pause_seconds))
         return f"{brought}in {took}, paused for {paused}"
+
+    @property
+    def proof_text(self) -> str:
+        """Its last proof, for people; empty if there was none."""
+        return f"{self.proved_version} {self.proof}" if self.proof else ""
 
     @property
     def step_text(self) -> str:

@@ -40,6 +40,14 @@ class EngineOut(Out):
     traceparent: str = Field(
         description="Trace of the update that is under way, or was last (W3C Trace Context); may be empty."
     )
+    proved_version: int = Field(
+        description="Version of the last proof that it computes with a version's bytes; 0 if there was none."
+    )
+    proof: str = Field(
+        description="What came of that: `proved`, `proved in part` if parameters could not be compared, `failed`, or what a later release adds; "
+        "empty if there was none.",
+        examples=["proved"],
+    )
     update_parts: dict[str, float] = Field(
         description=f"Seconds of that update's parts, by name: {', '.join(f'`{each.name}`, {each.text}' for each in PARTS)}. "
         "One that was not measured is missing.",
