@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -26,7 +28,7 @@ from weighbridge import _lazy as lazy
 from weighbridge.follow.agent import Follower
 from weighbridge.follow.engines import Prepared, Serving, serving_of
 from weighbridge.follow.evidence import FAILED, IN_PART, PROVED, Evidence, prove
-from weighbridge.integrations.engine_rank.agreement import OneRank
+from weighbridge.integrations.engine_rank.agreement import OneRank, RanksFailed
 from weighbridge.integrations.engine_rank.rank import EngineRank
 from weighbridge.integrations.engine_rank.source import ModelSource
 
@@ -259,3 +261,53 @@ def test_an_engine_that_starts_with_other_bytes_is_brought_to_its_version_by_an_
         eventually(lambda: [each.proof_text for each in client.engines(MODEL)] == ["2 proved"])
     assert (done.version, done.error, done.proof) == (2, "", PROVED)
     assert engine.asked[-1] == f"apply {MODEL}@2"
+
+
+def misplaced(recording: lazy.Recording) -> lazy.Recording:
+    """A wrong record of a loader: two tensors of one shape go to each other's places."""
+    steps = list(recording.steps)
+    first, second = (
+        next(at for at, step in enumerate(steps) if step.tensor == f"model.layers.0.mlp.{kind}_proj.weight")  # type: ignore[union-attr]
+        for kind in ("gate", "up")
+    )
+    a, b = steps[first], steps[second]
+    steps[first], steps[second] = a._replace(part=b.part), b._replace(part=a.part)
+    return replace(recording, steps=steps)
+
+
+def test_a_wrong_record_of_the_loader_passes_by_itself_and_is_found_by_the_engines_own_loader(
+    service: RunningService, client: EngineClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WEIGHBRIDGE_CACHE", str(tmp_path))
+    rank = EngineRank(Alone(Llama(CONFIG, 0, 1)))
+    with closing(rank):
+        rank.load(ModelSource(MODEL, service.address), 1)
+        recorded = rank._recorded
+        assert recorded is not None
+        rank._recorded = replace(recorded, recording=misplaced(recorded.recording))
+        rank.apply(2)
+        assert prove(client, ask([rank]), MODEL, 2).verdict == PROVED
+        found = rank.compare_with_load()
+        assert found.wrong == ("model_layers_0_mlp_gate_up",)
+        assert found.compared == len(list(rank.engine.model.parameters()))
+        assert rank.compare_with_load().wrong == ()
+        assert rank.status().served == f"{MODEL}@2"
+
+
+def test_a_load_that_fails_takes_the_engine_back_to_the_version_that_it_has(
+    ranks: list[EngineRank], client: EngineClient
+) -> None:
+    rank = ranks[0]
+    load = rank.engine.load_again
+
+    def fails(source: lazy.Source) -> None:
+        rank.engine.load(itertools.islice(source.tensors(), 5))
+        raise RuntimeError("made up")
+
+    rank.engine.load_again = fails  # type: ignore[method-assign]
+    flip(rank, random.Random(5))
+    with pytest.raises(RanksFailed, match="could not be loaded again; the engine is back at version 2"):
+        rank.compare_with_load()
+    assert rank.status().served == f"{MODEL}@2"
+    rank.engine.load_again = load  # type: ignore[method-assign]
+    assert rank.compare_with_load().wrong == ()

@@ -16,7 +16,14 @@ May import: `_clients` and folders below it.
 """
 
 from weighbridge._lazy.arriving import Arrived, EarlyStaging
-from weighbridge._lazy.digests import Digests, differing, digest_of, digests_of, expected_digests
+from weighbridge._lazy.digests import (
+    Digests,
+    differing,
+    digest_of,
+    digests_of,
+    expected_digests,
+    whole_digests,
+)
 from weighbridge._lazy.recorder import Load, record, remembered
 from weighbridge._lazy.recording import Recording, Shape
 from weighbridge._lazy.source import Source
@@ -43,4 +50,5 @@ __all__ = [
     "record",
     "remembered",
     "staging_bytes",
+    "whole_digests",
 ]

@@ -86,6 +86,13 @@ def digests_of(recording: Recording, parameters: Mapping[str, torch.Tensor]) -> 
     return {name: torch.stack(digests).tolist() if digests else [] for name, digests in found.items()}
 
 
+def whole_digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """Digest of each tensor as a whole, by name."""
+    with torch.no_grad():
+        found = {name: digest_of(tensor) for name, tensor in tensors.items()}
+    return {name: int(digest) for name, digest in found.items()}
+
+
 def expected_digests(recording: Recording, slices: Iterator[torch.Tensor]) -> dict[str, list[int]]:
     """Digests that parameters have if they hold a version, made from the version's own bytes.
 

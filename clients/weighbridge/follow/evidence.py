@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from weighbridge._clients.engine import EngineClient
 from weighbridge._core.json_values import JsonValue
@@ -14,6 +14,7 @@ from weighbridge.follow.status import label
 
 if TYPE_CHECKING:
     from weighbridge import _lazy as lazy
+    from weighbridge.follow.engines import Serving
 
 _NAMED = 5
 """How many parameters of a rank are named in a text."""
@@ -63,6 +64,12 @@ class RankProof(JsonValue):
     wrong: tuple[str, ...]
     unseen: Mapping[str, str]
     seconds: float
+
+    @staticmethod
+    def from_json(found: Mapping[str, Any]) -> RankProof:
+        """Read what `to_json` has written."""
+        said = {each.name: found[each.name] for each in fields(RankProof)}
+        return RankProof(**{**said, "wrong": tuple(said["wrong"])})
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +135,45 @@ def prove(
             evidence.served, len(evidence.digests), tuple(wrong), dict(evidence.unseen), evidence.seconds
         )
     return Proof(model, number, _verdict(ranks.values(), label(model, number)), ranks)
+
+
+def prove_by_load(engine: ByLoad, model: str, number: int) -> Proof:
+    """Compare what an engine's ranks compute with with a fresh load of the version by the engine's own loader. The engine stands still meanwhile.
+
+    Unlike `prove` it uses nothing that was recorded of the loader, and compares what the engine makes of weights, too. What differed is
+    right afterwards.
+
+    Args:
+        engine: its driver.
+        model: ``namespace/name``.
+        number: of the version that it is to serve.
+
+    Raises:
+        WeighbridgeError: it cannot be paused, or a rank cannot load the version.
+    """
+    engine.pause()
+    try:
+        ranks = engine.compare_with_load()
+    finally:
+        if not engine.serving().broken:
+            engine.resume()
+    return Proof(model, number, _verdict(ranks.values(), label(model, number)), ranks)
+
+
+class ByLoad(Protocol):
+    """Driver of an engine that can load a version again by its own loader; see `Engine`."""
+
+    def pause(self) -> None:
+        """See `Engine.pause`."""
+
+    def resume(self) -> None:
+        """See `Engine.resume`."""
+
+    def serving(self) -> Serving:
+        """See `Engine.serving`."""
+
+    def compare_with_load(self) -> Mapping[str, RankProof]:
+        """Load the version that all ranks have again; what that has changed on each, by what errors call it."""
 
 
 def _verdict(ranks: Iterable[RankProof], wanted: str) -> str:

@@ -24,7 +24,7 @@ from weighbridge.follow.engines import (
     serving_of,
     wait_prepared,
 )
-from weighbridge.follow.evidence import Evidence
+from weighbridge.follow.evidence import Evidence, RankProof
 from weighbridge.follow.status import Status
 from weighbridge.follow.status import label as label_of
 
@@ -139,6 +139,18 @@ class VllmServer:
         names = list(self._by_name(answers))
         with understood(self.url + _WORKERS):
             found = [Evidence.from_json(each["evidence"]) for each in answers]
+        return dict(zip(names, found, strict=True))
+
+    def compare_with_load(self) -> Mapping[str, RankProof]:
+        """Let all workers load the version that they have again by vLLM's own loader, while the engine is paused, and say what that has changed.
+
+        Raises:
+            FailedPrecondition: a worker cannot; or not all workers behind the server answer.
+        """
+        answers = self._answers("weighbridge_compare_with_load")
+        names = list(self._by_name(answers))
+        with understood(self.url + _WORKERS):
+            found = [RankProof.from_json(each["proof"]) for each in answers]
         return dict(zip(names, found, strict=True))
 
     def discard(self) -> None:

@@ -33,10 +33,21 @@ _NAMED = 10
     metavar="HOST:PORT",
     help="The service's address as the engine reaches it; as --server if not given.",
 )
+@click.option(
+    "--by-loading",
+    is_flag=True,
+    help="Pause the engine, and let its own loader load the version again over what it has: what differed is named, and right afterwards.",
+)
 @client_options
 @click.pass_context
 def prove_command(
-    ctx: click.Context, reference: Reference, url: str, engine_server: str | None, server: str, as_json: bool
+    ctx: click.Context,
+    reference: Reference,
+    url: str,
+    engine_server: str | None,
+    by_loading: bool,
+    server: str,
+    as_json: bool,
 ) -> None:
     """Prove that a vLLM server computes with the bytes of a version.
 
@@ -45,7 +56,7 @@ def prove_command(
     that the engine says it serves. What the engine repacks or quantizes after loading cannot be compared, and is named. The exit code is 1
     if a parameter has other bytes, or a worker serves another version.
     """
-    from weighbridge.follow.evidence import FAILED, prove
+    from weighbridge.follow.evidence import FAILED, prove, prove_by_load
     from weighbridge.follow.vllm import VllmServer
 
     model = reference.model
@@ -61,7 +72,10 @@ def prove_command(
             raise FailedPrecondition(
                 f"the engine does not say which version of {model} it serves", fix=f"name one: {model}@NUMBER"
             )
-        proof = prove(client, engine.evidence, model, number)
+        if by_loading:
+            proof = prove_by_load(engine, model, number)
+        else:
+            proof = prove(client, engine.evidence, model, number)
     print_result(proof, as_json, *_lines(proof))
     ctx.exit(proof.verdict == FAILED)
 

@@ -172,6 +172,19 @@ class EngineModel(ABC):
         }
         return seen, unseen(self.model, recording, seen)
 
+    def computed_with(self) -> Mapping[str, torch.Tensor]:
+        """All tensors that the model has now, by name, loaded or made of what was loaded; shared ones by each of their names."""
+        named = (self.model.named_parameters, self.model.named_buffers)
+        return {name: tensor for each in named for name, tensor in each(remove_duplicate=False)}
+
+    def hidden(self) -> Mapping[str, str]:
+        """Weights that are in none of these tensors, by name, and why."""
+        return {}
+
+    def load_again(self, source: lazy.Source) -> None:
+        """Load a version by the model's own loader over what it has, while nothing is computed. What was recorded is not used."""
+        self.load(source.tensors())
+
     def check_awake(self) -> None:
         """Refuse to fill parameters whose memory the engine has given back, as vLLM and SGLang do while they sleep.
 

@@ -22,7 +22,7 @@ from weighbridge._reporting.reporter import EngineReporter
 from weighbridge._tracing import spans
 from weighbridge.errors import FailedPrecondition, NotFound, WeighbridgeError
 from weighbridge.follow.engines import REFUSE, WAIT, WhenAsleep
-from weighbridge.follow.evidence import Evidence
+from weighbridge.follow.evidence import Evidence, RankProof
 from weighbridge.follow.status import Status, label
 from weighbridge.follow.updates import Laps
 from weighbridge.integrations.engine_rank.agreement import RanksFailed, agree, exchange
@@ -315,6 +315,44 @@ class EngineRank:
             unseen=dict(unseen),
             seconds=time.monotonic() - begun,
         )
+
+    def compare_with_load(self) -> RankProof:
+        """Load the version that this rank has again, by the engine's own loader, and say which tensors that has changed. Collective.
+
+        Nothing is computed meanwhile. Afterwards all tensors are those of a fresh load.
+
+        Raises:
+            RanksFailed: a rank has no version, sleeps, or could not load it; says which version the engine has.
+        """
+        begun = time.monotonic()
+        refusal = f"{self._kept(None)} was not loaded again"
+        held = agree(self.engine.ranks, refusal, self._held_awake)
+        self.held, self._broken = None, f"{held.label} was loaded again in part"
+        try:
+            before, after = agree(
+                self.engine.ranks,
+                f"version {held.version.number} could not be loaded again",
+                partial(self._digests_around_load, held),
+            )
+        except RanksFailed as error:
+            self._go_back(held, held.version.number, error)
+        self.held, self._broken = held, ""
+        wrong = [name for name, digest in before.items() if after.get(name) != digest]
+        return RankProof(
+            held.label, len(before), tuple(wrong), dict(self.engine.hidden()), time.monotonic() - begun
+        )
+
+    def _held_awake(self) -> Held:
+        self.engine.check_awake()
+        if self.held is None:
+            raise FailedPrecondition("this rank has no version of the service")
+        return self.held
+
+    def _digests_around_load(self, held: Held) -> tuple[dict[str, int], dict[str, int]]:
+        source = lazy.Source(self.client(held.source), held.source.model, held.version.number)
+        before = lazy.whole_digests(self.engine.computed_with())
+        self.engine.load_again(source)
+        return before, lazy.whole_digests(self.engine.computed_with())
 
     def undo(self, number: int) -> None:
         """Go back from a version to the one that was there before it. Nothing happens if the engine does not have that version. Collective.

@@ -110,6 +110,12 @@ class Applier:
         else:
             log.debug("vLLM processes %s: %s", type(layer).__name__, operations.seen or "its state changes")
 
+    def load_again(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Let the model's own loader fill layers that are made anew, and vLLM process them."""
+        with layers.reloading(self._model, self._model_config):
+            self._model.load_weights(tensors)
+        self._all_as_loaded = None
+
     def live(self, recording: lazy.Recording) -> layers.Tensors:
         """Tensors that the layers compute with as they were loaded, by the names of the recording's targets."""
         found: layers.Tensors = {}

@@ -111,6 +111,16 @@ class VllmModel(EngineModel):
         seen = self._applier.live(recording)
         return seen, unseen(self.model, recording, seen)
 
+    def hidden(self) -> Mapping[str, str]:
+        """Weights that vLLM's kernels for processors have packed out of sight."""
+        gone = layers.names_loaded(self.model) - self.computed_with().keys()
+        return dict.fromkeys(sorted(gone), "its kernel has packed it out of sight")
+
+    def load_again(self, source: lazy.Source) -> None:
+        """Through vLLM's layerwise reloading, as ``reload_weights`` does."""
+        with set_current_vllm_config(self._vllm_config), torch.no_grad():
+            self._applier.load_again(source.tensors())
+
     def watch_processing(self) -> None:
         """See which layers vLLM's processing leaves alone, when it processes them after this."""
         self._applier.watch_processing()

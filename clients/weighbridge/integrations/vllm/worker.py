@@ -21,7 +21,7 @@ class WorkerExtension:
 
     None of them raises: a failure is a text under ``failed`` in the answer. vLLM reads its workers' answers in order and stops at the first that
     raised; what the others have answered would be taken for answers to the next call. All but
-    `weighbridge_stage`, `weighbridge_apply` and `weighbridge_undo` return at once, because the engine stands still meanwhile.
+    `weighbridge_stage`, `weighbridge_apply`, `weighbridge_undo` and `weighbridge_compare_with_load` return at once, because the engine stands still meanwhile.
     """
 
     weight_transfer_engine: Any
@@ -73,6 +73,15 @@ class WorkerExtension:
             found.update(rank.evidence(known).to_json())
 
         return {**self._weighbridge_do(take), "evidence": found}
+
+    def weighbridge_compare_with_load(self) -> dict[str, Any]:
+        """Load the version that this worker has again by vLLM's own loader, while nothing is being computed, and say what that has changed."""
+        found: dict[str, Any] = {}
+
+        def compare(rank: EngineRank) -> None:
+            found.update(rank.compare_with_load().to_json())
+
+        return {**self._weighbridge_do(compare, self._weighbridge_settle), "proof": found}
 
     def weighbridge_discard(self) -> dict[str, Any]:
         """Give back the memory of what was prepared."""
