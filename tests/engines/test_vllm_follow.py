@@ -30,7 +30,7 @@ from weighbridge.errors import FailedPrecondition, WeighbridgeError
 from weighbridge.follow import vllm as vllm_driver
 from weighbridge.follow.agent import Followed, Follower
 from weighbridge.follow.engines import EngineFailed
-from weighbridge.follow.evidence import FAILED, IN_PART, PROVED, prove
+from weighbridge.follow.evidence import FAILED, IN_PART, PROVED, prove, prove_by_load
 from weighbridge_demo.vllm_server import EAGER, VllmServer
 
 pytestmark = [needs_vllm, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -341,3 +341,14 @@ def test_workers_are_proved_by_bytes_that_another_process_pulls_and_fail_against
     other = prove(place.client, place.engine.evidence, MODEL, before)
     assert other.verdict == FAILED
     assert all(len(rank.wrong) == rank.compared for rank in other.ranks.values())
+
+
+def test_workers_are_compared_with_a_load_by_vllms_own_loader_and_go_on(place: Place) -> None:
+    number = place.push()
+    place.insist(number)
+    proof = prove_by_load(place.engine, MODEL, number)
+    assert proof.verdict == IN_PART  # linear layers are packed out of sight
+    for rank in proof.ranks.values():
+        assert rank.compared > 0
+        assert not rank.wrong
+    assert place.seen() == place.version(number)
