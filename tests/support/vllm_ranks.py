@@ -347,7 +347,7 @@ def refuse(job: dict[str, Any]) -> str:
     from weighbridge import EngineClient
     from weighbridge import _lazy as lazy
     from weighbridge.errors import WeighbridgeError
-    from weighbridge.integrations.engine_rank.preparation import check_version
+    from weighbridge.integrations.engine_rank.preparation import check_model
 
     config = engine_config(job, hf_overrides=job.get("overrides", {}))
     model = made(config)
@@ -356,7 +356,7 @@ def refuse(job: dict[str, Any]) -> str:
         source.specs = tuple(spec for spec in source.specs if spec.name != job.get("without"))
         engine = VllmModel(model, config)
         try:
-            check_version(engine.config, client, source, None)
+            check_model(engine.config, client, source.version)
             engine.record_first(source)
         except WeighbridgeError as error:
             return str(error)
