@@ -10,6 +10,7 @@ import mmap
 import os
 import random
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -42,7 +43,8 @@ from weighbridge._formats.push_sources import ShardSource, StagingPool, TensorSo
 from weighbridge._lane.connection import LaneConnection
 from weighbridge.errors import FailedPrecondition
 from weighbridge.follow.agent import Followed, Follower
-from weighbridge.follow.engines import Serving
+from weighbridge.follow.engines import Prepared, Serving, wait_prepared
+from weighbridge.follow.status import Status
 from weighbridge.integrations.engine_rank.agreement import RanksFailed
 from weighbridge.integrations.engine_rank.rank import EngineRank
 from weighbridge.integrations.engine_rank.source import ModelSource
@@ -173,6 +175,26 @@ def test_parameters_are_staged_while_the_rest_still_comes(
         rank.apply(number)
     check(model, new)
     assert found[0] == found[1] >= len(before)
+
+
+def test_a_step_of_an_engine_that_began_early_has_waited_less_than_nothing(
+    rank: EngineRank, service: RunningService, raw: RawClient, arrays: Arrays
+) -> None:
+    number, [stream] = begin(raw, others(arrays, 2), 2)
+    rank.prepare_early(number)
+    begun_s = time.monotonic()
+    raw.push(MODEL, number, cut(stream))
+    early_s = time.monotonic() - begun_s
+    raw.seal(MODEL, number)
+    with EngineClient(service.address) as client:
+        done = next(Follower(client, MODEL, Beside(rank), "live").run())
+    passed_s = time.monotonic() - begun_s
+    assert (done.version, done.error) == (number, "")
+    assert done.parts["wait"] < 0
+    assert done.parts["stage"] > early_s, "it ends when the version is ready"
+    assert sum(done.parts.values()) < passed_s - early_s + 0.01, (
+        "parts are counted from when the agent has heard"
+    )
 
 
 def lend(connection: LaneConnection, number: int, of: int) -> tuple[pb.WriteLoan, mmap.mmap]:
@@ -382,6 +404,25 @@ def test_what_a_rank_has_written_is_staged_while_it_writes_the_rest(
         rank.apply(number)
     check(model, plain)
     assert found[0] == found[1] > 0
+
+
+class Beside(Recording):
+    """Agent's driver of a rank in this process."""
+
+    def __init__(self, rank: EngineRank) -> None:
+        super().__init__(Serving(1))
+        self._rank = rank
+
+    def prepare(self, version: int) -> Prepared:
+        self._rank.prepare(version)
+        return wait_prepared(self._ranks(), self._ranks, MODEL, version, 60)
+
+    def apply(self, version: int, label: str) -> None:
+        self._rank.apply(version)
+        self._serving = Serving(version)
+
+    def _ranks(self) -> dict[str, Status]:
+        return {"rank 0": self._rank.status()}
 
 
 class Engine(Recording):

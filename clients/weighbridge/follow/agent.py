@@ -293,7 +293,7 @@ class Follower:
                 with spans.child(span, "weighbridge.prepare"):
                     self._engine.connect()
                     prepared = self._engine.prepare(number)
-                laps.end_preparation(prepared.seconds)
+                laps.end_preparation(prepared.seconds, prepared.early_seconds)
                 (problem,) = apply_prepared([self._engine], number, label(self._model, number), laps)
             except WeighbridgeError as error:
                 problem = str(error)

@@ -64,11 +64,13 @@ class Prepared:
 
     Attributes:
         nbytes: bytes that all of the engine's ranks have fetched.
-        seconds: how long the slowest of them took.
+        seconds: from when the first of them began until the last one had them.
+        early_seconds: how much of that had passed when they were asked for the version: they had begun while it was still being received.
     """
 
     nbytes: int
     seconds: float
+    early_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +192,9 @@ def wait_prepared(told: Ranks, ask: Callable[[], Ranks], model: str, number: int
         if problems:
             raise FailedPrecondition(f"version {number} could not be prepared", details=problems)
         if all(rank.prepared == wanted for rank in ranks):
-            return Prepared(sum(rank.nbytes for rank in ranks), max(rank.seconds for rank in ranks))
+            early_s = max(rank.early_seconds for rank in ranks)
+            late_s = max(rank.seconds - rank.early_seconds for rank in ranks)
+            return Prepared(sum(rank.nbytes for rank in ranks), early_s + late_s, early_s)
         if any(wanted not in (rank.preparing, rank.prepared) for rank in ranks):
             raise FailedPrecondition(
                 f"someone else has asked this engine for another version than {number}",

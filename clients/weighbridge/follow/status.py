@@ -24,6 +24,7 @@ class Status(JsonValue):
         prepared: the version in host memory; empty if there is none.
         nbytes: bytes of the version that is being prepared or has been.
         seconds: how long its preparation took; 0 before it has ended.
+        early_seconds: how much of that had passed when the rank was asked for the version: it had begun while the version was still being received.
         error: why the last preparation failed; empty if it did not.
         broken: why the parameters are of no version; empty if they are of one, or never were.
         instance: which start of this rank answers: two servers behind one address, and a server before and after a restart, have different ones.
@@ -39,6 +40,7 @@ class Status(JsonValue):
     broken: str = ""
     instance: str = field(default="", compare=False)
     waiting: str = ""
+    early_seconds: float = 0.0
 
     @staticmethod
     def from_json(found: Mapping[str, Any]) -> Status:

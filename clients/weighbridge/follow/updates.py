@@ -57,7 +57,7 @@ class Laps:
         self._began_s = self._last_s = time.monotonic()
 
     def heard(self, at_s: float) -> None:
-        """Note when the agent heard of the version, by `time.monotonic`: before the update has begun, or after, for an engine that begins early."""
+        """Note when the agent heard of the version, by `time.monotonic`."""
         self.parts["wait"] = self._began_s - at_s
 
     def end(self, name: str) -> None:
@@ -65,14 +65,20 @@ class Laps:
         now_s = time.monotonic()
         self.parts[name], self._last_s = now_s - self._last_s, now_s
 
-    def end_preparation(self, staged_seconds: float) -> None:
+    def end_preparation(self, staged_seconds: float, early_seconds: float = 0.0) -> None:
         """End ``stage`` and ``agree``.
 
         Args:
-            staged_seconds: how long the slowest rank took, as it says itself.
+            staged_seconds: how long the ranks took until the last one had the version, as they say themselves.
+            early_seconds: how much of that had passed when this part began. The engine has waited less by that.
         """
         self.end("stage")
         took_s = self.parts["stage"]
+        if "wait" in self.parts:
+            self.parts["wait"] -= early_seconds
+            took_s += early_seconds
+        else:
+            staged_seconds -= early_seconds
         self.parts["stage"] = min(max(staged_seconds, 0.0), took_s)
         self.parts["agree"] = took_s - self.parts["stage"]
 

@@ -56,6 +56,13 @@ def test_a_version_is_prepared_when_all_ranks_have_it() -> None:
     assert waited(*states) == Prepared(10, 2.0)
 
 
+def test_ranks_that_began_early_have_begun_with_the_first_and_ended_with_the_last() -> None:
+    early = Status(prepared="acme/smol@2", nbytes=5, seconds=5.1, early_seconds=5.0)
+    late = Status(prepared="acme/smol@2", nbytes=5, seconds=0.4)
+    found = waited(ranks(early, late))
+    assert (found.seconds, found.early_seconds) == pytest.approx((5.4, 5.0))
+
+
 def test_a_version_that_other_ranks_have_than_those_that_were_told_is_not_prepared() -> None:
     there = Status(prepared="acme/smol@2", instance="a")
     told = ranks(there, replace(there, instance="b"))

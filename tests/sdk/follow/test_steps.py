@@ -220,14 +220,24 @@ def test_an_engine_that_began_before_its_agent_heard_of_the_version_has_waited_l
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     watch = Watch(monkeypatch)
-    laps = Laps()
-    watch.now_s += 0.2
     heard_s = watch.now_s
+    watch.now_s += 0.02
+    laps = Laps()
     laps.heard(heard_s)
-    watch.now_s += 0.01
-    laps.end_preparation(0.15)
-    assert laps.parts == pytest.approx({"wait": -0.2, "stage": 0.15, "agree": 0.06})
+    watch.now_s += 0.03
+    laps.end_preparation(0.21, early_seconds=0.2)
+    assert laps.parts == pytest.approx({"wait": -0.18, "stage": 0.21, "agree": 0.02})
     assert sum(laps.parts.values()) == pytest.approx(watch.now_s - heard_s)
+
+
+def test_of_an_engine_that_began_early_without_news_only_what_has_passed_since_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    watch = Watch(monkeypatch)
+    laps = Laps()
+    watch.now_s += 0.03
+    laps.end_preparation(0.21, early_seconds=0.2)
+    assert laps.parts == pytest.approx({"stage": 0.01, "agree": 0.02})
 
 
 def test_what_ranks_say_beyond_what_has_passed_counts_as_no_more_than_that(

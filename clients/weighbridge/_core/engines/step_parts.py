@@ -59,8 +59,7 @@ _LAST = "resume"
 """The part after which the engine goes on."""
 
 Parts: TypeAlias = Mapping[str, float]
-"""Seconds of parts, by name. ``wait`` may be below zero: an engine may stage a version while parts of it still arrive, and ``staged`` then come
-before ``ready``."""
+"""Seconds of parts, by name. ``wait`` is below zero for an engine that stages a version while it arrives: ``begun`` then comes before ``ready``."""
 
 
 def chosen(parts: Parts, table: Iterable[StepPart] = PARTS) -> dict[str, float]:

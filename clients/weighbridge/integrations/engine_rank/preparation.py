@@ -88,6 +88,7 @@ class Preparation:
         error: why it failed; None if it did not, or has not ended.
         rest: what the model's own loader has to run for.
         asked: whether an agent counts on it. One that was begun early gives way to another version until then.
+        early_seconds: how long before that it was begun.
 
     Args:
         engine: the model.
@@ -107,6 +108,7 @@ class Preparation:
         early: bool = False,
     ) -> None:
         self.asked = not early
+        self.early_seconds = 0.0
         self._early = early
         self.source = source
         self.number = number
@@ -147,6 +149,11 @@ class Preparation:
         if self._update is None:
             raise FailedPrecondition(f"{self.label} has not been prepared")
         return self._update
+
+    def ask(self) -> None:
+        """Count on it."""
+        if not self.asked:
+            self.asked, self.early_seconds = True, time.monotonic() - self._begun
 
     def wait(self) -> None:
         """Wait for its end.

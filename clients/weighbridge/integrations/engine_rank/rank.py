@@ -422,7 +422,13 @@ class EngineRank:
             return replace(found, preparing=there.label, nbytes=there.nbytes)
         if there.error is not None:
             return replace(found, error=str(there.error), nbytes=there.nbytes, seconds=there.seconds)
-        return replace(found, prepared=there.label, nbytes=there.nbytes, seconds=there.seconds)
+        return replace(
+            found,
+            prepared=there.label,
+            nbytes=there.nbytes,
+            seconds=there.seconds,
+            early_seconds=there.early_seconds,
+        )
 
     def end_reports(self) -> None:
         """Report no more to the service what the engine serves: it ends, or an agent reports it."""
@@ -472,7 +478,7 @@ class EngineRank:
             and (there.source, there.number, there.error) == (source, number, None)
             and there.recorded.configuration == self.engine.configuration()
         ):
-            there.asked = True
+            there.ask()
             return False
         self._refuse_while_preparing()
         if there is not None and isinstance(there.error, RecordingStale):
