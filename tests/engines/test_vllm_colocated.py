@@ -327,6 +327,49 @@ def test_no_rank_wakes_the_engine_before_all_are_off_the_card(turns: Turns) -> N
     turns.check_engine_has(2)
 
 
+class Other:
+    """The `vllm.LLM` of another rank, which cannot do one thing."""
+
+    def __init__(self, cannot: str) -> None:
+        self._cannot = cannot
+
+    def collective_rpc(self, method: str, args: Sequence[str] = ()) -> list[dict[str, Any]]:
+        del args
+        return [{"failed": "made up" if method == self._cannot else ""}]
+
+    def wake_up(self, tags: list[str]) -> None:
+        if self._cannot == "wake_up":
+            raise MemoryError("made up")
+        del tags
+
+
+@pytest.mark.parametrize("cannot", ["weighbridge_prepare", "wake_up"])
+def test_an_engine_sleeps_on_without_what_was_begun_if_another_ranks_engine_fails_before_it_is_awake(
+    turns: Turns, cannot: str
+) -> None:
+    turns.train(2)
+    barrier, said, handle = threading.Barrier(2), dict[int, Any](), turns.push()
+
+    def run(rank: int) -> ColocatedUpdate:
+        ranks = Threads(rank, 2, barrier, said)
+        llm: Any = (turns.llm, Other(cannot))[rank]
+        engine = ColocatedEngine(
+            llm, MODEL, turns.service.address, level=turns.level, ranks=ranks, memory=lambda: 0
+        )
+        return engine.update(lambda: handle, turns.offload)
+
+    with ThreadPoolExecutor(2) as pool:
+        failed = list(pool.map(lambda rank: _error_of(partial(run, rank)), (0, 1)))
+    assert isinstance(failed[0], RanksFailed)
+    assert "made up" in str(failed[1])
+    assert turns.llm.used == 0
+    status = turns.llm.rank.status()
+    assert (status.prepared, status.preparing) == ("", "")
+    turns.train(3)
+    turns.update()
+    turns.check_engine_has(3)
+
+
 def _error_of(do: Callable[[], object]) -> Exception:
     try:
         do()

@@ -214,13 +214,13 @@ class ColocatedEngine:
             FailedPrecondition: the engine could not take it; says what it has.
             RanksFailed: one of these, on another rank.
         """
-        number, pushed = self._part(partial(self._push, push))
         try:
+            number, pushed = self._part(partial(self._push, push))
             _, offloaded = self._part(partial(_offload, offload))
+            woken = self._wake_weights()
         except BaseException:
             self._quietly(SleepingEngine.discard)
             raise
-        _, woken = self._part(partial(self._ask, SleepingEngine.wake_up, WEIGHTS))
         try:
             name = label(self._model, number)
             _, updated = self._part(partial(self._ask, SleepingEngine.apply, number, name))
@@ -246,6 +246,13 @@ class ColocatedEngine:
         self._ask(SleepingEngine.connect)
         self._ask(SleepingEngine.begin, number)
         return number
+
+    def _wake_weights(self) -> Part:
+        try:
+            return self._part(partial(self._ask, SleepingEngine.wake_up, WEIGHTS))[1]
+        except RanksFailed:  # this rank's engine is awake, and another rank's is not
+            self._sleep_again()
+            raise
 
     def _sleep_again(self) -> str:
         """Let an engine that may be half awake sleep; says what became of it."""
