@@ -64,6 +64,7 @@ def test_a_version_that_could_not_be_brought_leaves_the_engine_with_the_one_it_h
 ) -> None:
     core = made({**KEPT, "failed": "version 2 was not prepared, and the engine keeps version 1"})
     core.sleep(1)
+    core._weight_version = "acme/tiny@2"  # as vLLM's own end of an update names what waits
     core.wake_up()
     assert core.running
     assert "the engine keeps version 1" in caplog.text
@@ -83,6 +84,19 @@ def test_pauses_and_ends_of_pauses_leave_an_engine_that_sleeps_alone() -> None:
     assert not core.running
     core.resume_scheduler()
     assert core.running
+
+
+def test_weights_that_did_not_go_to_sleep_are_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = made(KEPT, KEPT, KEPT)
+    with monkeypatch.context() as patch:
+        patch.setattr(core, "pause_scheduler", lambda _mode: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            core.sleep(2)
+    core.sleep(1)
+    core.wake_up(["weights"])
+    core.sleep(2)  # vLLM 0.24 does nothing
+    core.wake_up(["kv_cache"])
+    assert [each for each in core.did if isinstance(each, tuple)] == [(False, False), (False, True)]
 
 
 def test_workers_that_are_put_to_sleep_one_by_one_get_what_waits_too() -> None:

@@ -96,7 +96,8 @@ class Watch:
         for problem in failed:
             log.error("the wake-up does not bring the version that has waited: %s", problem)
         setattr(core, _UNSETTLED, not last)
-        served = {each["served"] for each in answers if each["changed"]}
+        # one that failed may be named already, by `finish_weight_update`
+        served = {each["served"] for each in answers if each["changed"] or each["failed"]}
         if len(served) == 1 and hasattr(core, "_weight_version"):  # not in 0.24
             core._weight_version = served.pop() or "default"
 
@@ -109,9 +110,16 @@ class Watch:
 
         @wraps(original)
         def sleep(self: Any, level: int = 1, *args: Any, **kwargs: Any) -> Any:
+            lost, ends_later = getattr(self, _LOST, False), None
             if level >= _DISCARDS and _WEIGHTS not in self.model_executor.sleeping_tags:
                 setattr(self, _LOST, True)
-            return original(self, level, *args, **kwargs)
+            try:
+                ends_later = original(self, level, *args, **kwargs)
+                return ends_later
+            finally:
+                # it could not sleep, or does not while a part of it does, as in 0.24
+                if ends_later is None and _WEIGHTS not in self.model_executor.sleeping_tags:
+                    setattr(self, _LOST, lost)
 
         core.sleep = sleep
 
