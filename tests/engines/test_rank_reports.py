@@ -73,6 +73,24 @@ def test_a_transformers_model_reports_what_it_serves_and_what_it_could_not_be_ta
     eventually(lambda: only(client).standing == "gone")
 
 
+def test_an_engine_that_has_lost_its_version_in_its_sleep_does_not_report_that_it_serves_it(
+    running: RunningService, client: EngineClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_ranks, "_AGENT_SECONDS", 0.0)
+    model = from_weighbridge(f"{MODEL}@1", running.address)
+    rank = live_model(model).rank
+    eventually(lambda: client.engines(MODEL) and only(client).version == 1)
+    rank.wake(lost=True, last=False)  # its caller may still update it
+    rank.wake(lost=False, last=True)
+    eventually(lambda: only(client).state == "failing")
+    assert (only(client).version, only(client).error) == (
+        0,
+        f"{MODEL}@1 was discarded while the engine slept",
+    )
+    rank.apply(1)
+    eventually(lambda: (only(client).state, only(client).version) == ("serving", 1))
+
+
 def test_an_engine_that_updates_itself_reports_its_span_in_the_trace_of_the_push(
     traced: Traced, running: RunningService, client: EngineClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -196,7 +196,7 @@ class EngineModel(ABC):
             if not cuda_copies.is_mapped(target.data_ptr()):
                 raise EngineAsleep(
                     f"the engine sleeps: {name} has no memory",
-                    fix="wake its weights up, and update it again; or start it with when_asleep=wait",
+                    fix="wake its weights up, and update it again; vLLM brings it by the wake-up if when_asleep is wait",
                 )
 
     def staging_place(self, recording: lazy.Recording) -> lazy.StagingPlace | None:

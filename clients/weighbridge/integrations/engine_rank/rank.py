@@ -400,8 +400,10 @@ class EngineRank:
                 problem = error
             if last or problem is None:
                 self._waiting = None
-        if last and self.held is None and self._lost is not None and self.when_asleep == WAIT:
-            self._bring(self._lost.source, self._lost.version.number)
+        if last and self.held is None and self._lost is not None:
+            self._say(state=ENGINE_FAILING, error=self._broken)
+            if self.when_asleep == WAIT:
+                self._bring(self._lost.source, self._lost.version.number)
         if problem is not None:
             raise problem
 
