@@ -321,7 +321,7 @@ class Follower:
             problem,
             self._behind if problem else 0,
             waits,
-            {} if problem else {name: round(seconds, 6) for name, seconds in laps.parts.items()},
+            {} if problem or waits else {name: round(seconds, 6) for name, seconds in laps.parts.items()},
             proof.verdict,
         )
         self._say_done(done)

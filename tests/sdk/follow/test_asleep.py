@@ -39,7 +39,7 @@ def test_a_version_that_waits_is_said_and_then_that_the_wake_up_has_brought_it()
     again = Serving(2, model=MODEL, instances=("b",))  # ends the test: the agent says something only then
     engine, said = Asleep(woken(2), woken(2), again), Said()
     first, _ = followed(engine, said)
-    assert (first.waits, first.serves, first.error) == (True, 1, "")
+    assert (first.waits, first.serves, first.error, first.parts) == (True, 1, "", {})
     assert _line(first).endswith("prepared in 0 ms, and the engine's wake-up brings it")
     states = [(each["state"], each.get("version")) for each in said.changes if "state" in each]
     assert states[1:3] == [("waiting", 1), ("serving", 2)]
