@@ -53,7 +53,7 @@ def test_an_engine_that_serves_no_version_stands_still_until_it_does() -> None:
         with pytest.raises(FailedPrecondition, match="serves no version") as raised:
             again()
         assert "the service is away" in str(raised.value)
-        assert not core.running
+        assert (core.running, core._weight_version) == (False, "default")
     core.wake_up()
     assert core.running
     assert core.did == ["pause abort", (True, True), (False, True), (False, True), "forget", "go on"]

@@ -86,6 +86,10 @@ class Watch:
         setattr(core, _LOST, False)
         if any(each["changed"] for each in answers):
             self.forget(core)
+        # one that failed may be named already, by `finish_weight_update`
+        served = {each["served"] for each in answers if each["changed"] or each["failed"]}
+        if len(served) == 1 and hasattr(core, "_weight_version"):  # not in 0.24
+            core._weight_version = served.pop() or "default"
         failed = list(dict.fromkeys(each["failed"] for each in answers if each["failed"]))
         if last and any(each["owes"] for each in answers):
             raise FailedPrecondition(
@@ -96,10 +100,6 @@ class Watch:
         for problem in failed:
             log.error("the wake-up does not bring the version that has waited: %s", problem)
         setattr(core, _UNSETTLED, not last)
-        # one that failed may be named already, by `finish_weight_update`
-        served = {each["served"] for each in answers if each["changed"] or each["failed"]}
-        if len(served) == 1 and hasattr(core, "_weight_version"):  # not in 0.24
-            core._weight_version = served.pop() or "default"
 
     def _is_ours(self, core: Core) -> bool:
         transfer = core.vllm_config.weight_transfer_config
