@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -152,6 +153,7 @@ def test_the_parts_of_a_step_add_up_and_report_page_metrics_and_command_line_hav
             text = http.get(page).text
             for each in PARTS:
                 assert f"{each.name} {readable_seconds(parts[each.name])}" in text, (page, each.name)
+            assert found.step_text in " ".join(re.sub("<[^>]*>", "", text).split()), page
         for each in PARTS:
             assert f'title="{escape(each.text)}"' in text
         assert http.get(f"/v1/models/{MODEL}/engines").json()["engines"][0]["update_parts"] == parts
