@@ -508,11 +508,16 @@ class EngineRank:
         return there.label
 
     def _bring(self, source: ModelSource, number: int) -> None:
-        """`apply`, whatever else is being prepared. Collective."""
+        """`apply`, whatever else is being prepared, which begins anew behind it. Collective."""
         there = self._preparation
-        if there is not None and (there.source, there.number) != (source, number):
-            self.discard()
+        if there is None or (there.source, there.number) == (source, number):
+            self.apply(number, source)
+            return
+        self.discard()
         self.apply(number, source)
+        if there.asked and there.error is None:
+            with suppress(WeighbridgeError):  # an agent that waits for it sees that it is not there
+                self.prepare(there.number, there.source)
 
     def _due(self) -> str:
         """What `wake` decides by, which is the same on all ranks."""
