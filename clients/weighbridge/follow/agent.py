@@ -351,7 +351,7 @@ class Follower:
             return
         if done.waits:
             text = f"the engine sleeps: its wake-up brings version {done.version}"
-            self._say(state=ENGINE_WAITING, version=done.serves or 0, target=0, error=text)
+            self._say(state=ENGINE_WAITING, version=done.serves or 0, target=done.version, error=text)
             return
         self._say(
             state=ENGINE_SERVING,

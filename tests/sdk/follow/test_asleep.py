@@ -41,9 +41,11 @@ def test_a_version_that_waits_is_said_and_then_that_the_wake_up_has_brought_it()
     first, _ = followed(engine, said)
     assert (first.waits, first.serves, first.error, first.parts) == (True, 1, "", {})
     assert _line(first).endswith("prepared in 0 ms, and the engine's wake-up brings it")
-    states = [(each["state"], each.get("version")) for each in said.changes if "state" in each]
-    assert states[1:3] == [("waiting", 1), ("serving", 2)]
-    assert ("failing", 2) not in states
+    states = [
+        (each["state"], each.get("version"), each["target"]) for each in said.changes if "state" in each
+    ]
+    assert states[1:3] == [("waiting", 1, 2), ("serving", 2, 0)]  # the service keeps both meanwhile
+    assert "failing" not in [state for state, *_ in states]
     assert [each for each in engine.asked if "prepare" in each] == ["prepare 2"]
 
 
