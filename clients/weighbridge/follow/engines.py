@@ -178,7 +178,7 @@ def wait_prepared(told: Ranks, ask: Callable[[], Ranks], model: str, number: int
         timeout: seconds.
 
     Raises:
-        FailedPrecondition: a rank cannot take it, or its bytes did not come; says why. Another version was asked for meanwhile. Or other ranks
+        FailedPrecondition: a rank cannot take it, or its bytes did not come; says why. Another version was asked for meanwhile, or brought by a wake-up. Or other ranks
             answer than those that were told.
         DeadlineExceeded: not in time.
     """
@@ -195,10 +195,15 @@ def wait_prepared(told: Ranks, ask: Callable[[], Ranks], model: str, number: int
             early_s = max(rank.early_seconds for rank in ranks)
             late_s = max(rank.seconds - rank.early_seconds for rank in ranks)
             return Prepared(sum(rank.nbytes for rank in ranks), early_s + late_s, early_s)
-        if any(wanted not in (rank.preparing, rank.prepared) for rank in ranks):
+        for name, rank in named.items():
+            if wanted in (rank.preparing, rank.prepared):
+                continue
+            other = rank.preparing or rank.prepared
             raise FailedPrecondition(
-                f"someone else has asked this engine for another version than {number}",
-                fix="let one agent update an engine",
+                f"{name} prepares {other}, and not version {number}"
+                if other
+                else f"{name} does not prepare version {number} any more",
+                fix="let one agent update an engine; if it has slept, its wake-up comes first, and its log says what that has brought",
             )
         if time.monotonic() > deadline:
             raise DeadlineExceeded(f"version {number} was not prepared within {timeout:g} s")

@@ -78,9 +78,16 @@ def test_a_rank_that_cannot_prepare_is_named() -> None:
         waited(ranks(Status(preparing="acme/smol@2"), Status(error="gone")))
 
 
-@pytest.mark.parametrize("other", [Status(preparing="acme/smol@3"), Status(prepared="acme/smol@3"), Status()])
-def test_an_engine_that_was_asked_for_another_version_meanwhile_is_not_waited_for(other: Status) -> None:
-    with pytest.raises(FailedPrecondition, match="someone else has asked this engine"):
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        (Status(preparing="acme/smol@3"), "rank 1 prepares acme/smol@3, and not version 2"),
+        (Status(prepared="acme/smol@3"), "rank 1 prepares acme/smol@3, and not version 2"),
+        (Status(), "rank 1 does not prepare version 2 any more"),
+    ],
+)
+def test_an_engine_that_prepares_another_version_or_none_is_not_waited_for(other: Status, said: str) -> None:
+    with pytest.raises(FailedPrecondition, match=said):
         waited(ranks(Status(preparing="acme/smol@2"), other))
 
 
