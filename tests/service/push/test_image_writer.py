@@ -431,3 +431,38 @@ def test_a_range_is_collected_as_it_was_scattered(seed: int) -> None:
         bench.agreed.prepared.transfer.collect(0, len(bench.stream(rank)), rest, str(rank)) is None
         for rank in range(RANKS)
     )
+
+
+def test_marks_are_revoked_as_soon_as_a_process_that_has_a_grant_may_write_over_what_came_otherwise() -> None:
+    """A rank pushes by gRPC while a process of it may still write to the image: which of the two is last is not known."""
+    bench = Bench()
+    marks = bench.writer.arrivals(bench.files.layout)
+    bench.push(1)
+    grant = bench.writer.grant(0)
+    assert not marks.revoked, "nobody else writes what rank 1 or a grant's first process does"
+    bench.push(0, [(0, 8)])
+    assert marks.revoked
+    bench.writer.end_grant(grant, complete=False)
+
+
+def test_marks_are_revoked_by_a_grant_over_a_piece_that_is_still_being_copied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = Bench()
+    marks, transfer = bench.writer.arrivals(bench.files.layout), type(bench.agreed.prepared.transfer)
+    copying, go_on, scatter = threading.Event(), threading.Event(), transfer.scatter
+
+    def slowly(*args: Any) -> Any:
+        copying.set()
+        assert go_on.wait(30)
+        return scatter(*args)
+
+    monkeypatch.setattr(transfer, "scatter", slowly)
+    pushing = threading.Thread(target=bench.push, args=(0, [(0, 8)]))
+    pushing.start()
+    assert copying.wait(30)
+    grant = bench.writer.grant(0)
+    go_on.set()
+    pushing.join(30)
+    assert marks.revoked
+    bench.writer.end_grant(grant, complete=False)

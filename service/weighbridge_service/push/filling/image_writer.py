@@ -187,7 +187,9 @@ class ImageWriter:
             fresh = self._claim(rank, offset, end)
             if not fresh:
                 return
-            if any(self._in_place[rank].within(start, stop) for start, stop in fresh):
+            # what a process that was granted the image has written, or may still write
+            written = self._agreed.prepared.grantable[rank] if self._grants[rank] else self._in_place[rank]
+            if any(written.within(start, stop) for start, stop in fresh):
                 self._revoke()
             self._writers += 1
             buffers = self._buffers
@@ -337,7 +339,10 @@ class ImageWriter:
                 )
             if self._filled:
                 raise FailedPrecondition("files of the version are complete already, and must not be changed")
-            again = any(self._in_place[rank].within(*each) for each in self._agreed.prepared.grantable[rank])
+            # a piece that has come may still be on its way to its place, and counts as in place when it is there
+            come = (self._received[rank], self._in_place[rank])
+            granted = self._agreed.prepared.grantable[rank]
+            again = any(there.within(*each) for there in come for each in granted)
             if again or self._grants[rank]:
                 self._revoke()
             hold = self._image.hold()
