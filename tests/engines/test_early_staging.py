@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import mmap
 import os
@@ -297,6 +298,55 @@ def test_a_version_that_is_given_up_leaves_its_memory_to_the_reader_until_that_i
     number = raw.push_whole(MODEL, newer, step=3)
     rank.apply(number)
     check(model, newer)
+
+
+@contextmanager
+def without_garbage_collection() -> Iterator[None]:
+    """Engines collect no cycles while they compute, some never."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def readers(service: RunningService, number: int) -> int:
+    """How many hold the image of a version beside the service itself."""
+    return sum(each.readers for each in service.service.images.holdings() if each.owner.number == number)
+
+
+@pytest.mark.parametrize("how", ["given up", "not wanted"])
+def test_memory_of_a_version_goes_back_when_its_early_reader_has_ended(
+    how: str, rank: EngineRank, raw: RawClient, service: RunningService, arrays: Arrays
+) -> None:
+    new = others(arrays, 2)
+    number, [stream] = begin(raw, new, 2)
+    raw.push(MODEL, number, cut(stream)[:10])
+    with without_garbage_collection(), TrainerClient(service.address) as trainer:
+        rank.prepare_early(number)
+        eventually(lambda: staged(rank, new))
+        if how == "not wanted":
+            rank.discard()
+        trainer.abort(MODEL, number)
+        if how == "given up":
+            eventually(lambda: rank.status().error)
+        eventually(lambda: not readers(service, number))
+
+
+def test_memory_of_a_version_goes_back_when_all_of_it_lies_in_the_place(
+    rank: EngineRank, model: Llama, raw: RawClient, service: RunningService, arrays: Arrays
+) -> None:
+    new = others(arrays, 2)
+    number, [stream] = begin(raw, new, 2)
+    with without_garbage_collection():
+        rank.prepare_early(number)
+        raw.push(MODEL, number, cut(stream))
+        raw.seal(MODEL, number)
+        eventually(lambda: rank.status().prepared)
+        eventually(lambda: not readers(service, number))
+    rank.apply(number)
+    check(model, new)
 
 
 def test_a_version_that_never_gets_ready_gives_way_to_another_one(

@@ -62,18 +62,25 @@ class Arrived:
         self.version = version
         self.layout = loan.layout
         self.nbytes = loan.layout.nbytes
-        self._loan = loan
+        self._loan: ReadLoan | None = loan
 
     def bring(self, buffer: torch.Tensor | None = None, *, pin: bool = False) -> ReadLoan:
-        """See `Pull.bring`: the slices are there."""
+        """See `Pull.bring`: the slices are there. The loan is the caller's from then on, and ends with the result."""
+        loan = self._take()
         if pin:
-            self._loan.pin()
-        return self._loan
+            loan.pin()
+        return loan
 
     def filled(self, tensor_for: Callable[[int], torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
         """See `Pull.filled`."""
         names = (placement.shard.tensor for placement in self.layout.placements)
-        return zip(names, self._loan.filled(tensor_for), strict=True)
+        return zip(names, self._take().filled(tensor_for), strict=True)
+
+    def _take(self) -> ReadLoan:
+        loan, self._loan = self._loan, None
+        if loan is None:
+            raise FailedPrecondition(f"{self.version} has been taken already", fix="pull it")
+        return loan
 
 
 class EarlyStaging:

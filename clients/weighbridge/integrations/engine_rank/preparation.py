@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import traceback
 from concurrent.futures import Future
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
@@ -172,6 +173,7 @@ class Preparation:
 
     def _run(self, engine: EngineModel, client: EngineClient) -> None:
         _, self.error = attempt(partial(self._bring, engine, client))
+        _clear_frames(self.error)
         self.seconds = time.monotonic() - self._begun
         self._ended.set_result(None)
 
@@ -272,3 +274,10 @@ class Preparation:
         if self._update is not None:
             self._update.close()
         self._update, self.rest = None, []
+
+
+def _clear_frames(error: BaseException | None) -> None:
+    """Drop what an error has passed by: its frames hold what was borrowed, until the garbage collector comes by."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
