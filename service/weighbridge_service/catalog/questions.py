@@ -58,11 +58,7 @@ def look(catalog: Catalog, name: ModelName, questions: Iterable[Question]) -> di
     try:
         history = catalog.registered_history(name)
     except AWAY as error:
-        there = {question: catalog.in_memory(name, question.version) for question in questions}
-        return {
-            question: error if version is None else _found(catalog, name, version)
-            for question, version in there.items()
-        }
+        return {question: _without_store(catalog, name, question, error) for question in questions}
     if history is None:
         return {question: _unregistered(catalog, name, question) for question in questions}
     if any(
@@ -75,9 +71,7 @@ def look(catalog: Catalog, name: ModelName, questions: Iterable[Question]) -> di
     answers: dict[Question, Answer] = {}
     for question in questions:
         if question.version == RECEIVING:
-            answers[question] = from_memory(catalog, name, question) or NotFound(
-                f"no version of {name} is being received"
-            )
+            answers[question] = _receiving(catalog, name)
             continue
         try:
             version = catalog.resolve(name, question.version, history, invisible=question.invisible)
@@ -85,6 +79,24 @@ def look(catalog: Catalog, name: ModelName, questions: Iterable[Question]) -> di
         except WeighbridgeError as error:
             answers[question] = error
     return answers
+
+
+def _without_store(catalog: Catalog, name: ModelName, question: Question, error: WeighbridgeError) -> Answer:
+    """The answer while the store is away: from memory, or that it is."""
+    if question.version == RECEIVING:
+        return _receiving(catalog, name)
+    version = catalog.in_memory(name, question.version)
+    return error if version is None else _found(catalog, name, version)
+
+
+def _receiving(catalog: Catalog, name: ModelName) -> Found | NotFound:
+    """The newest version that this process receives, unless a newer one is visible and not held: this one will not be ``live``."""
+    known = [each.version for each in catalog.snapshots.of_model(name).values()]
+    newest = max((each.number for each in known if each.state.visible and not each.held), default=0)
+    receiving = [each for each in known if each.state is VersionState.RECEIVING and each.number > newest]
+    if not receiving:
+        return NotFound(f"no version of {name} is being received that may become live")
+    return Found(max(receiving, key=lambda each: each.number), abandoned=False)
 
 
 def _unregistered(catalog: Catalog, name: ModelName, question: Question) -> Answer:
@@ -118,9 +130,8 @@ def from_memory(catalog: Catalog, name: ModelName, question: Question) -> Found 
     What is durable may have been deleted since; and what is ``live`` is not known here of a model whose head nobody remembers.
     """
     if question.version == RECEIVING:
-        known = (each.version for each in catalog.snapshots.of_model(name).values())
-        receiving = [version for version in known if version.state is VersionState.RECEIVING]
-        return Found(max(receiving, key=lambda each: each.number), False) if receiving else None
+        receiving = _receiving(catalog, name)
+        return receiving if isinstance(receiving, Found) else None
     if question.version == REF_LIVE and catalog.heads.last_read(name) is None:
         return None
     version = catalog.in_memory(name, question.version)

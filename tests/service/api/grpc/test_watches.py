@@ -26,7 +26,7 @@ from tests.support.catalogs import (
 from tests.support.heads import open_version
 from tests.support.images import acquire
 from tests.support.waiting import eventually
-from weighbridge._core.resources import Version, VersionState
+from weighbridge._core.resources import RECEIVING, Version, VersionState
 from weighbridge.errors import DeadlineExceeded, InvalidArgument, NotFound, Unavailable, VersionFailed
 from weighbridge_service.api.grpc.event_loop import EventLoop
 from weighbridge_service.api.grpc.watches import LOOK_SECONDS, Watches
@@ -236,6 +236,38 @@ def test_a_watch_outlives_a_store_that_is_away(catalog: Catalog, store: Counting
     store.away = False
     publish_one(catalog)
     eventually(lambda: seen == [1, 2])
+
+
+def test_what_is_being_received_is_told_while_the_store_is_away(
+    catalog: Catalog, store: CountingStore, quick: Bench
+) -> None:
+    """One stream brings it beside the ref: were this refused, an agent would not hear either of what is live in memory."""
+    publish_one(catalog)
+    store.away = True
+    seen = quick.follow(RECEIVING)
+    eventually(lambda: store.refused >= 3)
+    before = snapshot(2, VersionState.OPEN)
+    show(catalog, before, snapshot(2, VersionState.RECEIVING))
+    eventually(lambda: seen == [2])
+    again = quick.follow(RECEIVING)
+    eventually(lambda: again == [2])
+
+
+def test_an_older_version_is_not_told_to_be_received_when_a_newer_one_is_ready(
+    catalog: Catalog, store: CountingStore, quick: Bench
+) -> None:
+    """It will not be live: an engine that brings it gives up the newer one."""
+    publish_one(catalog)
+    for number in (2, 3):
+        show(catalog, snapshot(number, VersionState.OPEN), snapshot(number, VersionState.RECEIVING))
+    seen = quick.follow(RECEIVING)
+    eventually(lambda: seen == [3])
+    show(catalog, snapshot(3, VersionState.RECEIVING), snapshot(3, VersionState.READY))
+    late = quick.follow(RECEIVING)
+    has_looked(store)
+    show(catalog, snapshot(4, VersionState.OPEN), snapshot(4, VersionState.RECEIVING))
+    eventually(lambda: seen[-1] == 4 and late)
+    assert (seen, late) == ([3, 4], [4])
 
 
 def test_a_wait_is_told_of_what_was_there_before_it_began_and_not_of_what_was_seen_earlier(
