@@ -16,10 +16,10 @@ _MOST = 2**53
 REF_LIVE = "live"
 """The newest version that is complete and not held; it may not be verified or in the object store yet."""
 REF_LATEST = "latest"
-RECEIVING = "receiving:"
-"""Watched in the place of a ref: the newest version that is being received. No ref can have this name."""
 """The newest version in the object store that is not held. From the first one on it names one for ever, and what it has named goes only
 if the retention lets it."""
+RECEIVING = "receiving:"
+"""Watched in the place of a ref: the newest version that is being received and may become ``live``. No ref can have this name."""
 HELD_CANDIDATE = "candidate"
 """Reason for which a version is held: who pushed it said so, or its model wants approval."""
 HELD_NONFINITE = "nonfinite"

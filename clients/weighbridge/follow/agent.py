@@ -144,7 +144,8 @@ class Follower:
         newest: Version | None = None
         for news in with_looks(self._client.watch_refs(self._watched()), self._look_seconds):
             if news is not None and news[0] == RECEIVING:
-                self._prepare_early(news[1].number)
+                if news[1].state.receiving:  # a service of the release before brings what is live
+                    self._prepare_early(news[1].number)
                 continue
             newest = news[1] if news is not None else newest
             if newest is not None and (news is not None or self._has_started_again()):

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from weighbridge._core.resources import RECEIVING, Version
+from weighbridge._core.resources import RECEIVING, REF_LIVE, Version
 from weighbridge._transport import wire
 from weighbridge._transport.backoff import Backoff
 from weighbridge.errors import InvalidArgument, Unavailable, WeighbridgeError
@@ -92,8 +92,10 @@ class Watch:
 
 
 def _watched(model: str, ref: str, last: int) -> pb.WatchedRef:
-    if ref == RECEIVING:
-        return pb.WatchedRef(model=model, receiving=True, after=last)
+    if (
+        ref == RECEIVING
+    ):  # a service that does not know this watches the ref: it would refuse one without a name
+        return pb.WatchedRef(model=model, ref=REF_LIVE, receiving=True, after=last)
     return pb.WatchedRef(model=model, ref=ref, after=last)
 
 
