@@ -18,6 +18,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -43,7 +44,8 @@ from weighbridge._core.resources import RECEIVING
 from weighbridge._core.tensor_spaces import TensorSpace
 from weighbridge._formats.push_sources import ShardSource, StagingPool, TensorSource
 from weighbridge._lane.connection import LaneConnection
-from weighbridge.errors import FailedPrecondition
+from weighbridge._memory.cuda_copies import CopyQueue
+from weighbridge.errors import FailedPrecondition, ResourceExhausted
 from weighbridge.follow.agent import Followed, Follower
 from weighbridge.follow.engines import Prepared, Serving, wait_prepared
 from weighbridge.follow.status import Status
@@ -348,6 +350,63 @@ def test_memory_of_a_version_goes_back_when_all_of_it_lies_in_the_place(
         eventually(lambda: rank.status().prepared)
         eventually(lambda: not readers(service, number))
     rank.apply(number)
+    check(model, new)
+
+
+def test_an_engine_does_not_wait_for_ranks_when_it_is_asked_for_a_version_that_is_not_ready(
+    rank: EngineRank, model: Llama, raw: RawClient, arrays: Arrays
+) -> None:
+    """It stands still meanwhile."""
+    new = others(arrays, 2)
+    number, [stream] = begin(raw, new, 2)
+    raw.push(MODEL, number, cut(stream)[:10])
+    rank.prepare_early(number)
+    eventually(lambda: staged(rank, new))
+    failed: list[str] = []
+
+    def apply() -> None:
+        with pytest.raises(RanksFailed) as caught:
+            rank.apply(number)
+        failed.append(str(caught.value))
+
+    applying = threading.Thread(target=apply, daemon=True)
+    applying.start()
+    applying.join(20)
+    assert "is not complete yet" in failed[0]
+    check(model, arrays)
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("no memory"), ResourceExhausted("no memory")])
+def test_early_copies_have_ended_before_anything_else_is_copied_to_their_place(
+    error: Exception | None,
+    rank: EngineRank,
+    model: Llama,
+    raw: RawClient,
+    service: RunningService,
+    arrays: Arrays,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As of a version of which bytes may have been written again, or where a copy could not be asked for."""
+    new, happened = others(arrays, 2), list[str]()
+    close, stage = CopyQueue.close, lazy.Update.stage
+    monkeypatch.setattr(CopyQueue, "close", lambda self: (happened.append("ended"), close(self))[1])
+    monkeypatch.setattr(lazy.Update, "stage", lambda *args: (happened.append("staged"), stage(*args))[1])
+    if error is not None:
+        monkeypatch.setattr(lazy.EarlyStaging, "_take", Mock(side_effect=error))
+    number, [stream] = begin(raw, new, 2)
+    raw.push(MODEL, number, cut(stream)[:10])
+    rank.prepare_early(number)
+    if error is None:
+        eventually(lambda: staged(rank, new))
+        connection = connected(service.address, raw.client_id)
+        _, memory = lend(connection, number, 0)
+        memory.close()
+        connection.close()
+    eventually(lambda: happened == ["ended"])
+    raw.push(MODEL, number, cut(stream))
+    raw.seal(MODEL, number)
+    rank.apply(number)
+    assert happened[:2] == ["ended", "staged"]
     check(model, new)
 
 

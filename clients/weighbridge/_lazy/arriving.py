@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -127,6 +128,10 @@ class EarlyStaging:
     def pin(self) -> None:
         """Register the service's memory with CUDA, and plan the copies from it."""
         self._loan.pin()
+
+    def taking(self) -> AbstractContextManager[object]:
+        """Block in which is taken. At its end nothing is copied to the place any more: others may write to it."""
+        return self._queue
 
     def take(self) -> bool:
         """Stage some of what has arrived; whether there was anything."""

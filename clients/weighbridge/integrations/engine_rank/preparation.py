@@ -213,20 +213,30 @@ class Preparation:
         self._take_early(early)
         self._note("staged what has arrived")
         while not self._unwanted.is_set():
+            asked = self.asked
             with suppress(DeadlineExceeded):
                 self._ready = client.wait_for(
                     self.source.model, self.number, VersionState.READY, timeout=_LOOK_SECONDS
                 )
                 self._note("ready")
                 return early
+            if asked:  # by a caller that must not wait for ranks: it is refused as if nothing had begun early
+                return early
         raise FailedPrecondition(f"{self.label} is not wanted any more")
 
     def _take_early(self, early: lazy.EarlyStaging | None) -> None:
-        pause = _LEAST_PAUSE
+        if early is None:
+            return
         try:
-            while early is not None and not early.done and not self._unwanted.wait(pause):
-                pause = _LEAST_PAUSE if early.take() else min(2 * pause, _MOST_PAUSE)
-        except RuntimeError as error:  # of torch: what was staged is compared in any case
+            with early.taking():
+                pause = _LEAST_PAUSE
+                while not early.done and not self._unwanted.wait(pause):
+                    asked = self.asked
+                    taken = early.take()
+                    if asked and not taken:  # of a version that is ready nothing is still to come
+                        return
+                    pause = _LEAST_PAUSE if taken else min(2 * pause, _MOST_PAUSE)
+        except (WeighbridgeError, RuntimeError) as error:  # of torch: what was staged is compared in any case
             log.warning("%s is not staged while it arrives: %s", self.label, error)
 
     def _incoming(
