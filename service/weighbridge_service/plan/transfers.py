@@ -43,6 +43,23 @@ class _Range(NamedTuple):
     filled: Mapping[str, int]
 
 
+class StreamShards(NamedTuple):
+    """Shards of one stream, in the order of their bytes; those without any are left out.
+
+    Attributes:
+        starts, ends: of each, in the stream.
+        first: of each, where its parts begin among all; and the count of all.
+        places: of each part, the index of the placement in the files that it goes to.
+        nbytes: of each part.
+    """
+
+    starts: NDArray[np.int64]
+    ends: NDArray[np.int64]
+    first: NDArray[np.int64]
+    places: NDArray[np.int64]
+    nbytes: NDArray[np.int64]
+
+
 class Transfer:
     """A plan ready to be carried out.
 
@@ -51,12 +68,13 @@ class Transfer:
         scatter: whether the stream is the plan's source (a push) or its target (a pull, a restore).
 
     Attributes:
+        files: layout of the plan's side that is no stream.
         parts: copies in the plan.
         identity: tells it from all other transfers of all processes.
     """
 
     def __init__(self, plan: Plan, *, scatter: bool) -> None:
-        self._stream, self._files = (plan.source, plan.target) if scatter else (plan.target, plan.source)
+        self._stream, self.files = (plan.source, plan.target) if scatter else (plan.target, plan.source)
         self._scatter = scatter
         self._copies: list[list[Copy]] = [[] for _ in self._stream.placements]
         for copy in plan.copies:
@@ -73,6 +91,8 @@ class Transfer:
             for buffer, order in self._order.items()
         }
         self._ranges: dict[tuple[str, int, int], _Range] = {}
+        self._filled: dict[tuple[str, int, int], Mapping[str, int]] = {}
+        self._shards: dict[str, StreamShards] = {}
 
     def scatter(
         self, data: Any, offset: int, files: Mapping[str, Bytes], buffer: str = STREAM
@@ -153,20 +173,38 @@ class Transfer:
         """
         return list(self._compile(buffer, start, stop))
 
-    def placed(self, start: int, stop: int, buffer: str = STREAM) -> Iterator[ByteCopy[str]]:
-        """As `pieces`, and remembered for each shard of the range: the same shards come again with every version."""
-        order, starts = self._order.get(buffer, []), self._starts.get(buffer, [])
-        for position in range(max(bisect.bisect_right(starts, start) - 1, 0), len(order)):
-            placement = self._stream.placements[order[position]]
-            if placement.offset >= stop:
-                return
-            begin, end = max(start, placement.offset), min(stop, placement.offset + placement.nbytes)
-            if begin < end:
-                yield from self._range(buffer, begin, end).pieces
+    def shards(self, buffer: str = STREAM) -> StreamShards:
+        """The shards of a stream, and where their bytes go. Made once: a plan serves many versions."""
+        found = self._shards.get(buffer)
+        if found is None:
+            order = self._order.get(buffer, [])
+            placements = [self._stream.placements[index] for index in order]
+            copies = [[self._part(copy) for copy in self._copies[index]] for index in order]
+            found = self._shards[buffer] = StreamShards(
+                np.array([each.offset for each in placements], np.int64),
+                np.array([each.offset + each.nbytes for each in placements], np.int64),
+                np.cumsum([0, *map(len, copies)]),
+                np.array([part.other for of_shard in copies for part in of_shard], np.int64),
+                np.array([self._nbytes(part) for of_shard in copies for part in of_shard], np.int64),
+            )
+        return found
+
+    def _nbytes(self, part: _Part) -> int:
+        return (
+            part.other_box.volume
+            * self.files.tensors[self.files.placements[part.other].shard.tensor].dtype.itemsize
+        )
 
     def filled(self, start: int, stop: int, buffer: str = STREAM) -> Mapping[str, int]:
         """How many bytes of each file a range of a stream fills; as `scatter`, and nothing is copied."""
-        return self._range(buffer, start, stop).filled
+        found = self._filled.get((buffer, start, stop))
+        if found is None:
+            known = self._ranges.get((buffer, start, stop))
+            # the copies of a whole stream are many, and not needed again
+            found = _fills(self._compile(buffer, start, stop)) if known is None else known.filled
+            if len(self._filled) < _KEPT_RANGES:
+                self._filled[buffer, start, stop] = found
+        return found
 
     def _range(self, buffer: str, start: int, stop: int) -> _Range:
         found = self._ranges.get((buffer, start, stop))
@@ -204,7 +242,7 @@ class Transfer:
         return _Part(copy.target_box, copy.source, copy.source_box, axes)
 
     def _piece(self, box: Box, part: _Part, extent: tuple[int, ...], stream_base: int) -> ByteCopy[str]:
-        other = self._files.placements[part.other]
+        other = self.files.placements[part.other]
         stream_strides = _row_major(extent)
         file_axis_strides = _row_major((*other.shard.box.extent, extent[-1]))
         file_strides = [0] * len(extent)

@@ -406,7 +406,7 @@ class PushSession:
             raise FailedPrecondition(f"{state.name} does not arrive in memory of this replica alone")
         hold = image.hold()
         try:
-            return ArrivingVersion(self.model, image, hold, writer.arrivals(files.layout))
+            return ArrivingVersion(self.model, image, hold, writer.arrivals())
         except BaseException:
             hold.release()
             raise

@@ -436,7 +436,7 @@ def test_a_range_is_collected_as_it_was_scattered(seed: int) -> None:
 def test_marks_are_revoked_as_soon_as_a_process_that_has_a_grant_may_write_over_what_came_otherwise() -> None:
     """A rank pushes by gRPC while a process of it may still write to the image: which of the two is last is not known."""
     bench = Bench()
-    marks = bench.writer.arrivals(bench.files.layout)
+    marks = bench.writer.arrivals()
     bench.push(1)
     grant = bench.writer.grant(0)
     assert not marks.revoked, "nobody else writes what rank 1 or a grant's first process does"
@@ -449,7 +449,7 @@ def test_marks_are_revoked_by_a_grant_over_a_piece_that_is_still_being_copied(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     bench = Bench()
-    marks, transfer = bench.writer.arrivals(bench.files.layout), type(bench.agreed.prepared.transfer)
+    marks, transfer = bench.writer.arrivals(), type(bench.agreed.prepared.transfer)
     copying, go_on, scatter = threading.Event(), threading.Event(), transfer.scatter
 
     def slowly(*args: Any) -> Any:
@@ -466,3 +466,46 @@ def test_marks_are_revoked_by_a_grant_over_a_piece_that_is_still_being_copied(
     pushing.join(30)
     assert marks.revoked
     bench.writer.end_grant(grant, complete=False)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_tensor_is_marked_when_its_last_byte_is_in_place_and_not_before(seed: int) -> None:
+    """Pieces of any size in any order, by gRPC and by grants with reports; the reader comes at any time."""
+    dice, bench = random.Random(seed), Bench(seed)
+    [image], layout = bench.images, bench.files.layout
+    granted = {rank: bench.writer.grant(rank) for rank in dice.sample(range(RANKS), 2)}
+    work = [(rank, each) for rank in range(RANKS) for each in random_pieces(dice, len(bench.stream(rank)))]
+    dice.shuffle(work)
+    comes = dice.randrange(len(work))
+    for count, (rank, (start, stop)) in enumerate(work):
+        if count == comes:
+            marks = bench.writer.arrivals()
+        if rank in granted:
+            stream = np.frombuffer(bench.stream(rank), np.uint8)[start:stop]
+            granted[rank].prepared.transfer.scatter(stream, start, image.buffers, str(rank))
+            bench.writer.report(granted[rank], [(start, stop)])
+        else:
+            bench.push(rank, [(start, stop)])
+        if count >= comes:
+            complete = [
+                image.buffers[each.buffer][each.offset : each.offset + each.nbytes].tobytes()
+                == bench.arrays[each.shard.tensor].tobytes()
+                for each in layout.placements
+            ]
+            assert marks.region.readable[1 : 1 + len(complete)].astype(bool).tolist() == complete
+    assert all(complete)
+    assert not marks.revoked
+    for grant in granted.values():
+        bench.writer.end_grant(grant, complete=True)
+
+
+def test_a_reader_does_not_hold_up_ranks_however_many_tensors_there_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A push is accounted for in whole shards: no copy is planned anew for its marks, of which a model of experts has 100,000."""
+    bench = Bench()
+    marks = bench.writer.arrivals()
+    monkeypatch.setattr(type(bench.agreed.prepared.transfer), "_compile", None)
+    for rank in range(RANKS):
+        bench.writer.report(bench.writer.grant(rank), [(0, len(bench.stream(rank)))])
+    assert marks.region.readable[: 1 + len(bench.arrays)].all()

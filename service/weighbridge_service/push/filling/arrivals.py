@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import bisect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from weighbridge._core.byte_copies import ByteCopy
+import numpy as np
+
 from weighbridge._core.layouts import Layout
 from weighbridge_service.models.registered_model import RegisteredModel
+from weighbridge_service.plan.transfers import Transfer
 from weighbridge_storage.memory.images import Hold, Image
 from weighbridge_storage.memory.regions import PAGE, Region
 
@@ -20,29 +21,28 @@ class Arrivals:
     revoked for good: a reader that looks at the first byte after it has learnt that the version is ready knows whether all that it has
     read is still there.
 
+    Only whole shards are counted, by tables that are made once for a plan: whoever counts holds the lock that pushes need.
+
     Args:
-        files: the tensors in their files.
+        transfer: from streams to files.
+        streams: names of the streams.
 
     Attributes:
-        region: the memory. Byte 0 is 1 until `revoke`; further bytes belong to the placements of ``files``, in order.
+        region: the memory. Byte 0 is 1 until `revoke`; further bytes belong to the placements of ``transfer.files``, in order.
     """
 
-    def __init__(self, files: Layout) -> None:
-        count = len(files.placements)
+    def __init__(self, transfer: Transfer, streams: Iterable[str]) -> None:
+        files = transfer.files.placements
+        count = len(files)
         self.region = Region(-(-(1 + count) // PAGE) * PAGE, None)
         self.region.writable[0] = 1
-        self._left = [placement.nbytes for placement in files.placements]
-        order = sorted(range(count), key=lambda index: files.placements[index].offset)
-        self._indexes: dict[str, list[int]] = {}
-        for index in order:
-            self._indexes.setdefault(files.placements[index].buffer, []).append(index)
-        self._starts = {
-            file: [files.placements[index].offset for index in indexes]
-            for file, indexes in self._indexes.items()
+        self._marks = {placement.shard.tensor: 1 + index for index, placement in enumerate(files)}
+        self._left = np.array([placement.nbytes for placement in files], np.int64)
+        self.region.writable[1 : 1 + count] = self._left == 0
+        self._shards = {stream: transfer.shards(stream) for stream in streams}
+        self._counted = {
+            stream: np.zeros(len(shards.starts), bool) for stream, shards in self._shards.items()
         }
-        self._marks = {placement.shard.tensor: 1 + index for index, placement in enumerate(files.placements)}
-        for index, left in enumerate(self._left):
-            self.region.writable[1 + index] = not left
 
     @property
     def revoked(self) -> bool:
@@ -53,14 +53,27 @@ class Arrivals:
         """The bytes that say of each slice whether its tensor has arrived."""
         return [self._marks[placement.shard.tensor] for placement in slices.placements]
 
-    def add(self, pieces: Iterable[ByteCopy[str]]) -> None:
-        """Count bytes that are in place, each once, and mark the tensors that are complete by them."""
-        for piece in pieces:
-            starts = self._starts[piece.file]
-            index = self._indexes[piece.file][bisect.bisect_right(starts, piece.file_offset) - 1]
-            self._left[index] -= piece.nbytes
-            if not self._left[index]:
-                self.region.writable[1 + index] = 1
+    def add(self, stream: str, start: int, stop: int, in_place: Callable[[int, int], bool]) -> None:
+        """Count what is in place by a range of a stream, and mark the tensors that are complete by it.
+
+        Args:
+            stream: its name.
+            start, stop: the range, all of which is in place.
+            in_place: whether other ranges of the stream are.
+        """
+        shards, counted = self._shards[stream], self._counted[stream]
+        low = int(np.searchsorted(shards.ends, start, "right"))
+        high = int(np.searchsorted(shards.starts, stop, "left"))
+        whole = ~counted[low:high]
+        for index in {low, high - 1} if low < high else ():  # those that the range may cut
+            if whole[index - low] and not in_place(int(shards.starts[index]), int(shards.ends[index])):
+                whole[index - low] = False
+        counted[low:high] |= whole
+        chosen = np.repeat(whole, np.diff(shards.first[low : high + 1]))
+        parts = slice(shards.first[low], shards.first[high])
+        places = shards.places[parts][chosen]
+        np.subtract.at(self._left, places, shards.nbytes[parts][chosen])
+        self.region.writable[1 + places[self._left[places] == 0]] = 1
 
     def revoke(self) -> None:
         """Withdraw all marks, for good."""

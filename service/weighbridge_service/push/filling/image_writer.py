@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from weighbridge._core.layouts import Layout
 from weighbridge._core.range_set import RangeSet
 from weighbridge._transport import rpc
 from weighbridge.errors import (
@@ -274,7 +273,12 @@ class ImageWriter:
         """Bytes of a rank's stream are in place."""
         for begin, end in self._in_place[rank].claim(start, stop):
             if self._arrivals is not None:
-                self._arrivals.add(self._agreed.prepared.transfer.placed(begin, end, str(rank)))
+                self._arrivals.add(str(rank), begin, end, partial(self._is_in_place, rank))
+
+    def _is_in_place(self, rank: int, start: int, stop: int) -> bool:
+        """Whether all that has to come of a range of a rank's stream is."""
+        meant = self._meant[rank].within(start, stop)
+        return all(self._in_place[rank].covers(*each) for each in meant)
 
     def _revoke(self) -> None:
         """Bytes that are in place may be written again from now on."""
@@ -284,16 +288,14 @@ class ImageWriter:
 
     # --- before all has come
 
-    def arrivals(self, files: Layout) -> Arrivals:
-        """Marks of the tensors that are in place, from now on; the same for all readers.
-
-        Args:
-            files: how the version lies in its files, all of which are in the image.
+    def arrivals(self) -> Arrivals:
+        """Marks of the tensors that are in place, from now on; the same for all readers. All files have to be in the image.
 
         Raises:
             FailedPrecondition: all bytes have come, or bytes that had come may be written again.
             WeighbridgeError: the version has failed; its error.
         """
+        made = self._arrivals or Arrivals(self._agreed.prepared.transfer, map(str, self._lengths))
         with self._lock:
             if self._closed is not None:
                 raise self._closed.anew()
@@ -302,10 +304,10 @@ class ImageWriter:
             if self._may_be_rewritten:
                 raise FailedPrecondition(f"bytes of {self._name} that had arrived may be written again")
             if self._arrivals is None:
-                self._arrivals = Arrivals(files)
+                self._arrivals = made
                 for rank, ranges in self._in_place.items():
                     for start, stop in ranges:
-                        self._arrivals.add(self._agreed.prepared.transfer.placed(start, stop, str(rank)))
+                        made.add(str(rank), start, stop, partial(self._is_in_place, rank))
             return self._arrivals
 
     def report(self, grant: MemoryGrant, ranges: Sequence[tuple[int, int]]) -> None:
