@@ -76,6 +76,7 @@ class VllmServer:
         self._init_info = {"server": server, "model": model, **more}
         self._pause_mode = pause_mode
         self._api = EngineApi(self.url, timeout, OTHER)
+        self._prepares_early = False
         self._told: Ranks = {}
 
     def wait_ready(self, seconds: float) -> None:
@@ -101,7 +102,9 @@ class VllmServer:
         Raises:
             FailedPrecondition: a worker cannot; or not all workers behind the server answer.
         """
-        self._ask_workers("weighbridge_connect", json.dumps(self._init_info))
+        answers = self._answers("weighbridge_connect", json.dumps(self._init_info))
+        self._by_name(answers)
+        self._prepares_early = all(each.get("early", False) for each in answers)
 
     def serving(self) -> Serving:
         """What all workers say they have."""
@@ -123,8 +126,10 @@ class VllmServer:
         )
 
     def prepare_early(self, version: int) -> None:
-        """Ask all workers to bring a version as its parts arrive."""
-        self._ask_workers("weighbridge_prepare_early", str(version))
+        """Ask all workers to bring a version as its parts arrive. Those of the release before do not know the call: vLLM would take the answers of
+        some of them for answers to the next one."""
+        if self._prepares_early:
+            self._ask_workers("weighbridge_prepare_early", str(version))
 
     def evidence(self, known: str = "") -> Mapping[str, Evidence]:
         """Evidence of what all workers compute with, by what errors call each.
