@@ -162,11 +162,16 @@ def counted(caplog: pytest.LogCaptureFixture) -> Iterator[list[int]]:
 
 
 def test_parameters_are_staged_while_the_rest_still_comes(
-    rank: EngineRank, model: Llama, raw: RawClient, arrays: Arrays, caplog: pytest.LogCaptureFixture
+    rank: EngineRank,
+    model: Llama,
+    raw: RawClient,
+    service: RunningService,
+    arrays: Arrays,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     new = others(arrays, 2)
     number, [stream] = begin(raw, new, 2)
-    pieces = cut(stream)
+    pieces, lent = cut(stream), service.service.serving.bytes_out_locally
     rank.prepare_early(number)
     raw.push(MODEL, number, pieces[: len(pieces) // 2])
     eventually(lambda: len(staged(rank, new)) > 3)
@@ -180,6 +185,7 @@ def test_parameters_are_staged_while_the_rest_still_comes(
         rank.apply(number)
     check(model, new)
     assert found[0] == found[1] >= len(before)
+    assert service.service.serving.bytes_out_locally - lent == len(stream), "it was lent once"
 
 
 def test_a_step_of_an_engine_that_began_early_has_waited_less_than_nothing(

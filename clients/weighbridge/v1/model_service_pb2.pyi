@@ -366,8 +366,9 @@ class WatchedRef(_message.Message):
     after: _builtins.int
     """The number the caller has seen last: it is not sent again."""
     receiving: _builtins.bool
-    """Watches the newest version that this replica is receiving, from the moment when there is memory for it, in the place of the ref. It may never be
-    ready. Versions older than a visible one that is not held are left out. A service that does not know this field watches the ref: `live` is always valid.
+    """Watches, in the place of the ref, the newest version that this replica is receiving, from the moment when there is memory for it. It may never be
+    ready. Held ones, and those older than a visible one that is not held, are left out. A service that does not know this field watches the ref:
+    name `live`.
     """
     def __init__(
         self,

@@ -90,9 +90,9 @@ def _without_store(catalog: Catalog, name: ModelName, question: Question, error:
 
 
 def _receiving(catalog: Catalog, name: ModelName) -> Found | NotFound:
-    """The newest version that this process receives, unless a newer one is visible and not held: this one will not be ``live``."""
-    known = [each.version for each in catalog.snapshots.of_model(name).values()]
-    newest = max((each.number for each in known if each.state.visible and not each.held), default=0)
+    """The newest version that this process receives and that will be ``live``: it is not held, and no newer one is visible."""
+    known = [each.version for each in catalog.snapshots.of_model(name).values() if not each.version.held]
+    newest = max((each.number for each in known if each.state.visible), default=0)
     receiving = [each for each in known if each.state is VersionState.RECEIVING and each.number > newest]
     if not receiving:
         return NotFound(f"no version of {name} is being received that may become live")

@@ -276,6 +276,7 @@ class LaneSession:
             reply.arrivals.marks.extend(arriving.arrivals.marks_of(lent.layout))
             reply.arrivals.layout_digest = lent.layout.digest
             reply.arrivals.tensors_digest = arriving.model.tensors_digest
+            self._service.serving.count_lent(lent.layout.nbytes)
 
     def _begin_read(self, asked: pb.BeginRead, reply: pb.ReadLoan, attach: _Attach) -> None:
         lent = self._service.serving.lend(asked.model, asked.version, wire.request_from_proto(asked.layout))

@@ -26,7 +26,7 @@ from tests.support.catalogs import (
 from tests.support.heads import open_version
 from tests.support.images import acquire
 from tests.support.waiting import eventually
-from weighbridge._core.resources import RECEIVING, Version, VersionState
+from weighbridge._core.resources import HELD_CANDIDATE, RECEIVING, Version, VersionState
 from weighbridge.errors import DeadlineExceeded, InvalidArgument, NotFound, Unavailable, VersionFailed
 from weighbridge_service.api.grpc.event_loop import EventLoop
 from weighbridge_service.api.grpc.watches import LOOK_SECONDS, Watches
@@ -251,6 +251,20 @@ def test_what_is_being_received_is_told_while_the_store_is_away(
     eventually(lambda: seen == [2])
     again = quick.follow(RECEIVING)
     eventually(lambda: again == [2])
+
+
+def test_a_version_that_is_held_from_its_push_on_is_not_told_to_be_received(
+    catalog: Catalog, store: CountingStore, quick: Bench
+) -> None:
+    """Engines that bring it early would keep its memory until somebody approves it."""
+    publish_one(catalog)
+    held = snapshot(3, VersionState.RECEIVING, held=(HELD_CANDIDATE,))
+    show(catalog, snapshot(3, VersionState.OPEN), held)
+    show(catalog, snapshot(2, VersionState.OPEN), snapshot(2, VersionState.RECEIVING))
+    seen = quick.follow(RECEIVING)
+    eventually(lambda: seen)
+    has_looked(store)
+    assert seen == [2]
 
 
 def test_an_older_version_is_not_told_to_be_received_when_a_newer_one_is_ready(
