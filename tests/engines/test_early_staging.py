@@ -45,7 +45,7 @@ from weighbridge._core.tensor_spaces import TensorSpace
 from weighbridge._formats.push_sources import ShardSource, StagingPool, TensorSource
 from weighbridge._lane.connection import LaneConnection
 from weighbridge._memory.cuda_copies import CopyQueue
-from weighbridge.errors import FailedPrecondition, ResourceExhausted
+from weighbridge.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
 from weighbridge.follow.agent import Followed, Follower
 from weighbridge.follow.engines import Prepared, Serving, wait_prepared
 from weighbridge.follow.status import Status
@@ -54,6 +54,7 @@ from weighbridge.integrations.engine_rank.rank import EngineRank
 from weighbridge.integrations.engine_rank.source import ModelSource
 from weighbridge.v1 import local_lane_pb2 as pb
 from weighbridge.v1 import model_service_pb2 as pb_models
+from weighbridge.v1 import weight_service_pb2 as pb_weights
 
 MODEL = "tests/early"
 CONFIG = tiny_config("llama", tied=False, head_dim=8)
@@ -450,6 +451,27 @@ def test_what_is_ready_or_has_other_tensors_is_not_read_early(
     with pytest.raises(FailedPrecondition, match="has other tensors than the one before"):
         read(number, recording.request, other)
     assert not read(number, recording.request, recording.layout).arrivals.count
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pb_weights.LayoutRequest(tensor_parallel=pb_weights.TensorParallel(size=2, rank=5)),
+        pb_weights.LayoutRequest(full=pb_weights.FullTensors(names=["of no model"])),
+    ],
+    ids=["no rank", "no tensor"],
+)
+def test_a_refused_early_read_keeps_no_memory(
+    layout: pb_weights.LayoutRequest, raw: RawClient, service: RunningService, arrays: Arrays
+) -> None:
+    number, _ = begin(raw, others(arrays, 2), 2)
+    before = readers(service, number)
+    read = pb.BeginRead(model=MODEL, version=str(number), layout=layout, arriving=True)
+    connection = connected(service.address, raw.client_id)
+    with pytest.raises((InvalidArgument, NotFound)):
+        connection.ask(pb.LaneRequest(begin_read=read))
+    assert readers(service, number) == before
+    connection.close()
 
 
 def test_an_early_read_says_of_which_tensors_the_whole_version_is(

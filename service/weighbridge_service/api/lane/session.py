@@ -266,8 +266,8 @@ class LaneSession:
         number = number_in(asked.version)
         if number is None:
             raise InvalidArgument("a version that is being received is read by its number")
+        request = wire.request_from_proto(asked.layout)  # first: an error must not leave a hold on the image
         version, arriving = self._service.intake.arriving(asked.model, number)
-        request = wire.request_from_proto(asked.layout)
         lent = self._service.serving.lend_arriving(version, arriving, request)
         with self._lending(lent, asked, reply, attach):
             memory = arriving.arrivals.region
