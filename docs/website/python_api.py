@@ -119,7 +119,7 @@ PAGES: Mapping[str, Page] = {
             "Agents": _public("follow.agent.Follower", "follow.agent.Followed"),
             "Updates": _public("follow.updates.update", "follow.updates.Updated"),
             "Engines": _public(
-                "follow.engines.Engine", "follow.engines.Prepared", "follow.engines.Serving", "follow.engines.EngineFailed",
+                "follow.engines.Engine", "follow.engines.PreparesEarly", "follow.engines.Prepared", "follow.engines.Serving", "follow.engines.EngineFailed",
                 "follow.vllm.VllmServer", "follow.sglang.SglangServer",
             ),
             "Relays": _public("relay.incoming.Incoming", "relay.outgoing.Outgoing", "relay.relayed.Relayed"),

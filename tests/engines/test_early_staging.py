@@ -571,6 +571,24 @@ class Engine(Recording):
         self.asked.append(f"early {version}")
 
 
+def test_an_agent_whose_engine_cannot_prepare_early_takes_versions_when_they_are_ready(
+    raw: RawClient, service: RunningService, arrays: Arrays
+) -> None:
+    """As every driver that was written for the release before."""
+    engine = Recording(Serving(None))
+    with EngineClient(service.address) as client:
+        steps = Follower(client, MODEL, engine, "live").run()
+        assert next(steps).version == 1
+        news: list[Followed] = []
+        following = threading.Thread(target=lambda: news.append(next(steps)), daemon=True)
+        following.start()
+        number, [stream] = begin(raw, others(arrays, 2), 2)
+        raw.push(MODEL, number, cut(stream))
+        raw.seal(MODEL, number)
+        following.join(30)
+    assert [each.version for each in news] == [number]
+
+
 @pytest.mark.parametrize("ref", ["live", "latest"])
 def test_an_agent_lets_its_engine_stage_what_will_be_live_as_it_arrives(
     ref: str, raw: RawClient, service: RunningService, arrays: Arrays

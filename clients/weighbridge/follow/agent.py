@@ -20,8 +20,15 @@ from weighbridge._reporting.reporter import EngineReporter
 from weighbridge._signing.signatures import Signatures
 from weighbridge._signing.trust import Trusted
 from weighbridge._tracing import spans
-from weighbridge.errors import DataLoss, FailedPrecondition, WeighbridgeError
-from weighbridge.follow.engines import Engine, EngineFailed, Prepared, Serving
+from weighbridge.errors import DataLoss, FailedPrecondition, InvalidArgument, WeighbridgeError
+from weighbridge.follow.engines import (
+    Engine,
+    EngineFailed,
+    GivesEvidence,
+    Prepared,
+    PreparesEarly,
+    Serving,
+)
 from weighbridge.follow.evidence import FAILED, prove
 from weighbridge.follow.news import with_looks
 from weighbridge.follow.status import label
@@ -97,6 +104,9 @@ class Follower:
         reporter: is told how the engine stands; None to tell nobody.
         prove_every: prove at the start and after so many updates that the engine computes with the version's bytes; 0 never does. A version
             that fails its proof counts as one that the engine has not taken: it is brought again.
+
+    Raises:
+        InvalidArgument: it is to be proved, and its driver gives no evidence (`GivesEvidence`).
     """
 
     def __init__(
@@ -127,6 +137,8 @@ class Follower:
         self._reporter = reporter
         self._judged: tuple[tuple[int, tuple[Signature, ...]], str] | None = None
         self._heard_s: float | None = None
+        if prove_every and not isinstance(engine, GivesEvidence):
+            raise InvalidArgument(f"{type(engine).__name__} gives no evidence of what its engine computes with")
         self._prove_every = prove_every
         self._until_proof = min(prove_every, 1)
 
@@ -152,13 +164,14 @@ class Follower:
                 yield from self._take_news(newest)
 
     def _watched(self) -> list[tuple[str, str]]:
-        """The ref; and what is being received, if that will be its version as soon as it is ready."""
-        early = [(self._model, RECEIVING)] if self._ref == REF_LIVE and not self._required else []
-        return [(self._model, self._ref), *early]
+        """The ref; and what is being received, if that will be its version as soon as it is ready, and the engine can begin with it."""
+        early = isinstance(self._engine, PreparesEarly) and self._ref == REF_LIVE and not self._required
+        return [(self._model, self._ref), *([(self._model, RECEIVING)] if early else [])]
 
     def _prepare_early(self, number: int) -> None:
         """Let the engine bring a version as it arrives. Where it cannot, it brings the version when that is ready."""
-        quietly(partial(self._engine.prepare_early, number))
+        if isinstance(self._engine, PreparesEarly):
+            quietly(partial(self._engine.prepare_early, number))
 
     def _take_news(self, version: Version) -> Iterator[Followed]:
         number = version.number
@@ -331,7 +344,7 @@ class Follower:
     def _prove(self, number: int) -> _Proved:
         """Prove that the engine computes with the bytes of a version, if that is due."""
         self._until_proof -= 1
-        if self._until_proof or not self._prove_every:
+        if self._until_proof or not self._prove_every or not isinstance(self._engine, GivesEvidence):
             return _Proved()
         self._until_proof = self._prove_every
         try:

@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar, runtime_checkable
 
 from weighbridge.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, WeighbridgeError
 from weighbridge.follow.evidence import Evidence
@@ -104,17 +104,6 @@ class Engine(Protocol):
     def prepare(self, version: int) -> Prepared:
         """Have a version brought to the engine's machine while it serves; returns when it is there."""
 
-    def prepare_early(self, version: int) -> None:
-        """Have a version that is still being received brought to the engine's machine as it arrives, if the engine can; returns at once. `prepare`
-        goes on with it when the version is ready."""
-
-    def evidence(self, known: str = "") -> Mapping[str, Evidence]:
-        """Evidence of what each rank computes with, by what errors call it, while the engine serves.
-
-        Args:
-            known: digest of a recording that need not be sent.
-        """
-
     def discard(self) -> None:
         """Give back what was prepared."""
 
@@ -134,6 +123,27 @@ class Engine(Protocol):
 
     def label(self, label: str) -> None:
         """What the engine shall tell its clients that it serves, where an agent has found that out."""
+
+
+@runtime_checkable
+class PreparesEarly(Protocol):
+    """What an `Engine` has besides that brings a version as it arrives; others bring it when it is ready."""
+
+    def prepare_early(self, version: int) -> None:
+        """Have a version that is still being received brought to the engine's machine as it arrives; returns at once. `Engine.prepare` goes on with it
+        when the version is ready."""
+
+
+@runtime_checkable
+class GivesEvidence(Protocol):
+    """What an `Engine` has besides whose parameters can be proved."""
+
+    def evidence(self, known: str = "") -> Mapping[str, Evidence]:
+        """Evidence of what each rank computes with, by what errors call it, while the engine serves.
+
+        Args:
+            known: digest of a recording that need not be sent.
+        """
 
 
 Ranks = Mapping[str, Status]

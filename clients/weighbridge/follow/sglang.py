@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -12,7 +12,6 @@ from typing import Any
 from weighbridge.errors import FailedPrecondition, InvalidArgument
 from weighbridge.follow.answers import EngineApi, NoRoute, understood
 from weighbridge.follow.engines import Prepared, Ranks, Serving, serving_of, wait_prepared
-from weighbridge.follow.evidence import Evidence
 from weighbridge.follow.status import Status
 from weighbridge.follow.wanted import DISCARD, LOAD_FORMAT, PREPARE, REPORTED, STATUS, Wanted
 
@@ -100,13 +99,6 @@ class SglangServer:
         self._request(version)
         told = self._named(self._control(f"{PREPARE} {self._order(version)}"))
         return wait_prepared(told, self._ranks, self.model, version, self.timeout)
-
-    def prepare_early(self, version: int) -> None:
-        """Nothing: SGLang's ranks bring a version when it is ready."""
-
-    def evidence(self, known: str = "") -> Mapping[str, Evidence]:
-        """Not of SGLang. Raises FailedPrecondition."""
-        raise FailedPrecondition("what SGLang's ranks compute with is not proved", fix="compare answers")
 
     def discard(self) -> None:
         """Let the engine forget what has been prepared."""

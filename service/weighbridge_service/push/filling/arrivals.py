@@ -21,7 +21,7 @@ class Arrivals:
     revoked for good: a reader that looks at the first byte after it has learnt that the version is ready knows whether all that it has
     read is still there.
 
-    Only whole shards are counted, by tables that are made once for a plan: whoever counts holds the lock that pushes need.
+    Only whole shards are counted, by tables that are made once for a plan, because counting holds the lock that pushes need.
 
     Args:
         transfer: from streams to files.
