@@ -138,7 +138,9 @@ class Follower:
         self._judged: tuple[tuple[int, tuple[Signature, ...]], str] | None = None
         self._heard_s: float | None = None
         if prove_every and not isinstance(engine, GivesEvidence):
-            raise InvalidArgument(f"{type(engine).__name__} gives no evidence of what its engine computes with")
+            raise InvalidArgument(
+                f"{type(engine).__name__} gives no evidence of what its engine computes with"
+            )
         self._prove_every = prove_every
         self._until_proof = min(prove_every, 1)
 
