@@ -341,7 +341,7 @@ bench-upload: $(STAMP) ## time uploads to SeaweedFS next to boto3's own, and mea
 bench-vllm: $(STAMP) $(VLLM_STAMP) ## time updates of a real vLLM model, by its own loader on whole tensors and by what was recorded of it
 	@$(BIN)/python -W ignore -m benchmarks.vllm_updates --python $(VLLM_BIN)/python $(ARGS)
 
-bench-pause: $(STAMP) $(VLLM_STAMP) ## time how long a real vLLM stands still for a new version, on a card or a CPU; ARGS="--model qwen3-4b --cases 1 0 sleep colocated --json FILE"
+bench-pause: $(STAMP) $(VLLM_STAMP) ## time how long a real vLLM stands still for a new version, on a card or a CPU; ARGS="--model qwen3-4b --cases early 0 ipc reload decode fp8 sleep colocated --json FILE"
 	@$(BIN)/python -W ignore -m benchmarks.pause --python $(VLLM_BIN)/python $(ARGS)
 
 bench-history: $(STAMP) ## what the last of many versions, and of many models, costs next to the first; ARGS="--versions 10000 --models 1000 --s3"

@@ -1,8 +1,8 @@
 """``python -m benchmarks.pause``: how long a real vLLM stands still for a new version, and how long the version takes from trainer to engine.
 
 ``make bench-pause``. A trainer process holds the model on the same device, a service is between the two, and after each update the checksum of
-every parameter of the engine is compared with the trainer's own tensors. Three ways of one run: with memory of the card for the next version,
-without, and a plain copy of as many bytes from pinned memory, which is what the seconds are compared with.
+every parameter of the engine is compared with the trainer's own tensors. Ways of one run: with memory of the card for the next version, without,
+vLLM's own ways, and a plain copy of as many bytes from pinned memory, which is what the seconds are compared with.
 """
 
 from __future__ import annotations
@@ -11,22 +11,33 @@ import argparse
 import json
 import math
 import os
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks import processes
+from benchmarks import pause_decoding, processes
 from benchmarks.pause_models import CONFIGS, MODEL, config_of, shapes_of
 
 _ROOT = Path(__file__).parent.parent
+OURS, OWN = ("early", "auto", "sleep", "fp8"), ("ipc", "reload")
+"""Cases besides values of card_share: updates by the service, and by vLLM alone."""
+OPTIONS: Mapping[str, Mapping[str, Any]] = {
+    "sleep": {"enable_sleep_mode": True},
+    "ipc": {"weight_transfer_config": {"backend": "ipc"}},
+    "fp8": {"quantization": "fp8"},
+    # a step ends before an update begins, as the engine is stepped by hand
+    "decode": {"async_scheduling": False},
+}
+"""Of `vllm.LLM`, by case."""
 
 
 class Peer:
@@ -44,6 +55,11 @@ class Peer:
             text=True,
             env={**os.environ, "PYTHONPATH": f"{path}{os.pathsep}{known}"},
         )
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._process.pid
 
     def tell(self, line: str) -> None:
         """Send a line."""
@@ -103,17 +119,20 @@ def differing(trainer: Peer, engine: Peer) -> list[str]:
     return sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
 
 
-def updates(trainer: Peer, engine: Peer, steps: range, *, early: bool) -> list[dict[str, Any]]:
-    """Push, prepare and apply so many versions, which the engine stages while they arrive if ``early``; all parameters are compared."""
+def updates(
+    trainer: Peer, engine: Peer, steps: range, *, early: bool, compares: bool = True
+) -> list[dict[str, Any]]:
+    """Push, prepare and apply so many versions, which the engine stages while they arrive if ``early``; all parameters are compared, unless the
+    engine has others than the trainer."""
     found = []
     for step in steps:
         if early:
             engine.tell(json.dumps(["expect"]))
-        pushed = trainer.ask(str(step))
+        pushed = trainer.ask(f"push {step}")
         expected = engine.ask("") if early else {}
         prepared = engine.ask(json.dumps(["prepare", pushed["version"]]))
         applied = engine.ask(json.dumps(["apply", pushed["version"]]))
-        wrong = differing(trainer, engine)
+        wrong = differing(trainer, engine) if compares else []
         found.append(
             {
                 "version": pushed["version"],
@@ -131,6 +150,91 @@ def updates(trainer: Peer, engine: Peer, steps: range, *, early: bool) -> list[d
     return found
 
 
+def own_updates(trainer: Peer, engine: Peer, steps: range, way: str, folder: Path) -> list[dict[str, Any]]:
+    """Updates by vLLM alone, by handles of the trainer's memory (``ipc``) or from a folder that the trainer writes (``reload``); figures as of `updates`."""
+    found = []
+    for step in steps:
+        there = str(folder / str(step))
+        sent = trainer.ask(f"ipc {step}" if way == "ipc" else f"folder {step} {there}")
+        if "failed" in sent:
+            applied = sent
+        else:
+            command = ["receive", sent["update"]] if way == "ipc" else ["reload", there]
+            applied = engine.ask(json.dumps(command))
+        shutil.rmtree(there, ignore_errors=True)
+        failed = applied["failed"]
+        found.append(
+            {
+                "step": step,
+                "held": sent.get("held", 0.0),
+                "ready": sent.get("held", 0.0),
+                "prepare": 0.0,
+                "apply": applied.get("took", 0.0),
+                "to_engine": 0.0 if failed else applied["ended"] - sent["begun"],
+                "failed": failed,
+                "wrong": [] if failed else differing(trainer, engine)[:5],
+            }
+        )
+        print(json.dumps(found[-1]), flush=True)
+    return found
+
+
+def decoded(
+    arguments: argparse.Namespace, trainer: Peer, engine: Peer, step: int
+) -> tuple[dict[str, Any], int]:
+    """Rates of generation without updates and with them, while the trainer makes as many new weights in both; and the last step."""
+
+    def run(seconds: float, order: str) -> dict[str, Any]:
+        nonlocal step
+        begun = time.monotonic()
+        engine.tell(json.dumps(["decode", seconds, arguments.requests, order == "hurry"]))
+        turns = int((seconds - 1.0) // arguments.every)
+        for turn in range(turns):
+            time.sleep(max(begun + 0.5 + turn * arguments.every - time.monotonic(), 0.0))
+            if time.monotonic() - begun > seconds - 1.0:  # pushes take longer than that
+                break
+            step += 1
+            trainer.ask(f"{order} {step}")
+        found: dict[str, Any] = engine.ask("")
+        print(order, json.dumps(found), flush=True)
+        return found
+
+    run(3.0, "make")
+    found = {"without": run(arguments.seconds, "make"), "during": run(arguments.seconds, "hurry")}
+    if any("failed" in each and each["failed"] for each in found.values()):
+        return found, step
+    found |= pause_decoding.summary(found["without"], found["during"])
+    step += 1
+    trainer.ask("durable")
+    pushed = trainer.ask(f"push {step}")
+    engine.ask(json.dumps(["prepare", pushed["version"]]))
+    engine.ask(json.dumps(["apply", pushed["version"]]))
+    return {**found, "wrong": differing(trainer, engine)[:5]}, step
+
+
+def start(arguments: argparse.Namespace, engine: Peer, *given: Any) -> dict[str, Any]:
+    """Start an engine; what it has, or why it could not be started."""
+    facts: dict[str, Any] = engine.ask(json.dumps(["start", *given]))
+    print(json.dumps(facts), flush=True)
+    if "failed" in facts and arguments.logs:
+        print((arguments.logs / "engine.log").read_text()[-6000:])
+    return facts
+
+
+def loaded_anew(
+    arguments: argparse.Namespace, trainer: Peer, log: Path, given: tuple[Any, ...], seen: tuple[Any, Any]
+) -> dict[str, Any]:
+    """What differs in an engine that is started with the newest version from one that was updated to it: parameters, and what it says."""
+    trainer.ask("durable")
+    with peer([arguments.python, "-m", "benchmarks.pause_engine"], log) as engine:
+        facts = start(arguments, engine, *given)
+        if "failed" in facts:
+            return facts
+        sums, says = engine.ask(json.dumps(["checksums"])), engine.ask(json.dumps(["generate"]))
+    wrong = sorted(name for name in sums.keys() | seen[0].keys() if sums.get(name) != seen[0].get(name))
+    return {"compared": len(sums), "wrong": wrong[:5], "says": [says, seen[1]]}
+
+
 def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """All that is asked for."""
     (folder / "hf").mkdir()
@@ -138,9 +242,12 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     logs = {name: (arguments.logs or folder) / f"{name}.log" for name in ("service", "trainer", "engine")}
     found: dict[str, Any] = {"model": arguments.model}
     model_bytes = 2 * sum(math.prod(shape) for shape in shapes_of(config_of(arguments.model)).values())
+    more = ["--collect-every", "5"]
+    if arguments.images:
+        more += ["--memory-budget", str(int(arguments.images * model_bytes * 1.1))]
     with (
         logs["service"].open("w") as service_log,
-        processes.service(folder, model_bytes, stderr=service_log.fileno()) as service,
+        processes.service(folder, model_bytes, *more, stderr=service_log.fileno()) as service,
         peer(
             [
                 sys.executable,
@@ -158,30 +265,39 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         found["copy"] = copy_seconds(found["bytes"], arguments.device)
         print(json.dumps(found), flush=True)
         step = 1
-        trainer.ask(str(step))
+        trainer.ask(f"push {step}")
         for name in arguments.cases:
             if name == "colocated":
                 found[name] = take_turns(arguments, service.grpc, logs["engine"], step + 1)
                 step += 2 * arguments.updates
                 continue
-            early = name == "early"
-            extra = {} if name in ("auto", "sleep") else {"card_share": 1.0 if early else float(name)}
-            options = {
-                **json.loads(arguments.options),
-                **({"enable_sleep_mode": True} if name == "sleep" else {}),
-            }
+            early = name in ("early", "decode", "fp8")
+            extra = {} if name in ("auto", "sleep", *OWN) else {"card_share": 1.0 if early else float(name)}
+            options = {**json.loads(arguments.options), **OPTIONS.get(name, {})}
+            step += 1
+            if name == "reload":
+                trainer.ask(f"folder {step} {folder / 'first'}")
+                options["model"] = str(folder / "first")
             with peer([arguments.python, "-m", "benchmarks.pause_engine"], logs["engine"]) as engine:
-                facts = engine.ask(json.dumps(["start", service.grpc, options, extra]))
-                print(name, json.dumps(facts), flush=True)
+                print(name, flush=True)
+                facts = start(arguments, engine, service.grpc, options, extra)
                 if "failed" in facts:
-                    print(logs["engine"].read_text()[-6000:])
+                    found[name] = {"facts": facts, "updates": []}
                     continue
                 first = step + 1
+                if name == "decode":
+                    found[name], step = decoded(arguments, trainer, engine, step)
+                    continue
                 step += arguments.updates
+                steps = range(first, step + 1)
                 found[name] = {
                     "facts": facts,
-                    "updates": updates(trainer, engine, range(first, step + 1), early=early),
+                    "updates": own_updates(trainer, engine, steps, name, folder)
+                    if name in OWN
+                    else updates(trainer, engine, steps, early=early, compares="quantization" not in options),
                 }
+                if name in OWN:
+                    continue
                 if name == "sleep":
                     found[name]["slept"] = asleep(trainer, engine, step + 1)
                     step += 2
@@ -189,11 +305,16 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
                     step += 2
                 if arguments.profile:
                     step += 1
-                    pushed = trainer.ask(str(step))
+                    pushed = trainer.ask(f"push {step}")
                     engine.ask(json.dumps(["prepare", pushed["version"]]))
                     print(engine.ask(json.dumps(["profile", pushed["version"]])), flush=True)
                 print(name, json.dumps(engine.ask(json.dumps(["facts"]))), flush=True)
-                print("says", engine.ask(json.dumps(["generate"])), flush=True)
+                says = engine.ask(json.dumps(["generate"])) if arguments.says else []
+                print("says", says, flush=True)
+                seen = engine.ask(json.dumps(["checksums"])), says
+            if "quantization" in options:
+                given = (service.grpc, options, extra)
+                found[name]["loaded anew"] = loaded_anew(arguments, trainer, logs["engine"], given, seen)
     return found
 
 
@@ -202,7 +323,7 @@ def asleep(trainer: Peer, engine: Peer, step: int) -> list[Any]:
     found = []
     for level in (1, 2):
         engine.ask(json.dumps(["sleep", level]))
-        pushed = trainer.ask(str(step))
+        pushed = trainer.ask(f"push {step}")
         step += 1
         engine.ask(json.dumps(["prepare", pushed["version"]]))
         refused = engine.ask(json.dumps(["apply", pushed["version"]]))
@@ -229,7 +350,7 @@ def woken(trainer: Peer, engine: Peer, server: str, step: int) -> list[Any]:
         engine.ask(json.dumps(["sleep", level]))
         waits = ""
         if pushes:
-            pushed = trainer.ask(str(step))
+            pushed = trainer.ask(f"push {step}")
             step += 1
             engine.ask(json.dumps(["prepare", pushed["version"]]))
             waits = engine.ask(json.dumps(["apply", pushed["version"]]))["waiting"]
@@ -294,8 +415,21 @@ def main() -> None:
         "--cases",
         nargs="+",
         default=["early", "1", "0"],
-        help="early (staged while it arrives, card_share 1), values of card_share, auto, sleep, or colocated",
+        help="early (staged while it arrives, card_share 1), values of card_share, auto, sleep, fp8 (as early, with vLLM's online quantisation, compared "
+        "with a fresh load), colocated, decode (rates of generation as early), or vLLM's own ipc and reload",
     )
+    parser.add_argument("--seconds", type=float, default=20.0, help="of each run of the case decode")
+    parser.add_argument(
+        "--every", type=float, default=2.0, help="seconds between two updates of the case decode"
+    )
+    parser.add_argument("--requests", type=int, default=16, help="at once, in the case decode")
+    parser.add_argument(
+        "--images",
+        type=float,
+        default=0.0,
+        help="memory of the service, in versions; 0 for two if there is room",
+    )
+    parser.add_argument("--silent", dest="says", action="store_false", help="generate nothing after updates")
     parser.add_argument("--level", type=int, default=2, help="of sleep, in the case colocated")
     parser.add_argument("--options", default="{}", help="of vllm.LLM, as JSON")
     parser.add_argument("--profile", action="store_true", help="print where the time of one more update goes")
@@ -311,10 +445,22 @@ def main() -> None:
     print(f"{found['model']}: {found['bytes'] / 1e9:.2f} GB, a pinned copy {copy:.3f} s")
     for line in lines(found.pop("colocated", {})):
         print(line)
-    for name in arguments.cases:
-        for each in found.get(name, {}).get("updates", []):
-            print(
-                f"card_share {name}: apply {each['apply']:.3f} s ({each['apply'] / copy:.2f} copies), prepare {each['prepare']:.3f}, "
+    for line in summary(found, arguments.cases):
+        print(line)
+
+
+def summary(found: Mapping[str, Any], cases: Sequence[str]) -> Iterator[str]:
+    """What is printed of cases that are no turns: a line for each update, and of rates."""
+    copy = found["copy"]
+    for name in cases:
+        case = found.get(name, {})
+        if "during" in case:
+            yield f"decode: {json.dumps({key: case[key] for key in case if key not in ('without', 'during')})}"
+        if "loaded anew" in case:
+            yield f"{name}, a fresh load: {json.dumps(case['loaded anew'])}"
+        for each in case.get("updates", []):
+            yield (
+                f"{name}: apply {each['apply']:.3f} s ({each['apply'] / copy:.2f} copies), prepare {each['prepare']:.3f}, "
                 f"held {each['held']:.3f}, ready {each['ready']:.3f}, to the engine {each['to_engine']:.3f}"
                 + (f", FAILED {each['failed']}" if each["failed"] else "")
                 + (f", WRONG {each['wrong']}" if each["wrong"] else "")

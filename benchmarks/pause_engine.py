@@ -14,6 +14,7 @@ import os
 import pstats
 import sys
 import time
+import types
 from typing import Any
 
 os.environ |= {
@@ -25,6 +26,7 @@ os.environ |= {
 
 import torch
 
+from benchmarks.pause_decoding import decode
 from benchmarks.pause_models import MODEL, checksum
 from weighbridge import EngineClient
 from weighbridge._core.resources import RECEIVING
@@ -35,24 +37,25 @@ class Engine:
 
     Args:
         server: address of the service.
-        options: of `vllm.LLM`.
+        options: of `vllm.LLM`. With a ``model``, that folder is loaded by vLLM's own loader.
         extra: of the load format.
     """
 
     def __init__(self, server: str, options: dict[str, Any], extra: dict[str, Any]) -> None:
+        if options.get("weight_transfer_config", {}).get("backend") == "ipc":
+            os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+            sys.modules.setdefault("ray", types.ModuleType("ray"))  # it imports it, and does not use it
         from vllm import LLM
 
         begun = time.monotonic()
         self.client = EngineClient(server)
-        self.llm = LLM(
-            MODEL,
-            load_format="weighbridge",
-            model_loader_extra_config={"server": server, **extra},
-            skip_tokenizer_init=True,
-            dtype="bfloat16",
-            max_model_len=512,
-            **options,
-        )
+        ours: dict[str, Any] = {
+            "model": MODEL,
+            "load_format": "weighbridge",
+            "model_loader_extra_config": {"server": server, **extra},
+        }
+        said = {"skip_tokenizer_init": True, "dtype": "bfloat16", "max_model_len": 512}
+        self.llm = LLM(**{**({} if "model" in options else ours), **said, **options})
         self.start_seconds = time.monotonic() - begun
 
     def facts(self) -> dict[str, Any]:
@@ -90,6 +93,24 @@ class Engine:
         """Bring a version to the parameters; ``ended`` is the time at which the engine can go on."""
         return {**self.ask("weighbridge_apply", str(version)), "ended": time.monotonic()}
 
+    def receive(self, update: dict[str, Any]) -> dict[str, Any]:
+        """Take an update by vLLM's own transfer engine."""
+        begun = time.monotonic()
+        self.llm.start_weight_update()
+        self.llm.update_weights({"update_info": update})
+        self.llm.finish_weight_update()
+        return self._done(begun)
+
+    def reload(self, folder: str) -> dict[str, Any]:
+        """Load a folder by vLLM's own reloading."""
+        begun = time.monotonic()
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
+        return self._done(begun)
+
+    def decode(self, seconds: float, requests: int, follows: bool) -> dict[str, Any]:
+        """See `pause_decoding.decode`."""
+        return decode(self, seconds, requests, follows=follows)
+
     def profile(self, version: int) -> str:
         """The same, with where its time goes; slower by that."""
         with cProfile.Profile() as profile:
@@ -116,6 +137,12 @@ class Engine:
             [prompt], SamplingParams(max_tokens=8, temperature=0, detokenize=False), use_tqdm=False
         )
         return list(said[0].outputs[0].token_ids)
+
+    def _done(self, begun: float) -> dict[str, Any]:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        ended = time.monotonic()
+        return {"failed": "", "took": ended - begun, "ended": ended}
 
     def sleep(self, level: int) -> None:
         """Let the weights sleep."""

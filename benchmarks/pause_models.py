@@ -132,7 +132,7 @@ def fused(
 def checksum(tensor: torch.Tensor) -> int:
     """A number that depends on each element of a 16-bit tensor and on where it is."""
     flat = tensor.detach().contiguous().view(-1).view(torch.int16)
-    weights = torch.arange(1, _CHUNK + 1, device=flat.device) % 65521 + 1
+    weights = torch.arange(1, min(_CHUNK, len(flat)) + 1, device=flat.device) % 65521 + 1
     found = 0
     for index, chunk in enumerate(torch.split(flat, _CHUNK)):
         found = (found * 31 + (index + 1) * int((chunk.to(torch.int64) * weights[: len(chunk)]).sum())) % (

@@ -1,0 +1,229 @@
+"""Rate at which the engine of `benchmarks.pause` generates while new versions are brought to it, and while none are.
+
+The engine is stepped by hand, and taken from version to version between two steps, as an agent does it. Steps are counted by what goes on beside them.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.pause_models import MODEL
+from weighbridge._core.resources import RECEIVING, REF_LIVE
+
+if TYPE_CHECKING:
+    from benchmarks.pause_engine import Engine
+
+_PROMPT_TOKENS, _TOKENS = 16, 256
+_LOOK_SECONDS = 0.005
+"""Between two looks whether a version is prepared."""
+QUIET, STAGING, AFTER = "quiet", "staging", "after"
+"""Kinds of steps: nothing goes on; a version is being brought; running requests are computed again by a new version."""
+
+
+@dataclass
+class Steps:
+    """Steps of one kind."""
+
+    seconds: float = 0.0
+    tokens: int = 0
+    longest: float = 0.0
+    count: int = 0
+
+    def add(self, seconds: float, tokens: int) -> None:
+        """Count one."""
+        self.seconds += seconds
+        self.tokens += tokens
+        self.longest = max(self.longest, seconds)
+        self.count += 1
+
+
+@dataclass
+class Decoding:
+    """One run.
+
+    Attributes:
+        steps: by kind.
+        pauses: seconds for which the engine stood still, of each update.
+        versions: that were applied.
+        failed: what went wrong.
+    """
+
+    steps: dict[str, Steps] = field(
+        default_factory=lambda: {kind: Steps() for kind in (QUIET, STAGING, AFTER)}
+    )
+    pauses: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+
+    def figures(self) -> dict[str, Any]:
+        """All of it, with tokens per second: of each kind of steps, and of all of them, which leaves the pauses out."""
+        each = {
+            kind: {**vars(steps), "rate": steps.tokens / steps.seconds if steps.seconds else 0.0}
+            for kind, steps in self.steps.items()
+        }
+        seconds = sum(steps.seconds for steps in self.steps.values())
+        rate = sum(steps.tokens for steps in self.steps.values()) / max(seconds, 1e-9)
+        return {
+            "rate": rate,
+            "steps": each,
+            "pauses": self.pauses,
+            "versions": self.versions,
+            "failed": self.failed,
+        }
+
+
+class Requests:
+    """Requests under way: as many as there shall be, and a new one for each that ends. They end at different times.
+
+    Args:
+        llm: vLLM's.
+        number: how many.
+    """
+
+    def __init__(self, llm: Any, number: int) -> None:
+        self._engine = llm.llm_engine
+        self._number = number
+        self._running = 0
+        self._names = count()
+
+    def step(self) -> int:
+        """One step of the engine; how many tokens it has given."""
+        while self._running < self._number:
+            self._add()
+        tokens = 0
+        for output in self._engine.step():
+            tokens += sum(len(each.token_ids) for each in output.outputs)
+            self._running -= bool(output.finished)
+        return tokens
+
+    def end(self) -> None:
+        """End all of them."""
+        self._engine.abort_request([str(each) for each in range(next(self._names))])
+        while self._engine.has_unfinished_requests():
+            self._engine.step()
+
+    def _add(self) -> None:
+        from vllm import SamplingParams
+        from vllm.inputs.engine import tokens_input
+        from vllm.sampling_params import RequestOutputKind
+
+        name = next(self._names)
+        tokens = _TOKENS if name >= self._number else _TOKENS * (name + 1) // self._number
+        said = SamplingParams(
+            max_tokens=tokens,
+            temperature=0,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        prompt = tokens_input([5 + (name + at) % 1000 for at in range(_PROMPT_TOKENS)])
+        self._engine.add_request(str(name), prompt, said)
+        self._running += 1
+
+
+class Updates:
+    """Versions that come while the engine generates, each taken as its agent would take it.
+
+    Args:
+        engine: the engine.
+        decoding: where to note them.
+    """
+
+    def __init__(self, engine: Engine, decoding: Decoding) -> None:
+        self._engine, self._decoding = engine, decoding
+        self._news: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
+        self._served = _number(engine.ask("weighbridge_status")["served"])
+        self._wanted = 0
+        self._looked = 0.0
+        self.kind = QUIET
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def between_steps(self, tokens: int, requests: int) -> float:
+        """Do what is to be done now; seconds for which that was the pause of an update.
+
+        Args:
+            tokens: of the step before.
+            requests: that are under way.
+        """
+        if self.kind == AFTER and tokens >= requests:
+            self.kind = QUIET
+        while not (self._wanted or self._news.empty()):  # an agent takes one version after the other
+            ref, number = self._news.get()
+            if number <= self._served:
+                continue
+            self.kind = STAGING
+            if ref == RECEIVING:
+                self._ask("weighbridge_prepare_early", str(number))
+            else:
+                self._wanted = number
+                self._ask("weighbridge_prepare", str(number))
+        now = time.monotonic()
+        if not self._wanted or now - self._looked < _LOOK_SECONDS:
+            return 0.0
+        self._looked = now
+        if self._ask("weighbridge_status")["preparing"]:
+            return 0.0
+        applied = self._ask("weighbridge_apply", str(self._wanted))
+        self._served, self._wanted, self.kind = self._wanted, 0, AFTER
+        self._decoding.pauses.append(applied["took"])
+        self._decoding.versions.append(self._served)
+        return float(applied["took"])
+
+    def _ask(self, method: str, *arguments: str) -> dict[str, Any]:
+        found = self._engine.ask(method, *arguments)
+        if found["failed"]:
+            self._decoding.failed.append(found["failed"])
+        return found
+
+    def _listen(self) -> None:
+        watched = [(MODEL, RECEIVING), (MODEL, REF_LIVE)]
+        for ref, version in self._engine.client.watch_refs(watched):
+            self._news.put((ref, version.number))
+
+
+def decode(engine: Engine, seconds: float, number: int, *, follows: bool) -> dict[str, Any]:
+    """Generate for some time, with so many requests at once.
+
+    Args:
+        engine: the engine.
+        seconds: how long.
+        number: of requests.
+        follows: whether versions that come are taken.
+    """
+    decoding, requests = Decoding(), Requests(engine.llm, number)
+    updates = Updates(engine, decoding) if follows else None
+    begun = last = time.monotonic()
+    while last - begun < seconds:
+        kind = QUIET if updates is None else updates.kind
+        tokens = requests.step()
+        paused = 0.0 if updates is None else updates.between_steps(tokens, number)
+        now = time.monotonic()
+        decoding.steps[kind].add(now - last - paused, tokens)
+        last = now
+    requests.end()
+    return decoding.figures()
+
+
+def _number(label: str) -> int:
+    return int(label.rpartition("@")[2] or 0)
+
+
+def summary(without: dict[str, Any], during: dict[str, Any]) -> dict[str, Any]:
+    """Ratios of the rates with updates to those without."""
+    ratios = {
+        kind: each["rate"] / without["rate"] for kind, each in during["steps"].items() if each["seconds"]
+    }
+    kinds = Counter({kind: round(each["seconds"], 2) for kind, each in during["steps"].items()})
+    return {
+        "ratio": during["rate"] / without["rate"],
+        "ratios": ratios,
+        "seconds": dict(kinds),
+        "taken": len(during["versions"]),
+        "longest_step": [without["steps"][QUIET]["longest"], during["steps"][STAGING]["longest"]],
+    }
