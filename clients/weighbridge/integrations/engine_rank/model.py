@@ -173,9 +173,10 @@ class EngineModel(ABC):
         return seen, unseen(self.model, recording, seen)
 
     def computed_with(self) -> Mapping[str, torch.Tensor]:
-        """All tensors that the model has now, by name, loaded or made of what was loaded; shared ones by each of their names."""
-        named = (self.model.named_parameters, self.model.named_buffers)
-        return {name: tensor for each in named for name, tensor in each(remove_duplicate=False)}
+        """All tensors with elements that the model has now, by name, loaded or made of what was loaded; shared ones by each of their names."""
+        kinds = (self.model.named_parameters, self.model.named_buffers)
+        found = {name: tensor for kind in kinds for name, tensor in kind(remove_duplicate=False)}
+        return {name: tensor for name, tensor in found.items() if tensor.numel()}
 
     def hidden(self) -> Mapping[str, str]:
         """Weights that are in none of these tensors, by name, and why."""

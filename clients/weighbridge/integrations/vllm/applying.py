@@ -125,7 +125,7 @@ class Applier:
                 continue
             own = layers.own_tensors(layer)
             found |= {
-                full: own[name].detach()
+                full: own[name]
                 for name, full in names.items()
                 if lazy.Shape.of(own[name]) == recording.targets[full]
             }

@@ -113,8 +113,8 @@ class VllmModel(EngineModel):
 
     def hidden(self) -> Mapping[str, str]:
         """Weights that vLLM's kernels for processors have packed out of sight."""
-        gone = layers.names_loaded(self.model) - self.computed_with().keys()
-        return dict.fromkeys(sorted(gone), "its kernel has packed it out of sight")
+        gone = sorted(layers.names_loaded(self.model) - self.computed_with().keys())
+        return dict.fromkeys(gone, "its kernel has packed it out of sight")
 
     def load_again(self, source: lazy.Source) -> None:
         """Through vLLM's layerwise reloading, as ``reload_weights`` does."""
