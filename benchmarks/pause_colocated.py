@@ -80,7 +80,7 @@ class Turns:
         self._pushed: PushHandle | None = None
 
     def facts(self) -> dict[str, Any]:
-        """What the engine has, and how many bytes its weights take."""
+        """Facts of the engine, and the bytes of its weights."""
         weights = 2 * sum(math.prod(each.shape) for each in self._trainer._host.values())
         return {**self._engine.facts(), "weights": weights}
 

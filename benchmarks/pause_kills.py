@@ -43,7 +43,7 @@ KILLS = (
     (WORKER, STAGE),
     (WORKER, APPLY),
 )
-"""What is killed, and in which phase of the engine."""
+"""A process to kill, and the phase of the engine."""
 _START_SECONDS, _SECONDS, _LOOK_SECONDS = 400.0, 150.0, 0.02
 _ROOT = Path(__file__).parent.parent
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -173,7 +173,7 @@ class Stage:
         return False
 
     def ask(self, method: str, *arguments: str) -> dict[str, Any]:
-        """What the engine's one worker answers."""
+        """Answer of the engine's one worker."""
         data = json.dumps({"method": method, "args": arguments}).encode()
         request = urllib.request.Request(  # noqa: S310
             f"{self.url}/collective_rpc", data, {"Content-Type": "application/json"}
@@ -183,7 +183,7 @@ class Stage:
         return dict(found) if isinstance(found, Mapping) else {"": found}
 
     def facts(self) -> dict[str, Any]:
-        """What the worker says of itself and its parameters."""
+        """Answer of the worker about itself and its parameters."""
         found = self.ask("bench_facts")
         return {**found, "sums": self._compared(found["sums"])}
 

@@ -18,7 +18,7 @@ class ArrivalMarks:
         memory: of the marks, mapped for reading.
         marks: for each slice the byte that says whether its tensor has arrived.
         tensors_digest: of a layout with all tensors of the version.
-        connection: by which the memory was lent.
+        connection: over which the service granted the memory.
 
     Attributes:
         tensors_digest: as given.
@@ -45,7 +45,7 @@ class ArrivalMarks:
 
     @property
     def count(self) -> int:
-        """How many slices have arrived whole."""
+        """Number of slices that have arrived whole."""
         return int(self._memory.bytes[self._marks].sum())
 
     def arrived(self, slices: Sequence[int]) -> bool:

@@ -117,7 +117,7 @@ class EarlyStaging:
 
     @property
     def count(self) -> int:
-        """How many parameters are staged."""
+        """Number of parameters that are staged."""
         return len(self._sums)
 
     @property

@@ -1,7 +1,7 @@
 """Digests of parameters, by what was recorded of an engine's loader: of those that it computes with, and of those that a version comes to.
 
-A digest is made on the device where a tensor lies. It depends on each word and on its place, so that a flipped bit and two experts that have
-changed places are told from the right ones (two in 2**64 agree by chance); it is no protection against those who choose the bytes.
+A digest is made on the device where a tensor lies. It depends on each word and on its place, so that a flipped bit and two swapped experts change
+it (two digests agree by chance once in 2**64). It does not protect against an attacker who chooses the bytes.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from weighbridge.follow.engines import Serving
 
 _NAMED = 5
-"""How many parameters of a rank are named in a text."""
+"""Most parameters of a rank that a text names."""
 PROVED, IN_PART, FAILED = "proved", "proved in part", "failed"
 
 
@@ -90,7 +90,7 @@ class Proof(JsonValue):
 
     @property
     def wrong_text(self) -> str:
-        """What is wrong, rank by rank, in a few words; empty if nothing is."""
+        """Faults, rank by rank; empty if there are none."""
         wanted = label(self.model, self.version)
         found = []
         for name, rank in self.ranks.items():
@@ -108,7 +108,7 @@ def prove(
 
     Args:
         client: of the service.
-        ask: gives the evidence of all ranks; is told the digest of a recording that need not be sent.
+        ask: returns the evidence of all ranks, for the digest of a recording that need not be sent.
         model: ``namespace/name``.
         number: of the version.
 

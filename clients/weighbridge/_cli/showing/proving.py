@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from weighbridge.follow.evidence import Proof, RankProof
 
 _NAMED = 10
-"""How many parameters of a rank are named."""
+"""Most parameters of a rank that are named."""
 
 
 @click.command("prove", cls=Command)
