@@ -27,7 +27,8 @@ from weighbridge import EngineClient, EngineReporter, TrainerClient
 from weighbridge import _lazy as lazy
 from weighbridge.follow.agent import Follower
 from weighbridge.follow.engines import Prepared, Serving, serving_of
-from weighbridge.follow.evidence import FAILED, IN_PART, PROVED, Evidence, prove
+from weighbridge.follow.evidence import Evidence
+from weighbridge.follow.proving import FAILED, IN_PART, PROVED, prove
 from weighbridge.integrations.engine_rank.agreement import OneRank, RanksFailed
 from weighbridge.integrations.engine_rank.rank import EngineRank
 from weighbridge.integrations.engine_rank.source import ModelSource

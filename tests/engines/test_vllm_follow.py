@@ -30,7 +30,7 @@ from weighbridge.errors import FailedPrecondition, WeighbridgeError
 from weighbridge.follow import vllm as vllm_driver
 from weighbridge.follow.agent import Followed, Follower
 from weighbridge.follow.engines import EngineFailed
-from weighbridge.follow.evidence import FAILED, IN_PART, PROVED, prove, prove_by_load
+from weighbridge.follow.proving import FAILED, IN_PART, PROVED, prove, prove_by_load
 from weighbridge_demo.vllm_server import EAGER, VllmServer
 
 pytestmark = [needs_vllm, pytest.mark.slow, pytest.mark.timeout(600)]

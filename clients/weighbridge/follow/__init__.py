@@ -8,7 +8,8 @@
 # - `updates`: one update of running engines.
 # - `engines`: what an engine must be able to do.
 # - `status`: what each of its ranks says of itself.
-# - `evidence`: what its parameters hold, and the proof that they hold a version.
+# - `evidence`: what its parameters hold.
+# - `proving`: the proof that they hold a version.
 # - `answers`: calls of an engine's HTTP API, and what it answers.
 # - `status_file`: how the engine stands, in a file.
 # - `wanted`: the version that a request to SGLang names.

@@ -29,8 +29,8 @@ from weighbridge.follow.engines import (
     PreparesEarly,
     Serving,
 )
-from weighbridge.follow.evidence import FAILED, prove
 from weighbridge.follow.news import with_looks
+from weighbridge.follow.proving import FAILED, prove
 from weighbridge.follow.status import label
 from weighbridge.follow.updates import Laps, apply_prepared, pause_seconds, quietly
 

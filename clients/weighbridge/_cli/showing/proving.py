@@ -17,7 +17,8 @@ from weighbridge._core.text.durations import readable_duration
 from weighbridge.errors import FailedPrecondition
 
 if TYPE_CHECKING:
-    from weighbridge.follow.evidence import Proof, RankProof
+    from weighbridge.follow.evidence import RankProof
+    from weighbridge.follow.proving import Proof
 
 _NAMED = 10
 """Most parameters of a rank that are named."""
@@ -56,7 +57,7 @@ def prove_command(
     that the engine says it serves. What the engine repacks or quantizes after loading cannot be compared, and is named. The exit code is 1
     if a parameter has other bytes, or a worker serves another version.
     """
-    from weighbridge.follow.evidence import FAILED, prove, prove_by_load
+    from weighbridge.follow.proving import FAILED, prove, prove_by_load
     from weighbridge.follow.vllm import VllmServer
 
     model = reference.model

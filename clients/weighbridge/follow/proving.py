@@ -1,0 +1,133 @@
+"""Proof that an engine computes with the bytes of a version."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from weighbridge._clients.engine import EngineClient
+from weighbridge._core.json_values import JsonValue
+from weighbridge._core.text.counts import named
+from weighbridge.errors import FailedPrecondition
+from weighbridge.follow.engines import Serving
+from weighbridge.follow.evidence import Evidence, RankProof
+from weighbridge.follow.status import label
+
+if TYPE_CHECKING:
+    from weighbridge import _lazy as lazy
+
+_NAMED = 5
+"""Most parameters of a rank that a text names."""
+PROVED, IN_PART, FAILED = "proved", "proved in part", "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Proof(JsonValue):
+    """Result for an engine.
+
+    Attributes:
+        model: ``namespace/name``.
+        version: number of the version that it was to serve.
+        verdict: ``proved``; ``proved in part`` if parameters could not be compared; or ``failed``.
+        ranks: the result of each rank, by what errors call it.
+    """
+
+    model: str
+    version: int
+    verdict: str
+    ranks: Mapping[str, RankProof]
+
+    @property
+    def wrong_text(self) -> str:
+        """Faults, rank by rank; empty if there are none."""
+        wanted = label(self.model, self.version)
+        found = []
+        for name, rank in self.ranks.items():
+            if rank.wrong:
+                found.append(f"{name} has other bytes in {named(rank.wrong, _NAMED)}")
+            elif rank.served != wanted:
+                found.append(f"{name} serves {rank.served or 'no version'}")
+        return "; ".join(found)
+
+
+def prove(
+    client: EngineClient, ask: Callable[[str], Mapping[str, Evidence]], model: str, number: int
+) -> Proof:
+    """Compare what an engine's ranks compute with with the bytes of a version, which this process pulls itself.
+
+    Args:
+        client: of the service.
+        ask: returns the evidence of all ranks, for the digest of a recording that need not be sent.
+        model: ``namespace/name``.
+        number: of the version.
+
+    Raises:
+        NotFound: no such version.
+        FailedPrecondition: a rank has no evidence to give.
+    """
+    from weighbridge import _lazy as lazy
+
+    recordings: dict[str, lazy.Recording] = {}
+    expected: dict[str, lazy.Digests] = {}
+    ranks: dict[str, RankProof] = {}
+    for name, evidence in ask("").items():
+        if evidence.recording not in expected:
+            if evidence.recorded:
+                recordings[evidence.recording] = lazy.Recording.from_json(evidence.recorded)
+            recording = recordings.get(evidence.recording)
+            if recording is None:
+                raise FailedPrecondition(f"{name} does not say what it takes of a version")
+            pull = client.pull(model, number, recording.request)
+            expected[evidence.recording] = lazy.expected_digests(recording, (tensor for _, tensor in pull))
+        wrong = lazy.differing(expected[evidence.recording], evidence.digests)
+        ranks[name] = RankProof(
+            evidence.served, len(evidence.digests), tuple(wrong), dict(evidence.unseen), evidence.seconds
+        )
+    return Proof(model, number, _verdict(ranks.values(), label(model, number)), ranks)
+
+
+def prove_by_load(engine: ByLoad, model: str, number: int) -> Proof:
+    """Compare what an engine's ranks compute with with a fresh load of the version by the engine's own loader. The engine stands still meanwhile.
+
+    Unlike `prove` it uses nothing that was recorded of the loader, and compares what the engine makes of weights, too. What differed is
+    right afterwards.
+
+    Args:
+        engine: its driver.
+        model: ``namespace/name``.
+        number: of the version that it is to serve.
+
+    Raises:
+        WeighbridgeError: it cannot be paused, or a rank cannot load the version.
+    """
+    engine.pause()
+    try:
+        ranks = engine.compare_with_load()
+    finally:
+        if not engine.serving().broken:
+            engine.resume()
+    return Proof(model, number, _verdict(ranks.values(), label(model, number)), ranks)
+
+
+class ByLoad(Protocol):
+    """Driver of an engine that can load a version again by its own loader; see `Engine`."""
+
+    def pause(self) -> None:
+        """See `Engine.pause`."""
+
+    def resume(self) -> None:
+        """See `Engine.resume`."""
+
+    def serving(self) -> Serving:
+        """See `Engine.serving`."""
+
+    def compare_with_load(self) -> Mapping[str, RankProof]:
+        """Load the version that all ranks have again; what that has changed on each, by what errors call it."""
+
+
+def _verdict(ranks: Iterable[RankProof], wanted: str) -> str:
+    found = list(ranks)
+    if any(rank.wrong or rank.served != wanted for rank in found):
+        return FAILED
+    return IN_PART if any(rank.unseen for rank in found) else PROVED
