@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -15,7 +14,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.pause_engine import Engine
+from benchmarks.pause_engine import Engine, answer_lines
 from benchmarks.pause_models import MODEL, checksum, fused, shapes_of
 from weighbridge import PushHandle, TrainerClient
 from weighbridge.integrations.vllm.colocated import ColocatedEngine, Peak, used_bytes
@@ -156,21 +155,5 @@ def _used_at_all() -> int:
     return used_bytes()
 
 
-def main() -> None:
-    """Do what is asked, until the standard input ends."""
-    turns: Turns | None = None
-    for line in sys.stdin:
-        what, *arguments = json.loads(line)
-        try:
-            if what == "start":
-                turns = Turns(*arguments)
-                found: Any = turns.facts()
-            else:
-                found = getattr(turns, what)(*arguments)
-        except Exception as error:
-            found = {"failed": f"{type(error).__name__}: {error}"}
-        print("=" + json.dumps(found), flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    answer_lines(Turns)

@@ -15,6 +15,7 @@ import pstats
 import sys
 import time
 import types
+from collections.abc import Callable
 from typing import Any
 
 os.environ |= {
@@ -153,23 +154,32 @@ class Engine:
         self.llm.wake_up(list(tags) or None)
 
 
-def main() -> None:
-    """Do what is asked, until the standard input ends."""
-    logging.basicConfig(format="%(created).4f %(name)s: %(message)s")
-    for part in ("_lazy", "integrations.engine_rank"):
-        logging.getLogger(f"weighbridge.{part}").setLevel(logging.DEBUG)
-    engine: Engine | None = None
+def answer_lines(make: Callable[..., Any]) -> None:
+    """Do what the lines of the standard input ask, until it ends.
+
+    Args:
+        make: makes, of the arguments of ``start``, what has the methods that other lines name.
+    """
+    made: Any = None
     for line in sys.stdin:
         what, *arguments = json.loads(line)
         try:
             if what == "start":
-                engine = Engine(*arguments)
-                found: Any = engine.facts()
+                made = make(*arguments)
+                found = made.facts()
             else:
-                found = getattr(engine, what)(*arguments)
+                found = getattr(made, what)(*arguments)
         except Exception as error:
             found = {"failed": f"{type(error).__name__}: {error}"}
         print("=" + json.dumps(found), flush=True)
+
+
+def main() -> None:
+    """Answer as `Engine`, and write down how far preparations come."""
+    logging.basicConfig(format="%(created).4f %(name)s: %(message)s")
+    for part in ("_lazy", "integrations.engine_rank"):
+        logging.getLogger(f"weighbridge.{part}").setLevel(logging.DEBUG)
+    answer_lines(Engine)
 
 
 if __name__ == "__main__":

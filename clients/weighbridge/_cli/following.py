@@ -12,7 +12,7 @@ import click
 
 from weighbridge._cli.looking import say_if_absent
 from weighbridge._cli.output import print_json, print_result, print_table, say
-from weighbridge._cli.parsing import WholeNumber, model_perhaps_at_version, ref_of
+from weighbridge._cli.parsing import WholeNumber, checked_url, model_perhaps_at_version, ref_of
 from weighbridge._cli.running import Command, client_of, client_options, end_tidily, engine_of
 from weighbridge._cli.showing import completing
 from weighbridge._cli.signing import FILE, trusted
@@ -145,9 +145,7 @@ def follow_command(
         raise click.UsageError(f"engines take no training states: follow {model.partition(':')[0]}")
     if len(urls) > 1:
         raise click.UsageError(f"--url names {len(urls)} servers: run one agent beside each")
-    url = urls[0] if urls else None
-    if url is not None and not url.startswith(("http://", "https://")):
-        raise click.UsageError(f"--url {url} has no scheme: write http://{url}")
+    url = checked_url(urls[0]) if urls else None
     if prove_every and kind != "vllm":
         raise click.UsageError(f"--engine {kind} has no --prove")
     end_tidily()  # else the engine would stay paused

@@ -57,6 +57,17 @@ def model_perhaps_at_version(ctx: click.Context, param: click.Parameter, text: s
         return parse_reference(text, need_version=False)
 
 
+def checked_url(url: str) -> str:
+    """The HTTP address of an engine, as its option ``--url`` names it.
+
+    Raises:
+        UsageError: it has no scheme.
+    """
+    if not url.startswith(("http://", "https://")):
+        raise click.UsageError(f"--url {url} has no scheme: write http://{url}")
+    return url
+
+
 def ref_of(reference: Reference, named: str | None, default: str) -> str:
     """The ref that a command follows: of ``MODEL@REF``, or of its option ``--ref``.
 

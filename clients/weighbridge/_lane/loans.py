@@ -135,7 +135,7 @@ class WriteLoan:
 
 
 class _WrittenRanges:
-    """Ranges of a stream that are written, which the service is told of before all are: engines may read them.
+    """Reports of the ranges of a stream that a rank has written, for engines that read them before the version is ready.
 
     Args:
         connection: to the service.
@@ -150,7 +150,7 @@ class _WrittenRanges:
         self._ranges = RangeSet()
 
     def add(self, shards: Sequence[int]) -> None:
-        """These shards, by index, are written; what is behind the last report is told with the grant's end."""
+        """Record shards, by index, as written, and report them from 32 MB on; the end of the grant covers the rest."""
         for index in shards:
             placement = self._placements[index]
             self._ranges.add(placement.offset, placement.offset + placement.nbytes)

@@ -8,7 +8,7 @@ import os
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -17,9 +17,10 @@ import torch
 
 from weighbridge._core.resources import Version
 from weighbridge._lane.loans import ReadLoan
-from weighbridge._lazy.recording import RecordedCopy, Recording
-from weighbridge._lazy.staging import StagingPlace, on_stream_of, part_of
+from weighbridge._lazy.recording import RecordedCopy, Recording, Shape
+from weighbridge._lazy.staging import StagingPlace, extent_of, on_stream_of, part_of
 from weighbridge._memory import word_sums
+from weighbridge._memory.copying import groups_of
 from weighbridge._memory.cuda_copies import Reached
 from weighbridge.errors import FailedPrecondition
 
@@ -207,7 +208,10 @@ class EarlyStaging:
     def _sum_again(self, parameter: _Parameter) -> list[Future[int]]:
         """Begin to add up a parameter's words where they were copied from."""
         pieces = (words for index in parameter.slices for words in self._loan.words(index, parameter.word))
-        return [self._pool.submit(word_sums.total, group) for group in _groups(pieces)]
+        return [
+            self._pool.submit(word_sums.total, group)
+            for group in groups_of(pieces, _nbytes_of, word_sums.AT_ONCE)
+        ]
 
     def _some(self) -> list[str]:
         names, nbytes = list(self._sums), 0
@@ -235,22 +239,11 @@ def _parameters(recording: Recording, loan: ReadLoan, place: StagingPlace) -> di
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
     """The elements of a tensor from its first to its last in memory, with what lies between them."""
-    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.as_strided((last + 1 if tensor.numel() else 0,), (1,))
+    return tensor.as_strided((extent_of(Shape.of(tensor)) // tensor.itemsize,), (1,))
 
 
-def _groups(pieces: Iterable[word_sums.Words]) -> Iterable[Sequence[word_sums.Words]]:
-    """Pieces in groups of some 32 MB."""
-    group: list[word_sums.Words] = []
-    nbytes = 0
-    for piece in pieces:
-        group.append(piece)
-        nbytes += piece.nbytes
-        if nbytes >= word_sums.AT_ONCE:
-            yield group
-            group, nbytes = [], 0
-    if group:
-        yield group
+def _nbytes_of(words: word_sums.Words) -> int:
+    return words.nbytes
 
 
 def _total(sums: Iterable[Future[int]]) -> int:

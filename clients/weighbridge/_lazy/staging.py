@@ -42,7 +42,7 @@ class StagingPlace:
         found: dict[str, torch.Tensor] = {}
         start = 0
         for name, shape in shapes.items():
-            nbytes = _extent(shape)
+            nbytes = extent_of(shape)
             if start + nbytes > self.nbytes:
                 continue
             flat = self._memory[start : start + nbytes].view(shape.dtype)
@@ -64,10 +64,10 @@ def on_stream_of(device: torch.device) -> Iterator[None]:
 
 def staging_bytes(shapes: Iterable[Shape]) -> int:
     """Size of a place in which tensors that lie as these all have room."""
-    return sum(-(-_extent(shape) // _ALIGNMENT) * _ALIGNMENT for shape in shapes)
+    return sum(-(-extent_of(shape) // _ALIGNMENT) * _ALIGNMENT for shape in shapes)
 
 
-def _extent(shape: Shape) -> int:
+def extent_of(shape: Shape) -> int:
     """Bytes from a tensor's first element to the end of its last."""
     if 0 in shape.size:
         return 0

@@ -7,7 +7,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
 
 from weighbridge._core.byte_copies import ByteCopy
 from weighbridge._core.nonfinite import Encoding
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 OnWritten: TypeAlias = "Callable[[Sequence[int]], None]"
 
 _GROUP_BYTES = 64 << 20
@@ -302,7 +303,8 @@ def _copy_tensors(
     # others become contiguous one at a time: all of them would need room for as much again
     alone = ([each] for each in shards if not has_bytes(each.shard))
     found: dict[int, int] = {}
-    for batch in (*([together] if on_written is None else _groups(together)), *alone):
+    batches = [together] if on_written is None else groups_of(together, _nbytes_of, _GROUP_BYTES)
+    for batch in (*batches, *alone):
         flats = [each.shard.detach().contiguous().view(-1) for each in batch]
         counts: Iterable[int] | None = None
         if all(has_bytes(flat) for flat in flats):
@@ -331,16 +333,22 @@ def _copy_tensors(
     return [found[each.index] for each in shards]
 
 
-def _groups(shards: Sequence[_Copied]) -> Iterator[Sequence[_Copied]]:
-    """Shards in order, in groups of some 64 MB."""
-    begin = nbytes = 0
-    for index, each in enumerate(shards):
-        nbytes += each.shard.nbytes
-        if nbytes >= _GROUP_BYTES:
-            yield shards[begin : index + 1]
-            begin, nbytes = index + 1, 0
-    if begin < len(shards):
-        yield shards[begin:]
+def groups_of(items: Iterable[T], nbytes_of: Callable[[T], int], least: int) -> Iterator[list[T]]:
+    """Items in order, in groups of at least so many bytes; the last one has what is left."""
+    group: list[T] = []
+    nbytes = 0
+    for item in items:
+        group.append(item)
+        nbytes += nbytes_of(item)
+        if nbytes >= least:
+            yield group
+            group, nbytes = [], 0
+    if group:
+        yield group
+
+
+def _nbytes_of(copied: _Copied) -> int:
+    return copied.shard.nbytes
 
 
 def _copy_by_torch(

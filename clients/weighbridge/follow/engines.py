@@ -22,7 +22,7 @@ _FIRST_POLL_SECONDS, _POLL_SECONDS = 0.005, 0.1
 WhenAsleep = Literal["wait", "refuse"]
 WAIT: WhenAsleep = "wait"
 REFUSE: WhenAsleep = "refuse"
-"""What becomes of an update of an engine whose weights have no memory: it waits for the wake-up, which applies it, or is refused."""
+"""Policy for an update of an engine whose weights have no memory: the update waits for the wake-up, which applies it, or is refused."""
 DIFFERENT = "different versions are served"
 """Beginning of what is broken where ranks or engines have different versions."""
 
@@ -127,7 +127,7 @@ class Engine(Protocol):
 
 @runtime_checkable
 class PreparesEarly(Protocol):
-    """What an `Engine` has besides that brings a version as it arrives; others bring it when it is ready."""
+    """Driver of an engine that stages a version while it arrives. An `Engine` without this stages it when it is ready."""
 
     def prepare_early(self, version: int) -> None:
         """Have a version that is still being received brought to the engine's machine as it arrives; returns at once. `Engine.prepare` goes on with it
@@ -136,7 +136,7 @@ class PreparesEarly(Protocol):
 
 @runtime_checkable
 class GivesEvidence(Protocol):
-    """What an `Engine` has besides whose parameters can be proved."""
+    """Driver of an engine whose parameters can be proved."""
 
     def evidence(self, known: str = "") -> Mapping[str, Evidence]:
         """Evidence of what each rank computes with, by what errors call it, while the engine serves.

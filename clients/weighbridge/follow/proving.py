@@ -10,9 +10,10 @@ from weighbridge._clients.engine import EngineClient
 from weighbridge._core.json_values import JsonValue
 from weighbridge._core.text.counts import named
 from weighbridge.errors import FailedPrecondition
-from weighbridge.follow.engines import Serving
+from weighbridge.follow.engines import Engine
 from weighbridge.follow.evidence import Evidence, RankProof
 from weighbridge.follow.status import label
+from weighbridge.follow.updates import let_go_on
 
 if TYPE_CHECKING:
     from weighbridge import _lazy as lazy
@@ -68,16 +69,13 @@ def prove(
     """
     from weighbridge import _lazy as lazy
 
-    recordings: dict[str, lazy.Recording] = {}
     expected: dict[str, lazy.Digests] = {}
     ranks: dict[str, RankProof] = {}
     for name, evidence in ask("").items():
         if evidence.recording not in expected:
-            if evidence.recorded:
-                recordings[evidence.recording] = lazy.Recording.from_json(evidence.recorded)
-            recording = recordings.get(evidence.recording)
-            if recording is None:
+            if not evidence.recorded:
                 raise FailedPrecondition(f"{name} does not say what it takes of a version")
+            recording = lazy.Recording.from_json(evidence.recorded)
             pull = client.pull(model, number, recording.request)
             expected[evidence.recording] = lazy.expected_digests(recording, (tensor for _, tensor in pull))
         wrong = lazy.differing(expected[evidence.recording], evidence.digests)
@@ -105,22 +103,12 @@ def prove_by_load(engine: ByLoad, model: str, number: int) -> Proof:
     try:
         ranks = engine.compare_with_load()
     finally:
-        if not engine.serving().broken:
-            engine.resume()
+        let_go_on(engine, failed=True)  # a load that failed may have left weights of no version
     return Proof(model, number, _verdict(ranks.values(), label(model, number)), ranks)
 
 
-class ByLoad(Protocol):
-    """Driver of an engine that can load a version again by its own loader; see `Engine`."""
-
-    def pause(self) -> None:
-        """See `Engine.pause`."""
-
-    def resume(self) -> None:
-        """See `Engine.resume`."""
-
-    def serving(self) -> Serving:
-        """See `Engine.serving`."""
+class ByLoad(Engine, Protocol):
+    """Driver of an engine that can load a version again by its own loader."""
 
     def compare_with_load(self) -> Mapping[str, RankProof]:
         """Load the version that all ranks have again; what that has changed on each, by what errors call it."""

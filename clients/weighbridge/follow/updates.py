@@ -159,7 +159,7 @@ def apply_prepared(engines: Sequence[Engine], number: int, label: str, laps: Lap
     finally:
         with laps.part("resume"):
             ends = _all(
-                partial(_let_go_on, engine, failed=bool(problem))
+                partial(let_go_on, engine, failed=bool(problem))
                 for engine, problem in zip(engines, problems, strict=True)
             )
     return [
@@ -177,7 +177,7 @@ def quietly(ask: Callable[[], T]) -> T | None:
         return None
 
 
-def _let_go_on(engine: Engine, *, failed: bool) -> None:
+def let_go_on(engine: Engine, *, failed: bool) -> None:
     """Resume, unless weights may be mixed."""
     if failed:
         serving: Serving | None = None

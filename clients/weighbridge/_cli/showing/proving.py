@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from weighbridge._cli.output import print_result
-from weighbridge._cli.parsing import model_perhaps_at_version
+from weighbridge._cli.parsing import checked_url, model_perhaps_at_version
 from weighbridge._cli.running import Command, client_options, engine_of
 from weighbridge._cli.showing import completing
 from weighbridge._core.references import Reference
@@ -61,9 +61,7 @@ def prove_command(
     from weighbridge.follow.vllm import VllmServer
 
     model = reference.model
-    if not url.startswith(("http://", "https://")):
-        raise click.UsageError(f"--url {url} has no scheme: write http://{url}")
-    engine = VllmServer(url, model, engine_server or server)
+    engine = VllmServer(checked_url(url), model, engine_server or server)
     with engine_of(server) as client:
         engine.connect()
         number = (

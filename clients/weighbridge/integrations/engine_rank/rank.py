@@ -289,7 +289,7 @@ class EngineRank:
         )
 
     def evidence(self, known: str = "") -> Evidence:
-        """What this rank's parameters hold, to be compared with what its version makes of them. Not collective.
+        """Digests of this rank's parameters, to be compared with those that its version makes. Not collective.
 
         Args:
             known: `Recording.digest` of a recording that the caller has, and needs not be sent.
@@ -520,7 +520,7 @@ class EngineRank:
                 self.prepare(there.number, there.source)
 
     def _due(self) -> str:
-        """What `wake` decides by, which is the same on all ranks."""
+        """Facts by which `wake` decides; all ranks have the same."""
         found = self.status()
         return f"{found.waiting or 'no version'} waits, {found.served or 'none'} is there, when_asleep={self.when_asleep}"
 

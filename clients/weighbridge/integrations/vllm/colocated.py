@@ -76,7 +76,7 @@ class ColocatedUpdate:
 
     @property
     def seconds(self) -> float:
-        """How long all of it took."""
+        """Seconds of all parts together."""
         return sum(part.seconds for part in self.parts.values())
 
     @property
@@ -92,7 +92,7 @@ class SleepingEngine(Protocol):
         """Tell it where versions come from, and that it comes back with the one that it had if an update fails."""
 
     def serving(self) -> Serving:
-        """What it has."""
+        """Version that the engine serves."""
 
     def begin(self, version: int) -> object:
         """Begin to bring a version to its machine."""
@@ -131,7 +131,7 @@ class LlmEngine:
         self._ask("connect", json.dumps({**self._source.init_info, "when_asleep": WAIT}))
 
     def serving(self) -> Serving:
-        """What all workers say they have."""
+        """Version that all workers serve."""
         answers = self._ask("status")
         ranks = {f"rank {each.get('rank', at)}": Status.from_json(each) for at, each in enumerate(answers)}
         return serving_of(ranks, self._source.model)
@@ -287,7 +287,7 @@ class ColocatedEngine:
         return found, Part(time.monotonic() - started, peak.nbytes)
 
     def _together(self, step: Callable[[], T]) -> T:
-        """What a step gives on this rank, when it has been taken on all; the error of this rank, or that another one has failed."""
+        """Result of a step on this rank, once all ranks have taken it. Raises this rank's error, or that another rank has failed."""
         if self._ranks.size == 1:
             return step()
         try:
