@@ -301,6 +301,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 }
                 if name in OWN:
                     continue
+                found[name]["proof"] = engine.ask(json.dumps(["proof"]))
                 if name == "sleep":
                     found[name]["slept"] = asleep(trainer, engine, step + 1)
                     step += 2
@@ -461,6 +462,8 @@ def summary(found: Mapping[str, Any], cases: Sequence[str]) -> Iterator[str]:
             yield f"decode: {json.dumps({key: case[key] for key in case if key not in ('without', 'during')})}"
         if "loaded anew" in case:
             yield f"{name}, a fresh load: {json.dumps(case['loaded anew'])}"
+        if "proof" in case:
+            yield f"{name}: digests of all parameters and the answer, first and later: {json.dumps(case['proof'])}"
         for each in case.get("updates", []):
             yield (
                 f"{name}: apply {each['apply']:.3f} s ({each['apply'] / copy:.2f} copies), prepare {each['prepare']:.3f}, "

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import http.client
 import json
+import socket
 import urllib.error
+import urllib.parse
 import urllib.request
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -19,6 +22,52 @@ from weighbridge.follow.engines import EngineFailed
 _MOST_SAID, _LONGEST_PAGE = 200, 500
 _FORM = ValueError, TypeError, LookupError, AttributeError, RecursionError
 """Errors of code that reads an answer which has another form."""
+
+
+_waiting: weakref.WeakSet[http.client.HTTPConnection] = weakref.WeakSet()
+"""Connections of calls of `ask` that may still be waiting for an answer."""
+
+
+class _HttpCalls(urllib.request.HTTPHandler):
+    def http_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
+        return self.do_open(_connection, req)  # type: ignore[arg-type,return-value]  # any function that makes one
+
+
+class _HttpsCalls(urllib.request.HTTPSHandler):
+    def https_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
+        return self.do_open(_connection_with_tls, req)  # type: ignore[arg-type,return-value]  # as above
+
+
+def _connection(host: str, **options: Any) -> http.client.HTTPConnection:
+    made = http.client.HTTPConnection(host, **options)
+    _waiting.add(made)
+    return made
+
+
+def _connection_with_tls(host: str, **options: Any) -> http.client.HTTPConnection:
+    made = http.client.HTTPSConnection(host, **options)
+    _waiting.add(made)
+    return made
+
+
+def abandon(url: str) -> None:
+    """End all calls of `ask` to a server that wait for an answer: each raises OSError.
+
+    A server that shuts down waits for open connections. Of a vLLM whose engine has died, some calls get no answer.
+
+    Args:
+        url: an address of the server; its host and port count.
+    """
+    place = _place(url)
+    for connection in list(_waiting):
+        if (connection.host, connection.port) == place and connection.sock is not None:
+            with suppress(OSError):
+                connection.sock.shutdown(socket.SHUT_RDWR)
+
+
+def _place(url: str) -> tuple[str, int]:
+    found = urllib.parse.urlsplit(url)
+    return found.hostname or "", found.port or (443 if found.scheme == "https" else 80)
 
 
 class HttpAnswer(NamedTuple):
@@ -42,7 +91,9 @@ def ask(request: urllib.request.Request, timeout: float) -> HttpAnswer:
     """
     try:
         try:
-            with opener(request.full_url).open(request, timeout=timeout) as answer:
+            with opener(request.full_url, _HttpCalls(), _HttpsCalls()).open(
+                request, timeout=timeout
+            ) as answer:
                 return HttpAnswer(answer.status, answer.read())
         except urllib.error.HTTPError as error:
             with error:

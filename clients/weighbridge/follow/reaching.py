@@ -4,29 +4,37 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 import urllib.parse
 
 from weighbridge._transport.outages import Outage
 from weighbridge._transport.proxies import passes_proxy
 from weighbridge.errors import Unavailable
+from weighbridge.follow.answers import abandon
 
 LOOK_SECONDS = 5.0
 """Between two looks."""
 _CONNECT_SECONDS = 2.0
+_GONE_SECONDS = 15.0
+"""For which nothing takes connections until calls that wait for an answer are ended."""
 
 
 class ReachWatch:
     """Looks every few seconds whether an engine's port takes connections. It logs at level WARNING when it has not for a while, since when, again
     every ten seconds, and that it does again. An engine that is busy or paused takes connections: it is not asked for anything.
 
+    Calls that wait for an answer of an engine that takes no connections are ended after a while: a server that shuts down waits for them.
+
     Args:
         url: the engine's address.
         every: seconds between two looks.
+        gone: seconds without connections after which calls are ended.
     """
 
-    def __init__(self, url: str, every: float = LOOK_SECONDS) -> None:
+    def __init__(self, url: str, every: float = LOOK_SECONDS, gone: float = _GONE_SECONDS) -> None:
         self._url = url
         self._every = every
+        self._gone = gone
         self._outage = Outage(url, "engine")
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="engine-reach", daemon=True)
@@ -38,12 +46,16 @@ class ReachWatch:
         self._thread.join(_CONNECT_SECONDS)
 
     def _run(self) -> None:
+        since = time.monotonic()
         while not self._ended.wait(self._every):
             problem = unreachable(self._url)
-            if problem:
-                self._outage.failed(Unavailable(problem))
-            else:
+            if not problem:
+                since = time.monotonic()
                 self._outage.over()
+                continue
+            self._outage.failed(Unavailable(problem))
+            if time.monotonic() - since >= self._gone:
+                abandon(self._url)
 
 
 def unreachable(url: str) -> str:

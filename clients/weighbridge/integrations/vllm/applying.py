@@ -302,6 +302,8 @@ def _copies_to_itself(func: Any, args: Any) -> bool:
     if func is not torch.ops.aten.copy_.default:
         return False
     target, source = args[:2]
+    if not isinstance(source, torch.Tensor):  # a number: vLLM's scales of a KV cache are set so
+        return False
     return bool(target.data_ptr() == source.data_ptr()) and _lies(target) == _lies(source)
 
 
