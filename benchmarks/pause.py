@@ -185,7 +185,10 @@ def own_updates(trainer: Peer, engine: Peer, steps: range, way: str, folder: Pat
 def decoded(
     arguments: argparse.Namespace, trainer: Peer, engine: Peer, step: int
 ) -> tuple[dict[str, Any], int]:
-    """Rates of generation without updates and with them, while the trainer makes as many new weights in both; and the last step."""
+    """Rates of generation without updates and with them, while the trainer makes as many new weights in both; and the last step.
+
+    Before that, versions are brought to all memory of the service, as long-running engines have seen it.
+    """
 
     def run(seconds: float, order: str) -> dict[str, Any]:
         nonlocal step
@@ -202,6 +205,12 @@ def decoded(
         print(order, json.dumps(found), flush=True)
         return found
 
+    for _ in range(math.ceil(arguments.images) or 2):  # memory of the service is registered with CUDA once
+        step += 1
+        pushed = trainer.ask(f"push {step}")
+        engine.ask(json.dumps(["prepare", pushed["version"]]))
+        engine.ask(json.dumps(["apply", pushed["version"]]))
+    trainer.ask("durable")
     run(3.0, "make")
     found = {"without": run(arguments.seconds, "make"), "during": run(arguments.seconds, "hurry")}
     if any("failed" in each and each["failed"] for each in found.values()):

@@ -14,6 +14,7 @@ import os
 import pstats
 import sys
 import time
+import traceback
 import types
 from collections.abc import Callable
 from typing import Any
@@ -178,6 +179,7 @@ def answer_lines(make: Callable[..., Any]) -> None:
             else:
                 found = getattr(made, what)(*arguments)
         except Exception as error:
+            traceback.print_exc()
             found = {"failed": f"{type(error).__name__}: {error}"}
         print("=" + json.dumps(found), flush=True)
 
