@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import traceback
 import weakref
 from collections import deque
@@ -319,13 +320,9 @@ class ReadLoan:
     def pin(self) -> None:
         """Register the memory with CUDA, which takes 30 ms for each GB, and plan the copies, so that `fill` need not."""
         memories = self._memories()
-        if memories is not None and all(is_pinned(copies, memories) for copies in self._copies):
-            self.plan()
-
-    def plan(self) -> None:
-        """Plan the copies to GPUs. Memory is registered with CUDA as it is copied from."""
-        for copies in self._copies:
-            _ = copies.steps
+        if memories is not None and is_pinned(itertools.chain.from_iterable(self._copies), memories):
+            for copies in self._copies:
+                _ = copies.steps
 
     def queue(self) -> CopyQueue:
         """A queue of copies from the memory to GPUs, for `fill`."""

@@ -127,11 +127,8 @@ class EarlyStaging:
         return not (self._left or self._asked) or not self._arrivals.hold
 
     def pin(self) -> None:
-        """Plan the copies from the service's memory, and register with CUDA what is not staged: what is, as it is copied."""
-        if self._left:
-            self._loan.plan()
-        else:
-            self._loan.pin()
+        """Register the service's memory with CUDA, and plan the copies from it."""
+        self._loan.pin()
 
     def taking(self) -> AbstractContextManager[object]:
         """Block in which is taken. At its end nothing is copied to the place any more: others may write to it."""

@@ -13,8 +13,6 @@ _NARROWEST_ROW = 64
 """Bytes of a row below which the copy engines are slower than a kernel that gathers the elements."""
 _MOST_STEPS = 4096
 """Steps of one copy: each takes some microseconds to ask for."""
-PIECE_BYTES = 64 << 20
-"""Pieces in which memory is registered with CUDA, from its first byte on; no step crosses from one to the next."""
 
 
 class CopyStep(NamedTuple):
@@ -37,13 +35,8 @@ class CopyStep(NamedTuple):
     rows: int
 
 
-def steps_of(copy: ByteCopy[int], piece: int = PIECE_BYTES) -> Sequence[CopyStep] | None:
-    """What the copy engine has to do for a strided copy; None if that would be slow, or it cannot.
-
-    Args:
-        copy: the copy.
-        piece: bytes of the memory's pieces, from which no step goes to the next one.
-    """
+def steps_of(copy: ByteCopy[int]) -> Sequence[CopyStep] | None:
+    """What the copy engine has to do for a strided copy; None if that would be slow, or it cannot."""
     width = copy.extent[-1]
     rows, shard_pitch, memory_pitch = 1, width, width
     outer = copy.extent[:-1]
@@ -53,37 +46,10 @@ def steps_of(copy: ByteCopy[int], piece: int = PIECE_BYTES) -> Sequence[CopyStep
     pitches = (shard_pitch, memory_pitch)
     if rows > 1 and (width < _NARROWEST_ROW or min(pitches) < width or max(pitches) > _LARGEST_PITCH):
         return None
-    whole = _steps(copy, outer, (shard_pitch, memory_pitch, width, rows))
-    steps = tuple(itertools.islice((each for step in whole for each in _cut(step, piece)), _MOST_STEPS + 1))
+    steps = tuple(
+        itertools.islice(_steps(copy, outer, (shard_pitch, memory_pitch, width, rows)), _MOST_STEPS + 1)
+    )
     return steps if len(steps) <= _MOST_STEPS else None
-
-
-def _cut(step: CopyStep, piece: int) -> Iterator[CopyStep]:
-    """A step as steps that each lie in one piece of the memory."""
-    while step.width * step.rows:
-        first = step.memory_offset
-        edge = first // piece * piece + piece  # of the piece in which it begins
-        if first + (step.rows - 1) * step.memory_pitch + step.width <= edge:
-            yield step
-            return
-        if step.rows == 1:
-            head = edge - first
-            yield step._replace(width=head)
-            step = step._replace(
-                shard_offset=step.shard_offset + head, memory_offset=edge, width=step.width - head
-            )
-            continue
-        rows = max((edge - step.width - first) // step.memory_pitch + 1, 0)
-        if rows:
-            yield step._replace(rows=rows)
-        else:
-            rows = 1
-            yield from _cut(step._replace(rows=1), piece)
-        step = step._replace(
-            shard_offset=step.shard_offset + rows * step.shard_pitch,
-            memory_offset=first + rows * step.memory_pitch,
-            rows=step.rows - rows,
-        )
 
 
 def _steps(

@@ -58,7 +58,7 @@ def write_tensors(
     rest: list[_Copied] = []
     for index, (shard, copies) in enumerate(shards):
         each = _Copied(index, shard, copies, encodings[index] if encodings else None)
-        (by_engine if shard.is_cuda else rest).append(each)
+        (by_engine if shard.is_cuda and is_pinned(copies, memories) else rest).append(each)
     found = [0] * (len(by_engine) + len(rest))
     with contextlib.ExitStack() as stack:
         if by_engine:
@@ -68,10 +68,7 @@ def write_tensors(
                 flat = each.shard.detach().contiguous().view(-1)
                 # to wait for the current stream takes as long as to ask for a copy
                 made = flat.data_ptr() != each.shard.data_ptr()
-                pinned = is_pinned(
-                    each.copies, memories
-                )  # one by one: what was pinned before is copied meanwhile
-                if not (pinned and queue.write(flat, each.copies, after_stream=made)):
+                if not queue.write(flat, each.copies, after_stream=made):
                     rest.append(each)
                     continue
                 counts.add(each.index, flat, each.copies, each.encoding)
@@ -375,23 +372,20 @@ def has_bytes(shard: torch.Tensor) -> bool:
     return known and shard.is_cpu and shard.is_contiguous() and not (shard.is_neg() or shard.is_conj())
 
 
-def is_pinned(copies: Sequence[ByteCopy[int]], memories: Sequence[MappedMemory]) -> bool:
-    """Whether GPUs can copy to and from what a shard's copies need; its memory is registered with CUDA if it is not yet."""
-    return all(_try_to_pin(memories[file], start, end) for file, start, end in ShardCopies.of(copies).spans)
+def is_pinned(copies: Iterable[ByteCopy[int]], memories: Sequence[MappedMemory]) -> bool:
+    """Whether GPUs can copy to and from what these copies need."""
+    return all(_try_to_pin(memories[number]) for number in {copy.file for copy in copies})
 
 
-def _try_to_pin(memory: MappedMemory, start: int, end: int) -> bool:
-    if memory.pinned(start, end):
-        return True
+def _try_to_pin(memory: MappedMemory) -> bool:
     try:
-        memory.pin(start, end)
+        memory.pin()
     except WeighbridgeError as error:
         log.info(
             "GPUs do not copy to and from the service's memory by themselves, which is slower: %s",
             error.message,
         )
-        return False
-    return True
+    return memory.pinned
 
 
 def _views(

@@ -8,7 +8,7 @@ import mmap
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from enum import Enum
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from weighbridge._memory.copy_steps import PIECE_BYTES
 from weighbridge._memory.paging import DO_NOT_FORK, POPULATE_READ, advise, map_aligned
 from weighbridge.errors import FailedPrecondition, ResourceExhausted
 
@@ -61,8 +60,6 @@ class MappedMemory:
         self._pinnable = use is not Use.VIEW
         self.nbytes = nbytes
         self._use = use
-        self._pinned: set[int] = set()
-        """Pieces of `PIECE_BYTES` that are registered with CUDA, by number."""
         self._unpin: weakref.finalize[..., MappedMemory] | None = None
         if use is Use.WRITE:
             _for_writing.add(self)
@@ -99,45 +96,27 @@ class MappedMemory:
         """Of its first byte in this process."""
         return int(self.bytes.ctypes.data)
 
-    def pinned(self, start: int, end: int) -> bool:
-        """Whether GPUs copy from and to a range directly.
+    @property
+    def pinned(self) -> bool:
+        """Whether GPUs copy from and to it directly."""
+        return self._unpin is not None
 
-        Args:
-            start, end: its first byte and one past its last.
-        """
-        return self._pinned.issuperset(_pieces(start, end))
-
-    def pin(self, start: int, end: int) -> None:
-        """Let GPUs copy from and to a range directly, from now on until the memory is unmapped.
-
-        Args:
-            start, end: its first byte and one past its last. The pieces in which it lies are registered, at some 30 GB/s, each by
-                itself: GPUs copy meanwhile, and are given other work.
+    def pin(self) -> None:
+        """Let GPUs copy from and to it directly, from now on until it is unmapped.
 
         Raises:
             FailedPrecondition, ResourceExhausted: that cannot be; says why.
         """
         if not self._pinnable:
             raise FailedPrecondition("memory that is only borrowed for one pull is not registered with CUDA")
-        for piece in _pieces(start, end):
-            if piece not in self._pinned:
-                self._pin_piece(piece)
-
-    def _pin_piece(self, piece: int) -> None:
-        from weighbridge._memory import cuda_copies
-
         with _pinning:
-            if piece in self._pinned:
+            if self._unpin is not None:
                 return
-            at = piece * PIECE_BYTES
-            nbytes = min(PIECE_BYTES, self.nbytes - at)
-            unregister = cuda_copies.register(self.address + at, nbytes, read_only=self._use is Use.READ)
-            if self._unpin is None:
-                self._unregister: list[Callable[[], None]] = []
-                # runs before the mapping goes, also if nobody closes it
-                self._unpin = weakref.finalize(self, _call_all, self._unregister)
-            self._unregister.append(unregister)
-            self._pinned.add(piece)
+            from weighbridge._memory import cuda_copies
+
+            unregister = cuda_copies.register(self.address, self.nbytes, read_only=self._use is Use.READ)
+            # runs before the mapping goes, also if nobody closes it
+            self._unpin = weakref.finalize(self, unregister)
 
     def exported(self) -> Any:
         """An object that gives access to the mapping, and keeps it as long as anything refers to that object."""
@@ -164,7 +143,6 @@ class MappedMemory:
         if self._unpin is not None:
             self._unpin.detach()
             self._unpin = None
-            self._pinned.clear()
         if self._use is Use.WRITE:
             # it is not there: undoing it, at the end of the process at the latest, would undo whatever lies there by then
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.__dict__.pop("_map")))
@@ -175,22 +153,11 @@ class MappedMemory:
         """Undo the mapping: now if no array, tensor or exported object is left of it, and with the last of them otherwise."""
         if self._unpin is not None:
             self._unpin()
-            self._pinned.clear()
         self.__dict__.pop("bytes", None)
         self.__dict__.pop("tensor", None)
         with contextlib.suppress(BufferError):
             self._map.close()
         del self._map
-
-
-def _pieces(start: int, end: int) -> range:
-    """Numbers of the pieces in which a range lies."""
-    return range(start // PIECE_BYTES, -(-end // PIECE_BYTES)) if start < end else range(0)
-
-
-def _call_all(functions: Iterable[Callable[[], None]]) -> None:
-    for function in functions:
-        function()
 
 
 def merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -44,11 +44,6 @@ class ShardCopies(tuple[ByteCopy[int], ...]):
         found = [steps for copy in self if (steps := steps_of(copy)) is not None]
         return found if len(found) == len(self) else None
 
-    @cached_property
-    def spans(self) -> tuple[tuple[int, int, int], ...]:
-        """Number of the memory, first byte and one past the last there, of each copy. Made once, too."""
-        return tuple((copy.file, copy.file_offset, copy.file_end) for copy in self)
-
     @classmethod
     def of(cls, copies: Sequence[ByteCopy[int]]) -> ShardCopies:
         """These copies; themselves if they are packed already."""
