@@ -25,6 +25,7 @@ from weighbridge.follow.status import label
 from weighbridge.integrations.engine_rank.fitting import check_config, check_tensors
 from weighbridge.integrations.engine_rank.model import EngineModel, Rest
 from weighbridge.integrations.engine_rank.source import ModelSource
+from weighbridge.integrations.engine_rank.turns import short_turns
 
 log = logging.getLogger(__name__)
 
@@ -172,7 +173,8 @@ class Preparation:
         self._ended.add_done_callback(self._free)
 
     def _run(self, engine: EngineModel, client: EngineClient) -> None:
-        _, self.error = attempt(partial(self._bring, engine, client))
+        with short_turns:
+            _, self.error = attempt(partial(self._bring, engine, client))
         _clear_frames(self.error)
         self.seconds = time.monotonic() - self._begun
         self._ended.set_result(None)
