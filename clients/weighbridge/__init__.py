@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from weighbridge._core.boxes import Box
     from weighbridge._core.dtypes import DType
     from weighbridge._core.engines.facts import Engine
+    from weighbridge._core.engines.golden import GoldenPrompt
     from weighbridge._core.engines.status import AgentStatus
     from weighbridge._core.layouts import Layout, Placement, Shard, TensorSpec
     from weighbridge._core.megatron_rank import MegatronRank
@@ -152,6 +153,7 @@ __all__ = [
     "Filled",
     "FullTensors",
     "Gate",
+    "GoldenPrompt",
     "HostSlices",
     "InvalidArgument",
     "KeptVersion",
@@ -234,6 +236,7 @@ _MODULES = {
     ),
     "_core.dtypes": ("DType",),
     "_core.engines.facts": ("Engine",),
+    "_core.engines.golden": ("GoldenPrompt",),
     "_core.engines.status": ("AgentStatus",),
     "_core.layouts": (
         "Layout",

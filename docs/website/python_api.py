@@ -63,7 +63,7 @@ PAGES: Mapping[str, Page] = {
             ),
             "Signatures": _public("Signature", "Signed", "Signer", "Signing", "Trusted"),
             "Retention": _public("Retention", "Collection", "KeptVersion", "DeletedVersion", "SweptVersion", "WaitingVersion"),
-            "Engines that serve": _public("Engine", "AgentStatus"),
+            "Engines that serve": _public("Engine", "AgentStatus", "GoldenPrompt"),
             "Memory and limits": _public("WarmMemory", "Quota", "Usage"),
         },
     ),

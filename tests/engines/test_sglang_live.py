@@ -22,11 +22,14 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.golden_engines import logprobs_of
 from tests.support.killable_service import KillableService
 from tests.support.reference import tiny_config, tiny_model
 from tests.support.sglang_engines import HAS_PLUGINS, PYTHON, environment, needs_sglang, quiet_port, update
-from weighbridge import TrainerClient
+from weighbridge import GoldenPrompt, TrainerClient
+from weighbridge._core.engines.golden import GoldenPrompts
 from weighbridge.errors import FailedPrecondition, WeighbridgeError
+from weighbridge.follow.golden import ABOVE, WITHIN, ask
 from weighbridge.follow.sglang import SglangServer
 
 pytestmark = [needs_sglang, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -179,6 +182,30 @@ def test_after_an_update_it_says_what_transformers_says_on_the_new_weights(
         update(engine.driver, version)
         assert engine.says() == (texts[version], f"{MODEL}@{version}")
         assert engine.driver.serving().version == version
+
+
+def test_golden_prompts_keep_the_bound_after_each_update_and_another_version_or_prefixes_of_it_do_not(
+    engine: Engine, service: KillableService
+) -> None:
+    tokens = [[number * 37 % 128 for number in range(start, start + 20)] for start in (1, 50)]
+    golden = {}
+    for seed in (1, 2):
+        model = tiny_model(tiny_config("qwen3", tied=False), seed)
+        prompts = (GoldenPrompt(tuple(each), tuple(logprobs_of(model, each))) for each in tokens)
+        golden[seed] = GoldenPrompts(tuple(prompts), 1e-3)
+    for version in (2, 1, 2):
+        update(engine.driver, version)
+        found = ask(engine.driver, MODEL, version, golden[version])
+        assert (found.verdict, found.wrong_text) == (WITHIN, "")
+        assert ask(engine.driver, MODEL, 3 - version, golden[3 - version]).verdict == ABOVE
+    # lets requests go on with what old weights have computed, and so leaves the cache of prefixes as it is
+    keeping = SglangServer(engine.url, service.address, MODEL, timeout=120, pause_mode="in_place")
+    update(keeping, 1)
+    stale = ask(keeping, MODEL, 1, golden[1])
+    assert stale.verdict == ABOVE
+    assert max(each.largest for each in stale.prompts) < 1e-3
+    assert "with cached prefixes" in stale.wrong_text
+    update(engine.driver, 2)
 
 
 def test_requests_under_way_wait_out_an_update_and_are_answered(

@@ -297,7 +297,10 @@ class Versions:
         self.numbers = numbers
 
     def watch_refs(self, refs: list[tuple[str, str]]) -> Iterator[tuple[str, SimpleNamespace]]:
-        return ((refs[0][1], SimpleNamespace(number=number, traceparent="")) for number in self.numbers)
+        return (
+            (refs[0][1], SimpleNamespace(number=number, traceparent="", metadata={}))
+            for number in self.numbers
+        )
 
     def version(self, model: str, ref: str) -> SimpleNamespace:
         return SimpleNamespace(number=self.numbers[-1], traceparent="")

@@ -69,6 +69,7 @@ _SECTIONS = {
         "follow": "following",
         "engines": "following",
         "prove": "showing.proving",
+        "golden": "showing.golden",
         "relay": "relaying",
     },
     "Which version is served": {

@@ -67,7 +67,10 @@ if TYPE_CHECKING:
     "(default), or it is refused.",
 )
 @click.option(
-    "--engine-key", envvar="WEIGHBRIDGE_ENGINE_KEY", default="", help="SGLang's admin key, if it has one."
+    "--engine-key",
+    envvar="WEIGHBRIDGE_ENGINE_KEY",
+    default="",
+    help="SGLang's admin key, or vLLM's API key, if it has one.",
 )
 @click.option(
     "--engine-server",
@@ -106,6 +109,24 @@ if TYPE_CHECKING:
     help="Prove at the start and after every N-th update that a vLLM server computes with the version's bytes, as `weighbridge prove` does; this "
     "host pulls what the workers take of the version each time. A version that fails its proof is brought again.",
 )
+@click.option(
+    "--golden/--no-golden",
+    default=True,
+    show_default=True,
+    help="Ask the engine a version's golden prompts, if it has any, at the start and after each update.",
+)
+@click.option(
+    "--max-drift",
+    type=click.FloatRange(min=0.0),
+    metavar="X",
+    help="Largest difference of log probabilities in golden prompts; above it the engine is failing, and gets the version again.  "
+    "[default: the version's own bound, if it has one]",
+)
+@click.option(
+    "--approve",
+    is_flag=True,
+    help="Approve a version that is held as a candidate when the drift of this engine is within the bound.",
+)
 @click.option("--force", is_flag=True, help="Also if the engine says that it serves another model.")
 @client_options
 @click.pass_context
@@ -124,6 +145,9 @@ def follow_command(
     required: tuple[Path, ...],
     status_path: Path | None,
     prove_every: int | None,
+    golden: bool,
+    max_drift: float | None,
+    approve: bool,
     force: bool,
     server: str,
     as_json: bool,
@@ -137,6 +161,7 @@ def follow_command(
     """
     from weighbridge._reporting.reporter import EngineReporter
     from weighbridge.follow.agent import Follower
+    from weighbridge.follow.golden import GoldenChecks
     from weighbridge.follow.reaching import ReachWatch
     from weighbridge.follow.status_file import status_file
 
@@ -148,6 +173,7 @@ def follow_command(
     url = checked_url(urls[0]) if urls else None
     if prove_every and kind != "vllm":
         raise click.UsageError(f"--engine {kind} has no --prove")
+    checks = GoldenChecks(golden, max_drift, approve)
     end_tidily()  # else the engine would stay paused
     trusts = trusted(required)
     listener = _nobody if status_path is None else status_file(status_path)
@@ -166,6 +192,7 @@ def follow_command(
                 required=trusts,
                 reporter=reporter,
                 prove_every=prove_every or 0,
+                golden=checks,
             )
             for done in itertools.islice(follower.run(), count):
                 print_result(done, as_json, _line(done), one_line=True)
@@ -210,6 +237,7 @@ def _engine(
         pause_mode=mode,
         reported=True,
         when_asleep=when_asleep or "wait",
+        api_key=engine_key,
     )
 
 
@@ -222,7 +250,7 @@ def _line(done: Followed) -> str:
         behind = f", {counted(done.behind, 'version')} behind" if done.behind else ""
         return f"{done.model}@{done.version}: failed, and the engine serves {serves}{behind}: {done.error}"
     if not done.nbytes:
-        return f"{done.model}@{done.version}: the engine has it{_proof(done)}"
+        return f"{done.model}@{done.version}: the engine has it{_checked(done)}"
     if done.waits:
         return (
             f"{done.model}@{done.version}: {readable_size(done.nbytes)} prepared in {readable_duration(done.prepare_seconds)}, "
@@ -230,15 +258,17 @@ def _line(done: Followed) -> str:
         )
     return (
         f"{done.model}@{done.version}: {readable_size(done.nbytes)} prepared in {readable_duration(done.prepare_seconds)}, "
-        f"engine paused for {readable_duration(done.pause_seconds)} ({step_text(done.parts)}){_proof(done)}"
+        f"engine paused for {readable_duration(done.pause_seconds)} ({step_text(done.parts)}){_checked(done)}"
     )
 
 
-def _proof(done: Followed) -> str:
-    return f", {done.proof}" if done.proof else ""
+def _checked(done: Followed) -> str:
+    proof = f", {done.proof}" if done.proof else ""
+    drift = "" if done.drift is None else f" (drift {done.drift:.2g})"
+    return f"{proof}, golden prompts: {done.golden}{drift}" if done.golden else proof
 
 
-_BESIDES = ("REF", "HEARD", "LAST UPDATE", "STEP", "PROOF", "NOTE")
+_BESIDES = ("REF", "HEARD", "LAST UPDATE", "STEP", "PROOF", "GOLDEN", "NOTE")
 
 
 @click.command("engines", cls=Command)
@@ -282,5 +312,6 @@ def _engine_row(engine: Engine, now_ms: float) -> tuple[str, ...]:
         update if engine.update_version else "-",
         engine.step_text or "-",
         engine.proof_text or "-",
+        engine.golden_text or "-",
         engine.error,
     )

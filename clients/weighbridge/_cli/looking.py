@@ -17,6 +17,7 @@ from weighbridge._cli.running import Command, client_options, engine_of
 from weighbridge._cli.showing import completing
 from weighbridge._cli.signing import FILE, trusted
 from weighbridge._cli.tagging import approval_command
+from weighbridge._core.engines.golden import readable_metadata
 from weighbridge._core.metadata import Metadata, conditions
 from weighbridge._core.references import Reference, is_training, training_of
 from weighbridge._core.resources import REF_LATEST, REF_LIVE, refs_of, refs_text, why_held
@@ -125,7 +126,9 @@ def _check_keys(model: str, where: Sequence[str], versions: Sequence[Version]) -
 
 
 def _metadata_text(metadata: Metadata) -> str:
-    return ", ".join(f"{key}={json.dumps(value)}" for key, value in sorted(metadata.items()))
+    return ", ".join(
+        f"{key}={json.dumps(value)}" for key, value in sorted(readable_metadata(metadata).items())
+    )
 
 
 @click.command("show", cls=Command)

@@ -14,6 +14,7 @@ from weighbridge._cli.output import print_left_out, print_result, progress_phase
 from weighbridge._cli.parsing import WholeNumber, key_values
 from weighbridge._cli.running import Command, client_options, trainer_of
 from weighbridge._cli.showing import completing
+from weighbridge._core.engines.golden import golden_of
 from weighbridge._core.metadata import Metadata
 from weighbridge._core.resources import VersionState, why_held
 from weighbridge._core.text.counts import counted
@@ -59,9 +60,32 @@ def _push_options(function: F) -> F:
             is_flag=True,
             help="Do not hold the version if elements of it are NaN or infinite.",
         ),
+        click.option(
+            "--golden",
+            type=click.Path(dir_okay=False, path_type=Path),
+            metavar="FILE",
+            help="Golden prompts of the version, as `weighbridge golden --make` writes them: engines are asked these when they have it.",
+        ),
+        click.option(
+            "--max-drift",
+            type=click.FloatRange(min=0.0),
+            metavar="X",
+            help="With --golden: largest difference of log probabilities that engines may have.",
+        ),
     ):
         function = option(function)
     return function
+
+
+def _options(
+    allow_nonfinite: bool, candidate: bool, metadata: Metadata, golden: Path | None, max_drift: float | None
+) -> PushOptions:
+    found = golden_of(golden, max_drift)  # read before anything is registered
+    return {
+        "allow_nonfinite": allow_nonfinite,
+        "candidate": candidate,
+        "metadata": {**metadata, **(found.metadata() if found else {})},
+    }
 
 
 @click.command("register", cls=Command)
@@ -132,6 +156,8 @@ def import_command(
     allow_nonfinite: bool,
     candidate: bool,
     metadata: Metadata,
+    golden: Path | None,
+    max_drift: float | None,
     server: str,
     as_json: bool,
 ) -> None:
@@ -141,7 +167,7 @@ def import_command(
     of FSDP with a file for each rank, as verl's; its config.json, tokenizer and so on become MODEL's. If MODEL is registered
     already, its files are replaced and the weights become a further version. With --training, a checkpoint becomes a version of MODEL:training, tensor by tensor as it is.
     """
-    options: PushOptions = {"allow_nonfinite": allow_nonfinite, "candidate": candidate, "metadata": metadata}
+    options = _options(allow_nonfinite, candidate, metadata, golden, max_drift)
     with needs_extra("torch"):
         import torch  # noqa: F401 (before anything is registered)
     if training:
@@ -150,6 +176,7 @@ def import_command(
             "--dtype": dtype,
             "--dequantize": dequantize,
             "--no-weight-map": no_weight_map,
+            "--golden": golden,
         }
         for option in (name for name, value in given.items() if value):
             raise InvalidArgument(
@@ -253,6 +280,8 @@ def push_command(
     allow_nonfinite: bool,
     candidate: bool,
     metadata: Metadata,
+    golden: Path | None,
+    max_drift: float | None,
     server: str,
     as_json: bool,
 ) -> None:
@@ -260,7 +289,7 @@ def push_command(
 
     Its config.json, tokenizer and other files become MODEL's; MODEL keeps those that the folder does not have. Waits until the version is in the object store.
     """
-    options: PushOptions = {"allow_nonfinite": allow_nonfinite, "candidate": candidate, "metadata": metadata}
+    options = _options(allow_nonfinite, candidate, metadata, golden, max_drift)
     with needs_extra("torch"):
         import torch  # noqa: F401 (before anything is sent)
     with trainer_of(server) as client:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from typing import TypedDict
 
 from weighbridge._clients.holding.policy import HoldPolicy, OnFailure
+from weighbridge._core.engines.golden import GoldenPrompt, GoldenPrompts, golden_of
 from weighbridge._core.metadata import Metadata
 from weighbridge._core.text.suggestions import did_you_mean
 from weighbridge._transport import wire
+from weighbridge.errors import InvalidArgument
 from weighbridge.v1 import checkpoint_service_pb2 as pb
 
 
@@ -20,6 +23,9 @@ class PushOptions(TypedDict, total=False):
             and ``_ . / -``, and 4 KiB in all.
         candidate: hold the version: ``live`` and ``latest`` pass it by until it is approved (`Client.approve`).
         allow_nonfinite: do not hold the version for elements that are NaN or infinite, as is done otherwise.
+        golden: golden prompts, at most 16, which engines are asked when they have the version; or the path of a file that ``weighbridge golden``
+            has written. They are kept in the metadata, and take of its room.
+        max_drift: largest difference of log probabilities that engines may have in them; by default the file's, or none.
         max_hold_s: seconds for which all waits of the call together may hold the rank: for the service, other ranks, memory, earlier pushes. The push
             fails after that. By default each wait has its own time-out (`retry_seconds` of the client; 300 s for ranks).
         on_failure: ``raise``, the default; or ``warn``, which logs why a push was skipped and returns a handle that says so (`PushHandle.skipped`).
@@ -28,6 +34,8 @@ class PushOptions(TypedDict, total=False):
     metadata: Metadata
     candidate: bool
     allow_nonfinite: bool
+    golden: Sequence[GoldenPrompt] | str | os.PathLike[str] | None
+    max_drift: float | None
     max_hold_s: float | None
     on_failure: OnFailure
 
@@ -44,10 +52,26 @@ def check_options(options: Mapping[str, object]) -> None:
     HoldPolicy.of(options)
 
 
+def check_options_of_each(options: Mapping[str, object]) -> None:
+    """Refuse options of many pushes that belong to one of them. Raises as `check_options`, and InvalidArgument."""
+    check_options(options)
+    for name in ("golden", "max_drift"):
+        if options.get(name) is not None:
+            raise InvalidArgument(
+                f"{name} is of one version, and these options are of each push",
+                fix="push the version with golden prompts by TrainerClient.push or push_state_dict",
+            )
+
+
 def say(opening: pb.OpenVersionRequest, options: PushOptions) -> None:
     """Put options into a request. Raises InvalidArgument, and as `check_options`."""
     check_options(options)
     metadata = options.get("metadata")
+    golden = golden_of(options.get("golden"), options.get("max_drift"))
+    if golden is not None:
+        metadata = {**({} if metadata is None else metadata), **golden.metadata()}
+    elif isinstance(metadata, Mapping):
+        GoldenPrompts.from_metadata(metadata)  # refuses what no engine could be asked
     opening.candidate = options.get("candidate", False)
     opening.allow_nonfinite = options.get("allow_nonfinite", False)
     for key, value in wire.metadata_to_proto({} if metadata is None else metadata).items():

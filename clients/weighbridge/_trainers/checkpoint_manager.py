@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, Unpack
 
 from weighbridge._clients.push_handle import PushHandle
-from weighbridge._clients.push_options import PushOptions, check_options
+from weighbridge._clients.push_options import PushOptions, check_options_of_each
 from weighbridge._core.references import training_of
 from weighbridge._core.resources import REF_LATEST, Version
 from weighbridge._formats.torch_state import rank_and_world
@@ -52,7 +52,7 @@ class CheckpointManager:
         until: Any = None,
         **options: Unpack[PushOptions],
     ) -> None:
-        check_options(options)
+        check_options_of_each(options)
         self.last: PushHandle | None = None
         self._client = client
         self._model = model

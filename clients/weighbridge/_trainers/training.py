@@ -10,6 +10,7 @@ from weighbridge._clients.calls import pull_calls
 from weighbridge._clients.calls.known_layouts import KnownLayouts
 from weighbridge._clients.connection import Connection
 from weighbridge._core.boxes import Box
+from weighbridge._core.engines.golden import BOUND, PROMPTS
 from weighbridge._core.layouts import Layout, Shard, TensorSpec
 from weighbridge._core.references import Reference, training_of
 from weighbridge._core.resources import REF_LATEST, Version
@@ -34,6 +35,8 @@ def opening_behind(weights: pb.OpenVersionRequest) -> pb.OpenVersionRequest:
     own.ClearField("cast_from")
     # held versions are for engines to pass by; a trainer that goes on wants the newest state as it was
     own.candidate, own.allow_nonfinite = False, True
+    for key in own.metadata.keys() & {PROMPTS, BOUND}:  # no engine is asked what a training state answers
+        del own.metadata[key]
     return own
 
 

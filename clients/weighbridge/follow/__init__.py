@@ -10,6 +10,8 @@
 # - `status`: what each of its ranks says of itself.
 # - `evidence`: what its parameters hold.
 # - `proving`: the proof that they hold a version.
+# - `golden`: its drift from a version's golden prompts.
+# - `completions`: requests for the log probabilities of given tokens.
 # - `answers`: calls of an engine's HTTP API, and what it answers.
 # - `status_file`: how the engine stands, in a file.
 # - `wanted`: the version that a request to SGLang names.

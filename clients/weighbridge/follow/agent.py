@@ -12,7 +12,12 @@ from typing import Any
 
 from weighbridge._clients.attempts import attempts, named
 from weighbridge._clients.engine import EngineClient
-from weighbridge._core.engines.facts import ENGINE_FAILING, ENGINE_SERVING, ENGINE_UPDATING, ENGINE_WAITING
+from weighbridge._core.engines.facts import (
+    ENGINE_FAILING,
+    ENGINE_SERVING,
+    ENGINE_UPDATING,
+    ENGINE_WAITING,
+)
 from weighbridge._core.engines.step_parts import Parts
 from weighbridge._core.json_values import JsonValue
 from weighbridge._core.resources import RECEIVING, REF_LIVE, Signature, Version
@@ -29,6 +34,7 @@ from weighbridge.follow.engines import (
     PreparesEarly,
     Serving,
 )
+from weighbridge.follow.golden import Asked, GoldenChecks
 from weighbridge.follow.news import with_looks
 from weighbridge.follow.proving import FAILED, prove
 from weighbridge.follow.status import label
@@ -58,6 +64,8 @@ class Followed(JsonValue):
         waits: whether the engine sleeps, and its wake-up will bring the version.
         parts: of an update that succeeded, in seconds, by the names of `step_parts.OF_AGENT`.
         proof: ``proved``, ``proved in part`` or ``failed``; empty if nothing was proved.
+        golden: ``within bound``, ``above bound``, ``no bound`` or ``not answered``; empty if the version has no golden prompts, or they were not due.
+        drift: largest difference of log probabilities in golden prompts; None if there is none.
     """
 
     model: str
@@ -71,6 +79,8 @@ class Followed(JsonValue):
     waits: bool = False
     parts: Parts = field(default_factory=dict, hash=False)
     proof: str = ""
+    golden: str = ""
+    drift: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +114,7 @@ class Follower:
         reporter: is told how the engine stands; None to tell nobody.
         prove_every: prove at the start and after so many updates that the engine computes with the version's bytes; 0 never does. A version
             that fails its proof counts as one that the engine has not taken: it is brought again.
+        golden: checks with the golden prompts of a version, at the start and after each update. Drift above the bound counts as a proof that fails.
 
     Raises:
         InvalidArgument: it is to be proved, and its driver gives no evidence (`GivesEvidence`).
@@ -123,6 +134,7 @@ class Follower:
         look_seconds: float = LOOK_SECONDS,
         reporter: EngineReporter | None = None,
         prove_every: int = 0,
+        golden: GoldenChecks | None = None,
     ) -> None:
         self._client = client
         self._model = model
@@ -143,6 +155,9 @@ class Follower:
             )
         self._prove_every = prove_every
         self._until_proof = min(prove_every, 1)
+        self._golden = golden or GoldenChecks()
+        self._unanswered = 0, ""
+        self._news: Version | None = None
 
     def run(self) -> Iterator[Followed]:
         """Follow for ever. Gives the version that the engine has at the start, if that is the ref's, and then each update or failure. One that
@@ -164,6 +179,8 @@ class Follower:
             newest = news[1] if news is not None else newest
             if newest is not None and (news is not None or self._has_started_again()):
                 yield from self._take_news(newest)
+            elif newest is not None and newest.number == self._unanswered[0]:
+                yield from self._ask_again(newest)
 
     def _watched(self) -> list[tuple[str, str]]:
         """The ref; and what is being received, if that will be its version as soon as it is ready, and the engine can begin with it."""
@@ -177,14 +194,18 @@ class Follower:
 
     def _take_news(self, version: Version) -> Iterator[Followed]:
         number = version.number
-        self._heard_s = time.monotonic()
+        self._heard_s, self._news = time.monotonic(), version
         if self._engine_has(number) and not (proved := self._prove(number)).problem:
             self._engine.label(label(self._model, number))
             self._engine.resume()  # an agent before this one may have ended while it was paused
-            problem = self._unsigned(number)
-            self._say(state=ENGINE_SERVING, version=number, target=0, error=problem)
-            yield Followed(self._model, number, number, error=problem, proof=proved.verdict)
-        elif (yield from self._wait_signed(number)):
+            if not (asked := self._ask_golden(number)).problem:
+                problem = self._unsigned(number)
+                self._say(state=ENGINE_SERVING, version=number, target=0, error=problem)
+                yield Followed(
+                    self._model, number, number, error=problem, proof=proved.verdict, **_golden_of(asked)
+                )
+                return
+        if (yield from self._wait_signed(number)):
             yield from self._insist(version)
 
     def _has_started_again(self) -> bool:
@@ -196,6 +217,7 @@ class Follower:
             return False
         if before.waiting is not None and serving.version == before.waiting:
             self._say(state=ENGINE_SERVING, version=serving.version, target=0, error="")
+            self._unanswered = serving.version, ""
         elif serving.version != before.version:
             had = "no version" if before.version is None else f"version {before.version}"
             problem = (
@@ -327,6 +349,8 @@ class Follower:
         laps.end("confirm")
         proof = _Proved() if problem or waits else self._prove(number)
         problem = problem or proof.problem
+        asked = Asked() if problem or waits else self._ask_golden(number)
+        problem = problem or asked.problem
         done = Followed(
             self._model,
             number,
@@ -339,9 +363,36 @@ class Follower:
             waits,
             {} if problem or waits else {name: round(seconds, 6) for name, seconds in laps.parts.items()},
             proof.verdict,
+            **_golden_of(asked),
         )
         self._say_done(done)
         return done
+
+    def _ask_golden(self, number: int) -> Asked:
+        """Ask the engine the golden prompts of a version that it has, if the ref has named it. One that does not answer is asked again with the next
+        looks."""
+        if self._news is None or self._news.number != number:
+            return Asked()
+        asked = self._golden.check(self._client, self._engine, self._news, self._required)
+        unanswered = (number, asked.unanswered) if asked.unanswered else (0, "")
+        if asked.unanswered and unanswered != self._unanswered:
+            log.warning(
+                "the engine has not answered the golden prompts of version %d: %s", number, asked.unanswered
+            )
+        self._unanswered = unanswered
+        self._say(golden_version=number if asked.verdict else 0, **asked.facts)
+        return asked
+
+    def _ask_again(self, version: Version) -> Iterator[Followed]:
+        """Ask golden prompts that were due when the engine did not answer, or slept."""
+        number = version.number
+        if not self._engine_has(number):
+            return
+        asked = self._ask_golden(number)
+        if asked.problem:
+            yield from self._insist(version)
+        elif asked.drift is not None:
+            yield Followed(self._model, number, number, **_golden_of(asked))
 
     def _prove(self, number: int) -> _Proved:
         """Prove that the engine computes with the bytes of a version, if that is due."""
@@ -395,6 +446,11 @@ class Follower:
             return serving.version == number and serving.waiting in (None, number)
         except WeighbridgeError:
             return False
+
+
+def _golden_of(asked: Asked) -> dict[str, Any]:
+    """Fields of `Followed`."""
+    return {"golden": asked.verdict, "drift": asked.drift.largest if asked.drift else None}
 
 
 def _with_what_is_served(problem: str, number: int, serving: Serving) -> str:

@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 from weighbridge.errors import FailedPrecondition, InvalidArgument
 from weighbridge.follow.answers import EngineApi, NoRoute, understood
+from weighbridge.follow.completions import (
+    read_sglang_last,
+    read_sglang_whole,
+    sglang_last,
+    sglang_whole,
+)
 from weighbridge.follow.engines import Prepared, Ranks, Serving, serving_of, wait_prepared
+from weighbridge.follow.golden import Answer
 from weighbridge.follow.status import Status
 from weighbridge.follow.wanted import DISCARD, LOAD_FORMAT, PREPARE, REPORTED, STATUS, Wanted
 
-_INFO, _CONTROL = "/server_info", "/weights_checker"
+_INFO, _CONTROL, _GENERATE = "/server_info", "/weights_checker", "/generate"
+_ASK_SECONDS = 60.0
+"""For one token: a server that takes longer has too much to do, or is paused."""
 PAUSE_MODES = ("retract", "in_place", "abort")
 _SEVERAL = {
     "dp_size": "SGLang takes no new weights with data parallelism",
@@ -99,6 +108,17 @@ class SglangServer:
         self._request(version)
         told = self._named(self._control(f"{PREPARE} {self._order(version)}"))
         return wait_prepared(told, self._ranks, self.model, version, self.timeout)
+
+    def answer(self, tokens: Sequence[int]) -> Mapping[str, Answer]:
+        """Log probabilities that the engine gives the tokens of a prompt. Its cache of prefixes is asked first: the other request would fill it anew.
+
+        Raises:
+            EngineFailed: it does not answer, or takes no such prompt, as one with ids outside its vocabulary.
+        """
+        api = replace(self._api, timeout=min(self.timeout, _ASK_SECONDS))
+        last, whole = (api.call(_GENERATE, body) for body in (sglang_last(tokens), sglang_whole(tokens)))
+        with understood(self.url + _GENERATE):
+            return {"": Answer(read_sglang_whole(whole, tokens), read_sglang_last(last, tokens[-1]))}
 
     def discard(self) -> None:
         """Let the engine forget what has been prepared."""

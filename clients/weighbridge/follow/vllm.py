@@ -10,10 +10,12 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from weighbridge.errors import FailedPrecondition
 from weighbridge.follow.answers import EngineApi, NoRoute, understood
+from weighbridge.follow.completions import read_vllm_last, read_vllm_whole, vllm_last, vllm_whole
 from weighbridge.follow.engines import (
     EngineFailed,
     Prepared,
@@ -25,12 +27,16 @@ from weighbridge.follow.engines import (
     wait_prepared,
 )
 from weighbridge.follow.evidence import Evidence, RankProof
+from weighbridge.follow.golden import Answer
 from weighbridge.follow.status import Status
 from weighbridge.follow.status import label as label_of
 
 PauseMode = Literal["wait", "keep", "abort"]
 _PREPARE_SECONDS = 3600.0
 _LOOK_SECONDS = 0.5
+_ASK_SECONDS = 60.0
+"""For one token: a server that takes longer has too much to do, or is paused."""
+_COMPLETIONS, _RANK = "/v1/completions", "X-data-parallel-rank"
 _WORKERS = "/collective_rpc"
 """Route of calls that all workers answer."""
 OTHER = "start it with VLLM_SERVER_DEV_MODE=1; if it is an SGLang, say so: --engine sglang"
@@ -54,6 +60,7 @@ class VllmServer:
         reported: whether the agent reports to the service what the engine serves, which then does not report it itself.
         when_asleep: what becomes of updates of the engine while its weights sleep (vLLM's sleep mode): they ``wait`` for the wake-up, or the engine is
             to ``refuse`` them; None leaves what it was started with.
+        api_key: the server's key (``--api-key``), if it wants one.
     """
 
     def __init__(
@@ -67,6 +74,7 @@ class VllmServer:
         timeout: float = 600.0,
         reported: bool = False,
         when_asleep: WhenAsleep | None = None,
+        api_key: str = "",
     ) -> None:
         self.url = url.rstrip("/")
         self._model = model
@@ -75,7 +83,8 @@ class VllmServer:
             more["when_asleep"] = when_asleep
         self._init_info = {"server": server, "model": model, **more}
         self._pause_mode = pause_mode
-        self._api = EngineApi(self.url, timeout, OTHER)
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._api = EngineApi(self.url, timeout, OTHER, headers)
         self._prepares_early = False
         self._told: Ranks = {}
 
@@ -158,6 +167,36 @@ class VllmServer:
             found = [RankProof.from_json(each["proof"]) for each in answers]
         return dict(zip(names, found, strict=True))
 
+    def answer(self, tokens: Sequence[int]) -> Mapping[str, Answer]:
+        """Log probabilities that each engine behind the server gives the tokens of a prompt.
+
+        Raises:
+            FailedPrecondition: the engine sleeps.
+            EngineFailed: it does not answer, or takes no such prompt, as one with ids outside its vocabulary.
+        """
+        self._check_awake()
+        count = self._count_engines()
+        api = replace(self._api, timeout=min(self._api.timeout, _ASK_SECONDS))
+        if count == 1:
+            return {"": _answer(api, tokens)}
+        each = {rank: replace(api, headers={**api.headers, _RANK: str(rank)}) for rank in range(count)}
+        return {f"engine {rank}": _answer(one, tokens) for rank, one in each.items()}
+
+    def _check_awake(self) -> None:
+        """Raise FailedPrecondition if the engine sleeps: a request would wait for its wake-up, or end it."""
+        with contextlib.suppress(NoRoute):
+            said = self._api.call("/is_sleeping")
+            if isinstance(said, dict) and said.get("is_sleeping"):
+                raise FailedPrecondition("the engine sleeps", fix="wake it up: POST /wake_up")
+
+    def _count_engines(self) -> int:
+        """Number of engines behind the server; one, if it was not started with weighbridge."""
+        with contextlib.suppress(NoRoute):
+            answers = self._answers("weighbridge_status")
+            with understood(self.url + _WORKERS):
+                return max((int(each.get("engines", 1)) for each in answers), default=1)
+        return 1
+
     def discard(self) -> None:
         """Ask all workers to give back what they have prepared."""
         self._ask_workers("weighbridge_discard")
@@ -234,6 +273,13 @@ class VllmServer:
             size = said.get("world_size") if isinstance(said, dict) else None
             return size if isinstance(size, int) else None
         return None
+
+
+def _answer(api: EngineApi, tokens: Sequence[int]) -> Answer:
+    """Answer of one engine. Its cache of prefixes is asked first: the other request would fill it anew."""
+    last, whole = (api.call(_COMPLETIONS, body) for body in (vllm_last(tokens), vllm_whole(tokens)))
+    with understood(api.url + _COMPLETIONS):
+        return Answer(read_vllm_whole(whole, tokens), read_vllm_last(last))
 
 
 def check_done(answers: Answers) -> None:

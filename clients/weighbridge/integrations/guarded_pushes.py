@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from weighbridge._clients.holding.policy import AGAIN_SECONDS, HoldPolicy, held
 from weighbridge._clients.push_handle import PushHandle
-from weighbridge._clients.push_options import PushOptions
+from weighbridge._clients.push_options import PushOptions, check_options_of_each
 from weighbridge._core.resources import Version, VersionState
 from weighbridge._formats.torch_state import rank_and_world
 from weighbridge._trainers.trainer import TrainerClient
@@ -54,6 +54,7 @@ class GuardedPushes:
         options: PushOptions | None = None,
     ) -> None:
         given: PushOptions = options or {}
+        check_options_of_each(given)
         self.options: PushOptions = {**given, "on_failure": "raise"}
         self._policy = HoldPolicy.of(given)
         self._raises = strict or given.get("on_failure") == "raise"

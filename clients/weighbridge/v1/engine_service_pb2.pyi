@@ -165,6 +165,10 @@ class EngineReport(_message.Message):
     UPDATE_PARTS_FIELD_NUMBER: _builtins.int
     PROVED_VERSION_FIELD_NUMBER: _builtins.int
     PROOF_FIELD_NUMBER: _builtins.int
+    GOLDEN_VERSION_FIELD_NUMBER: _builtins.int
+    GOLDEN_FIELD_NUMBER: _builtins.int
+    GOLDEN_DRIFT_FIELD_NUMBER: _builtins.int
+    GOLDEN_MEAN_DRIFT_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     """Names the engine for the life of its agent; 1 to 64 letters, digits, `-`, `_` or `.`."""
     kind: _builtins.str
@@ -208,6 +212,15 @@ class EngineReport(_message.Message):
     """The version of the last proof that the engine computes with a version's bytes; 0 if there was none."""
     proof: _builtins.str
     """What came of it: `proved`, `proved in part` if parameters could not be compared, or `failed`; `error` names the parameters then."""
+    golden_version: _builtins.int
+    """The version whose golden prompts the engine was asked last; 0 if there were none."""
+    golden: _builtins.str
+    """What came of it: `within bound`, `above bound`, `no bound` if neither the version nor the agent has one, or `not answered`; `error` names the prompts
+    above the bound.
+    """
+    golden_drift: _builtins.float
+    """Largest and mean difference between the log probabilities that the engine gives the tokens of these prompts and those that the version has."""
+    golden_mean_drift: _builtins.float
     @_builtins.property
     def update_parts(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Parts of the last update that succeeded, in seconds, by name, in this order: `wait`, `stage`, `agree`, `pause`, `apply`, `resume`, `confirm`. Each
@@ -242,10 +255,14 @@ class EngineReport(_message.Message):
         update_parts: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         proved_version: _builtins.int = ...,
         proof: _builtins.str = ...,
+        golden_version: _builtins.int = ...,
+        golden: _builtins.str = ...,
+        golden_drift: _builtins.float = ...,
+        golden_mean_drift: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "beat", b"beat", "engine_id", b"engine_id", "error", b"error", "host", b"host", "kind", b"kind", "model", b"model", "pid", b"pid", "proof", b"proof", "proved_version", b"proved_version", "ref", b"ref", "state", b"state", "state_seconds", b"state_seconds", "target", b"target", "traceparent", b"traceparent", "update_age_seconds", b"update_age_seconds", "update_bytes", b"update_bytes", "update_lane", b"update_lane", "update_parts", b"update_parts", "update_pause_seconds", b"update_pause_seconds", "update_prepare_seconds", b"update_prepare_seconds", "update_version", b"update_version", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "beat", b"beat", "engine_id", b"engine_id", "error", b"error", "golden", b"golden", "golden_drift", b"golden_drift", "golden_mean_drift", b"golden_mean_drift", "golden_version", b"golden_version", "host", b"host", "kind", b"kind", "model", b"model", "pid", b"pid", "proof", b"proof", "proved_version", b"proved_version", "ref", b"ref", "state", b"state", "state_seconds", b"state_seconds", "target", b"target", "traceparent", b"traceparent", "update_age_seconds", b"update_age_seconds", "update_bytes", b"update_bytes", "update_lane", b"update_lane", "update_parts", b"update_parts", "update_pause_seconds", b"update_pause_seconds", "update_prepare_seconds", b"update_prepare_seconds", "update_version", b"update_version", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from weighbridge._core.engines.facts import STANDING_BEHIND, STANDING_GONE
+from weighbridge._core.engines.facts import NOT_ANSWERED, STANDING_BEHIND, STANDING_GONE
 from weighbridge_service.engines.entries import Entry, Leases, RefView, standing
 
 MOST_FLEETS = 256
@@ -27,6 +27,7 @@ class Fleet:
         silent_s: for how long the one that was not heard for longest has been silent; not of those that have ended.
         prepare_s: longest part of a last update while the engine served; not of those that are gone, as what follows.
         pause_s: likewise, while it stood still.
+        drift: largest of golden prompts; None if none of its engines has answered any.
     """
 
     model: str
@@ -36,6 +37,7 @@ class Fleet:
     silent_s: float = 0.0
     prepare_s: float = 0.0
     pause_s: float = 0.0
+    drift: float | None = None
 
 
 def fleets(
@@ -80,4 +82,7 @@ def _fleet(
         silent_s=max((now_s - entry.heard_s for entry in entries if not entry.report.ended), default=0.0),
         prepare_s=max((report.update_prepare_seconds for report in there), default=0.0),
         pause_s=max((report.update_pause_seconds for report in there), default=0.0),
+        drift=max(
+            (report.golden_drift for report in there if report.golden not in ("", NOT_ANSWERED)), default=None
+        ),
     )

@@ -31,9 +31,20 @@ _PATTERNS = {
     "ref": (_REF, "the name of a ref"),
     "update_lane": (_KIND, "at most 32 small letters, digits, '-', '_' or '.'"),
     "proof": (_PROOF, "at most 32 small letters and spaces"),
+    "golden": (_PROOF, "at most 32 small letters and spaces"),
     "traceparent": (_TRACEPARENT, "as W3C Trace Context has it"),
 }
-_COUNTS = ("version", "target", "pid", "beat", "update_version", "update_bytes", "proved_version")
+_COUNTS = (
+    "version",
+    "target",
+    "pid",
+    "beat",
+    "update_version",
+    "update_bytes",
+    "proved_version",
+    "golden_version",
+)
+_DRIFTS = ("golden_drift", "golden_mean_drift")
 _SECONDS = ("state_seconds", "update_age_seconds", "update_prepare_seconds", "update_pause_seconds")
 
 
@@ -59,6 +70,9 @@ def checked_report(report: EngineReport) -> EngineReport:
     for field in _SECONDS:
         if not (math.isfinite(getattr(report, field)) and 0.0 <= getattr(report, field) <= _LONGEST_S):
             raise InvalidArgument(f"{field} of a report is no time that has passed")
+    for field in _DRIFTS:
+        if not (math.isfinite(getattr(report, field)) and getattr(report, field) >= 0.0):
+            raise InvalidArgument(f"{field} of a report is no difference of log probabilities")
     parts = chosen(report.update_parts, OF_AGENT)
     if not all(math.isfinite(each) and abs(each) <= _LONGEST_S for each in parts.values()):
         raise InvalidArgument("update_parts of a report are no seconds")

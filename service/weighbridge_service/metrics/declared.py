@@ -209,6 +209,12 @@ ENGINE_STEP = _histogram(
     "resume, confirm. 0 for a part that was below zero, of an engine that had begun early.",
     "part",
 )
+ENGINES_DRIFT = _gauge(
+    "weighbridge_engine_golden_drift",
+    "Largest difference between the log probabilities that an engine gives golden prompts and those that its version has; of the engine with the "
+    "largest. Not there while no engine has answered any.",
+    "model",
+)
 
 # --- object store
 

@@ -25,7 +25,7 @@ class Still:
         self.ended = threading.Event()
 
     def watch_refs(self, refs: list[tuple[str, str]]) -> Iterator[tuple[str, SimpleNamespace]]:
-        yield refs[0][1], SimpleNamespace(number=2, traceparent="")
+        yield refs[0][1], SimpleNamespace(number=2, traceparent="", metadata={})
         assert self.ended.wait(60)
 
     def version(self, model: str, ref: str) -> SimpleNamespace:

@@ -97,6 +97,9 @@ def test_an_engine_that_vanishes_is_stale_then_gone(client: EngineClient) -> Non
         (replace(REPORT, address="x" * 10_000), InvalidArgument),
         (replace(REPORT, kind="a\x07"), InvalidArgument),
         (replace(REPORT, state_seconds=float("nan")), InvalidArgument),
+        (replace(REPORT, golden="<b>"), InvalidArgument),
+        (replace(REPORT, golden_drift=float("nan")), InvalidArgument),
+        (replace(REPORT, golden_mean_drift=-1.0), InvalidArgument),
     ],
 )
 def test_a_hostile_report_is_refused_and_changes_nothing(

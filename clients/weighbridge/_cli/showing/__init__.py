@@ -4,6 +4,7 @@ May import: as `weighbridge._cli`.
 
 - `comparing`: diff.
 - `proving`: prove.
+- `golden`: golden.
 - `top`: top.
 - `gathering`: what it reads of a service.
 - `overview`: what that says.

@@ -23,6 +23,8 @@ STANDING_PINNED, STANDING_UNKNOWN = "pinned", "unknown"
 STANDING_STALE, STANDING_GONE = "stale", "gone"
 """Agent and service have not heard of each other for a while, so that what is known may be out of date; or for so long, or since the agent has
 ended, that nobody counts on it."""
+NOT_ANSWERED = "not answered"
+"""Result of golden prompts that an engine could not be asked."""
 MOST_BEHIND = 1000
 """Up to which it is counted how many versions an engine is behind."""
 
@@ -51,6 +53,10 @@ class EngineFacts(JsonValue):
         traceparent: of the update that is under way, or was last (W3C Trace Context); empty if there is none.
         proved_version: of the last proof that it computes with a version's bytes; 0 if there was none.
         proof: what came of that: ``proved``, ``proved in part`` or ``failed``.
+        golden_version: whose golden prompts it was asked last; 0 if there were none.
+        golden: what came of that: ``within bound``, ``above bound``, ``no bound`` if there is none, or ``not answered``.
+        golden_drift: largest difference between the log probabilities that it gives the tokens of these prompts and those that the version has.
+        golden_mean_drift: mean of these differences.
         update_parts: of the last update that succeeded, in seconds, by the names of `step_parts.PARTS`; those that were measured.
     """
 
@@ -73,6 +79,10 @@ class EngineFacts(JsonValue):
     traceparent: str = ""
     proved_version: int = 0
     proof: str = ""
+    golden_version: int = 0
+    golden: str = ""
+    golden_drift: float = 0.0
+    golden_mean_drift: float = 0.0
     update_parts: dict[str, float] = field(default_factory=dict, hash=False)
 
     @property
@@ -105,6 +115,14 @@ class EngineFacts(JsonValue):
     def proof_text(self) -> str:
         """Its last proof, for people; empty if there was none."""
         return f"{self.proved_version} {self.proof}" if self.proof else ""
+
+    @property
+    def golden_text(self) -> str:
+        """What came of the golden prompts that it was asked last, for people; empty if it was asked none."""
+        if not self.golden:
+            return ""
+        drift = "" if self.golden == NOT_ANSWERED else f" (drift {self.golden_drift:.2g})"
+        return f"{self.golden_version} {self.golden}{drift}"
 
     @property
     def step_text(self) -> str:

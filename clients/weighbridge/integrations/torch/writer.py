@@ -23,7 +23,7 @@ from torch.futures import Future
 
 from weighbridge._clients.holding.policy import HoldPolicy
 from weighbridge._clients.push_handle import PushHandle
-from weighbridge._clients.push_options import PushOptions, check_options
+from weighbridge._clients.push_options import PushOptions, check_options_of_each
 from weighbridge._core.layouts import Layout
 from weighbridge._core.resources import Version, VersionState
 from weighbridge._core.tensor_spaces import TensorSpace
@@ -85,7 +85,7 @@ class WeighbridgeWriter(StorageWriter):
     ) -> None:
         super().__init__()
         check_cast(cast)
-        check_options(options)
+        check_options_of_each(options)
         if HoldPolicy.of(options).warns:
             raise InvalidArgument(
                 "dcp.save has no way to skip a save",

@@ -14,6 +14,7 @@
 # - `building`: which tensors become which parameters.
 # - `options`: what ``from_pretrained`` takes besides.
 # - `model`: a rank's model, to the contract.
+# - `golden`: golden prompts made of a model.
 # - `trainer_callback`: pushes of transformers' ``Trainer``.
 
 from __future__ import annotations

@@ -48,6 +48,18 @@ class EngineOut(Out):
         "empty if there was none.",
         examples=["proved"],
     )
+    golden_version: int = Field(
+        description="Version whose golden prompts it was asked last; 0 if there were none."
+    )
+    golden: str = Field(
+        description="What came of that: `within bound`, `above bound`, `no bound` if there is none, `not answered`, or what a later release adds; "
+        "empty if it was asked none.",
+        examples=["within bound"],
+    )
+    golden_drift: float = Field(
+        description="Largest difference between the log probabilities that it gives the tokens of these prompts and those that the version has."
+    )
+    golden_mean_drift: float = Field(description="Mean of these differences.")
     update_parts: dict[str, float] = Field(
         description=f"Seconds of that update's parts, by name: {', '.join(f'`{each.name}`, {each.text}' for each in PARTS)}. "
         "One that was not measured is missing.",

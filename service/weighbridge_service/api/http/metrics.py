@@ -103,6 +103,9 @@ class Metrics(Collector):
                 for part, seconds in (("prepare", each.prepare_s), ("pause", each.pause_s))
             ]
         )
+        yield declared.ENGINES_DRIFT.family(
+            {each.model: each.drift for each in fleets if each.drift is not None}
+        )
 
     def _store(self) -> Iterator[Metric]:
         service = self._service

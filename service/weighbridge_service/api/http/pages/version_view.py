@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from weighbridge._core.engines.facts import Engine
+from weighbridge._core.engines.golden import readable_metadata
 from weighbridge._core.reports.rank_progress import RankProgress
 from weighbridge._core.resources import Version, VersionState
 from weighbridge._core.text.counts import readable_count
@@ -268,7 +269,7 @@ def _about(facts: VersionFacts) -> About:
         ),
         *([("approved", version.approval_text)] if version.approved_reasons else []),
     )
-    return About(pairs, as_pairs(version.metadata), facts.signatures)
+    return About(pairs, as_pairs(readable_metadata(version.metadata)), facts.signatures)
 
 
 def _tensors(facts: VersionFacts, viewer: Viewer, query: str, first: int) -> Tensors:

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from weighbridge._core.engines.golden import readable_metadata
 from weighbridge._core.metadata import MetadataValue, by_trainer
 from weighbridge._core.resources import Version
 from weighbridge._core.text.shortening import shortened
@@ -52,7 +53,7 @@ class MetadataColumns:
 
 def metadata_columns(versions: Sequence[Version]) -> MetadataColumns:
     """The columns of these versions: keys with numbers first, of these those that most versions have, of equals by name."""
-    kept = {version.number: by_trainer(version.metadata) for version in versions}
+    kept = {version.number: readable_metadata(by_trainer(version.metadata)) for version in versions}
     there = Counter(key for metadata in kept.values() for key in metadata)
     numbers = Counter(
         key for metadata in kept.values() for key, value in metadata.items() if is_number(value)

@@ -1,0 +1,278 @@
+"""Drift of an engine from a version's golden prompts: the log probabilities that it answers, beside those that the trainer's model gives."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from weighbridge._clients.calls.version_calls import get_manifest
+from weighbridge._clients.client import Client
+from weighbridge._core.engines.facts import NOT_ANSWERED
+from weighbridge._core.engines.golden import GoldenPrompt, GoldenPrompts, check_bound
+from weighbridge._core.json_values import JsonValue
+from weighbridge._core.metadata import Metadata
+from weighbridge._core.resources import HELD_CANDIDATE, Version
+from weighbridge._core.text.counts import named
+from weighbridge._signing.checking import check_signed
+from weighbridge._signing.trust import Trusted
+from weighbridge.errors import InvalidArgument, WeighbridgeError
+
+log = logging.getLogger(__name__)
+
+WITHIN, ABOVE, NO_BOUND = "within bound", "above bound", "no bound"
+MOST_DRIFT = 9999.0
+"""Drift where an engine gives no finite log probability."""
+_NAMED = 5
+"""Most prompts that a text names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Log probabilities that one engine gives the tokens of a prompt.
+
+    Attributes:
+        logprobs: of each token after the first, computed anew by the engine for all of the prompt.
+        last: of the last token alone, by an ordinary request with the tokens before it, for which an engine uses its cache of prefixes.
+    """
+
+    logprobs: tuple[float, ...]
+    last: float
+
+
+@runtime_checkable
+class AnswersPrompts(Protocol):
+    """Driver of an engine that says which log probabilities it gives."""
+
+    def answer(self, tokens: Sequence[int]) -> Mapping[str, Answer]:
+        """Answers of each engine behind the driver, by what errors call it: empty for the only one.
+
+        Raises:
+            WeighbridgeError: an engine does not answer, or sleeps.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class PromptDrift(JsonValue):
+    """Drift of one engine in one prompt.
+
+    Attributes:
+        prompt: its place among the version's golden prompts, from 0.
+        engine: what errors call the engine; empty for the only one.
+        largest: difference of log probabilities, of any token.
+        mean: of the differences of all tokens.
+        cached: difference of the last token, by the request for which the engine uses its cache of prefixes.
+    """
+
+    prompt: int
+    engine: str
+    largest: float
+    mean: float
+    cached: float
+
+    @property
+    def worst(self) -> float:
+        """Larger of both differences."""
+        return max(self.largest, self.cached)
+
+    @property
+    def text(self) -> str:
+        """Prompt and drift, for people."""
+        where = f"prompt {self.prompt}{' of ' + self.engine if self.engine else ''}"
+        stale = ", with cached prefixes" if self.cached > self.largest else ""
+        return f"{where} ({self.worst:.4g}{stale})"
+
+
+@dataclass(frozen=True, slots=True)
+class Drift(JsonValue):
+    """Drift of an engine in the golden prompts of a version.
+
+    Attributes:
+        model: ``namespace/name``.
+        version: number of the version that the prompts are of.
+        verdict: ``within bound``, ``above bound``, or ``no bound``.
+        max_drift: the bound; None if there is none.
+        prompts: of each prompt and engine.
+    """
+
+    model: str
+    version: int
+    verdict: str
+    max_drift: float | None
+    prompts: tuple[PromptDrift, ...]
+
+    @property
+    def largest(self) -> float:
+        """Largest difference of all."""
+        return max(each.worst for each in self.prompts)
+
+    @property
+    def mean(self) -> float:
+        """Mean of the prompts' means."""
+        return math.fsum(each.mean for each in self.prompts) / len(self.prompts)
+
+    @property
+    def wrong_text(self) -> str:
+        """Prompts above the bound, with their drift; empty if there are none."""
+        bound = math.inf if self.max_drift is None else self.max_drift
+        return named([each.text for each in self.prompts if each.worst > bound], _NAMED)
+
+
+def drift_of(prompts: GoldenPrompts, answers: Sequence[Mapping[str, Answer]]) -> tuple[PromptDrift, ...]:
+    """Drift in each prompt. Pure.
+
+    Args:
+        prompts: of the version.
+        answers: of the engines, for each prompt.
+
+    Raises:
+        InvalidArgument: an engine has answered for another number of tokens.
+    """
+    return tuple(
+        _compared(at, prompt, engine, answer)
+        for at, (prompt, found) in enumerate(zip(prompts.prompts, answers, strict=True))
+        for engine, answer in found.items()
+    )
+
+
+def _compared(at: int, prompt: GoldenPrompt, engine: str, answer: Answer) -> PromptDrift:
+    if len(answer.logprobs) != len(prompt.logprobs):
+        raise InvalidArgument(
+            f"the engine gives log probabilities of {len(answer.logprobs)} tokens of prompt {at}, which has {len(prompt.logprobs)}"
+        )
+    apart = [_apart(*each) for each in zip(answer.logprobs, prompt.logprobs, strict=True)]
+    return PromptDrift(
+        at, engine, max(apart), math.fsum(apart) / len(apart), _apart(answer.last, prompt.logprobs[-1])
+    )
+
+
+def _apart(found: float, wanted: float) -> float:
+    apart = abs(found - wanted)
+    return min(apart, MOST_DRIFT) if math.isfinite(apart) else MOST_DRIFT
+
+
+def ask(
+    engine: AnswersPrompts, model: str, number: int, prompts: GoldenPrompts, max_drift: float | None = None
+) -> Drift:
+    """Ask an engine golden prompts, one after the other.
+
+    Args:
+        engine: its driver.
+        model: ``namespace/name``.
+        number: of the version that it is to serve.
+        prompts: of that version.
+        max_drift: bound that counts instead of the version's, as for an engine that quantises the weights.
+
+    Raises:
+        WeighbridgeError: it does not answer.
+        InvalidArgument: ``max_drift`` is no bound.
+    """
+    check_bound(max_drift)
+    bound = prompts.max_drift if max_drift is None else max_drift
+    found = drift_of(prompts, [engine.answer(each.tokens) for each in prompts.prompts])
+    return Drift(model, number, _verdict(found, bound), bound, found)
+
+
+def _verdict(found: Iterable[PromptDrift], bound: float | None) -> str:
+    if bound is None:
+        return NO_BOUND
+    return ABOVE if any(each.worst > bound for each in found) else WITHIN
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What came of golden prompts that an engine was to be asked.
+
+    Attributes:
+        verdict: as of `Drift`; ``not answered``; or empty if the version has none.
+        drift: of the engine; None if it has not answered.
+        problem: what is wrong with the engine; empty if nothing is.
+        unanswered: why it has not answered; empty if it has, or was asked nothing.
+    """
+
+    verdict: str = ""
+    drift: Drift | None = None
+    problem: str = ""
+    unanswered: str = ""
+
+    @property
+    def facts(self) -> dict[str, str | float]:
+        """Fields of an engine's report, but for the version."""
+        return {
+            "golden": self.verdict,
+            "golden_drift": self.drift.largest if self.drift else 0.0,
+            "golden_mean_drift": self.drift.mean if self.drift else 0.0,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class GoldenChecks:
+    """Checks that an agent makes with golden prompts when its engine has a version.
+
+    Attributes:
+        asks: whether there are any.
+        max_drift: bound that counts instead of a version's own.
+        approves: whether the agent approves a version that is held as a candidate, and as nothing else, when its engine's drift is within the bound.
+    """
+
+    asks: bool = True
+    max_drift: float | None = None
+    approves: bool = False
+
+    def __post_init__(self) -> None:
+        check_bound(self.max_drift)
+        if self.approves and not self.asks:
+            raise InvalidArgument(
+                "versions are approved by golden prompts, and the engine is to be asked none",
+                fix="let it be asked, or leave the approval to others",
+            )
+
+    def check(
+        self, client: Client, engine: object, version: Version, required: Sequence[Trusted] = ()
+    ) -> Asked:
+        """Ask an engine the golden prompts of a version, if it has any. Raises nothing; an engine that does not answer approves nothing.
+
+        Args:
+            client: of the service.
+            engine: driver of the engine, which has the version.
+            version: as the service says.
+            required: who must have signed the version. Its golden prompts are those that were signed, then.
+        """
+        if not self.asks:
+            return Asked()
+        try:
+            prompts = GoldenPrompts.from_metadata(_metadata(client, version, required))
+            if prompts is None:
+                return Asked()
+            if not isinstance(engine, AnswersPrompts):
+                raise InvalidArgument(f"{type(engine).__name__} asks its engine no prompts")
+            drift = ask(engine, version.model, version.number, prompts, self.max_drift)
+        except WeighbridgeError as error:
+            return Asked(NOT_ANSWERED, unanswered=str(error))
+        if drift.verdict == ABOVE:
+            problem = f"golden prompts of version {version.number} are above the bound of {drift.max_drift:g}: {drift.wrong_text}"
+            return Asked(ABOVE, drift, problem)
+        if drift.verdict == WITHIN and self.approves:
+            _approve(client, version, drift)
+        return Asked(drift.verdict, drift)
+
+
+def _metadata(client: Client, version: Version, required: Sequence[Trusted]) -> Metadata:
+    """Metadata of a version: what was signed, where that is required. The service keeps it beside the manifest, too, which no signature covers."""
+    if not required:
+        return version.metadata
+    manifest = client._connection.run(get_manifest(version.model, version.number))
+    check_signed(manifest, client.signatures(version.model, version.number), required)
+    return manifest.metadata
+
+
+def _approve(client: Client, version: Version, drift: Drift) -> None:
+    if version.held != (HELD_CANDIDATE,):
+        return
+    note = f"golden prompts: drift {drift.largest:.4g}, bound {drift.max_drift:g}"
+    try:
+        client.approve(version.model, version.number, note=note)
+    except WeighbridgeError as error:
+        log.warning("version %d was not approved: %s", version.number, error)
