@@ -6,6 +6,7 @@ What is right, transformers' own loss says. Also of two engines behind one serve
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -34,6 +35,7 @@ pytestmark = [needs_vllm, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 MODEL = "tests/golden"
 BOUND = 1e-4
+KEY = "s3cret"
 BLOCK = "32"
 """Smallest block of vLLM's cache of prefixes on a CPU."""
 TOKENS = [[number * 37 % 128 for number in range(start, start + 40)] for start in (1, 50)]
@@ -57,7 +59,7 @@ class Place:
     def server(self, *arguments: str) -> Iterator[VllmServer]:
         """A vLLM with version 1."""
         with VllmServer(
-            PYTHON, self.running.address, MODEL, self.logs / "vllm.log", *EAGER, "--block-size", BLOCK,
+            PYTHON, self.running.address, MODEL, self.logs / "vllm.log", *EAGER, "--block-size", BLOCK, "--api-key", KEY,
             "--worker-extension-cls", "tests.support.golden_worker.FaultyWorker", *arguments,
             extra={"version": 1}, environment={**environment(), "WEIGHBRIDGE_CACHE": str(self.logs / "cache")},
         ) as server:  # fmt: skip
@@ -65,7 +67,7 @@ class Place:
             yield server
 
     def driver(self, server: VllmServer) -> Driver:
-        return Driver(server.url, MODEL, self.running.address)
+        return Driver(server.url, MODEL, self.running.address, api_key=KEY)
 
     def drift(self, driver: Driver, number: int) -> Drift:
         return ask(driver, MODEL, number, self.golden[number], BOUND)
@@ -145,8 +147,13 @@ def test_right_updates_keep_the_bound_and_faults_that_leave_the_bytes_right_do_n
         done = next(Follower(place.client, MODEL, driver, golden=GoldenChecks()).run())
         assert (done.version, done.error, done.golden) == (2, "", WITHIN)
         asked = ["golden", f"{MODEL}@1", "--server", place.running.address, "--url", server.url, "--json"]
+        key = {**os.environ, "WEIGHBRIDGE_ENGINE_KEY": KEY}
         said = subprocess.run(
-            [sys.executable, "-m", "weighbridge", *asked], capture_output=True, text=True, timeout=120
+            [sys.executable, "-m", "weighbridge", *asked],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env=key,
         )
         assert said.returncode == 1, said.stderr
         assert json.loads(said.stdout)["verdict"] == ABOVE

@@ -101,12 +101,13 @@ class Vllm(VllmServer):
         super().__init__(url, model, "service:1")
         self._name, self._change = model, change
         self.has: int | None = None
+        self.waiting: int | None = None
         self.applied: list[int] = []
 
     def connect(self) -> None: ...
 
     def serving(self) -> Serving:
-        return Serving(self.has, model=self._name)
+        return Serving(self.has, model=self._name, waiting=self.waiting)
 
     def prepare(self, version: int) -> Prepared:
         return Prepared(1, 0.0)

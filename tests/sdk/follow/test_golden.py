@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from tests.support.reference import tiny_config, tiny_model
 from tests.support.services import RunningService, running_service
 from tests.support.signing import new_key
 from tests.support.waiting import eventually
+from tests.support.word_models import make_folder
 from weighbridge import EngineClient, EngineReporter, GoldenPrompt, Signatures, Signer, TrainerClient, Trusted
 from weighbridge._cli import commands
 from weighbridge._core.engines.golden import PROMPTS, GoldenPrompts
@@ -332,6 +334,25 @@ def test_an_engine_that_sleeps_is_asked_when_it_is_awake_and_has_not_passed_befo
     assert caplog.text.count("the engine sleeps") == 1
 
 
+def test_a_version_that_waits_for_the_wake_up_is_asked_behind_it(place: Place) -> None:
+    number = place.push(1, golden=golden(place.models[1]), max_drift=EXACT)
+    engine = StandIn(place.models[1], asleep=True)
+    with engine.serving() as url:
+        driver = Vllm(url, MODEL)
+
+        def sleeps_on(version: int) -> None:
+            driver.has, driver.waiting = None, version
+
+        driver._change = sleeps_on
+        updates = follow(place, driver, GoldenChecks())
+        done = next(updates)
+        assert (done.waits, done.error, done.golden) == (True, "", "")
+        assert engine.asked == []
+        engine.asleep, driver.has, driver.waiting = False, number, None
+        done = next(updates)
+        assert (done.version, done.serves, done.golden) == (number, number, WITHIN)
+
+
 @pytest.mark.parametrize("right", [True, False])
 def test_a_candidate_reaches_live_by_a_canary_alone_that_keeps_the_bound(place: Place, right: bool) -> None:
     live = place.push(1)
@@ -433,6 +454,24 @@ def test_the_command_makes_them_pushes_take_them_and_engines_are_asked(place: Pl
         assert said["verdict"] == ABOVE
         assert said["drift"] > 0.01
         assert len(said["prompts"]) == 2
+
+
+def test_texts_become_prompts_by_the_versions_own_tokenizer(place: Place, tmp_path: Path) -> None:
+    make_folder(tmp_path / "words", 1)
+    place.trainer.import_folder("tests/words", tmp_path / "words").wait("durable", timeout=60)
+    texts = tmp_path / "texts.txt"
+    texts.write_text("w5 w17 w99\n\nw1 w2\n")
+    said = json.loads(command(place, "golden", "tests/words", "--prompts", str(texts), "--json"))
+    assert [each["tokens"] for each in said["prompts"]] == [[5, 17, 99], [1, 2]]
+
+
+def test_without_transformers_the_command_says_what_to_install(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place.push(1)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    said = command(place, "golden", MODEL, "--make", "1", code=1)
+    assert "pip install 'weighbridge[transformers]'" in said
 
 
 def test_prompts_that_a_model_writes_are_the_same_again_and_of_its_vocabulary() -> None:
