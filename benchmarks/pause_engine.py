@@ -61,7 +61,7 @@ class Engine:
         self.start_seconds = time.monotonic() - begun
 
     def facts(self) -> dict[str, Any]:
-        """What the engine has, and has of its card."""
+        """What the engine has, and has of its card; ``reserved`` by torch in this process."""
         config = self.llm.llm_engine.vllm_config.cache_config
         used = torch.cuda.mem_get_info() if torch.cuda.is_available() else (0, 0)
         return {
@@ -69,6 +69,7 @@ class Engine:
             "kv_tokens": (config.num_gpu_blocks or 0) * config.block_size,
             "free": used[0],
             "total": used[1],
+            "reserved": torch.cuda.memory_reserved() if torch.cuda.is_available() else 0,
         }
 
     def ask(self, method: str, *arguments: str) -> dict[str, Any]:

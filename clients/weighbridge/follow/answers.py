@@ -30,12 +30,12 @@ _waiting: weakref.WeakSet[http.client.HTTPConnection] = weakref.WeakSet()
 
 class _HttpCalls(urllib.request.HTTPHandler):
     def http_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
-        return self.do_open(_connection, req)  # type: ignore[arg-type,return-value]  # any function that makes one
+        return self.do_open(_connection, req)
 
 
 class _HttpsCalls(urllib.request.HTTPSHandler):
     def https_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
-        return self.do_open(_connection_with_tls, req)  # type: ignore[arg-type,return-value]  # as above
+        return self.do_open(_connection_with_tls, req)
 
 
 def _connection(host: str, **options: Any) -> http.client.HTTPConnection:
