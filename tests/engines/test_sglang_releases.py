@@ -142,3 +142,16 @@ def test_an_engine_that_would_go_on_with_results_of_old_weights_is_refused(setti
     with pytest.raises(FailedPrecondition, match=f"--{setting.replace('_', '-')}") as refused:
         configuration.check_updatable({**unset, setting: value})
     assert "start" in refused.value.fix
+
+
+@pytest.mark.parametrize("algorithm", [None, "NGRAM"])
+def test_an_engine_that_drafts_without_a_model_has_nothing_that_updates_leave_alone(algorithm: Any) -> None:
+    assert configuration.drafter_of({"speculative_algorithm": algorithm}) == ""
+
+
+def test_a_drafter_that_updates_leave_alone_is_named() -> None:
+    said = configuration.drafter_of(
+        {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": "acme/eagle"}
+    )
+    assert said == "the drafter acme/eagle of --speculative-algorithm EAGLE3"
+    assert configuration.drafter_of({"speculative_algorithm": "NEXTN"}).endswith("NEXTN")

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from weighbridge._core.engines.facts import Engine
     from weighbridge._core.engines.status import AgentStatus
     from weighbridge.follow.agent import Followed
-    from weighbridge.follow.engines import WhenAsleep
+    from weighbridge.follow.engines import StaleDrafter, WhenAsleep
     from weighbridge.follow.sglang import SglangServer
     from weighbridge.follow.vllm import VllmServer
 
@@ -71,6 +71,12 @@ if TYPE_CHECKING:
     envvar="WEIGHBRIDGE_ENGINE_KEY",
     default="",
     help="SGLang's admin key, or vLLM's API key, if it has one.",
+)
+@click.option(
+    "--stale-drafter",
+    type=click.Choice(["refuse", "allow"]),
+    help="What becomes of a version that leaves behind the drafter of an engine that decodes speculatively: it is refused (default), or taken, and the drafter "
+    "stays as it is.",
 )
 @click.option(
     "--engine-server",
@@ -138,6 +144,7 @@ def follow_command(
     ref: str | None,
     pause_mode: str | None,
     when_asleep: WhenAsleep | None,
+    stale_drafter: StaleDrafter | None,
     engine_key: str,
     engine_server: str | None,
     lane: str | None,
@@ -177,7 +184,9 @@ def follow_command(
     end_tidily()  # else the engine would stay paused
     trusts = trusted(required)
     listener = _nobody if status_path is None else status_file(status_path)
-    engine = _engine(kind, url, model, engine_server or server, lane, pause_mode, when_asleep, engine_key)
+    engine = _engine(
+        kind, url, model, engine_server or server, lane, pause_mode, when_asleep, engine_key, stale_drafter
+    )
     with engine_of(server) as client:
         say_if_absent(client, model, ref)
         done = None
@@ -212,6 +221,7 @@ def _engine(
     pause_mode: str | None,
     when_asleep: WhenAsleep | None,
     engine_key: str,
+    stale_drafter: StaleDrafter | None = None,
 ) -> VllmServer | SglangServer:
     from weighbridge.follow.sglang import SglangServer
     from weighbridge.follow.vllm import VllmServer
@@ -227,7 +237,16 @@ def _engine(
         if when_asleep is not None:
             raise click.UsageError(f"--engine {kind} has no --when-asleep")
         url = url or "http://127.0.0.1:30000"
-        return SglangServer(url, server, model, api_key=engine_key, lane=lane, pause_mode=mode, reported=True)
+        return SglangServer(
+            url,
+            server,
+            model,
+            api_key=engine_key,
+            lane=lane,
+            pause_mode=mode,
+            reported=True,
+            stale_drafter=stale_drafter,
+        )
     url = url or "http://127.0.0.1:8000"
     return VllmServer(
         url,
@@ -238,6 +257,7 @@ def _engine(
         reported=True,
         when_asleep=when_asleep or "wait",
         api_key=engine_key,
+        stale_drafter=stale_drafter,
     )
 
 
@@ -265,7 +285,8 @@ def _line(done: Followed) -> str:
 def _checked(done: Followed) -> str:
     proof = f", {done.proof}" if done.proof else ""
     drift = "" if done.drift is None else f" (drift {done.drift:.2g})"
-    return f"{proof}, golden prompts: {done.golden}{drift}" if done.golden else proof
+    golden = f", golden prompts: {done.golden}{drift}" if done.golden else ""
+    return f"{proof}{golden}; {done.stale}" if done.stale else f"{proof}{golden}"
 
 
 _BESIDES = ("REF", "HEARD", "LAST UPDATE", "STEP", "PROOF", "GOLDEN", "NOTE")

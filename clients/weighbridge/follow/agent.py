@@ -66,6 +66,7 @@ class Followed(JsonValue):
         proof: ``proved``, ``proved in part`` or ``failed``; empty if nothing was proved.
         golden: ``within bound``, ``above bound``, ``no bound`` or ``not answered``; empty if the version has no golden prompts, or they were not due.
         drift: largest difference of log probabilities in golden prompts; None if there is none.
+        stale: weights of the engine that are not of the version that it serves, as a drafter's; empty if there are none.
     """
 
     model: str
@@ -81,6 +82,7 @@ class Followed(JsonValue):
     proof: str = ""
     golden: str = ""
     drift: float | None = None
+    stale: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,9 +202,15 @@ class Follower:
             self._engine.resume()  # an agent before this one may have ended while it was paused
             if not (asked := self._ask_golden(number)).problem:
                 problem = self._unsigned(number)
-                self._say(state=ENGINE_SERVING, version=number, target=0, error=problem)
+                self._say(state=ENGINE_SERVING, version=number, target=0, error=problem or self._stale)
                 yield Followed(
-                    self._model, number, number, error=problem, proof=proved.verdict, **_golden_of(asked)
+                    self._model,
+                    number,
+                    number,
+                    error=problem,
+                    proof=proved.verdict,
+                    stale=self._stale,
+                    **_golden_of(asked),
                 )
                 return
         if (yield from self._wait_signed(number)):
@@ -216,7 +224,7 @@ class Follower:
         if before is None or serving is None:  # it is starting, or away
             return False
         if before.waiting is not None and serving.version == before.waiting:
-            self._say(state=ENGINE_SERVING, version=serving.version, target=0, error="")
+            self._say(state=ENGINE_SERVING, version=serving.version, target=0, error=serving.stale)
             self._unanswered = serving.version, ""
         elif serving.version != before.version:
             had = "no version" if before.version is None else f"version {before.version}"
@@ -363,6 +371,7 @@ class Follower:
             waits,
             {} if problem or waits else {name: round(seconds, 6) for name, seconds in laps.parts.items()},
             proof.verdict,
+            stale="" if problem else self._stale,
             **_golden_of(asked),
         )
         self._say_done(done)
@@ -424,13 +433,18 @@ class Follower:
             state=ENGINE_SERVING,
             version=done.version,
             target=0,
-            error="",
+            error=done.stale,
             update_version=done.version,
             update_bytes=done.nbytes,
             update_prepare_seconds=done.prepare_seconds,
             update_pause_seconds=done.pause_seconds,
             update_parts=done.parts,
         )
+
+    @property
+    def _stale(self) -> str:
+        """Weights of the engine that are not of the version that it serves, as it has said last."""
+        return "" if self._seen is None else self._seen.stale
 
     @property
     def _behind(self) -> int:

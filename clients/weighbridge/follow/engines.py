@@ -21,8 +21,11 @@ log = logging.getLogger(__name__)
 _FIRST_POLL_SECONDS, _POLL_SECONDS = 0.005, 0.1
 WhenAsleep = Literal["wait", "refuse"]
 WAIT: WhenAsleep = "wait"
-REFUSE: WhenAsleep = "refuse"
+REFUSE: Literal["refuse"] = "refuse"
 """Policy for an update of an engine whose weights have no memory: the update waits for the wake-up, which applies it, or is refused."""
+StaleDrafter = Literal["refuse", "allow"]
+ALLOW: StaleDrafter = "allow"
+"""Policy for an update that leaves the drafter of an engine behind, which decodes speculatively."""
 DIFFERENT = "different versions are served"
 """Beginning of what is broken where ranks or engines have different versions."""
 
@@ -37,6 +40,19 @@ def when_asleep_of(said: object) -> WhenAsleep:
         if said == known:
             return known
     raise InvalidArgument(f"when_asleep is {said!r}", fix=f"use {WAIT} or {REFUSE}")
+
+
+def stale_drafter_of(said: object) -> StaleDrafter:
+    """Setting of what becomes of updates that leave a drafter behind, as a user has written it.
+
+    Raises:
+        InvalidArgument: there is no such one.
+    """
+    if said == REFUSE:
+        return REFUSE
+    if said == ALLOW:
+        return ALLOW
+    raise InvalidArgument(f"stale_drafter is {said!r}", fix=f"use {REFUSE} or {ALLOW}")
 
 
 class EngineFailed(WeighbridgeError):
@@ -83,6 +99,7 @@ class Serving:
         model: of which model that version is, as ``namespace/name``; empty if they do not know.
         instances: which starts of the ranks say so; empty for an engine that does not tell them apart.
         waiting: number of the version that the engine's wake-up will bring; None if there is none.
+        stale: weights of the engine that are not of that version, as a drafter's; empty if there are none.
     """
 
     version: int | None
@@ -90,6 +107,7 @@ class Serving:
     model: str = ""
     instances: tuple[str, ...] = field(default=(), compare=False)
     waiting: int | None = None
+    stale: str = ""
 
 
 class Engine(Protocol):
@@ -160,7 +178,8 @@ def serving_of(ranks: Ranks, model: str) -> Serving:
         problem = "\n".join(filter(None, (broken, _by_version(ranks))))
         return Serving(None, problem, instances=instances, waiting=waiting)
     served = found.pop()
-    return Serving(_number(served, model), broken, served.rpartition("@")[0], instances, waiting)
+    stale = next((status.stale for status in ranks.values() if status.stale), "")
+    return Serving(_number(served, model), broken, served.rpartition("@")[0], instances, waiting, stale)
 
 
 def check_same_ranks(asked: Ranks, answered: Ranks) -> None:

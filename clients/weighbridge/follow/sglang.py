@@ -17,7 +17,7 @@ from weighbridge.follow.completions import (
     sglang_last,
     sglang_whole,
 )
-from weighbridge.follow.engines import Prepared, Ranks, Serving, serving_of, wait_prepared
+from weighbridge.follow.engines import Prepared, Ranks, Serving, StaleDrafter, serving_of, wait_prepared
 from weighbridge.follow.golden import Answer
 from weighbridge.follow.status import Status
 from weighbridge.follow.wanted import DISCARD, LOAD_FORMAT, PREPARE, REPORTED, STATUS, Wanted
@@ -49,6 +49,8 @@ class SglangServer:
             weights; ``in_place`` lets them go on from what the old weights have computed; ``abort`` ends them.
         timeout: seconds for each call; for `prepare`, for all of it.
         reported: whether the agent reports to the service what the engine serves, which then does not report it itself.
+        stale_drafter: what becomes of versions that leave the drafter of speculative decoding behind: the engine is to ``refuse``, as by default, or to
+            ``allow`` them.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class SglangServer:
         pause_mode: str = "retract",
         timeout: float = 600.0,
         reported: bool = False,
+        stale_drafter: StaleDrafter | None = None,
     ) -> None:
         if not url.startswith(("http://", "https://")):
             raise InvalidArgument(f"{url!r} is no HTTP address", fix="as in http://127.0.0.1:30000")
@@ -75,7 +78,7 @@ class SglangServer:
         self.timeout = timeout
         self._status = f"{STATUS} {REPORTED}" if reported else STATUS
         self._requests: dict[int, dict[str, Any]] = {}
-        self._wanted = Wanted(service, model, lane=lane)
+        self._wanted = Wanted(service, model, lane=lane, stale_drafter=stale_drafter)
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._api = EngineApi(self.url, timeout, _OTHER, headers)
 

@@ -29,6 +29,7 @@ class Status(JsonValue):
         broken: why the parameters are of no version; empty if they are of one, or never were.
         instance: which start of this rank answers: two servers behind one address, and a server before and after a restart, have different ones.
         waiting: the version that the wake-up of the engine will bring; empty if there is none.
+        stale: weights of the engine that are not of the version served, as a drafter's, and why; empty if there are none.
     """
 
     served: str = ""
@@ -41,6 +42,7 @@ class Status(JsonValue):
     instance: str = field(default="", compare=False)
     waiting: str = ""
     early_seconds: float = 0.0
+    stale: str = ""
 
     @staticmethod
     def from_json(found: Mapping[str, Any]) -> Status:

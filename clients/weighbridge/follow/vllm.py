@@ -21,6 +21,7 @@ from weighbridge.follow.engines import (
     Prepared,
     Ranks,
     Serving,
+    StaleDrafter,
     WhenAsleep,
     check_same_ranks,
     serving_of,
@@ -61,6 +62,8 @@ class VllmServer:
         when_asleep: what becomes of updates of the engine while its weights sleep (vLLM's sleep mode): they ``wait`` for the wake-up, or the engine is
             to ``refuse`` them; None leaves what it was started with.
         api_key: the server's key (``--api-key``), if it wants one.
+        stale_drafter: what becomes of updates that leave the drafter of speculative decoding behind: the engine is to ``refuse`` them, or to ``allow``
+            them; None leaves what it was started with.
     """
 
     def __init__(
@@ -75,12 +78,15 @@ class VllmServer:
         reported: bool = False,
         when_asleep: WhenAsleep | None = None,
         api_key: str = "",
+        stale_drafter: StaleDrafter | None = None,
     ) -> None:
         self.url = url.rstrip("/")
         self._model = model
         more: dict[str, Any] = ({"lane": lane} if lane else {}) | ({"reported": True} if reported else {})
         if when_asleep is not None:
             more["when_asleep"] = when_asleep
+        if stale_drafter is not None:
+            more["stale_drafter"] = stale_drafter
         self._init_info = {"server": server, "model": model, **more}
         self._pause_mode = pause_mode
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}

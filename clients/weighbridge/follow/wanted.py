@@ -32,6 +32,7 @@ class Wanted:
         version: a number or a ref.
         lane: how weights travel, as for `weighbridge.Client`; None leaves it to each rank's environment.
         retry_seconds: how long to keep trying when the service cannot be reached.
+        stale_drafter: what becomes of the version if it leaves the drafter of speculative decoding behind: ``refuse``, as None does, or ``allow`` it.
     """
 
     server: str
@@ -39,6 +40,7 @@ class Wanted:
     version: str = "latest"
     lane: str | None = None
     retry_seconds: float = 20.0
+    stale_drafter: str | None = None
 
     def __post_init__(self) -> None:
         if (

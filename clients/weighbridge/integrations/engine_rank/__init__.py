@@ -10,6 +10,7 @@ An adapter describes the engine's model as an `EngineModel` and calls an `Engine
 # - `agreement`: the port to the other ranks, and the one way in which they agree.
 # - `fitting`: checks of a version against the engine and the version before.
 # - `storageless`: stand-ins for parameters, for runs of the loader that change nothing.
+# - `drafting`: a model with the drafter of speculative decoding.
 # - `model`: what an adapter provides.
 # - `preparation`: what was recorded of a model's loader, and a version on its way to host memory.
 # - `rank`: versions of one rank, and the way between them.

@@ -19,6 +19,7 @@ from weighbridge._core.slices import FullTensors
 from weighbridge._memory import cuda_copies
 from weighbridge.errors import FailedPrecondition, WeighbridgeError
 from weighbridge.integrations.engine_rank.agreement import Ranks
+from weighbridge.integrations.engine_rank.drafting import WithDrafter, joined
 from weighbridge.integrations.engine_rank.fitting import check_covered, unseen
 from weighbridge.integrations.engine_rank.storageless import storageless, targets_of
 
@@ -48,6 +49,8 @@ class EngineModel(ABC):
         kind: what the engine is, in lists of the service's engines; one without a kind is not reported.
         place: spare memory on the parameters' device to which a version is brought before it is applied; None without.
         staging: is held by the thread that brings a version to a staging place.
+        drafter: the model that drafts for this one in speculative decoding, and is filled from the same versions; None without.
+        apart: a drafter that versions of this model have nothing for, as errors call it; empty without.
     """
 
     kind = ""
@@ -58,11 +61,18 @@ class EngineModel(ABC):
         self._host_place: lazy.StagingPlace | None = None
         self._cannot_pin = False
         self._model = model
+        self.drafter: Any = None
+        self.apart = ""
 
     @property
     def model(self) -> Any:
         """The model."""
         return self._model
+
+    def join(self, drafter: Any) -> None:
+        """Fill the drafter, too, from now on: all that it does not share with the model, by its own loader."""
+        self.drafter = drafter
+        self._model = WithDrafter(self._model, drafter)
 
     @property
     @abstractmethod
@@ -125,6 +135,26 @@ class EngineModel(ABC):
             FailedPrecondition: the loader does not take the version, names the tensor that it had got last; or a parameter gets no value.
             LayoutError: a part of a tensor was copied to where it does not fit; names the tensor.
         """
+        if self.drafter is None:
+            found = self._recorded(self.load, targets, source, configuration)
+        else:
+            of_drafter = self._recorded(
+                self.drafter.load_weights, targets, source, _of_drafter(configuration)
+            )
+            found = joined(
+                self._recorded(self.load, targets, source, configuration), of_drafter, source.version
+            )
+        if not found.unrecorded:
+            check_covered(found.unwritten, dict(self.model.named_parameters()), source.version, self.spare)
+        return found
+
+    def _recorded(
+        self,
+        load: lazy.Load,
+        targets: Mapping[str, torch.Tensor],
+        source: lazy.Source,
+        configuration: str | None,
+    ) -> lazy.Recording:
         last: list[TensorSpec] = []
 
         def watched(tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -133,13 +163,12 @@ class EngineModel(ABC):
                 yield named
 
         def run(tensors: Iterator[tuple[str, torch.Tensor]]) -> object:
-            return self.load(watched(tensors))
+            return load(watched(tensors))
 
         try:
             if configuration is None:
-                found = lazy.record(source.specs, run, targets)
-            else:
-                found = lazy.remembered(source.specs, run, targets, configuration)
+                return lazy.record(source.specs, run, targets)
+            return lazy.remembered(source.specs, run, targets, configuration)
         except WeighbridgeError:
             raise
         except Exception as error:
@@ -148,9 +177,6 @@ class EngineModel(ABC):
                 f"the engine's loader does not take {source.version}: it ended{where} with {type(error).__name__}: {error}",
                 fix="start the engine with the configuration of this model",
             ) from error
-        if not found.unrecorded:
-            check_covered(found.unwritten, dict(self.model.named_parameters()), source.version, self.spare)
-        return found
 
     def check(self, recording: lazy.Recording) -> None:
         """Refuse to fill a model whose parameters are not those that were recorded.
@@ -184,6 +210,8 @@ class EngineModel(ABC):
 
     def load_again(self, source: lazy.Source) -> None:
         """Load a version by the model's own loader over what it has, while nothing is computed. What was recorded is not used."""
+        if self.drafter is not None:
+            self.drafter.load_weights(source.tensors())  # first: what both share is this model's
         self.load(source.tensors())
 
     def check_awake(self) -> None:
@@ -244,3 +272,7 @@ class EngineModel(ABC):
         """
         update.fill_all(self.targets())
         self.load(iter(rest))
+
+
+def _of_drafter(configuration: str | None) -> str | None:
+    return None if configuration is None else f"drafter: {configuration}"

@@ -21,11 +21,12 @@ from weighbridge._core.resources import REF_LATEST
 from weighbridge._reporting.reporter import EngineReporter
 from weighbridge._tracing import spans
 from weighbridge.errors import FailedPrecondition, NotFound, WeighbridgeError
-from weighbridge.follow.engines import REFUSE, WAIT, WhenAsleep
+from weighbridge.follow.engines import ALLOW, REFUSE, WAIT, StaleDrafter, WhenAsleep
 from weighbridge.follow.evidence import Evidence, RankProof
 from weighbridge.follow.status import Status, label
 from weighbridge.follow.updates import Laps
 from weighbridge.integrations.engine_rank.agreement import RanksFailed, agree, exchange
+from weighbridge.integrations.engine_rank.drafting import WITHOUT
 from weighbridge.integrations.engine_rank.fitting import check_tensors
 from weighbridge.integrations.engine_rank.model import EngineAsleep, EngineModel
 from weighbridge.integrations.engine_rank.preparation import (
@@ -57,6 +58,7 @@ class EngineRank:
         clients: of the services that versions came from. They stay open until `close`.
         when_asleep: what becomes of an update while the parameters have no memory: ``refuse`` it, or let it ``wait`` for `wake`, which then also brings
             back what sleep has discarded.
+        stale_drafter: what becomes of an update that leaves the engine's drafter behind: ``refuse`` it, or ``allow`` it.
     """
 
     def __init__(self, engine: EngineModel) -> None:
@@ -65,6 +67,7 @@ class EngineRank:
         self.held: Held | None = None
         self.clients: dict[ModelSource, EngineClient] = {}
         self.when_asleep: WhenAsleep = REFUSE
+        self.stale_drafter: StaleDrafter = REFUSE
         self._recorded: Recorded | None = None
         self._preparation: Preparation | None = None
         self._broken = ""
@@ -73,6 +76,9 @@ class EngineRank:
         """Version that `wake` applies."""
         self._lost: Held | None = None
         """Version that was in the parameters before sleep discarded them."""
+        self._first = ""
+        """Version that was loaded first: a drafter that versions leave alone belongs to it."""
+        self._drafter_lost = False
         self._instance = secrets.token_hex(8)
         self._reported = bool(engine.kind)
         self._reporter: EngineReporter | None = None
@@ -116,6 +122,7 @@ class EngineRank:
             nbytes = update.nbytes
             self._recorded = Recorded(source.model, found.specs, self.engine.configuration(), recording)
         self.source, self.held = source, Held(source, found.version, nbytes)
+        self._first = self.held.label
         self._say(state=ENGINE_SERVING)
         return found, recording
 
@@ -189,6 +196,7 @@ class EngineRank:
                 return
             if there.asked:
                 raise FailedPrecondition(f"{there.label} is here, or on its way")
+        self._check_drafter(number, source)
         if known is None or (known.model, known.configuration) != (source.model, self.engine.configuration()):
             raise FailedPrecondition("what this rank takes of a version is not known yet")
         self.engine.check(known.recording)
@@ -312,7 +320,7 @@ class EngineRank:
             recording=recording.digest,
             recorded="" if known == recording.digest else recording.to_json(),
             digests=digests,
-            unseen=dict(unseen),
+            unseen={**unseen, **self._unknown},
             seconds=time.monotonic() - begun,
         )
 
@@ -339,8 +347,17 @@ class EngineRank:
         self.held, self._broken = held, ""
         wrong = [name for name, digest in before.items() if after.get(name) != digest]
         return RankProof(
-            held.label, len(before), tuple(wrong), dict(self.engine.hidden()), time.monotonic() - begun
+            held.label,
+            len(before),
+            tuple(wrong),
+            {**self.engine.hidden(), **self._unknown},
+            time.monotonic() - begun,
         )
+
+    @property
+    def _unknown(self) -> dict[str, str]:
+        """A drafter that no version says anything of."""
+        return {self.engine.apart: "updates leave it alone"} if self.engine.apart else {}
 
     def _held_awake(self) -> Held:
         self.engine.check_awake()
@@ -381,6 +398,7 @@ class EngineRank:
         Raises:
             RanksFailed: says what could not be brought, and why; `held` is the version that the engine has.
         """
+        self._drafter_lost |= lost
         if lost and self.held is not None:
             self._lost, self.held = self.held, None
             self._broken = f"{self._lost.label} was discarded while the engine slept"
@@ -416,7 +434,9 @@ class EngineRank:
         """What this rank serves and prepares."""
         served = self.held.label if self.held is not None else ""
         waiting = label(self._waiting[0].model, self._waiting[1]) if self._waiting is not None else ""
-        found = Status(served=served, broken=self._broken, instance=self._instance, waiting=waiting)
+        found = Status(
+            served=served, broken=self._broken, instance=self._instance, waiting=waiting, stale=self._stale
+        )
         there = self._preparation
         if there is None:
             return found
@@ -451,6 +471,7 @@ class EngineRank:
             self._reporter = EngineReporter(client, source.model, kind=self.engine.kind, delay=_AGENT_SECONDS)
             weakref.finalize(self, self._reporter.stop)
         version = 0 if self.held is None else self.held.version.number
+        error = error or (self._stale if state == ENGINE_SERVING else "")
         self._reporter.say(
             model=source.model, state=state, version=version, target=target, error=error, **update
         )
@@ -483,11 +504,42 @@ class EngineRank:
             there.ask()
             return False
         self._refuse_while_preparing()
+        self._check_drafter(number, source)
         if there is not None and isinstance(there.error, RecordingStale):
             self._recorded = None
         self.connect(source, number)
         self.engine.check(cast("Recorded", self._recorded).recording)
         return True
+
+    @property
+    def _stale(self) -> str:
+        """Weights of the engine that are not of the version that it serves; empty if there are none."""
+        drafter = self.engine.apart
+        if not drafter or self.held is None:
+            return ""
+        if self._drafter_lost:
+            return f"{drafter} lost its weights while the engine slept, and nothing brings them back: start the engine again"
+        if self.held.label == self._first:
+            return ""
+        return f"{drafter} is stale: it has the weights that it was started with, so that fewer of its tokens are accepted"
+
+    def _check_drafter(self, number: int, source: ModelSource) -> None:
+        """Refuse to leave a drafter behind, unless that is allowed. Versions that the engine has or has lost may come back.
+
+        Raises:
+            FailedPrecondition: names the drafter.
+        """
+        had = self.held or self._lost
+        if (
+            not self.engine.apart
+            or self.stale_drafter == ALLOW
+            or (had and had.label == label(source.model, number))
+        ):
+            return
+        raise FailedPrecondition(
+            f"{self.engine.apart} would keep its weights when the engine takes {label(source.model, number)}",
+            fix=f"{WITHOUT}; or allow a stale drafter, as `weighbridge follow --stale-drafter allow` does",
+        )
 
     def _refuse_while_preparing(self) -> None:
         there = self._preparation
@@ -583,6 +635,11 @@ def rank_of(model: Any, engine: EngineModel) -> EngineRank:
     if not hasattr(model, _ATTRIBUTE):
         setattr(model, _ATTRIBUTE, EngineRank(engine))
     return cast("EngineRank", getattr(model, _ATTRIBUTE))
+
+
+def known_rank(model: Any) -> EngineRank | None:
+    """The rank that `rank_of` has made of a model; None if it was not asked for it."""
+    return getattr(model, _ATTRIBUTE, None)
 
 
 def _way_back(had: Held | None) -> Held:

@@ -42,6 +42,9 @@ _KEEP_OLD_RESULTS = {
 }
 """Settings by which an engine would go on with what other weights have computed, and why."""
 
+_WITHOUT_WEIGHTS = frozenset({"", "NONE", "NGRAM", "UNO"})
+"""Algorithms of speculative decoding that draft without a model."""
+
 
 def check_updatable(arguments: Mapping[str, Any]) -> None:
     """Refuse updates of an engine whose answers would still come from old weights in part.
@@ -56,6 +59,19 @@ def check_updatable(arguments: Mapping[str, Any]) -> None:
         if arguments.get(setting):
             option = f"--{setting.replace('_', '-')}"
             refuse_updates(option, why, f"start the engine without {option}")
+
+
+def drafter_of(arguments: Mapping[str, Any]) -> str:
+    """The drafter of an engine, which updates leave alone, as errors call it; empty if there is none that has weights.
+
+    Args:
+        arguments: as for `check_updatable`.
+    """
+    algorithm = str(arguments.get("speculative_algorithm") or "")
+    if algorithm.upper() in _WITHOUT_WEIGHTS:
+        return ""
+    path = arguments.get("speculative_draft_model_path")
+    return f"the drafter{f' {path}' if path else ''} of --speculative-algorithm {algorithm}"
 
 
 def configuration_of(model: torch.nn.Module) -> str:

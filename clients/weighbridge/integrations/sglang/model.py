@@ -9,12 +9,13 @@ from sglang.srt.distributed.parallel_state import get_pp_group, get_tp_group
 
 from weighbridge import _lazy as lazy
 from weighbridge.errors import FailedPrecondition
+from weighbridge.follow.engines import REFUSE, stale_drafter_of
 from weighbridge.follow.wanted import Wanted
 from weighbridge.integrations.engine_rank.agreement import ProcessGroup, Ranks, from_first
 from weighbridge.integrations.engine_rank.model import EngineModel
 from weighbridge.integrations.engine_rank.rank import EngineRank, rank_of
 from weighbridge.integrations.engine_rank.source import ModelSource
-from weighbridge.integrations.sglang.configuration import check_updatable, configuration_of
+from weighbridge.integrations.sglang.configuration import check_updatable, configuration_of, drafter_of
 from weighbridge.integrations.sglang.releases import server_arguments
 
 log = logging.getLogger(__name__)
@@ -71,7 +72,10 @@ def number_to_update_to(rank: EngineRank, wanted: Wanted) -> int:
     Raises:
         FailedPrecondition: they cannot, as there are pipeline stages, or as answers would still come from old weights in part.
     """
-    check_updatable(server_arguments())
+    arguments = server_arguments()
+    check_updatable(arguments)
+    rank.engine.apart = drafter_of(arguments)
+    rank.stale_drafter = stale_drafter_of(wanted.stale_drafter or REFUSE)
     if get_pp_group().world_size > 1:
         raise FailedPrecondition(
             "pipeline stages of SGLang cannot take over a version together",

@@ -24,6 +24,7 @@ from vllm.platforms import current_platform
 from weighbridge import _lazy as lazy
 from weighbridge._core.text.counts import counted
 from weighbridge.errors import FailedPrecondition
+from weighbridge.integrations.engine_rank.drafting import WithDrafter
 from weighbridge.integrations.vllm import layers
 from weighbridge.integrations.vllm.releases import LEFT_IN_PLACE, is_deferred
 
@@ -40,13 +41,16 @@ class Applier:
     Args:
         model: vLLM's, after loading.
         model_config: vLLM's configuration of it.
+        before: appliers that have watched parts of it.
     """
 
-    def __init__(self, model: Any, model_config: Any) -> None:
+    def __init__(self, model: Any, model_config: Any, *before: Applier | None) -> None:
         self._model = model
         self._model_config = model_config
         self._unprocessed: WeakSet[torch.nn.Module] = WeakSet()
         """Layers that vLLM's processing was seen to leave alone."""
+        for each in before:
+            self._unprocessed |= WeakSet() if each is None else each._unprocessed
         self._all_as_loaded: lazy.Recording | None = None
         """By which all that is filled was seen to be what the layers compute with."""
 
@@ -110,10 +114,13 @@ class Applier:
         else:
             log.debug("vLLM processes %s: %s", type(layer).__name__, operations.seen or "its state changes")
 
-    def load_again(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Let the model's own loader fill layers that are made anew, and vLLM process them."""
-        with layers.reloading(self._model, self._model_config):
-            self._model.load_weights(tensors)
+    def load_again(self, tensors: Callable[[], Iterator[tuple[str, torch.Tensor]]]) -> None:
+        """Let the model's own loader fill layers that are made anew, and vLLM process them. A drafter comes first: what it shares is the target's."""
+        both = self._model
+        parts: tuple[Any, ...] = (both.drafter, both.target) if isinstance(both, WithDrafter) else (both,)
+        for model in parts:
+            with layers.reloading(model, self._model_config):
+                model.load_weights(tensors())
         self._all_as_loaded = None
 
     def live(self, recording: lazy.Recording) -> layers.Tensors:

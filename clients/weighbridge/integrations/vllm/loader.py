@@ -13,6 +13,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from weighbridge import _lazy as lazy
+from weighbridge.follow.engines import stale_drafter_of
 from weighbridge.integrations.vllm import releases
 from weighbridge.integrations.vllm.model import VllmModel, vllm_rank
 from weighbridge.integrations.vllm.settings import Settings
@@ -40,10 +41,16 @@ class WeighbridgeLoader(DefaultModelLoader):  # type: ignore[misc]  # vLLM is se
 
     def load_weights(self, model: Any, model_config: Any) -> None:
         """Bring the version to a model that has just been made."""
+        if model_config.runner_type == "draft" and not self._is_of_version(model_config):
+            # vLLM loads a drafter as the policy, unless it is told how; but this one is not in the policy's versions
+            plain = replace(self.load_config, load_format="auto", model_loader_extra_config={})
+            DefaultModelLoader(plain).load_weights(model, model_config)
+            return
         settings = self._settings(model_config)
         started = time.monotonic()
         rank = vllm_rank(model, get_current_vllm_config(), model_config)
         model_of_rank = cast("VllmModel", rank.engine)
+        rank.stale_drafter = stale_drafter_of(settings.stale_drafter)
         model_of_rank.watch_processing()
         found, recording = rank.load(settings.source, settings.version)
         if recording is None:  # the loader runs once, on tensors that are fetched when it copies them
@@ -57,6 +64,13 @@ class WeighbridgeLoader(DefaultModelLoader):  # type: ignore[misc]  # vLLM is se
             model_of_rank.reserve(recording, settings.card_share)
         nbytes = (recording.nbytes if recording is not None else 0) + found.fetched_bytes
         logger.info("%s: loaded %.1f MB in %.2f s", found.version, nbytes / 1e6, time.monotonic() - started)
+
+    @staticmethod
+    def _is_of_version(model_config: Any) -> bool:
+        """Whether the version that the policy is loaded from has the weights of a drafter, or the drafter has load settings of its own."""
+        configuration = get_current_vllm_config()
+        own = configuration.speculative_config.draft_load_config is not None
+        return own or model_config.model == configuration.speculative_config.target_model_config.model
 
     def _settings(self, model_config: Any) -> Settings:
         return Settings.of(self.load_config.model_loader_extra_config or {}, model_config.model)

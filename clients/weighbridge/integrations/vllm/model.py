@@ -16,9 +16,10 @@ from vllm.logger import init_logger
 from weighbridge import _lazy as lazy
 from weighbridge.errors import FailedPrecondition
 from weighbridge.integrations.engine_rank.agreement import ProcessGroup, Ranks
+from weighbridge.integrations.engine_rank.drafting import PREFIX
 from weighbridge.integrations.engine_rank.fitting import unseen
 from weighbridge.integrations.engine_rank.model import EngineModel, Rest
-from weighbridge.integrations.engine_rank.rank import EngineRank, rank_of
+from weighbridge.integrations.engine_rank.rank import EngineRank, known_rank, rank_of
 from weighbridge.integrations.vllm import NAME, layers
 from weighbridge.integrations.vllm.applying import Applier
 from weighbridge.integrations.vllm.kept_results import check_updatable
@@ -41,7 +42,26 @@ class VllmModel(EngineModel):
         super().__init__(model)
         self._vllm_config = vllm_config
         self._model_config = model_config or vllm_config.model_config
-        self._applier = Applier(model, self._model_config)
+        self.applier = Applier(model, self._model_config)
+        self._share = 0.0
+        if self._is_draft:  # it is no engine of its own
+            self.kind = ""
+
+    @property
+    def _is_draft(self) -> bool:
+        return getattr(self._model_config, "runner_type", "") == "draft"
+
+    def join(self, drafter: torch.nn.Module) -> None:
+        """Fill the drafter, too, and reserve for it what share of the card's memory is reserved for the model."""
+        super().join(drafter)
+        self.applier = Applier(self.model, self._model_config, self.applier, applier_of(drafter))
+        if self.place is not None:
+            own = [tensor for name, tensor in self.targets().items() if name.startswith(PREFIX)]
+            nbytes = self.place.nbytes + int(
+                self._share * lazy.staging_bytes(lazy.Shape.of(tensor) for tensor in own)
+            )
+            device, self.place = self.place.device, None  # given back before more is asked for
+            self.place = lazy.StagingPlace(torch.empty(nbytes, dtype=torch.uint8, device=device))
 
     @property
     def ranks(self) -> Ranks:
@@ -50,8 +70,8 @@ class VllmModel(EngineModel):
 
     @property
     def config(self) -> Any:
-        """The Hugging Face configuration, as vLLM has read it."""
-        return self._model_config.hf_config
+        """The Hugging Face configuration, as vLLM has read it; None of a drafter, for which vLLM rewrites it."""
+        return None if self._is_draft else self._model_config.hf_config
 
     def configuration(self) -> str:
         """vLLM's release, the model's configuration and quantization, the parallelism, and this rank."""
@@ -71,6 +91,13 @@ class VllmModel(EngineModel):
                 str(parallel.expert_placement_strategy),
             ],
         }
+        if self.drafter is not None:
+            speculative = self._vllm_config.speculative_config
+            known["drafter"] = [
+                type(self.drafter).__qualname__,
+                speculative.draft_model_config.hf_config.to_dict(),
+                speculative.draft_tensor_parallel_size,
+            ]
         return json.dumps(known, sort_keys=True, default=str)
 
     def targets(self) -> Mapping[str, torch.Tensor]:
@@ -104,11 +131,11 @@ class VllmModel(EngineModel):
         How parameters lie is seen when layers are made anew.
         """
         check_updatable(self._vllm_config)
-        self._applier.check(recording)
+        self.applier.check(recording)
 
     def live(self, recording: lazy.Recording) -> tuple[Mapping[str, torch.Tensor], Mapping[str, str]]:
         """Tensors of layers that compute with what was loaded; others are repacked, quantized or derived."""
-        seen = self._applier.live(recording)
+        seen = self.applier.live(recording)
         return seen, unseen(self.model, recording, seen)
 
     def hidden(self) -> Mapping[str, str]:
@@ -119,11 +146,11 @@ class VllmModel(EngineModel):
     def load_again(self, source: lazy.Source) -> None:
         """Through vLLM's layerwise reloading, as ``reload_weights`` does."""
         with set_current_vllm_config(self._vllm_config), torch.no_grad():
-            self._applier.load_again(source.tensors())
+            self.applier.load_again(source.tensors)
 
     def watch_processing(self) -> None:
         """See which layers vLLM's processing leaves alone, when it processes them after this."""
-        self._applier.watch_processing()
+        self.applier.watch_processing()
 
     def reserve(self, recording: lazy.Recording, share: float | None) -> None:
         """Reserve memory of the card for versions that are brought to it before they are applied. To be called while vLLM measures what the
@@ -135,9 +162,7 @@ class VllmModel(EngineModel):
         """
         model, devices = self._model_config, {tensor.device for tensor in self.targets().values()}
         transfer = self._vllm_config.weight_transfer_config
-        takes_none = (
-            getattr(model, "runner_type", "") == "draft" or transfer is None or transfer.backend != NAME
-        )
+        takes_none = self._is_draft or transfer is None or transfer.backend != NAME
         if takes_none or {device.type for device in devices} != {"cuda"} or len(devices) > 1:
             return
         (device,) = devices
@@ -154,7 +179,7 @@ class VllmModel(EngineModel):
                 "an engine that may sleep reserves no memory of the card for new versions",
                 fix="leave card_share out, or start the engine without --enable-sleep-mode",
             )
-        nbytes = int(nbytes * share)
+        nbytes, self._share = int(nbytes * share), share
         if not nbytes:
             return
         self.place = lazy.StagingPlace(torch.empty(nbytes, dtype=torch.uint8, device=device))
@@ -178,7 +203,13 @@ class VllmModel(EngineModel):
     def fill(self, update: lazy.Update, recording: lazy.Recording, rest: Rest) -> None:
         """Through vLLM's layerwise reloading, where kernels compute with something else than what a loader fills."""
         with set_current_vllm_config(self._vllm_config):
-            self._applier.apply(update, recording, rest)
+            self.applier.apply(update, recording, rest)
+
+
+def applier_of(model: torch.nn.Module) -> Applier | None:
+    """The applier of a model that this process has loaded from the service; None of another one."""
+    rank = known_rank(model)
+    return rank.engine.applier if rank is not None and isinstance(rank.engine, VllmModel) else None
 
 
 def vllm_rank(model: torch.nn.Module, vllm_config: Any, model_config: Any = None) -> EngineRank:

@@ -1,7 +1,7 @@
 """Names by which vLLM, from 0.24 to the newest release, has what the plug-in needs: the one place where releases differ.
 
 What a release has is seen by looking for it, not by its number. What vLLM 0.24 does not tell a transfer engine is found out by two functions of
-its that `remember_configurations` and `leave_models_whole` wrap; newer releases are left as they are.
+its that `remember_models` and `leave_models_whole` wrap; newer releases are left as they are.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from vllm.config import VllmConfig
@@ -19,12 +20,15 @@ from vllm.model_executor.layers import attention
 from vllm.model_executor.model_loader.reload import layerwise, meta
 
 from weighbridge.errors import FailedPrecondition
+from weighbridge.integrations.engine_rank.drafting import Drafting
 from weighbridge.integrations.vllm import engines
 from weighbridge.integrations.vllm.sleeping import Bring, Watch
 
 logger = init_logger(f"vllm.plugins.{__name__}")
 
 _CONFIGURATION = "_weighbridge_vllm_config"
+_drafters: WeakKeyDictionary[torch.nn.Module, Any] = WeakKeyDictionary()
+"""Models that vLLM has loaded in this process to draft for others, with vLLM's configuration of each."""
 
 LEFT_IN_PLACE: frozenset[str] = frozenset(
     meta.SKIP_LOAD_TENSORS if hasattr(meta, "SKIP_LOAD_TENSORS") else meta.SKIP_TENSORS  # 0.24
@@ -66,22 +70,43 @@ def reset_adapters(model_runner: Any) -> None:
         model_runner.reset_lora_state()
 
 
-def remember_configurations() -> None:
-    """Keep the engine's configuration with each model that is loaded, where a transfer engine is not given it."""
+def remember_models() -> None:
+    """Keep with each model that is loaded the engine's configuration, where a transfer engine is not given it, and see drafters: a transfer engine
+    is given none.
+    """
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
-    if "vllm_config" in inspect.signature(WeightTransferEngineFactory.create_engine).parameters:
-        return
+    given = "vllm_config" in inspect.signature(WeightTransferEngineFactory.create_engine).parameters
     load = BaseModelLoader.load_model
 
     @wraps(load)
-    def load_model(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
-        model = load(self, vllm_config, *args, **kwargs)
-        setattr(model, _CONFIGURATION, vllm_config)
+    def load_model(self: Any, vllm_config: Any, model_config: Any, *args: Any, **kwargs: Any) -> Any:
+        model = load(self, vllm_config, model_config, *args, **kwargs)
+        if not given:
+            setattr(model, _CONFIGURATION, vllm_config)
+        if getattr(model_config, "runner_type", "") == "draft":
+            _drafters[model] = model_config
         return model
 
     BaseModelLoader.load_model = load_model
+
+
+def drafting(vllm_config: Any) -> Drafting:
+    """Drafter of the engine that has this configuration, in this process.
+
+    A drafter that vLLM has read from where it has read the policy is a part of the policy's versions, as layers of multi-token prediction are.
+    """
+    speculative: Any = getattr(vllm_config, "speculative_config", None)
+    config = getattr(speculative, "draft_model_config", None)
+    if config is None:  # none at all, or one that has no model, as n-grams
+        return Drafting()
+    name = f"the drafter {config.model} ({speculative.method})"
+    target = vllm_config.model_config
+    found = [model for model, known in _drafters.items() if known is config]
+    if len(found) == 1 and config.model in (target.model, getattr(target, "model_weights", None)):
+        return Drafting(name, found[0])
+    return Drafting(name)
 
 
 def configuration(model: torch.nn.Module, given: Any) -> Any:
@@ -92,7 +117,7 @@ def configuration(model: torch.nn.Module, given: Any) -> Any:
         given: to the transfer engine, the configuration or a part of it.
 
     Raises:
-        FailedPrecondition: vLLM has loaded the model in a way that `remember_configurations` does not see.
+        FailedPrecondition: vLLM has loaded the model in a way that `remember_models` does not see.
     """
     found = given if isinstance(given, VllmConfig) else getattr(model, _CONFIGURATION, None)
     if found is None:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from weighbridge.errors import InvalidArgument
+from weighbridge.follow.engines import REFUSE, stale_drafter_of
 from weighbridge.integrations.engine_rank.source import ModelSource
 
 
@@ -18,10 +19,12 @@ class Settings(ModelSource):
         version: a number or a ref.
         card_share: part of the weights, from 0 to 1, for which memory of the card is reserved at the start, so that new versions are brought to the
             card before the engine is paused; None for all of them where that leaves half of the card's memory, and none elsewhere.
+        stale_drafter: what becomes of updates that leave the drafter of speculative decoding behind: ``refuse`` or ``allow``.
     """
 
     version: str = "latest"
     card_share: float | None = None
+    stale_drafter: str = REFUSE
 
     @staticmethod
     def of(given: Mapping[str, Any], model: str) -> Settings:
@@ -34,6 +37,7 @@ class Settings(ModelSource):
             raise InvalidArgument(
                 f"card_share of load format weighbridge is {found.card_share}, not between 0 and 1"
             )
+        stale_drafter_of(found.stale_drafter)
         return found
 
     @property

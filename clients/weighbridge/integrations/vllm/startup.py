@@ -22,7 +22,7 @@ from weighbridge.integrations.vllm.releases import (
     empty_caches_after_updates,
     hear_all_engines,
     label_first_version,
-    remember_configurations,
+    remember_models,
     watch_sleep,
 )
 from weighbridge.integrations.vllm.settings import Settings
@@ -45,7 +45,7 @@ def install() -> None:
     if hasattr(EngineArgs, _MARK):
         return
     _register_loader()
-    remember_configurations()
+    remember_models()
     setattr(EngineArgs, _MARK, True)
     made, configured = EngineArgs.__post_init__, EngineArgs.create_engine_config
     local_path, not_here, named = arg_utils.get_model_path, dict[str, Exception](), dict[str, str]()

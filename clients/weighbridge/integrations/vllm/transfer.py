@@ -16,7 +16,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from weighbridge.errors import FailedPrecondition, InvalidArgument
-from weighbridge.follow.engines import when_asleep_of
+from weighbridge.follow.engines import stale_drafter_of, when_asleep_of
 from weighbridge.integrations.engine_rank.agreement import RanksFailed, agree
 from weighbridge.integrations.engine_rank.source import ModelSource
 from weighbridge.integrations.vllm import releases
@@ -35,6 +35,8 @@ class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM is seen as
         lane: how weights travel: ``grpc``, ``local`` or ``auto``.
         version: any of the model, by number or ref, from which a worker finds out what it takes of one; the latest may not be there yet.
         when_asleep: what becomes of updates while the engine's weights sleep, from now on: ``refuse`` or ``wait``; None leaves it as it is.
+        stale_drafter: what becomes of updates that leave the drafter of speculative decoding behind, from now on: ``refuse`` or ``allow``; None leaves
+            it as it is.
     """
 
     server: str | None = None
@@ -42,6 +44,7 @@ class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM is seen as
     lane: str | None = None
     version: str = "latest"
     when_asleep: str | None = None
+    stale_drafter: str | None = None
 
 
 @dataclass
@@ -82,6 +85,11 @@ class WeighbridgeTransferEngine(WeightTransferEngine):  # type: ignore[misc]  # 
         releases.leave_models_whole()
         configuration = releases.configuration(self.model, given[0])
         self.rank = vllm_rank(self.model, configuration)
+        drafting = releases.drafting(configuration)
+        if drafting.model is not None:
+            self.rank.engine.join(drafting.model)
+        else:
+            self.rank.engine.apart = drafting.name
         self._ranks = int(configuration.parallel_config.world_size)
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
@@ -94,6 +102,8 @@ class WeighbridgeTransferEngine(WeightTransferEngine):  # type: ignore[misc]  # 
     def _connect(self, source: ModelSource | None, init_info: InitInfo) -> None:
         if init_info.when_asleep is not None:
             self.rank.when_asleep = when_asleep_of(init_info.when_asleep)
+        if init_info.stale_drafter is not None:
+            self.rank.stale_drafter = stale_drafter_of(init_info.stale_drafter)
         self.rank.connect(source, init_info.version)
 
     def start_weight_update(self) -> None:

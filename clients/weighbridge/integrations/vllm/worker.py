@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from weighbridge.errors import FailedPrecondition
-from weighbridge.follow.engines import when_asleep_of
+from weighbridge.follow.engines import stale_drafter_of, when_asleep_of
 from weighbridge.integrations.engine_rank.rank import EngineRank
 from weighbridge.integrations.vllm.releases import place_of, reset_adapters
 from weighbridge.integrations.vllm.settings import source_for
@@ -30,7 +30,7 @@ class WorkerExtension:
 
     def weighbridge_connect(self, info: str) -> dict[str, Any]:
         """Say where versions come from: JSON with ``model``, ``server`` and ``lane``, of which any may be left out; ``reported`` by an agent
-        that reports to the service what the engine serves; and ``when_asleep``, what becomes of updates while weights sleep."""
+        that reports to the service what the engine serves; ``when_asleep``, what becomes of updates while weights sleep; and ``stale_drafter``, of those that leave a drafter behind."""
         said = json.loads(info)
 
         def connect(rank: EngineRank) -> None:
@@ -38,6 +38,8 @@ class WorkerExtension:
                 rank.end_reports()
             if "when_asleep" in said:
                 rank.when_asleep = when_asleep_of(said["when_asleep"])
+            if "stale_drafter" in said:
+                rank.stale_drafter = stale_drafter_of(said["stale_drafter"])
             rank.connect(source_for(rank.source, said.get("model"), said.get("server"), said.get("lane")))
 
         return self._weighbridge_do(connect)

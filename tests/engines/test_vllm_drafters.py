@@ -1,0 +1,135 @@
+"""Does a real vLLM that decodes speculatively go on accepting drafts after updates, and does it say so where it cannot?"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from tests.support.drafted_models import make_drafted_folder
+from tests.support.services import running_service
+from tests.support.vllm_environment import HAS_KERNELS, PYTHON, environment, needs_vllm
+from tests.support.word_models import PROMPT, make_folder
+from weighbridge import EngineClient, TrainerClient
+from weighbridge.follow.evidence import Evidence
+from weighbridge.follow.proving import FAILED, Proof, prove
+
+pytestmark = [
+    needs_vllm,
+    pytest.mark.skipif(not HAS_KERNELS, reason="nothing is computed without kernels"),
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+]
+
+TOKENS = 24
+
+
+@dataclass
+class Place:
+    """A service with two versions of two models, and what transformers says of each."""
+
+    address: str
+    folders: Path
+    texts: dict[tuple[str, int], str] = field(default_factory=dict)
+
+    def run(self, do: str, model: str, *arguments: str) -> dict[str, Any]:
+        """What a job of `tests.support.vllm_drafter_job` has seen."""
+        done = subprocess.run(
+            [PYTHON, "-m", "tests.support.vllm_drafter_job", do, self.address, model, PROMPT, *arguments],
+            env={
+                **environment(),
+                "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+                "WEIGHBRIDGE_CACHE": str(self.folders / "cache"),
+            },
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+        answer = next(line for line in done.stdout.splitlines() if line.startswith("="))
+        found: dict[str, Any] = json.loads(answer.removeprefix("="))
+        return found
+
+    def proved(self, model: str, number: int, evidence: dict[str, Any]) -> Proof:
+        with EngineClient(self.address) as client:
+            return prove(client, lambda _known: {"rank 0": Evidence.from_json(evidence)}, model, number)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    folders = tmp_path_factory.mktemp("models")
+    with (
+        running_service(tmp_path_factory.mktemp("store")) as service,
+        TrainerClient(service.address) as trainer,
+    ):
+        found = Place(service.address, folders)
+        for model, make in (("tests/mimo", make_drafted_folder), ("tests/llama", make_folder)):
+            for number in (1, 2):
+                folder = folders / model / str(number)
+                folder.mkdir(parents=True)
+                found.texts[model, number] = _said(make(folder, number))
+                if number == 1:
+                    trainer.register_model(model, folder)
+                trainer.push_folder(model, folder, step=number).wait(timeout=60)
+        assert len(set(found.texts.values())) == 4, "the versions cannot be told apart"
+        yield found
+
+
+def _said(model: PreTrainedModel) -> str:
+    """How the prompt goes on by transformers, which knows of no drafter."""
+    tokens = [int(word[1:]) for word in PROMPT.split()]
+    with torch.no_grad():
+        found = model.generate(
+            torch.tensor([tokens]), max_new_tokens=TOKENS, do_sample=False, pad_token_id=0, eos_token_id=None
+        )
+    return " ".join(
+        f"w{token}" for token in found[0, len(tokens) :].tolist() if token
+    )  # vLLM leaves out w0, which stands for unknown words
+
+
+def test_layers_that_draft_are_updated_with_the_policy_and_none_of_their_drafts_is_refused(
+    place: Place,
+) -> None:
+    model = "tests/mimo"
+    one, two = ([place.texts[model, number], 1.0, f"{model}@{number}", ""] for number in (1, 2))
+    found = place.run("in_step", model)
+    assert found["first"] == one
+    assert found["updated"] == ["", "", two]
+    proof, says = found["loaded again"]
+    assert (proof["wrong"], says) == ([], two)
+    assert found["undone"] == ["", one]
+    assert found["woken 1"] == ["", two]
+    assert found["woken 2"] == ["", two], "sleep has discarded the drafter, too"
+
+    norm = "drafter.model.mtp_layers.2.final_layernorm.weight"
+    for number in (1, 2):
+        evidence = found[f"evidence {number}"]
+        assert place.proved(model, number, evidence).ranks["rank 0"].wrong == ()
+        assert norm in place.proved(model, 3 - number, evidence).ranks["rank 0"].wrong
+        shared = {name for name in evidence["digests"] if "embed_tokens" in name or "lm_head" in name}
+        assert not any(name.startswith("drafter.") for name in shared), "they are written once"
+    spoilt = place.proved(model, 2, found["spoilt"])
+    assert (spoilt.verdict, spoilt.ranks["rank 0"].wrong) == (FAILED, (norm,))
+
+
+def test_a_drafter_that_versions_leave_alone_is_refused_by_name_or_said_to_be_stale(place: Place) -> None:
+    model, drafter = "tests/llama", str(place.folders / "tests/llama" / "1")
+    one, two = (place.texts[model, number] for number in (1, 2))
+    found = place.run("apart", model, drafter)
+    assert found["first"] == found["kept"] == [one, 1.0, f"{model}@1", ""]
+    name = f"the drafter {drafter} (draft_model)"
+    assert f"{name} would keep its weights when the engine takes {model}@2" in found["refused"]
+    assert "start the engine without speculative decoding" in found["refused"]
+    failed, [text, accepted, served, stale] = found["allowed"]
+    assert (failed, text, served) == ("", two, f"{model}@2"), "what it says is right all the same"
+    assert accepted < 0.5
+    assert stale.startswith(f"{name} is stale")
+    assert name in place.proved(model, 2, found["evidence"]).ranks["rank 0"].unseen
+    assert found["back"] == ["", [one, 1.0, f"{model}@1", ""]]
