@@ -11,9 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
+from tests.engines.test_vllm_ranks import Job, Ranks
 from tests.support.drafted_models import make_drafted_folder
+from tests.support.reference import MtpReference, tiny_config, tiny_model
 from tests.support.services import running_service
 from tests.support.vllm_environment import HAS_KERNELS, PYTHON, environment, needs_vllm
 from tests.support.word_models import PROMPT, make_folder
@@ -133,3 +136,45 @@ def test_a_drafter_that_versions_leave_alone_is_refused_by_name_or_said_to_be_st
     assert stale.startswith(f"{name} is stale")
     assert name in place.proved(model, 2, found["evidence"]).ranks["rank 0"].unseen
     assert found["back"] == ["", [one, 1.0, f"{model}@1", ""]]
+
+
+@pytest.fixture(scope="module")
+def drafted(place: Place, tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """A job on a GLM whose layers for prediction have other output layers in the checkpoint than the model, which engines leave out."""
+    config = tiny_config("glm4_moe_mtp", tied=False)
+    config.hidden_size, config.intermediate_size, config.head_dim = 256, 128, 32
+    folders = []
+    with TrainerClient(place.address) as trainer:
+        for number in (1, 2):
+            folders.append(folder := tmp_path_factory.mktemp("drafted"))
+            model = tiny_model(config, seed=number)
+            model.save_pretrained(folder)
+            file = folder / "model.safetensors"
+            tensors = {**load_file(file), **MtpReference(model, number).tensors(model)}
+            heads = [
+                name
+                for name in tensors
+                if name.endswith(("shared_head.head.weight", "4.embed_tokens.weight"))
+            ]
+            tensors |= {name: torch.randn_like(tensors[name]) for name in heads}
+            save_file(
+                {name: tensor.contiguous().clone() for name, tensor in tensors.items()},
+                file,
+                {"format": "pt"},
+            )
+            if number == 1:
+                trainer.register_model("tests/drafted", folder)
+            trainer.push_folder("tests/drafted", folder, step=number).wait(timeout=60)
+    one, two = map(str, folders)
+    return {"do": "drafter", "of": "drafted", "as_loaded": True, "folder": one, "folder2": two}
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_drafter_has_the_bits_of_a_fresh_load_and_its_model_keeps_its_own_output_layer(
+    place: Place, drafted: Job, tp: int
+) -> None:
+    [(_, said)] = Ranks(place.address, place.folders).run(tp, [drafted])
+    for rank in said:
+        assert set(map(tuple, rank["different"].values())) == {()}, rank
+        assert (rank["moved"], rank["served"]) == (False, "tests/drafted@2")
+        assert rank["shared"] == 2

@@ -12,6 +12,7 @@ import os
 import sys
 import traceback
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,8 +25,10 @@ import torch
 import vllm.v1.worker.cpu.shm  # noqa: F401  # vLLM's CPU kernels want to be first
 from vllm import _custom_ops
 from vllm.config import set_current_vllm_config
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.model_loader import get_model
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.reload import layerwise
 from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
@@ -82,8 +85,6 @@ def by_vllm(config: Any) -> torch.nn.Module:
 
 
 def by_weighbridge(config: Any, job: dict[str, Any], version: int) -> torch.nn.Module:
-    from dataclasses import replace
-
     from weighbridge.integrations.vllm.loader import WeighbridgeLoader
 
     extra = {"server": job["server"], "model": job["model"], "version": version}
@@ -295,7 +296,6 @@ def fail(job: dict[str, Any]) -> dict[str, Any]:
 
 def session(job: dict[str, Any]) -> dict[str, Any]:
     """Sessions of updates by the calls of vLLM's own worker: of a version that there is not, which it refuses, and of version 2."""
-    from vllm.model_executor.model_loader import get_model
     from vllm.v1.worker.cpu_worker import CPUWorker
 
     from weighbridge.errors import WeighbridgeError
@@ -340,6 +340,55 @@ def session(job: dict[str, Any]) -> dict[str, Any]:
         "served": status.served,
         "different": [*different(runner.model, expected), *compute_differently(runner.model, expected)],
     }
+
+
+def drafter(job: dict[str, Any]) -> dict[str, Any]:
+    """Updates of a model and its drafter, each loaded by the plug-in and sharing what vLLM lets them share: to version 2, to 1, and to 2 again."""
+    from weighbridge.integrations.vllm import register
+
+    register()
+    expected = {1: with_drafter(job), 2: with_drafter({**job, "folder": job["folder2"]})}
+    if not all(map(different, expected[1][:2], expected[2][:2])):
+        raise AssertionError("the versions cannot be told apart")
+    extra = {"server": job["server"], "model": job["model"], "version": "1"}
+    target, drafter, config = with_drafter(job, load_format="weighbridge", model_loader_extra_config=extra)
+    found = {"started": different(target, expected[1][0]) + different(drafter, expected[1][1])}
+    rank = WeightTransferEngineFactory.create_engine(
+        config.weight_transfer_config, config, torch.device("cpu"), target
+    ).rank
+    where = [p.data_ptr() for model in (target, drafter) for p in model.parameters()]
+    rank.connect()
+    for turn, number in enumerate((2, 1, 2)):
+        rank.apply(number)
+        found[f"{turn}: version {number}"] = [
+            name
+            for mine, of_fresh in zip((target, drafter), expected[number][:2], strict=True)
+            for name in different(mine, of_fresh)
+        ]
+    rank.close()
+    moved = where != [p.data_ptr() for model in (target, drafter) for p in model.parameters()]
+    shared = [each for each in target.parameters() if any(each is other for other in drafter.parameters())]
+    return {"different": found, "moved": moved, "shared": len(shared), "served": rank.status().served}
+
+
+def with_drafter(job: dict[str, Any], **load: Any) -> tuple[torch.nn.Module, torch.nn.Module, Any]:
+    """A model and its drafter, as vLLM's worker makes them, and vLLM's configuration."""
+    from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
+
+    config = engine_config(
+        job,
+        speculative_config={"method": "mtp", "num_speculative_tokens": 1},
+        weight_transfer_config={"backend": "weighbridge"},
+    )
+    config.load_config = replace(config.load_config, **load)
+    config.compilation_config.static_forward_context.clear()
+    with set_current_vllm_config(config):
+        target = get_model(vllm_config=config)
+        drafter = get_model(vllm_config=config, model_config=config.speculative_config.draft_model_config)
+    proposer: Any = SimpleNamespace(model=drafter, vllm_config=config, use_local_argmax_reduction=False)
+    SpecDecodeBaseProposer._maybe_share_embeddings(proposer, target)
+    SpecDecodeBaseProposer._maybe_share_lm_head(proposer, target)
+    return target, drafter, config
 
 
 def refuse(job: dict[str, Any]) -> str:

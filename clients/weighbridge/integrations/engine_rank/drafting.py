@@ -6,7 +6,9 @@ engine discards what the drafter's own loader has put there when it shares it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +16,7 @@ import torch
 
 from weighbridge._lazy.recording import RecordedCopy, Recording
 from weighbridge.errors import FailedPrecondition
+from weighbridge.integrations.engine_rank.storageless import twin_of
 
 PREFIX = "drafter."
 """Beginning of the names of tensors that the drafter has for itself."""
@@ -60,11 +63,64 @@ class WithDrafter(torch.nn.Module):
         return target.load_weights(tensors)
 
 
+@contextmanager
+def unshared(
+    target: torch.nn.Module, drafter: torch.nn.Module, twin: Callable[[torch.Tensor], torch.Tensor] = twin_of
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Put tensors without storage in place of what a drafter shares with its model, for its loader to fill; in the end it is shared as before.
+
+    Each place gets its own, as in a drafter that has just been made: its loader finds all names again.
+
+    Args:
+        target, drafter: the models.
+        twin: makes such a tensor.
+
+    Yields:
+        These tensors, by names that no other tensors have.
+    """
+    layers: set[Any] = set(target.modules())
+    tensors = {id(t) for t in (*target.parameters(), *target.buffers())}
+    twins: dict[str, torch.Tensor] = {}
+
+    def made(tensor: torch.Tensor) -> Any:
+        found = twins[f"shared.{len(twins)}"] = twin(tensor)
+        return found
+
+    own = [layer for layer in drafter.modules() if layer not in layers]
+    shared: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        (place, {n: each for n, each in place.items() if id(each) in tensors or _is_one(each, layers)})
+        for layer in own
+        for place in (layer._modules, layer._parameters, layer._buffers)
+    ]
+    try:
+        for place, found in shared:
+            place.update(
+                {n: made(t) if isinstance(t, torch.Tensor) else _copy(t, made) for n, t in found.items()}
+            )
+        yield twins
+    finally:
+        for place, found in shared:  # a loader may have put others in place of what is not shared
+            place.update(found)
+
+
+def _is_one(each: Any, layers: set[Any]) -> bool:
+    return isinstance(each, torch.nn.Module) and each in layers
+
+
+def _copy(layer: torch.nn.Module, made: Callable[[torch.Tensor], Any]) -> torch.nn.Module:
+    found = copy.copy(layer)
+    attributes = vars(found)
+    attributes["_modules"] = {n: None if c is None else _copy(c, made) for n, c in layer._modules.items()}
+    for kind in ("_parameters", "_buffers"):
+        attributes[kind] = {n: None if t is None else made(t) for n, t in getattr(layer, kind).items()}
+    return found
+
+
 def joined(of_target: Recording, of_drafter: Recording, version: object) -> Recording:
     """What both loaders take of a version.
 
     Args:
-        of_target, of_drafter: what each was recorded to do, over the targets of both.
+        of_target, of_drafter: what each was recorded to do, over the targets of both; the drafter's while it was `unshared`.
         version: what to call it.
 
     Raises:

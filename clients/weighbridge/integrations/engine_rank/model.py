@@ -19,7 +19,7 @@ from weighbridge._core.slices import FullTensors
 from weighbridge._memory import cuda_copies
 from weighbridge.errors import FailedPrecondition, WeighbridgeError
 from weighbridge.integrations.engine_rank.agreement import Ranks
-from weighbridge.integrations.engine_rank.drafting import WithDrafter, joined
+from weighbridge.integrations.engine_rank.drafting import WithDrafter, joined, unshared
 from weighbridge.integrations.engine_rank.fitting import check_covered, unseen
 from weighbridge.integrations.engine_rank.storageless import storageless, targets_of
 
@@ -138,9 +138,10 @@ class EngineModel(ABC):
         if self.drafter is None:
             found = self._recorded(self.load, targets, source, configuration)
         else:
-            of_drafter = self._recorded(
-                self.drafter.load_weights, targets, source, _of_drafter(configuration)
-            )
+            with unshared(self.model.target, self.drafter) as twins:
+                of_drafter = self._recorded(
+                    self.drafter.load_weights, {**targets, **twins}, source, _of_drafter(configuration)
+                )
             found = joined(
                 self._recorded(self.load, targets, source, configuration), of_drafter, source.version
             )
@@ -211,7 +212,8 @@ class EngineModel(ABC):
     def load_again(self, source: lazy.Source) -> None:
         """Load a version by the model's own loader over what it has, while nothing is computed. What was recorded is not used."""
         if self.drafter is not None:
-            self.drafter.load_weights(source.tensors())  # first: what both share is this model's
+            with unshared(self.model.target, self.drafter):
+                self.drafter.load_weights(source.tensors())
         self.load(source.tensors())
 
     def check_awake(self) -> None:

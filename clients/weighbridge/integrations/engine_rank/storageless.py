@@ -40,6 +40,12 @@ def targets_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
+def twin_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor without storage that lies as another one does, and has its class and attributes."""
+    twin: torch.Tensor = _Twins().of(tensor)
+    return twin
+
+
 def _put_back(now: dict[str, Any], before: dict[str, Any]) -> None:
     now.clear()
     now.update(before)

@@ -24,7 +24,7 @@ from vllm.platforms import current_platform
 from weighbridge import _lazy as lazy
 from weighbridge._core.text.counts import counted
 from weighbridge.errors import FailedPrecondition
-from weighbridge.integrations.engine_rank.drafting import WithDrafter
+from weighbridge.integrations.engine_rank.drafting import WithDrafter, unshared
 from weighbridge.integrations.vllm import layers
 from weighbridge.integrations.vllm.releases import LEFT_IN_PLACE, is_deferred
 
@@ -115,12 +115,13 @@ class Applier:
             log.debug("vLLM processes %s: %s", type(layer).__name__, operations.seen or "its state changes")
 
     def load_again(self, tensors: Callable[[], Iterator[tuple[str, torch.Tensor]]]) -> None:
-        """Let the model's own loader fill layers that are made anew, and vLLM process them. A drafter comes first: what it shares is the target's."""
-        both = self._model
-        parts: tuple[Any, ...] = (both.drafter, both.target) if isinstance(both, WithDrafter) else (both,)
-        for model in parts:
-            with layers.reloading(model, self._model_config):
-                model.load_weights(tensors())
+        """Let the model's own loader, and that of its drafter, fill layers that are made anew, and vLLM process them."""
+        with layers.reloading(self._model, self._model_config):
+            self._model.load_weights(tensors())
+            if isinstance(self._model, WithDrafter):
+                drafter: Any = self._model.drafter
+                with unshared(self._model.target, drafter, layers.twin_of):
+                    drafter.load_weights(tensors())
         self._all_as_loaded = None
 
     def live(self, recording: lazy.Recording) -> layers.Tensors:

@@ -14,6 +14,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 )
 from vllm.model_executor.model_loader.reload.meta import to_meta_tensor
 
+from weighbridge.integrations.engine_rank import storageless
 from weighbridge.integrations.vllm.releases import is_deferred, put_back
 
 Tensors = dict[str, torch.Tensor]
@@ -117,6 +118,12 @@ def _bare(tensor: Any) -> Any:
     loader = getattr(found, "weight_loader", None)
     if getattr(loader, "__name__", "") == "online_process_loader":
         found.weight_loader = original_loader(loader)
+    return found
+
+
+def twin_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor without storage that lies as another one does, with the loader that it had when the model was made."""
+    found: torch.Tensor = _bare(storageless.twin_of(tensor))
     return found
 
 
