@@ -10,10 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.engines.test_early_staging import begin, counted
 from tests.engines.test_engine_model import Alone
 from tests.support.example_engine import Llama
+from tests.support.raw_clients import RawClient, cut
 from tests.support.reference import tiny_config, tiny_model
 from tests.support.services import RunningService, running_service
+from tests.support.waiting import eventually
 from weighbridge import EngineClient, TrainerClient
 from weighbridge import _lazy as lazy
 from weighbridge.errors import FailedPrecondition, WeighbridgeError
@@ -75,7 +78,10 @@ class Place:
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     tensors = {}
     with (
-        running_service(tmp_path_factory.mktemp("store")) as service,
+        running_service(
+            tmp_path_factory.mktemp("store"),
+            local_socket=str(tmp_path_factory.mktemp("lane") / "lane.sock"),
+        ) as service,
         TrainerClient(service.address) as trainer,
     ):
         for number in (1, 2):
@@ -98,7 +104,7 @@ def rank(place: Place, model: Llama, tmp_path: Path, monkeypatch: pytest.MonkeyP
     """An engine with version 1, whose drafter is not known yet."""
     monkeypatch.setenv("WEIGHBRIDGE_CACHE", str(tmp_path))
     rank = EngineRank(Named(model))
-    rank.load(ModelSource(MODEL, place.service.address), 1)
+    rank.load(ModelSource(MODEL, place.service.address, lane="auto"), 1)
     yield rank
     rank.close()
 
@@ -129,6 +135,26 @@ def test_a_drafter_has_what_a_version_has_for_it_and_what_both_share_is_the_mode
         place.check(rank, model, drafter, number)
     rank.undo(2)
     place.check(rank, model, drafter, 1)
+
+
+def test_a_drafter_is_staged_while_its_version_arrives(
+    place: Place, rank: EngineRank, model: Llama, caplog: pytest.LogCaptureFixture
+) -> None:
+    drafter = joined(rank, model)
+    there = rank.engine.place = lazy.StagingPlace(torch.zeros(4 << 20, dtype=torch.uint8))
+    whole = rank._recorded.recording.whole  # type: ignore[union-attr]  # it is connected
+    arrays = {name: (tensor + 1).numpy() for name, tensor in place.tensors[2].items()}
+    new = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    with RawClient(place.service.address) as raw, counted(caplog) as found:
+        number, [stream] = begin(raw, arrays, 3, model=MODEL)
+        rank.prepare_early(number)
+        raw.push(MODEL, number, cut(stream))
+        eventually(lambda: torch.equal(there.tensors(whole)["drafter.own"], new[OWN]))
+        raw.seal(MODEL, number)
+        rank.apply(number)
+    assert found[0] == found[1] > 0
+    place.tensors[number] = new
+    place.check(rank, model, drafter, number)
 
 
 def test_a_shared_tensor_is_written_once_and_the_proof_covers_what_the_drafter_has_for_itself(

@@ -68,9 +68,10 @@ class WeighbridgeLoader(DefaultModelLoader):  # type: ignore[misc]  # vLLM is se
     @staticmethod
     def _is_of_version(model_config: Any) -> bool:
         """Whether the version that the policy is loaded from has the weights of a drafter, or the drafter has load settings of its own."""
-        configuration = get_current_vllm_config()
-        own = configuration.speculative_config.draft_load_config is not None
-        return own or model_config.model == configuration.speculative_config.target_model_config.model
+        speculative = get_current_vllm_config().speculative_config
+        if speculative is None or speculative.draft_load_config is not None:
+            return True
+        return bool(model_config.model == speculative.target_model_config.model)
 
     def _settings(self, model_config: Any) -> Settings:
         return Settings.of(self.load_config.model_loader_extra_config or {}, model_config.model)
