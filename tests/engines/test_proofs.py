@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -19,19 +19,26 @@ import torch
 from tests.engines.test_engine_model import Alone
 from tests.sdk.follow.test_mistakes import Recording
 from tests.support.example_engine import Llama
+from tests.support.identities import identity, policy_file
 from tests.support.reference import tiny_config, tiny_model
 from tests.support.rounds import rounds
 from tests.support.services import RunningService, running_service
+from tests.support.signing import new_key
 from tests.support.waiting import eventually
-from weighbridge import EngineClient, EngineReporter, TrainerClient
+from weighbridge import Credentials, EngineClient, EngineReporter, TrainerClient
 from weighbridge import _lazy as lazy
+from weighbridge._core.engines.facts import FAILED, IN_PART, NOT_PROVED, PROVED, Engine
+from weighbridge._signing.trust import Trusted
+from weighbridge.follow import due_proofs
 from weighbridge.follow.agent import Follower
 from weighbridge.follow.engines import Prepared, Serving, serving_of
-from weighbridge.follow.evidence import Evidence
-from weighbridge.follow.proving import FAILED, IN_PART, PROVED, prove
+from weighbridge.follow.evidence import Evidence, RankProof
+from weighbridge.follow.proving import prove
 from weighbridge.integrations.engine_rank.agreement import OneRank, RanksFailed
+from weighbridge.integrations.engine_rank.model import EngineAsleep
 from weighbridge.integrations.engine_rank.rank import EngineRank
 from weighbridge.integrations.engine_rank.source import ModelSource
+from weighbridge_service.access import tokens
 
 MODEL = "tests/proved"
 CONFIG = tiny_config("llama", tied=False, head_dim=8)
@@ -86,7 +93,7 @@ def ranks(
         made.close()
 
 
-def ask(ranks: list[EngineRank]) -> Callable[[str], Mapping[str, Evidence]]:
+def ask(ranks: list[EngineRank]) -> Callable[[Collection[str]], Mapping[str, Evidence]]:
     """Evidence as it comes by JSON."""
     return lambda known: {
         f"rank {at}": Evidence.from_json(rank.evidence(known).to_json()) for at, rank in enumerate(ranks)
@@ -102,8 +109,13 @@ def test_an_engine_is_proved_after_a_load_and_after_an_update_by_bytes_that_anot
         assert proved.served == f"{MODEL}@2"
         assert proved.compared == len(list(rank.engine.model.parameters()))
     assert ranks[0].evidence().recording != ranks[1].evidence().recording
-    assert ranks[0].evidence(ranks[0].evidence().recording).recorded == ""
+    assert ranks[0].evidence([ranks[0].evidence().recording]).recorded == ""
     assert prove(client, ask(ranks), MODEL, 1).verdict == FAILED
+
+
+def there(client: EngineClient) -> list[Engine]:
+    """Engines that are reported now."""
+    return [each for each in client.engines(MODEL) if not each.ended]
 
 
 def flip(rank: EngineRank, chance: random.Random) -> str:
@@ -211,7 +223,8 @@ class Driver(Recording):
     def __init__(self, ranks: list[EngineRank], after: Callable[[], None]) -> None:
         super().__init__(Serving(None))
         self.ranks = ranks
-        self.proofs = 0
+        self.proofs = self.loads = 0
+        self.known: list[int] = []
         self._after = after
 
     def serving(self) -> Serving:
@@ -228,9 +241,21 @@ class Driver(Recording):
         super().apply(version, label)
         self._after()
 
-    def evidence(self, known: str = "") -> Mapping[str, Evidence]:
+    def evidence(self, known: Collection[str] = ()) -> Mapping[str, Evidence]:
         self.proofs += 1
+        self.known.append(len(known))
         return ask(self.ranks)(known)
+
+    def pause(self) -> None:
+        self.asked.append("pause")
+
+    def resume(self) -> None:
+        self.asked.append("resume")
+
+    def compare_with_load(self) -> Mapping[str, RankProof]:
+        assert self.asked[-1] == "pause"
+        self.loads += 1
+        return {f"rank {at}": rank.compare_with_load() for at, rank in enumerate(self.ranks)}
 
 
 def test_an_agent_proves_the_start_and_each_nth_update_and_brings_again_what_fails(
@@ -259,9 +284,176 @@ def test_an_engine_that_starts_with_other_bytes_is_brought_to_its_version_by_an_
     assert next(Follower(client, MODEL, engine).run()).error == ""
     with closing(EngineReporter(client, MODEL, kind="mine", ref="latest")) as reporter:
         done = next(Follower(client, MODEL, engine, reporter=reporter, prove_every=1).run())
-        eventually(lambda: [each.proof_text for each in client.engines(MODEL)] == ["2 proved"])
+        eventually(lambda: [(each.proof, each.proved_version) for each in there(client)] == [(PROVED, 2)])
     assert (done.version, done.error, done.proof) == (2, "", PROVED)
-    assert engine.asked[-1] == f"apply {MODEL}@2"
+    assert f"apply {MODEL}@2" in engine.asked
+
+
+def test_an_agent_pauses_the_engine_for_a_load_by_its_own_loader_once_and_other_agents_of_the_machine_do_not(
+    ranks: list[EngineRank], client: EngineClient
+) -> None:
+    engine = Driver(ranks, lambda: None)
+    agent = Follower(client, MODEL, engine, prove_every=1)
+    assert (next(agent.run()).proof, engine.loads) == (PROVED, 1)
+    assert [agent.take_to(1).proof, agent.take_to(2).proof, engine.loads] == [PROVED, PROVED, 1]
+    assert engine.known == [0, 2, 2], "what ranks take is sent once"
+    another = Driver(ranks, lambda: None)
+    assert Follower(client, MODEL, another, prove_every=1).take_to(1).proof == PROVED
+    assert another.loads == 0
+
+
+def test_a_wrong_record_of_the_loader_is_found_by_an_agents_first_proof_and_named(
+    ranks: list[EngineRank], client: EngineClient
+) -> None:
+    recorded = ranks[1]._recorded
+    assert recorded is not None
+    ranks[1]._recorded = replace(recorded, recording=misplaced(recorded.recording))
+    engine = Driver(ranks, lambda: None)
+    done = Follower(client, MODEL, engine, prove_every=1).take_to(1)
+    assert (done.proof, done.error) == (
+        FAILED,
+        "the proof of version 1 has failed: rank 1 has other bytes in model_layers_0_mlp_gate_up",
+    )
+    assert prove(client, ask([ranks[0]]), MODEL, 1).verdict == PROVED
+    again = Follower(client, MODEL, engine, prove_every=1).take_to(2)
+    assert again.proof == FAILED, "as long as the record is wrong, no update passes"
+
+
+def test_an_engine_that_cannot_load_again_is_proved_in_part_and_is_paused_for_it_once(
+    ranks: list[EngineRank], client: EngineClient
+) -> None:
+    def refuses() -> Mapping[str, RankProof]:
+        loads.append(1)
+        raise RanksFailed("version 2 could not be loaded again")
+
+    engine, loads = Driver(ranks, lambda: None), list[int]()
+    engine.compare_with_load = refuses  # type: ignore[method-assign]
+    with closing(EngineReporter(client, MODEL, kind="mine", ref="latest")) as reporter:
+        agent = Follower(client, MODEL, engine, prove_every=1, reporter=reporter)
+        assert [agent.take_to(1).proof, agent.take_to(2).proof] == [IN_PART, IN_PART]
+        eventually(lambda: "version 2 could not be loaded again" in there(client)[0].proof_error)
+    assert len(loads) == 1
+    assert engine.asked.count("resume") == engine.asked.count("pause")
+
+
+def test_a_proof_that_cannot_be_made_is_reported_as_not_proved_and_made_as_soon_as_it_can(
+    ranks: list[EngineRank], client: EngineClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(due_proofs, "_FIRST_PAUSE_SECONDS", 0.0)
+    engine = Driver(ranks, lambda: None)
+    evidence, asleep = engine.evidence, True
+
+    def sleeps(known: Collection[str] = ()) -> Mapping[str, Evidence]:
+        if asleep:
+            raise EngineAsleep("the engine sleeps: lm_head has no memory")
+        return evidence(known)
+
+    engine.evidence = sleeps  # type: ignore[method-assign]
+    with closing(EngineReporter(client, MODEL, kind="mine", ref="latest")) as reporter:
+        run = Follower(client, MODEL, engine, look_seconds=0.01, reporter=reporter, prove_every=5).run()
+        assert next(run).proof == NOT_PROVED
+        eventually(lambda: [each.proof for each in there(client)] == [NOT_PROVED])
+        assert "lm_head has no memory" in there(client)[0].proof_error
+        asleep = False
+        made = next(run)
+        assert (made.version, made.proof, made.error) == (2, PROVED, "")
+        eventually(lambda: [each.proof for each in there(client)] == [PROVED])
+        (seen,) = there(client)
+        assert (seen.proof_error, seen.proofs, seen.failed_proofs) == ("", 1, 0)
+
+
+def test_an_engine_that_sleeps_through_an_update_owes_its_proof_until_it_wakes(
+    ranks: list[EngineRank], client: EngineClient
+) -> None:
+    said: list[dict[str, object]] = []
+    proofs = due_proofs.DueProofs(
+        client, MODEL, Driver(ranks, lambda: None), 1, lambda **each: said.append(each)
+    )
+    assert proofs.after_update(2, waits=True).verdict == NOT_PROVED
+    assert said[-1]["proof_error"] == "version 2 is not proved: the engine sleeps"
+    assert proofs.owed is None, "it is not asked again at once"
+    assert proofs.make(2).verdict == PROVED
+    assert said[-1]["proof_error"] == ""
+
+
+def test_of_a_version_that_is_not_signed_as_required_nothing_is_fetched_for_a_proof(
+    ranks: list[EngineRank], client: EngineClient, tmp_path: Path
+) -> None:
+    engine = Driver(ranks, lambda: None)
+    required = [Trusted.of_file(new_key(tmp_path).public)]
+    done = next(Follower(client, MODEL, engine, required=required, prove_every=1).run())
+    assert "not signed" in done.error
+    assert (done.proof, engine.proofs) == ("", 0)
+
+
+def test_an_engine_that_was_started_again_is_proved_whatever_is_due(
+    ranks: list[EngineRank], client: EngineClient
+) -> None:
+    engine = Driver(ranks, lambda: None)
+    run = Follower(client, MODEL, engine, look_seconds=0.01, prove_every=9).run()
+    assert next(run).proof == PROVED
+    for rank in ranks:
+        rank._instance = f"another than {rank._instance}"
+    flip(ranks[1], random.Random(6))
+    again = next(run)
+    assert (again.version, again.proof, again.error) == (2, PROVED, "")
+    assert f"apply {MODEL}@2" in engine.asked, "it was brought again"
+
+
+def test_an_engine_of_which_nothing_can_be_compared_is_not_proved(
+    ranks: list[EngineRank], client: EngineClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for (
+        rank
+    ) in ranks:  # as where layers are wrapped for LoRA, or all weights are quantized as they are loaded
+        targets = rank.engine.targets()
+        monkeypatch.setattr(
+            rank.engine,
+            "live",
+            lambda _recording, names=tuple(targets): ({}, dict.fromkeys(names, "wrapped")),
+        )
+    engine = Driver(ranks, lambda: None)
+    assert prove(client, ask(ranks), MODEL, 2).verdict == NOT_PROVED
+    assert Follower(client, MODEL, engine, prove_every=1).take_to(2).proof == NOT_PROVED
+    assert engine.loads == 0
+
+
+def test_an_engine_that_has_another_version_is_named_by_that_and_not_by_its_parameters(
+    ranks: list[EngineRank], client: EngineClient
+) -> None:
+    ranks[1].apply(1)  # as in the middle of an update of several engines
+    proof = prove(client, ask(ranks), MODEL, 2)
+    assert proof.verdict == FAILED
+    assert proof.wrong_text == f"rank 1 serves {MODEL}@1"
+
+
+def test_an_identity_that_may_pull_alone_proves_and_reports_it(tmp_path: Path) -> None:
+    given = {name: tokens.new_token() for name in ("owner", "agent")}
+    policy = policy_file(
+        tmp_path,
+        identity("owner", ["admin"], token=given["owner"]),
+        identity("agent", [f"pull:{MODEL}"], token=given["agent"]),
+    )
+
+    def credentials(name: str) -> Credentials:
+        return Credentials(token=given[name], insecure=True)
+
+    tiny_model(CONFIG, 1).save_pretrained(tmp_path / "hf")
+    with running_service(tmp_path / "store", policy=policy) as running:
+        with TrainerClient(running.address, credentials=credentials("owner")) as trainer:
+            trainer.import_folder(MODEL, tmp_path / "hf").wait(timeout=60)
+        with EngineClient(running.address, credentials=credentials("agent")) as agent:
+            rank = EngineRank(Alone(Llama(CONFIG, 0, 1)))
+            source = ModelSource(MODEL, running.address)
+            rank.clients[source] = agent
+            rank.load(source, 1)
+            with closing(EngineReporter(agent, MODEL, kind="mine", ref="latest")) as reporter:
+                engine = Driver([rank], lambda: None)
+                run = Follower(agent, MODEL, engine, prove_every=1, reporter=reporter).run()
+                assert next(run).proof == PROVED
+                eventually(
+                    lambda: [(each.proof, each.identity) for each in there(agent)] == [(PROVED, "agent")]
+                )
 
 
 def misplaced(recording: lazy.Recording) -> lazy.Recording:

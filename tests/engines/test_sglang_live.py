@@ -9,6 +9,7 @@ import base64
 import json
 import os
 import pickle
+import random
 import signal
 import subprocess
 import threading
@@ -21,15 +22,21 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 
+from tests.support.engine_faults import KEEP, NEXT, RESTORE, WRONG, install, order, told
 from tests.support.golden_engines import logprobs_of
 from tests.support.killable_service import KillableService
 from tests.support.reference import tiny_config, tiny_model
+from tests.support.rounds import first_seed, rounds
 from tests.support.sglang_engines import HAS_PLUGINS, PYTHON, environment, needs_sglang, quiet_port, update
-from weighbridge import GoldenPrompt, TrainerClient
+from weighbridge import EngineClient, GoldenPrompt, TrainerClient
+from weighbridge._cli import commands
+from weighbridge._core.engines.facts import FAILED, PROVED
 from weighbridge._core.engines.golden import GoldenPrompts
 from weighbridge.errors import FailedPrecondition, WeighbridgeError
 from weighbridge.follow.golden import ABOVE, WITHIN, ask
+from weighbridge.follow.proving import prove, prove_by_load
 from weighbridge.follow.sglang import SglangServer
 
 pytestmark = [needs_sglang, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -110,6 +117,11 @@ def first_version(service: KillableService, folder: Path) -> str:
     return str(folder)
 
 
+def with_faults(variables: dict[str, str], folder: Path) -> dict[str, str]:
+    """Variables of a server that faults can be put into."""
+    return {**variables, "PYTHONPATH": f"{install(folder / 'plugin')}:{variables['PYTHONPATH']}"}
+
+
 @contextmanager
 def live(service: KillableService, tp: int, log: Path) -> Iterator[Engine]:
     port = quiet_port()
@@ -128,7 +140,7 @@ def live(service: KillableService, tp: int, log: Path) -> Iterator[Engine]:
                 *("--mem-fraction-static", "0.5", "--max-total-tokens", "2048", "--disable-overlap-schedule"),
                 *("--skip-tokenizer-init", "--skip-server-warmup"),
             ],
-            env=environment(tp, log.parent),
+            env=with_faults(environment(tp, log.parent), log.parent),
             cwd=log.parent,  # in a checkout, what a build has left there may be taken for the package
             stdout=file,
             stderr=subprocess.STDOUT,
@@ -163,6 +175,46 @@ def engine(
         if not HAS_PLUGINS:
             update(started.driver, 1)
         yield started
+
+
+@pytest.mark.skipif(not HAS_PLUGINS, reason="faults come by a plug-in")
+def test_a_server_is_proved_and_each_fault_in_it_is_found_and_named(
+    engine: Engine, service: KillableService
+) -> None:
+    kinds, chance = ("flip", "swap_rows", "stale", "skip", "half", "record"), random.Random(first_seed())
+    ask, names, served = engine.driver.evidence, [*engine.driver.evidence()], 1
+    update(engine.driver, served)
+    with EngineClient(service.address) as client:
+        for number in range(rounds("ENGINE_FAULTS")):
+            kind, at = kinds[number % len(kinds)], chance.randrange(len(names))
+            seed = chance.randrange(1 << 30)
+            told(ask, order(KEEP))
+            if kind in ("stale", *NEXT):
+                served = 3 - served
+            wrong = told(ask, order(kind, rank=at, seed=seed)) if kind in NEXT else {}
+            if kind in ("stale", *NEXT):
+                update(engine.driver, served)
+            if kind == "record":
+                assert prove(client, ask, MODEL, served).verdict == PROVED, "by the same record"
+                proof = prove_by_load(engine.driver, MODEL, served)
+            else:
+                name = "lm_head.weight" if kind == "stale" else ""
+                said = order(WRONG) if kind in NEXT else order(kind, rank=at, seed=seed, name=name)
+                wrong = told(ask, said)
+                proof = prove(client, ask, MODEL, served)
+            assert {each for each, found in wrong.items() if found} == {names[at]}, kind
+            assert {each: sorted(rank.wrong) for each, rank in proof.ranks.items()} == wrong
+            assert proof.verdict == FAILED
+            told(ask, order(RESTORE))
+            if kind in NEXT:
+                update(engine.driver, served)
+            clean = prove(client, ask, MODEL, served)
+            assert (clean.verdict, [*clean.ranks]) == (PROVED, names)
+        proof = prove_by_load(engine.driver, MODEL, served)
+        assert (proof.verdict, proof.wrong_text) == (PROVED, "")
+        line = ["prove", MODEL, "--url", engine.url, "--server", service.address, "--json"]
+        found = json.loads(CliRunner().invoke(commands, line).stdout)
+        assert (found["verdict"], found["version"], [*found["ranks"]]) == (PROVED, served, names)
 
 
 @pytest.mark.skipif(

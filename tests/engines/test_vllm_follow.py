@@ -26,11 +26,12 @@ from tests.support.waiting import eventually
 from tests.support.word_models import LONG_PROMPT, PROMPT, TOKENS, make_folder, said_by_transformers
 from weighbridge import EngineClient, TrainerClient
 from weighbridge._clients.attempts import TRIES
+from weighbridge._core.engines.facts import FAILED, IN_PART, PROVED
 from weighbridge.errors import FailedPrecondition, WeighbridgeError
 from weighbridge.follow import vllm as vllm_driver
 from weighbridge.follow.agent import Followed, Follower
 from weighbridge.follow.engines import EngineFailed
-from weighbridge.follow.proving import FAILED, IN_PART, PROVED, prove, prove_by_load
+from weighbridge.follow.proving import prove, prove_by_load
 from weighbridge_demo.vllm_server import EAGER, VllmServer
 
 pytestmark = [needs_vllm, pytest.mark.slow, pytest.mark.timeout(600)]

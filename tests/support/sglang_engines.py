@@ -32,7 +32,7 @@ _ANSWER = "answer "
 _CPU = Path(__file__).parent / "sglang_cpu"
 _ENVIRONMENT = {
     "SGLANG_USE_CPU_ENGINE": "1",
-    "PYTHONPATH": str(_CPU),
+    "PYTHONPATH": os.pathsep.join(filter(None, (str(_CPU), os.environ.get("PYTHONPATH")))),
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",

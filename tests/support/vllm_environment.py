@@ -28,7 +28,7 @@ def environment() -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "INFO",
         "HF_HUB_OFFLINE": "1",
-        "PYTHONPATH": root,
+        "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH")))),
         "NO_PROXY": "127.0.0.1",
         "no_proxy": "127.0.0.1",
     }

@@ -112,8 +112,9 @@ if TYPE_CHECKING:
     "prove_every",
     type=WholeNumber(min=1),
     metavar="N",
-    help="Prove at the start and after every N-th update that a vLLM server computes with the version's bytes, as `weighbridge prove` does; this "
-    "host pulls what the workers take of the version each time. A version that fails its proof is brought again.",
+    help="Prove at the start and after every N-th update that the server computes with the version's bytes, as `weighbridge prove` does; this "
+    "host pulls what the workers take of the version each time. A version that fails its proof is brought again. The first proof of a kind of engine "
+    "pauses it for a load by its own loader.",
 )
 @click.option(
     "--golden/--no-golden",
@@ -178,8 +179,6 @@ def follow_command(
     if len(urls) > 1:
         raise click.UsageError(f"--url names {len(urls)} servers: run one agent beside each")
     url = checked_url(urls[0]) if urls else None
-    if prove_every and kind != "vllm":
-        raise click.UsageError(f"--engine {kind} has no --prove")
     checks = GoldenChecks(golden, max_drift, approve)
     end_tidily()  # else the engine would stay paused
     trusts = trusted(required)
@@ -322,6 +321,8 @@ def _engine_row(engine: Engine, now_ms: float) -> tuple[str, ...]:
     update = (
         f"to {engine.update_version}, {readable_age(engine.update_time_ms, now_ms)} ago, {engine.update_text}"
     )
+    proof = f"{engine.proof_text}, {readable_age(engine.proof_time_ms, now_ms)} ago"
+    notes = [engine.error, "" if engine.proof_error in engine.error else engine.proof_error]
     return (
         engine.label,
         engine.model,
@@ -332,7 +333,7 @@ def _engine_row(engine: Engine, now_ms: float) -> tuple[str, ...]:
         f"{readable_age(engine.heard_time_ms, now_ms)} ago",
         update if engine.update_version else "-",
         engine.step_text or "-",
-        engine.proof_text or "-",
+        proof if engine.proof_time_ms else engine.proof_text,
         engine.golden_text or "-",
-        engine.error,
+        "; ".join(filter(None, notes)),
     )

@@ -24,7 +24,7 @@ from weighbridge._lazy.digests import (
     expected_digests,
     whole_digests,
 )
-from weighbridge._lazy.recorder import Load, record, remembered
+from weighbridge._lazy.recorder import Load, is_tested, note_tested, record, remembered
 from weighbridge._lazy.recording import Recording, Shape
 from weighbridge._lazy.source import Source
 from weighbridge._lazy.staging import StagingPlace, staging_bytes
@@ -47,6 +47,8 @@ __all__ = [
     "digest_of",
     "digests_of",
     "expected_digests",
+    "is_tested",
+    "note_tested",
     "record",
     "remembered",
     "staging_bytes",

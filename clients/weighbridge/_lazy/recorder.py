@@ -98,6 +98,35 @@ def remembered(
     return made
 
 
+def is_tested(recording: Recording, configuration: str) -> bool:
+    """Whether what came by a recording was found to be what the engine's own loader loads, as `note_tested` has noted.
+
+    Args:
+        recording: of the loader.
+        configuration: as for `remembered`.
+    """
+    name = _test_name(recording, configuration)
+    with contextlib.suppress(OSError, WeighbridgeError):
+        return (cache_folder() / "recordings" / name).exists()
+    return False
+
+
+def note_tested(recording: Recording, configuration: str) -> None:
+    """Note what `is_tested` says, in the folder of recordings, for all processes of this machine."""
+    name = _test_name(recording, configuration)
+    try:
+        folder = cache_folder() / "recordings"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+    except (OSError, WeighbridgeError) as error:
+        log.info("that the recording was tested is not kept for the next start: %s", error)
+
+
+def _test_name(recording: Recording, configuration: str) -> str:
+    said = json.dumps([recording.digest, configuration, VERSION, torch.__version__])
+    return f"{hashlib.sha256(said.encode()).hexdigest()}.tested"
+
+
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
     def __init__(self, targets: Mapping[str, torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own

@@ -99,8 +99,8 @@ class EngineReporter:
         Args:
             changes: fields of the engine by name: ``version``, ``target``, ``state``, ``error``, and ``update_version`` with others of an update.
         """
-        if "error" in changes:
-            changes["error"] = shortened(changes["error"], _LONGEST_ERROR)
+        for text in changes.keys() & {"error", "proof_error"}:
+            changes[text] = shortened(changes[text], _LONGEST_ERROR)
         with self._lock:
             self._said = self._said.with_changes(changes, time.monotonic())
         self._wake.set()
@@ -158,6 +158,7 @@ class EngineReporter:
             beat=self._beat,
             state_seconds=now_s - said.since_s,
             update_age_seconds=now_s - said.updated_s,
+            proof_age_seconds=now_s - said.proved_s if said.facts.proof else 0.0,
         )
         try:
             reported = self._connection.run(report_engine(report), retry_seconds=0.0)

@@ -29,11 +29,13 @@ class Said:
         facts: of the engine.
         since_s: since when it is in its state.
         updated_s: when its last update ended.
+        proved_s: when its last proof ended.
     """
 
     facts: EngineFacts
     since_s: float
     updated_s: float
+    proved_s: float = 0.0
 
     def with_changes(self, changes: dict[str, Any], now_s: float) -> Said:
         """After something has changed."""
@@ -41,7 +43,12 @@ class Said:
         before = self.facts
         same = (before.state, before.version, before.target) == (facts.state, facts.version, facts.target)
         updated = facts.update_version and "update_version" in changes
-        return Said(facts, self.since_s if same else now_s, now_s if updated else self.updated_s)
+        return Said(
+            facts,
+            self.since_s if same else now_s,
+            now_s if updated else self.updated_s,
+            now_s if "proof" in changes else self.proved_s,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@
 # - `engines`: what an engine must be able to do.
 # - `status`: what each of its ranks says of itself.
 # - `evidence`: what its parameters hold.
-# - `proving`: the proof that they hold a version.
+# - `proving`: the proof that they hold a version; `due_proofs`: when an agent makes one.
 # - `golden`: its drift from a version's golden prompts.
 # - `completions`: requests for the log probabilities of given tokens.
 # - `answers`: calls of an engine's HTTP API, and what it answers.

@@ -17,6 +17,7 @@ from weighbridge._core.engines.facts import (
     ENGINE_SERVING,
     ENGINE_UPDATING,
     ENGINE_WAITING,
+    NOT_PROVED,
 )
 from weighbridge._core.engines.step_parts import Parts
 from weighbridge._core.json_values import JsonValue
@@ -25,18 +26,17 @@ from weighbridge._reporting.reporter import EngineReporter
 from weighbridge._signing.signatures import Signatures
 from weighbridge._signing.trust import Trusted
 from weighbridge._tracing import spans
-from weighbridge.errors import DataLoss, FailedPrecondition, InvalidArgument, WeighbridgeError
+from weighbridge.errors import DataLoss, FailedPrecondition, WeighbridgeError
+from weighbridge.follow.due_proofs import DueProofs, Proved
 from weighbridge.follow.engines import (
     Engine,
     EngineFailed,
-    GivesEvidence,
     Prepared,
     PreparesEarly,
     Serving,
 )
 from weighbridge.follow.golden import Asked, GoldenChecks
 from weighbridge.follow.news import with_looks
-from weighbridge.follow.proving import FAILED, prove
 from weighbridge.follow.status import label
 from weighbridge.follow.updates import Laps, apply_prepared, pause_seconds, quietly
 
@@ -63,7 +63,7 @@ class Followed(JsonValue):
         behind: how many versions there are behind the one that it serves, up to the one that the ref names, if the service has said so.
         waits: whether the engine sleeps, and its wake-up will bring the version.
         parts: of an update that succeeded, in seconds, by the names of `step_parts.OF_AGENT`.
-        proof: ``proved``, ``proved in part`` or ``failed``; empty if nothing was proved.
+        proof: ``proved``, ``proved in part``, ``failed``, or ``not proved`` if one was due and could not be made; empty if none was due.
         golden: ``within bound``, ``above bound``, ``no bound`` or ``not answered``; empty if the version has no golden prompts, or they were not due.
         drift: largest difference of log probabilities in golden prompts; None if there is none.
         stale: weights of the engine that are not of the version that it serves, as a drafter's; empty if there are none.
@@ -85,19 +85,6 @@ class Followed(JsonValue):
     stale: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class _Proved:
-    """Result of a proof that was due, or of none.
-
-    Attributes:
-        verdict: ``Proof.verdict``; empty if none was made.
-        problem: what is wrong with the engine; empty if nothing is.
-    """
-
-    verdict: str = ""
-    problem: str = ""
-
-
 class Follower:
     """Takes one engine along with one ref.
 
@@ -115,7 +102,7 @@ class Follower:
             version, or has got an engine that came later, is taken there again.
         reporter: is told how the engine stands; None to tell nobody.
         prove_every: prove at the start and after so many updates that the engine computes with the version's bytes; 0 never does. A version
-            that fails its proof counts as one that the engine has not taken: it is brought again.
+            that fails its proof counts as one that the engine has not taken: it is brought again. See `DueProofs`.
         golden: checks with the golden prompts of a version, at the start and after each update. Drift above the bound counts as a proof that fails.
 
     Raises:
@@ -151,12 +138,7 @@ class Follower:
         self._reporter = reporter
         self._judged: tuple[tuple[int, tuple[Signature, ...]], str] | None = None
         self._heard_s: float | None = None
-        if prove_every and not isinstance(engine, GivesEvidence):
-            raise InvalidArgument(
-                f"{type(engine).__name__} gives no evidence of what its engine computes with"
-            )
-        self._prove_every = prove_every
-        self._until_proof = min(prove_every, 1)
+        self._proofs = DueProofs(client, model, engine, prove_every, self._say)
         self._golden = golden or GoldenChecks()
         self._unanswered = 0, ""
         self._news: Version | None = None
@@ -181,8 +163,13 @@ class Follower:
             newest = news[1] if news is not None else newest
             if newest is not None and (news is not None or self._has_started_again()):
                 yield from self._take_news(newest)
-            elif newest is not None and newest.number == self._unanswered[0]:
-                yield from self._ask_again(newest)
+            elif newest is not None:
+                if newest.number == self._unanswered[0]:
+                    yield from self._ask_again(newest)
+                for done in self._prove_what_is_owed():
+                    yield done
+                    if done.error:
+                        yield from self._insist(newest)
 
     def _watched(self) -> list[tuple[str, str]]:
         """The ref; and what is being received, if that will be its version as soon as it is ready, and the engine can begin with it."""
@@ -197,11 +184,17 @@ class Follower:
     def _take_news(self, version: Version) -> Iterator[Followed]:
         number = version.number
         self._heard_s, self._news = time.monotonic(), version
-        if self._engine_has(number) and not (proved := self._prove(number)).problem:
+        if self._engine_has(number):
+            problem = self._unsigned(number)
+            # of a version that is not signed as required nothing is fetched, not to compare it either
+            proved = Proved() if problem else self._proofs.after_update(number)
+            if proved.problem:
+                yield from self._insist(version)
+                return
             self._engine.label(label(self._model, number))
             self._engine.resume()  # an agent before this one may have ended while it was paused
-            if not (asked := self._ask_golden(number)).problem:
-                problem = self._unsigned(number)
+            asked = self._ask_golden(number)
+            if not asked.problem:
                 self._say(state=ENGINE_SERVING, version=number, target=0, error=problem or self._stale)
                 yield Followed(
                     self._model,
@@ -236,6 +229,7 @@ class Follower:
             # a wake-up has not brought what it was to bring, or not even what the engine had
             missed = before.waiting is not None and before.waiting not in (serving.waiting, serving.version)
             return missed or bool(serving.broken and not before.broken)
+        self._proofs.expect_start()
         try:
             self._engine.connect()
         except WeighbridgeError as error:
@@ -355,7 +349,7 @@ class Follower:
         if serving is not None and not waits and (serving.broken or version not in (None, number)):
             problem = _with_what_is_served(problem, number, serving)
         laps.end("confirm")
-        proof = _Proved() if problem or waits else self._prove(number)
+        proof = Proved() if problem else self._proofs.after_update(number, waits=waits)
         problem = problem or proof.problem
         asked = Asked() if problem or waits else self._ask_golden(number)
         problem = problem or asked.problem
@@ -403,23 +397,17 @@ class Follower:
         elif asked.drift is not None:
             yield Followed(self._model, number, number, **_golden_of(asked))
 
-    def _prove(self, number: int) -> _Proved:
-        """Prove that the engine computes with the bytes of a version, if that is due."""
-        self._until_proof -= 1
-        if self._until_proof or not self._prove_every or not isinstance(self._engine, GivesEvidence):
-            return _Proved()
-        self._until_proof = self._prove_every
-        try:
-            proof = prove(self._client, self._engine.evidence, self._model, number)
-        except WeighbridgeError as error:
-            log.warning("version %d could not be proved: %s", number, error)
-            self._until_proof = 1
-            return _Proved()
-        self._say(proved_version=number, proof=proof.verdict)
-        if proof.verdict != FAILED:
-            return _Proved(proof.verdict)
-        self._until_proof = 1  # what is brought again is proved again
-        return _Proved(proof.verdict, f"the proof of version {number} has failed: {proof.wrong_text}")
+    def _prove_what_is_owed(self) -> Iterator[Followed]:
+        """Make a proof that was due and could not be made, if the engine still has that version. Gives its result, if it is made now."""
+        number, seen = self._proofs.owed, self._seen
+        if number is None or seen is None or seen.version != number or seen.waiting is not None:
+            return
+        proved = self._proofs.make(number)
+        if proved.verdict == NOT_PROVED:
+            return
+        if proved.problem:
+            self._say(state=ENGINE_FAILING, version=number, target=0, error=proved.problem)
+        yield Followed(self._model, number, number, error=proved.problem, proof=proved.verdict)
 
     def _say_done(self, done: Followed) -> None:
         if done.error:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeVar, runtime_checkable
 
@@ -156,11 +156,11 @@ class PreparesEarly(Protocol):
 class GivesEvidence(Protocol):
     """Driver of an engine whose parameters can be proved."""
 
-    def evidence(self, known: str = "") -> Mapping[str, Evidence]:
+    def evidence(self, known: Collection[str] = ()) -> Mapping[str, Evidence]:
         """Evidence of what each rank computes with, by what errors call it, while the engine serves.
 
         Args:
-            known: digest of a recording that need not be sent.
+            known: digests of recordings that need not be sent.
         """
 
 

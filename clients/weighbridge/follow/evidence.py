@@ -20,6 +20,7 @@ class Evidence(JsonValue):
         digests: of each parameter that lies as it was loaded.
         unseen: other parameters, by name, and why a version does not say what they must be.
         seconds: for which the rank made the digests.
+        untested: whether the parameters came by a recording that was never compared, on the rank's machine, with a load by the engine's own loader.
     """
 
     served: str
@@ -28,6 +29,7 @@ class Evidence(JsonValue):
     digests: Mapping[str, Sequence[int]] = field(default_factory=dict)
     unseen: Mapping[str, str] = field(default_factory=dict)
     seconds: float = 0.0
+    untested: bool = False
 
     @staticmethod
     def from_json(found: Mapping[str, Any]) -> Evidence:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from weighbridge._clients.engine import EngineClient
+from weighbridge._core.engines.facts import FAILED, IN_PART, NOT_PROVED, PROVED
 from weighbridge._core.json_values import JsonValue
 from weighbridge._core.text.counts import named
 from weighbridge.errors import FailedPrecondition
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 
 _NAMED = 5
 """Most parameters of a rank that a text names."""
-PROVED, IN_PART, FAILED = "proved", "proved in part", "failed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +30,20 @@ class Proof(JsonValue):
     Attributes:
         model: ``namespace/name``.
         version: number of the version that it was to serve.
-        verdict: ``proved``; ``proved in part`` if parameters could not be compared; or ``failed``.
+        verdict: ``proved``; ``proved in part`` if parameters could not be compared; ``not proved`` if none could; or ``failed``.
         ranks: the result of each rank, by what errors call it.
+        untested: ranks whose parameters came by a recording that was never compared with a load by the engine's own loader.
     """
 
     model: str
     version: int
     verdict: str
     ranks: Mapping[str, RankProof]
+    untested: tuple[str, ...] = ()
+
+    def with_verdict(self, verdict: str) -> Proof:
+        """The same with another verdict."""
+        return replace(self, verdict=verdict)
 
     @property
     def wrong_text(self) -> str:
@@ -45,23 +51,28 @@ class Proof(JsonValue):
         wanted = label(self.model, self.version)
         found = []
         for name, rank in self.ranks.items():
-            if rank.wrong:
-                found.append(f"{name} has other bytes in {named(rank.wrong, _NAMED)}")
-            elif rank.served != wanted:
+            if rank.served != wanted:
                 found.append(f"{name} serves {rank.served or 'no version'}")
+            elif rank.wrong:
+                found.append(f"{name} has other bytes in {named(rank.wrong, _NAMED)}")
         return "; ".join(found)
 
 
 def prove(
-    client: EngineClient, ask: Callable[[str], Mapping[str, Evidence]], model: str, number: int
+    client: EngineClient,
+    ask: Callable[[Collection[str]], Mapping[str, Evidence]],
+    model: str,
+    number: int,
+    recordings: dict[str, lazy.Recording] | None = None,
 ) -> Proof:
     """Compare what an engine's ranks compute with with the bytes of a version, which this process pulls itself.
 
     Args:
         client: of the service.
-        ask: returns the evidence of all ranks, for the digest of a recording that need not be sent.
+        ask: returns the evidence of all ranks, for the digests of recordings that need not be sent.
         model: ``namespace/name``.
         number: of the version.
+        recordings: of ranks, by digest, from proofs before; afterwards those of this one.
 
     Raises:
         NotFound: no such version.
@@ -69,20 +80,34 @@ def prove(
     """
     from weighbridge import _lazy as lazy
 
+    known = {} if recordings is None else recordings
     expected: dict[str, lazy.Digests] = {}
     ranks: dict[str, RankProof] = {}
-    for name, evidence in ask("").items():
+    evidences = ask(known.keys())
+    used = {each.recording: _recording(name, each, known) for name, each in evidences.items()}
+    known.clear()
+    known.update(used)
+    for name, evidence in evidences.items():
         if evidence.recording not in expected:
-            if not evidence.recorded:
-                raise FailedPrecondition(f"{name} does not say what it takes of a version")
-            recording = lazy.Recording.from_json(evidence.recorded)
+            recording = used[evidence.recording]
             pull = client.pull(model, number, recording.request)
             expected[evidence.recording] = lazy.expected_digests(recording, (tensor for _, tensor in pull))
         wrong = lazy.differing(expected[evidence.recording], evidence.digests)
         ranks[name] = RankProof(
             evidence.served, len(evidence.digests), tuple(wrong), dict(evidence.unseen), evidence.seconds
         )
-    return Proof(model, number, _verdict(ranks.values(), label(model, number)), ranks)
+    untested = tuple(name for name, evidence in evidences.items() if evidence.untested)
+    return Proof(model, number, _verdict(ranks.values(), label(model, number)), ranks, untested)
+
+
+def _recording(name: str, evidence: Evidence, known: Mapping[str, lazy.Recording]) -> lazy.Recording:
+    from weighbridge import _lazy as lazy
+
+    if evidence.recording in known:
+        return known[evidence.recording]
+    if not evidence.recorded:
+        raise FailedPrecondition(f"{name} does not say what it takes of a version")
+    return lazy.Recording.from_json(evidence.recorded)
 
 
 def prove_by_load(engine: ByLoad, model: str, number: int) -> Proof:
@@ -107,6 +132,7 @@ def prove_by_load(engine: ByLoad, model: str, number: int) -> Proof:
     return Proof(model, number, _verdict(ranks.values(), label(model, number)), ranks)
 
 
+@runtime_checkable
 class ByLoad(Engine, Protocol):
     """Driver of an engine that can load a version again by its own loader."""
 
@@ -118,4 +144,6 @@ def _verdict(ranks: Iterable[RankProof], wanted: str) -> str:
     found = list(ranks)
     if any(rank.wrong or rank.served != wanted for rank in found):
         return FAILED
+    if not any(rank.compared for rank in found):
+        return NOT_PROVED
     return IN_PART if any(rank.unseen for rank in found) else PROVED

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -18,9 +18,19 @@ from weighbridge.follow.completions import (
     sglang_whole,
 )
 from weighbridge.follow.engines import Prepared, Ranks, Serving, StaleDrafter, serving_of, wait_prepared
+from weighbridge.follow.evidence import Evidence, RankProof
 from weighbridge.follow.golden import Answer
 from weighbridge.follow.status import Status
-from weighbridge.follow.wanted import DISCARD, LOAD_FORMAT, PREPARE, REPORTED, STATUS, Wanted
+from weighbridge.follow.wanted import (
+    COMPARE,
+    DISCARD,
+    EVIDENCE,
+    LOAD_FORMAT,
+    PREPARE,
+    REPORTED,
+    STATUS,
+    Wanted,
+)
 
 _INFO, _CONTROL, _GENERATE = "/server_info", "/weights_checker", "/generate"
 _ASK_SECONDS = 60.0
@@ -123,6 +133,30 @@ class SglangServer:
         with understood(self.url + _GENERATE):
             return {"": Answer(read_sglang_whole(whole, tokens), read_sglang_last(last, tokens[-1]))}
 
+    def evidence(self, known: Collection[str] = ()) -> Mapping[str, Evidence]:
+        """Evidence of what all ranks compute with, by what errors call each.
+
+        Args:
+            known: digests of recordings that they need not send.
+
+        Raises:
+            FailedPrecondition: a rank has none, or the server has several engines.
+        """
+        self._check_single()
+        said = self._control(f"{EVIDENCE} {','.join(known)} {self._order('latest')}")
+        with understood(self.url + _CONTROL):
+            return {f"rank {at}": Evidence.from_json(each) for at, each in enumerate(said["evidence"])}
+
+    def compare_with_load(self) -> Mapping[str, RankProof]:
+        """Let all ranks load the version that they have again by SGLang's own loader, while the engine is paused, and say what that has changed.
+
+        Raises:
+            FailedPrecondition: a rank cannot.
+        """
+        said = self._control(COMPARE)
+        with understood(self.url + _CONTROL):
+            return {f"rank {at}": RankProof.from_json(each) for at, each in enumerate(said["proofs"])}
+
     def discard(self) -> None:
         """Let the engine forget what has been prepared."""
         self._control(DISCARD)
@@ -180,7 +214,7 @@ class SglangServer:
             }
         return self._requests[version]
 
-    def _order(self, version: int) -> str:
+    def _order(self, version: int | str) -> str:
         return replace(self._wanted, version=str(version)).to_json()
 
     def _ranks(self) -> Ranks:
@@ -214,6 +248,20 @@ class SglangServer:
                 f"{self.url} does not know {action.partition(' ')[0]}",
                 fix="install weighbridge in the environment of SGLang, and start the server again",
             ) from error
+
+
+def is_sglang(url: str, api_key: str = "", timeout: float = 30.0) -> bool:
+    """Test whether an SGLang answers at an address, and not a vLLM.
+
+    Raises:
+        EngineFailed: nothing answers there, or it refuses.
+    """
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    try:
+        info = EngineApi(url.rstrip("/"), timeout, _OTHER, headers).call(_INFO)
+    except NoRoute:
+        return False
+    return isinstance(info, dict) and "tp_size" in info
 
 
 def _payload(text: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -146,16 +146,16 @@ class VllmServer:
         if self._prepares_early:
             self._ask_workers("weighbridge_prepare_early", str(version))
 
-    def evidence(self, known: str = "") -> Mapping[str, Evidence]:
+    def evidence(self, known: Collection[str] = ()) -> Mapping[str, Evidence]:
         """Evidence of what all workers compute with, by what errors call each.
 
         Args:
-            known: digest of a recording that they need not send.
+            known: digests of recordings that they need not send.
 
         Raises:
             FailedPrecondition: a worker has none; or not all workers behind the server answer.
         """
-        answers = self._answers("weighbridge_evidence", known)
+        answers = self._answers("weighbridge_evidence", ",".join(known))
         names = list(self._by_name(answers))
         with understood(self.url + _WORKERS):
             found = [Evidence.from_json(each["evidence"]) for each in answers]

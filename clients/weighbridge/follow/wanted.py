@@ -18,6 +18,8 @@ ACTION = "weighbridge."
 """What the ``action`` of a request to ``/weights_checker`` begins with that is about versions."""
 PREPARE, DISCARD, STATUS = ACTION + "prepare", ACTION + "discard", ACTION + "status"
 """Actions; behind the first one and a blank comes a `Wanted` as JSON."""
+EVIDENCE, COMPARE = ACTION + "evidence", ACTION + "compare_with_load"
+"""Actions of proofs; behind the first one and blanks come digests of recordings that the caller has, with commas between them or none, and a `Wanted`."""
 REPORTED = "reported"
 """Behind the last one and a blank: who asks reports to the service what the engine serves."""
 

@@ -165,6 +165,11 @@ class EngineReport(_message.Message):
     UPDATE_PARTS_FIELD_NUMBER: _builtins.int
     PROVED_VERSION_FIELD_NUMBER: _builtins.int
     PROOF_FIELD_NUMBER: _builtins.int
+    PROOF_SECONDS_FIELD_NUMBER: _builtins.int
+    PROOF_AGE_SECONDS_FIELD_NUMBER: _builtins.int
+    PROOFS_FIELD_NUMBER: _builtins.int
+    FAILED_PROOFS_FIELD_NUMBER: _builtins.int
+    PROOF_ERROR_FIELD_NUMBER: _builtins.int
     GOLDEN_VERSION_FIELD_NUMBER: _builtins.int
     GOLDEN_FIELD_NUMBER: _builtins.int
     GOLDEN_DRIFT_FIELD_NUMBER: _builtins.int
@@ -211,7 +216,18 @@ class EngineReport(_message.Message):
     proved_version: _builtins.int
     """The version of the last proof that the engine computes with a version's bytes; 0 if there was none."""
     proof: _builtins.str
-    """What came of it: `proved`, `proved in part` if parameters could not be compared, or `failed`; `error` names the parameters then."""
+    """What came of it: `proved`, `proved in part` if parameters could not be compared, `failed`, or `not proved` if it was due and could not be made;
+    empty if no proof was ever asked for.
+    """
+    proof_seconds: _builtins.float
+    """How long it took."""
+    proof_age_seconds: _builtins.float
+    """How long ago it ended."""
+    proofs: _builtins.int
+    """Proofs that the agent has made, and those of them that have failed."""
+    failed_proofs: _builtins.int
+    proof_error: _builtins.str
+    """What the last proof that has failed has found, with the parameters' names; or why one that is due cannot be made."""
     golden_version: _builtins.int
     """The version whose golden prompts the engine was asked last; 0 if there were none."""
     golden: _builtins.str
@@ -255,6 +271,11 @@ class EngineReport(_message.Message):
         update_parts: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         proved_version: _builtins.int = ...,
         proof: _builtins.str = ...,
+        proof_seconds: _builtins.float = ...,
+        proof_age_seconds: _builtins.float = ...,
+        proofs: _builtins.int = ...,
+        failed_proofs: _builtins.int = ...,
+        proof_error: _builtins.str = ...,
         golden_version: _builtins.int = ...,
         golden: _builtins.str = ...,
         golden_drift: _builtins.float = ...,
@@ -262,7 +283,7 @@ class EngineReport(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "beat", b"beat", "engine_id", b"engine_id", "error", b"error", "golden", b"golden", "golden_drift", b"golden_drift", "golden_mean_drift", b"golden_mean_drift", "golden_version", b"golden_version", "host", b"host", "kind", b"kind", "model", b"model", "pid", b"pid", "proof", b"proof", "proved_version", b"proved_version", "ref", b"ref", "state", b"state", "state_seconds", b"state_seconds", "target", b"target", "traceparent", b"traceparent", "update_age_seconds", b"update_age_seconds", "update_bytes", b"update_bytes", "update_lane", b"update_lane", "update_parts", b"update_parts", "update_pause_seconds", b"update_pause_seconds", "update_prepare_seconds", b"update_prepare_seconds", "update_version", b"update_version", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "beat", b"beat", "engine_id", b"engine_id", "error", b"error", "failed_proofs", b"failed_proofs", "golden", b"golden", "golden_drift", b"golden_drift", "golden_mean_drift", b"golden_mean_drift", "golden_version", b"golden_version", "host", b"host", "kind", b"kind", "model", b"model", "pid", b"pid", "proof", b"proof", "proof_age_seconds", b"proof_age_seconds", "proof_error", b"proof_error", "proof_seconds", b"proof_seconds", "proofs", b"proofs", "proved_version", b"proved_version", "ref", b"ref", "state", b"state", "state_seconds", b"state_seconds", "target", b"target", "traceparent", b"traceparent", "update_age_seconds", b"update_age_seconds", "update_bytes", b"update_bytes", "update_lane", b"update_lane", "update_parts", b"update_parts", "update_pause_seconds", b"update_pause_seconds", "update_prepare_seconds", b"update_prepare_seconds", "update_version", b"update_version", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -282,6 +303,7 @@ class Engine(_message.Message):
     STANDING_FIELD_NUMBER: _builtins.int
     NAMED_FIELD_NUMBER: _builtins.int
     BEHIND_FIELD_NUMBER: _builtins.int
+    PROOF_TIME_MS_FIELD_NUMBER: _builtins.int
     identity: _builtins.str
     """Identity of the agent in the service's policy; empty if the service has no policy."""
     heard_time_ms: _builtins.int
@@ -296,6 +318,8 @@ class Engine(_message.Message):
     """The version that its ref names now; 0 if it names none, or that is not known."""
     behind: _builtins.int
     """How many versions lie behind the one that it serves, up to the one that its ref names; 1000 for as many or more."""
+    proof_time_ms: _builtins.int
+    """When its last proof ended; 0 if there was none."""
     @_builtins.property
     def report(self) -> Global___EngineReport:
         """As its agent has told last."""
@@ -311,10 +335,11 @@ class Engine(_message.Message):
         standing: _builtins.str = ...,
         named: _builtins.int = ...,
         behind: _builtins.int = ...,
+        proof_time_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["report", b"report"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["behind", b"behind", "heard_time_ms", b"heard_time_ms", "identity", b"identity", "named", b"named", "report", b"report", "since_ms", b"since_ms", "standing", b"standing", "update_time_ms", b"update_time_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["behind", b"behind", "heard_time_ms", b"heard_time_ms", "identity", b"identity", "named", b"named", "proof_time_ms", b"proof_time_ms", "report", b"report", "since_ms", b"since_ms", "standing", b"standing", "update_time_ms", b"update_time_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

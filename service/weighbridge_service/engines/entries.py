@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from typing import NamedTuple, TypeAlias
 
 from weighbridge._core.engines.facts import (
+    FAILED,
     STANDING_BEHIND,
     STANDING_CURRENT,
     STANDING_GONE,
@@ -91,8 +92,10 @@ class Entry:
         heard_ms: when, in milliseconds since 1970 UTC.
         since_ms: since when the engine is in its state, likewise.
         updated_ms: when its last update ended, likewise.
+        proved_ms: when its last proof ended, likewise.
         here: whether this process was told, and not another replica.
         updated: whether this report was the first to tell of its last update.
+        proofs: how many proofs this report was the first to tell of, and how many of them have failed.
     """
 
     owner: Owner
@@ -101,8 +104,10 @@ class Entry:
     heard_ms: int
     since_ms: int
     updated_ms: int
+    proved_ms: int
     here: bool = True
     updated: bool = False
+    proofs: tuple[int, int] = (0, 0)
 
     @property
     def key(self) -> tuple[str, str]:
@@ -155,14 +160,27 @@ def after_report(
         return before
     since_ms = heard_ms - round(report.state_seconds * 1000)
     updated_ms = heard_ms - round(report.update_age_seconds * 1000)
+    proved_ms = heard_ms - round(report.proof_age_seconds * 1000)
     if before is not None:
         said = before.report
         if (said.state, said.version, said.target) == (report.state, report.version, report.target):
             since_ms = _steady(before.since_ms, since_ms)
         if said.update_version == report.update_version:
             updated_ms = _steady(before.updated_ms, updated_ms)
+        if said.proofs == report.proofs:
+            proved_ms = _steady(before.proved_ms, proved_ms)
     updated = _tells_of_update(before, report, heard_s)
-    return Entry(owner, report, heard_s, heard_ms, since_ms, updated_ms, here, updated)
+    proofs = _proofs_told(before, report)
+    return Entry(owner, report, heard_s, heard_ms, since_ms, updated_ms, proved_ms, here, updated, proofs)
+
+
+def _proofs_told(before: Entry | None, report: EngineReport) -> tuple[int, int]:
+    """How many proofs a report is the first to tell of, and how many of them have failed. Of an engine that was not known, the last one if it is young."""
+    if before is None:
+        young = bool(report.proofs) and report.proof_age_seconds < _SOON_S
+        return int(young), int(young and report.proof == FAILED)
+    said = before.report
+    return max(report.proofs - said.proofs, 0), max(report.failed_proofs - said.failed_proofs, 0)
 
 
 def _tells_of_update(before: Entry | None, report: EngineReport, heard_s: float) -> bool:
@@ -244,6 +262,7 @@ def shown(entry: Entry, ref: RefView, now_s: float, leases: Leases, times: Versi
         heard_time_ms=entry.heard_ms,
         since_ms=entry.since_ms,
         update_time_ms=entry.updated_ms if report.update_version else 0,
+        proof_time_ms=entry.proved_ms if report.proof else 0,
     )
 
 

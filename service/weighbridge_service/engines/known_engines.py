@@ -6,7 +6,9 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from itertools import groupby
 
-from weighbridge._core.engines.facts import MOST_BEHIND, Engine, EngineReport
+from prometheus_client.registry import Collector
+
+from weighbridge._core.engines.facts import FAILED, MOST_BEHIND, PROVED, Engine, EngineReport
 from weighbridge._transport import wire
 from weighbridge.errors import WeighbridgeError
 from weighbridge.v1 import replica_service_pb2 as pb
@@ -41,6 +43,7 @@ class KnownEngines:
         registry: as given.
         changes: tells of models of whose engines something has changed; not that one has been heard again.
         steps: durations of parts of steps, of each update that an agent reports to this process.
+        proofs: counts of proofs that agents report to this process.
     """
 
     def __init__(self, catalog: Catalog, registry: EngineRegistry) -> None:
@@ -48,11 +51,17 @@ class KnownEngines:
         self.registry = registry
         self.changes = Changes()
         self.steps = declared.ENGINE_STEP.histogram()
+        self.proofs = declared.ENGINE_PROOFS.counter()
 
     @property
     def report_seconds(self) -> float:
         """After which an agent is to report again."""
         return self.registry.leases.report_s
+
+    @property
+    def figures(self) -> tuple[Collector, ...]:
+        """Instruments of what agents report to this process."""
+        return self.steps, self.proofs
 
     def report(self, owner: Owner, said: EngineReport) -> Engine:
         """Take note of what an agent says of its engine; the engine as all see it now.
@@ -69,10 +78,18 @@ class KnownEngines:
         if news:
             self.changes.notify(name)
         (engine,) = self._shown([entry], refs)
-        if entry.updated and entry.report is report:  # else it is that of a later one
+        if entry.report is report:  # else it is that of a later one
+            self._count(entry, engine)
+        return engine
+
+    def _count(self, entry: Entry, engine: Engine) -> None:
+        """Count what a report was the first to tell of."""
+        if entry.updated:
             for part, seconds in engine.update_parts.items():
                 self.steps.labels(part).observe(max(seconds, 0.0))
-        return engine
+        made, failed = entry.proofs
+        self.proofs.labels(FAILED).inc(failed)
+        self.proofs.labels(PROVED).inc(max(made - failed, 0))
 
     def heard(self, told: Iterable[pb.ReportedEngine]) -> None:
         """Take note of what another replica has heard. What cannot be kept is passed over: that one has said so to the agent, or will list it."""

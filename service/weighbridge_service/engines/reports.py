@@ -42,10 +42,15 @@ _COUNTS = (
     "update_version",
     "update_bytes",
     "proved_version",
+    "proofs",
+    "failed_proofs",
     "golden_version",
 )
 _DRIFTS = ("golden_drift", "golden_mean_drift")
-_SECONDS = ("state_seconds", "update_age_seconds", "update_prepare_seconds", "update_pause_seconds")
+_SECONDS = (
+    *("state_seconds", "update_age_seconds", "update_prepare_seconds", "update_pause_seconds"),
+    *("proof_seconds", "proof_age_seconds"),
+)
 
 
 def checked_report(report: EngineReport) -> EngineReport:
@@ -76,5 +81,15 @@ def checked_report(report: EngineReport) -> EngineReport:
     parts = chosen(report.update_parts, OF_AGENT)
     if not all(math.isfinite(each) and abs(each) <= _LONGEST_S for each in parts.values()):
         raise InvalidArgument("update_parts of a report are no seconds")
-    error = " ".join(plain(report.error[: 4 * _LONGEST_ERROR]).split())
-    return replace(report, error=shortened(error, _LONGEST_ERROR), update_parts=parts)
+    return replace(
+        report,
+        error=_line(report.error),
+        proof_error=_line(report.proof_error),
+        failed_proofs=min(report.failed_proofs, report.proofs),
+        update_parts=parts,
+    )
+
+
+def _line(text: str) -> str:
+    """A text for people as one line, plain and short."""
+    return shortened(" ".join(plain(text[: 4 * _LONGEST_ERROR]).split()), _LONGEST_ERROR)

@@ -209,6 +209,27 @@ ENGINE_STEP = _histogram(
     "resume, confirm. 0 for a part that was below zero, of an engine that had begun early.",
     "part",
 )
+ENGINE_PROOFS = _counter(
+    "weighbridge_engine_proofs_total",
+    "Proofs that engines compute with the bytes of a version, as agents have reported them to this process: proved (in part, too) or failed.",
+    "outcome",
+    values=("proved", "failed"),
+)
+ENGINES_PROVED = _gauge(
+    "weighbridge_engines_proved",
+    "Engines by the verdict of their last proof: proved, proved in part, failed, not proved (it is due and cannot be made), or not asked "
+    "(no proof was ever asked for). Not those that are gone.",
+    "model",
+    "verdict",
+)
+ENGINES_PROOF_AGE = _gauge(
+    "weighbridge_engine_proof_age_seconds",
+    "For how long an engine of which proofs are asked for has had none, failed ones included; of the longest.",
+    "model",
+)
+ENGINES_PROOF = _gauge(
+    "weighbridge_engine_proof_seconds", "How long the last proof of an engine took; of the slowest.", "model"
+)
 ENGINES_DRIFT = _gauge(
     "weighbridge_engine_golden_drift",
     "Largest difference between the log probabilities that an engine gives golden prompts and those that its version has; of the engine with the "

@@ -194,3 +194,33 @@ def test_an_update_is_news_in_the_first_report_that_tells_of_it_and_in_no_other(
 @pytest.mark.parametrize(("age_s", "news"), [(0.5, True), (3600.0, False)])
 def test_of_an_engine_that_was_not_known_an_old_update_is_no_news(age_s: float, news: bool) -> None:
     assert heard(update_version=16, update_age_seconds=age_s).updated is news
+
+
+def test_each_proof_is_told_once_by_whichever_report_is_the_first_to_know_of_it() -> None:
+    told = [
+        {"proof": "proved", "proofs": 1},
+        {"proof": "proved", "proofs": 1},
+        {"proof": "failed", "proofs": 3, "failed_proofs": 1},
+        {"proof": "not proved", "proofs": 3, "failed_proofs": 1},
+        {"proof": "proved", "proofs": 4, "failed_proofs": 1},
+    ]
+    entry, found = None, []
+    for beat, changes in enumerate(told):
+        said = replace(REPORT, beat=beat, **changes)  # type: ignore[arg-type]
+        entry = after_report(entry, OWNER, said, 1000.0 + beat, ms(1000 + beat))
+        found.append(entry.proofs)
+    assert found == [(1, 0), (0, 0), (2, 1), (0, 0), (1, 0)]
+
+
+def test_a_process_that_is_new_counts_no_proof_of_long_ago() -> None:
+    assert heard(proof="failed", proofs=9, failed_proofs=4, proof_age_seconds=61.0).proofs == (0, 0)
+    assert heard(proof="failed", proofs=9, failed_proofs=4, proof_age_seconds=2.0).proofs == (1, 1)
+    assert heard().proofs == (0, 0)
+
+
+def test_the_time_of_a_proof_is_steady_until_the_next_one() -> None:
+    first = heard(1000.0, proof="proved", proofs=1, proof_age_seconds=30.0)
+    later = replace(REPORT, beat=4, proof="proved", proofs=1, proof_age_seconds=34.5)
+    again = after_report(first, OWNER, later, 1004.0, ms(1004))
+    assert shown(again, RefView(16), 1004.0, LEASES).proof_time_ms == ms(970)
+    assert shown(heard(), RefView(16), 1004.0, LEASES).proof_time_ms == 0

@@ -60,3 +60,16 @@ def test_models_beyond_the_most_are_told_together_and_no_engine_is_left_out() ->
     assert found[0].model == MODEL
     assert found[-1].model == OTHER_MODELS
     assert sum(fleet.engines.total() for fleet in found) == 2002
+
+
+def test_an_engine_that_failed_its_proof_is_told_apart_from_one_that_was_never_asked() -> None:
+    (fleet,) = told(
+        entry(1, proof="proved", proofs=3, proof_seconds=0.5, proof_age_seconds=20.0),
+        entry(2, proof="failed", proofs=1, failed_proofs=1, proof_seconds=2.0, proof_age_seconds=90.0),
+        entry(3, proof="not proved", proof_age_seconds=5.0),
+        entry(4),
+        entry(5, proof="proved to the moon"),
+        entry(6, age_s=500.0, state="ended", proof="failed", proofs=1, proof_age_seconds=1e6),
+    )
+    assert fleet.proofs == {"proved": 1, "failed": 1, "not proved": 1, "not asked": 1, "(other)": 1}
+    assert (fleet.proof_age_s, fleet.proof_s) == (90.0, 2.0)

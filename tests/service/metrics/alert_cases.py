@@ -35,6 +35,7 @@ def _of(series: str, fires: str, quiet: str, *, at: int = 30, **labels: str) -> 
 _READY = 'weighbridge_push_ready_seconds_bucket{instance="a", le="%s"}'
 _ENGINES = 'weighbridge_engines{instance="a", model="acme/smol", state="%s", standing="%s"}'
 _OF_MODEL = {"instance": "a", "model": "acme/smol"}
+_PROVED = 'weighbridge_engines_proved{instance="a", model="acme/smol", verdict="%s"}'
 CASES: Mapping[str, Case] = {
     "WeighbridgeAbsent": Case({'other{instance="a"}': "1x60"}, BUILD, labels={}),
     "WeighbridgeStoreSilent": _of(
@@ -49,6 +50,12 @@ CASES: Mapping[str, Case] = {
     # a version that takes five minutes to become durable, one after another
     "WeighbridgeNotDurable": _of(
         'weighbridge_push_undurable_seconds{instance="a"}', "0+60x60", "0 300 0 300x60"
+    ),
+    "WeighbridgeProofFailed": _of(
+        'weighbridge_engine_proofs_total{instance="a", outcome="failed"}',
+        "0x20 1x40",
+        "7x60",
+        outcome="failed",
     ),
     "WeighbridgePushFailed": _of(
         'weighbridge_pushes_total{instance="a", outcome="failed"}', "0x25 1x40", "1x60", outcome="failed"
@@ -86,6 +93,12 @@ CASES: Mapping[str, Case] = {
         {_ENGINES % ("serving", "stale"): "0x26 1x3 0x60", _ENGINES % ("serving", "gone"): "0x29 1x60"},
         # a deployment is taken down
         {_ENGINES % ("ended", "gone"): "0x20 8x40", _ENGINES % ("serving", "behind"): "8x20 0x40"},
+        labels=_OF_MODEL,
+    ),
+    "WeighbridgeNotProved": Case(
+        {_PROVED % "not proved": "2x60"},
+        # an engine wakes up and is proved; of others no proof was asked for
+        {_PROVED % "not proved": "1x12 0x48", _PROVED % "not asked": "5x60", _PROVED % "proved": "9x60"},
         labels=_OF_MODEL,
     ),
     "WeighbridgeStoreErrors": _of(

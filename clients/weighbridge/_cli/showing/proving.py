@@ -19,6 +19,8 @@ from weighbridge.errors import FailedPrecondition
 if TYPE_CHECKING:
     from weighbridge.follow.evidence import RankProof
     from weighbridge.follow.proving import Proof
+    from weighbridge.follow.sglang import SglangServer
+    from weighbridge.follow.vllm import VllmServer
 
 _NAMED = 10
 """Most parameters of a rank that are named."""
@@ -27,7 +29,13 @@ _NAMED = 10
 @click.command("prove", cls=Command)
 @completing.reference("MODEL[@VERSION]", model_perhaps_at_version)
 @click.option(
-    "--url", default="http://127.0.0.1:8000", show_default=True, help="The vLLM server's HTTP address."
+    "--url",
+    default="http://127.0.0.1:8000",
+    show_default=True,
+    help="The HTTP address of the vLLM or SGLang server.",
+)
+@click.option(
+    "--engine-key", envvar="WEIGHBRIDGE_ENGINE_KEY", default="", help="SGLang's admin key, if it has one."
 )
 @click.option(
     "--engine-server",
@@ -45,23 +53,25 @@ def prove_command(
     ctx: click.Context,
     reference: Reference,
     url: str,
+    engine_key: str,
     engine_server: str | None,
     by_loading: bool,
     server: str,
     as_json: bool,
 ) -> None:
-    """Prove that a vLLM server computes with the bytes of a version.
+    """Prove that a vLLM or SGLang server computes with the bytes of a version.
 
     Every worker of every engine behind the server makes a digest of each parameter where it lies, while the engine serves. This command
     pulls what each worker takes of the version, and makes the digests that the parameters must have. Without VERSION it is the version
     that the engine says it serves. What the engine repacks or quantizes after loading cannot be compared, and is named. The exit code is 1
-    if a parameter has other bytes, or a worker serves another version.
+    if a parameter has other bytes, a worker serves another version, or no parameter can be compared; and if a worker does not answer, which
+    is named.
     """
-    from weighbridge.follow.proving import FAILED, prove, prove_by_load
-    from weighbridge.follow.vllm import VllmServer
+    from weighbridge._core.engines.facts import FAILED, NOT_PROVED
+    from weighbridge.follow.proving import prove, prove_by_load
 
     model = reference.model
-    engine = VllmServer(checked_url(url), model, engine_server or server)
+    engine = _engine_at(checked_url(url), model, engine_server or server, engine_key)
     with engine_of(server) as client:
         engine.connect()
         number = (
@@ -76,7 +86,16 @@ def prove_command(
         else:
             proof = prove(client, engine.evidence, model, number)
     print_result(proof, as_json, *_lines(proof))
-    ctx.exit(proof.verdict == FAILED)
+    ctx.exit(proof.verdict in (FAILED, NOT_PROVED))
+
+
+def _engine_at(url: str, model: str, server: str, key: str) -> VllmServer | SglangServer:
+    from weighbridge.follow.sglang import SglangServer, is_sglang
+    from weighbridge.follow.vllm import VllmServer
+
+    if is_sglang(url, key):
+        return SglangServer(url, server, model, api_key=key)
+    return VllmServer(url, model, server)
 
 
 def _lines(proof: Proof) -> Iterator[str]:
@@ -89,6 +108,8 @@ def _lines(proof: Proof) -> Iterator[str]:
                 whys.setdefault(why, []).append(parameter)
             for why, parameters in whys.items():
                 yield f"    not compared, {why}: {named(parameters, _NAMED)}"
+    if proof.untested:
+        yield "  by a record of the engine's loader that was never compared with a load by that loader: --by-loading does, and pauses the engine"
 
 
 def _compared(rank: RankProof) -> str:

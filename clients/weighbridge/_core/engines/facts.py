@@ -27,6 +27,12 @@ NOT_ANSWERED = "not answered"
 """Result of golden prompts that an engine could not be asked."""
 MOST_BEHIND = 1000
 """Up to which it is counted how many versions an engine is behind."""
+PROVED, IN_PART, FAILED, NOT_PROVED = "proved", "proved in part", "failed", "not proved"
+"""Verdicts of a proof that an engine computes with a version's bytes: it does; it does as far as its parameters can be compared; it does not; or a proof was due
+and could not be made."""
+VERDICTS = (PROVED, IN_PART, FAILED, NOT_PROVED)
+NOT_ASKED = "not asked"
+"""Said in place of a verdict of an engine of which no proof was asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +58,11 @@ class EngineFacts(JsonValue):
         update_lane: ``local`` or ``grpc``; empty if that is not known.
         traceparent: of the update that is under way, or was last (W3C Trace Context); empty if there is none.
         proved_version: of the last proof that it computes with a version's bytes; 0 if there was none.
-        proof: what came of that: ``proved``, ``proved in part`` or ``failed``.
+        proof: `PROVED`, `IN_PART`, `FAILED`, `NOT_PROVED`, or what a later release adds; empty if no proof was ever asked for.
+        proof_seconds: how long that proof took.
+        proofs: how many proofs its agent has made.
+        failed_proofs: how many of them have failed.
+        proof_error: what the last proof that has failed has found, with the parameters' names; or why one that is due cannot be made.
         golden_version: whose golden prompts it was asked last; 0 if there were none.
         golden: what came of that: ``within bound``, ``above bound``, ``no bound`` if there is none, or ``not answered``.
         golden_drift: largest difference between the log probabilities that it gives the tokens of these prompts and those that the version has.
@@ -79,6 +89,10 @@ class EngineFacts(JsonValue):
     traceparent: str = ""
     proved_version: int = 0
     proof: str = ""
+    proof_seconds: float = 0.0
+    proofs: int = 0
+    failed_proofs: int = 0
+    proof_error: str = ""
     golden_version: int = 0
     golden: str = ""
     golden_drift: float = 0.0
@@ -113,8 +127,12 @@ class EngineFacts(JsonValue):
 
     @property
     def proof_text(self) -> str:
-        """Its last proof, for people; empty if there was none."""
-        return f"{self.proved_version} {self.proof}" if self.proof else ""
+        """Its last proof, for people, and how many have failed."""
+        if not self.proof:
+            return NOT_ASKED
+        took = f" in {readable_duration(self.proof_seconds)}" if self.proof != NOT_PROVED else ""
+        failed = f", {self.failed_proofs} of {self.proofs} have failed" if self.failed_proofs else ""
+        return f"{self.proved_version} {self.proof}{took}{failed}"
 
     @property
     def golden_text(self) -> str:
@@ -138,11 +156,13 @@ class EngineReport(EngineFacts):
         beat: counts up from report to report.
         state_seconds: for how long it has been in its state. Ages are told and not times, as clocks of machines differ.
         update_age_seconds: how long ago its last update ended.
+        proof_age_seconds: how long ago its last proof ended.
     """
 
     beat: int = 0
     state_seconds: float = 0.0
     update_age_seconds: float = 0.0
+    proof_age_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +178,7 @@ class Engine(EngineFacts):
         heard_time_ms: when its agent was heard last.
         since_ms: since when it is in its state.
         update_time_ms: when its last update ended; 0 if there was none.
+        proof_time_ms: when its last proof ended; 0 if there was none.
     """
 
     identity: str = ""
@@ -167,6 +188,7 @@ class Engine(EngineFacts):
     heard_time_ms: int = 0
     since_ms: int = 0
     update_time_ms: int = 0
+    proof_time_ms: int = 0
 
     @property
     def silent(self) -> bool:

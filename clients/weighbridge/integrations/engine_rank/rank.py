@@ -8,6 +8,7 @@ from __future__ import annotations
 import secrets
 import time
 import weakref
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -71,6 +72,10 @@ class EngineRank:
         self._recorded: Recorded | None = None
         self._preparation: Preparation | None = None
         self._broken = ""
+        self._by_recording = False
+        """Whether a recording said where the bytes in the parameters belong, and not the engine's own loader."""
+        self._tested: Recorded | None = None
+        """Recording by which came what the engine's own loader loads, too."""
         self._before: Held | None = None
         self._waiting: tuple[ModelSource, int] | None = None
         """Version that `wake` applies."""
@@ -121,6 +126,7 @@ class EngineRank:
             update.close()
             nbytes = update.nbytes
             self._recorded = Recorded(source.model, found.specs, self.engine.configuration(), recording)
+            self._by_recording = True
         self.source, self.held = source, Held(source, found.version, nbytes)
         self._first = self.held.label
         self._say(state=ENGINE_SERVING)
@@ -296,11 +302,11 @@ class EngineRank:
             update_bytes=0 if self.held is None else self.held.nbytes,
         )
 
-    def evidence(self, known: str = "") -> Evidence:
+    def evidence(self, known: Collection[str] = ()) -> Evidence:
         """Digests of this rank's parameters, to be compared with those that its version makes. Not collective.
 
         Args:
-            known: `Recording.digest` of a recording that the caller has, and needs not be sent.
+            known: `Recording.digest` of recordings that the caller has, and that need not be sent.
 
         Raises:
             FailedPrecondition: the loader was not recorded, or the engine sleeps.
@@ -318,10 +324,13 @@ class EngineRank:
         return Evidence(
             served="" if self.held is None else self.held.label,
             recording=recording.digest,
-            recorded="" if known == recording.digest else recording.to_json(),
+            recorded="" if recording.digest in known else recording.to_json(),
             digests=digests,
             unseen={**unseen, **self._unknown},
             seconds=time.monotonic() - begun,
+            untested=self._by_recording
+            and self._tested is not recorded
+            and not lazy.is_tested(recording, recorded.configuration),
         )
 
     def compare_with_load(self) -> RankProof:
@@ -346,6 +355,10 @@ class EngineRank:
             self._go_back(held, held.version.number, error)
         self.held, self._broken = held, ""
         wrong = [name for name, digest in before.items() if after.get(name) != digest]
+        if self._by_recording and self._recorded is not None and not wrong:
+            self._tested = self._recorded
+            lazy.note_tested(self._recorded.recording, self._recorded.configuration)
+        self._by_recording = False
         return RankProof(
             held.label,
             len(before),
@@ -363,6 +376,8 @@ class EngineRank:
         self.engine.check_awake()
         if self.held is None:
             raise FailedPrecondition("this rank has no version of the service")
+        if self._recorded is not None:  # an engine that could not be brought back is not touched
+            self.engine.check(self._recorded.recording)
         return self.held
 
     def _digests_around_load(self, held: Held) -> tuple[dict[str, int], dict[str, int]]:
@@ -603,6 +618,7 @@ class EngineRank:
 
     def _filled(self, there: Preparation) -> Held:
         self.engine.fill(there.update, there.recorded.recording, there.rest)
+        self._by_recording = True
         return Held(there.source, there.update.version, there.nbytes)
 
     def _go_back(self, had: Held | None, number: int, error: RanksFailed) -> None:

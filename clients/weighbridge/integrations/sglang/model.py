@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
+from typing import Any
 
 import torch
 from sglang.srt.distributed.parallel_state import get_pp_group, get_tp_group
@@ -11,7 +13,7 @@ from weighbridge import _lazy as lazy
 from weighbridge.errors import FailedPrecondition
 from weighbridge.follow.engines import REFUSE, stale_drafter_of
 from weighbridge.follow.wanted import Wanted
-from weighbridge.integrations.engine_rank.agreement import ProcessGroup, Ranks, from_first
+from weighbridge.integrations.engine_rank.agreement import ProcessGroup, Ranks, exchange, from_first
 from weighbridge.integrations.engine_rank.model import EngineModel
 from weighbridge.integrations.engine_rank.rank import EngineRank, rank_of
 from weighbridge.integrations.engine_rank.source import ModelSource
@@ -82,3 +84,19 @@ def number_to_update_to(rank: EngineRank, wanted: Wanted) -> int:
             fix="start the engine without --pp-size, or start it again from the new version",
         )
     return number_on(rank.engine.ranks, rank, wanted)
+
+
+def evidence(rank: EngineRank, known: Collection[str], wanted: Wanted) -> list[dict[str, Any]]:
+    """`EngineRank.evidence` of all ranks, as JSON. Collective.
+
+    Args:
+        rank: this one.
+        known: digests of recordings that the caller has.
+        wanted: where versions come from, for a rank that has not been told.
+    """
+
+    def make() -> dict[str, Any]:
+        rank.connect(source_of(wanted) if rank.source is None else None)
+        return rank.evidence(known).to_json()
+
+    return exchange(rank.engine.ranks, "there is no evidence of what this engine computes with", make)

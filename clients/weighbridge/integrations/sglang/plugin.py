@@ -7,7 +7,17 @@ from collections.abc import Callable
 from typing import Any
 
 from weighbridge.errors import WeighbridgeError
-from weighbridge.follow.wanted import ACTION, DISCARD, LOAD_FORMAT, PREPARE, REPORTED, STATUS, Wanted
+from weighbridge.follow.wanted import (
+    ACTION,
+    COMPARE,
+    DISCARD,
+    EVIDENCE,
+    LOAD_FORMAT,
+    PREPARE,
+    REPORTED,
+    STATUS,
+    Wanted,
+)
 from weighbridge.integrations.sglang import releases
 
 
@@ -53,21 +63,28 @@ def update(
 
 
 def control(original: Callable[..., Any], manager: Any, request: Any) -> Any:
-    """``/weights_checker``, whose requests reach every rank while the engine serves: prepare, discard, and how it stands."""
+    """``/weights_checker``, whose requests reach every rank while the engine serves: prepare, discard, proofs, and how it stands."""
     if not request.action.startswith(ACTION):
         return original(manager, request)
     from sglang.srt.managers.io_struct import CheckWeightsReqOutput
 
+    from weighbridge.integrations.sglang import model as of_sglang
     from weighbridge.integrations.sglang.model import number_to_update_to, sglang_rank, source_of
 
     rank = sglang_rank(manager.tp_worker.model_runner.model)
     action, _, order = request.action.partition(" ")
+    more: dict[str, Any] = {}
     try:
         if action == PREPARE:
             wanted = Wanted.from_json(order)
             rank.prepare_all(number_to_update_to(rank, wanted), source_of(wanted))
         elif action == DISCARD:
             rank.discard()
+        elif action == EVIDENCE:
+            known, _, wanted_text = order.partition(" ")
+            more = {"evidence": of_sglang.evidence(rank, known.split(","), Wanted.from_json(wanted_text))}
+        elif action == COMPARE:
+            more = {"proofs": rank.engine.ranks.all_gather_object(rank.compare_with_load().to_json())}
         elif action != STATUS:
             return CheckWeightsReqOutput(success=False, message=f"there is no action {action!r}")
         elif order == REPORTED:
@@ -75,4 +92,4 @@ def control(original: Callable[..., Any], manager: Any, request: Any) -> Any:
     except WeighbridgeError as error:
         return CheckWeightsReqOutput(success=False, message=str(error))
     ranks = rank.engine.ranks.all_gather_object(rank.status().to_json())
-    return CheckWeightsReqOutput(success=True, message=json.dumps({"ranks": ranks}))
+    return CheckWeightsReqOutput(success=True, message=json.dumps({"ranks": ranks, **more}))

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from functools import partial
 from types import FunctionType
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -49,8 +49,13 @@ class Applier:
         self._model_config = model_config
         self._unprocessed: WeakSet[torch.nn.Module] = WeakSet()
         """Layers that vLLM's processing was seen to leave alone."""
+        self._kept: WeakKeyDictionary[torch.nn.Module, frozenset[str]] = WeakKeyDictionary()
+        """Tensors that processing for a processor's kernels leaves as they were loaded, beside what it makes of them, by layer. Not of cards, whose
+        kernels write without a trace."""
         for each in before:
-            self._unprocessed |= WeakSet() if each is None else each._unprocessed
+            if each is not None:
+                self._unprocessed |= each._unprocessed
+                self._kept.update(each._kept)
         self._all_as_loaded: lazy.Recording | None = None
         """By which all that is filled was seen to be what the layers compute with."""
 
@@ -109,6 +114,8 @@ class Applier:
         before = _state(layer, method)
         with _AnyOperation() as operations:
             method.process_weights_after_loading(layer)
+        if current_platform.is_cpu():
+            self._kept[layer] = _kept_names(before[0], _state(layer, method)[0], operations.written)
         if not operations.seen and _state(layer, method) == before:
             self._unprocessed.add(layer)
         else:
@@ -116,36 +123,46 @@ class Applier:
 
     def load_again(self, tensors: Callable[[], Iterator[tuple[str, torch.Tensor]]]) -> None:
         """Let the model's own loader, and that of its drafter, fill layers that are made anew, and vLLM process them."""
+        for layer in self._model.modules():
+            _let_pack_again(getattr(layer, "quant_method", None))
         with layers.reloading(self._model, self._model_config):
             self._model.load_weights(tensors())
             if isinstance(self._model, WithDrafter):
                 drafter: Any = self._model.drafter
                 with unshared(self._model.target, drafter, layers.twin_of):
                     drafter.load_weights(tensors())
+        # the first one of those that share a tensor has it
+        self._process_shared([*self._model.modules()][::-1])
         self._all_as_loaded = None
 
     def live(self, recording: lazy.Recording) -> layers.Tensors:
-        """Tensors that the layers compute with as they were loaded, by the names of the recording's targets."""
+        """Tensors that the layers have as they were loaded, by the names of the recording's targets."""
         found: layers.Tensors = {}
         for layer, names in self._wanted(recording):
-            method = getattr(layer, "quant_method", None)
-            if isinstance(method, QuantizeMethodBase) and layer not in self._unprocessed:
-                continue
-            own = layers.own_tensors(layer)
+            own, processed = layers.own_tensors(layer), self._is_processed(layer)
             found |= {
                 full: own[name]
                 for name, full in names.items()
                 if lazy.Shape.of(own[name]) == recording.targets[full]
+                and (not processed or name in self._kept.get(layer, ()))
             }
         return found
+
+    def also_made(self, recording: lazy.Recording) -> set[str]:
+        """Names of targets of layers whose kernels compute with something made of them, too."""
+        wanted = self._wanted(recording)
+        return {full for layer, names in wanted if self._is_processed(layer) for full in names.values()}
+
+    def _is_processed(self, layer: torch.nn.Module) -> bool:
+        method = getattr(layer, "quant_method", None)
+        return isinstance(method, QuantizeMethodBase) and layer not in self._unprocessed
 
     def _lies_as_loaded(
         self, recording: lazy.Recording, wanted: Sequence[tuple[torch.nn.Module, Mapping[str, str]]]
     ) -> bool:
         """Whether all that is filled is what the layers compute with, as they are outside a reload."""
         for layer, names in wanted:
-            method = getattr(layer, "quant_method", None)
-            if isinstance(method, QuantizeMethodBase) and layer not in self._unprocessed:
+            if self._is_processed(layer):
                 return False
             own = layers.own_tensors(layer)
             if any(lazy.Shape.of(own[name]) != recording.targets[full] for name, full in names.items()):
@@ -185,8 +202,7 @@ class Applier:
 
     def _is_as_loaded(self, layer: torch.nn.Module) -> bool:
         """Whether the tensors that the layer computes with are those that a loader fills."""
-        method = getattr(layer, "quant_method", None)
-        if isinstance(method, QuantizeMethodBase) and layer not in self._unprocessed:
+        if self._is_processed(layer):
             return False
         live, loaded = _live_tensors(layer), layers.own_tensors(layer)
         return live.keys() == loaded.keys() and all(
@@ -200,9 +216,7 @@ class Applier:
         if not isinstance(method, QuantizeMethodBase):
             yield
             return
-        if current_platform.is_cpu() and getattr(method, "moe_kernel", None) is not None:
-            # vLLM's CPU kernel of experts packs its weights only when it is made
-            method.moe_kernel = None
+        _let_pack_again(method)
         method.process_weights_after_loading = partial(self._process_watched, method)
         try:
             yield
@@ -218,6 +232,12 @@ class Applier:
                 continue
             if any(owners.get(id(t), layer) is not layer for t in layers.own_tensors(layer).values()):
                 method.process_weights_after_loading(layer)
+
+
+def _let_pack_again(method: Any) -> None:
+    """Let vLLM make its CPU kernel of experts again: it packs its weights only then."""
+    if current_platform.is_cpu() and getattr(method, "moe_kernel", None) is not None:
+        method.moe_kernel = None
 
 
 def _fill_together(
@@ -296,6 +316,11 @@ def _state(layer: torch.nn.Module, method: object) -> list[Any]:
     return [tensors, attributes]
 
 
+def _kept_names(before: list[Any], after: list[Any], written: set[int]) -> frozenset[str]:
+    """Names of tensors that are there before and after, and that no operation has written to."""
+    return frozenset(each[0] for each in after if each in before and each[2] not in written)
+
+
 def _identity(value: object) -> Any:
     """What is the same before and after processing if it does not depend on weights."""
     if isinstance(value, FunctionType) and not (
@@ -325,8 +350,17 @@ class _AnyOperation(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
         self.seen = ""
+        self.written: set[int] = set()
+        """Addresses of tensors that operations have written to; a copy of a tensor to itself does not count."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not (getattr(func, "is_view", False) or _copies_to_itself(func, args)):  # a view reads no element
             self.seen = self.seen or str(func)
+            self.written |= {
+                given.data_ptr()
+                for given, argument in zip(args, func._schema.arguments, strict=False)
+                if argument.alias_info is not None
+                and argument.alias_info.is_write
+                and isinstance(given, torch.Tensor)
+            }
         return func(*args, **(kwargs or {}))

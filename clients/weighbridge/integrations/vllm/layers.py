@@ -18,6 +18,8 @@ from weighbridge.integrations.engine_rank import storageless
 from weighbridge.integrations.vllm.releases import is_deferred, put_back
 
 Tensors = dict[str, torch.Tensor]
+PACKED = " (packed)"
+_ROWS_AT_ONCE = 512
 
 
 def tensors_of(model: torch.nn.Module) -> Tensors:
@@ -45,6 +47,25 @@ def names_loaded(model: torch.nn.Module) -> set[str]:
         for names in (*get_layerwise_info(layer).restore_metadata, own_tensors(layer))
         for name in names
     }
+
+
+def packed_weights(model: torch.nn.Module) -> Tensors:
+    """Weights by which kernels for processors multiply what linear layers get, transposed, by the names of the weights with `PACKED` behind them.
+
+    They are seen by the products with rows of an identity matrix: all but one of the summands are zeros, so that nothing is rounded.
+    """
+    found: Tensors = {}
+    for prefix, layer in model.named_modules():
+        loaded = get_layerwise_info(layer).restore_metadata[0].get("weight")
+        if loaded is None or loaded.ndim != 2 or not hasattr(layer, "cpu_linear"):
+            continue
+        weight: Any = layer.weight
+        rows = torch.eye(loaded.shape[1], dtype=loaded.dtype, device=weight.device)
+        parts = [rows[start : start + _ROWS_AT_ONCE] for start in range(0, len(rows), _ROWS_AT_ONCE)]
+        with torch.no_grad():
+            products = [layer.cpu_linear(each, weight, None) for each in parts]
+        found[full_name(prefix, "weight") + PACKED] = torch.cat(products)
+    return found
 
 
 def full_name(prefix: str, name: str) -> str:

@@ -134,14 +134,24 @@ class VllmModel(EngineModel):
         self.applier.check(recording)
 
     def live(self, recording: lazy.Recording) -> tuple[Mapping[str, torch.Tensor], Mapping[str, str]]:
-        """Tensors of layers that compute with what was loaded; others are repacked, quantized or derived."""
+        """Tensors of layers that have what was loaded; others are repacked, quantized or derived."""
         seen = self.applier.live(recording)
-        return seen, unseen(self.model, recording, seen)
+        made = sorted(self.applier.also_made(recording) & seen.keys())
+        also = dict.fromkeys(made, "it was compared, but the engine computes with something made of it, too")
+        return seen, {**unseen(self.model, recording, seen), **also}
+
+    def computed_with(self) -> Mapping[str, torch.Tensor]:
+        """All tensors, and what vLLM's kernels for processors multiply by where they have packed it out of sight."""
+        return {**super().computed_with(), **layers.packed_weights(self.model)}
 
     def hidden(self) -> Mapping[str, str]:
-        """Weights that vLLM's kernels for processors have packed out of sight."""
+        """Weights that vLLM's kernels for processors have packed out of sight, and whose products do not show them."""
+        packed = layers.packed_weights(self.model).keys()
         gone = sorted(layers.names_loaded(self.model) - self.computed_with().keys())
-        return dict.fromkeys(gone, "its kernel has packed it out of sight")
+        return dict.fromkeys(
+            (name for name in gone if f"{name}{layers.PACKED}" not in packed),
+            "its kernel has packed it out of sight",
+        )
 
     def load_again(self, source: lazy.Source) -> None:
         """Through vLLM's layerwise reloading, as ``reload_weights`` does."""

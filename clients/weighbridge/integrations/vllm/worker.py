@@ -69,11 +69,12 @@ class WorkerExtension:
         return self._weighbridge_do(lambda _rank: None)
 
     def weighbridge_evidence(self, known: str) -> dict[str, Any]:
-        """Digests of the parameters as this worker computes with them, and what it takes of a version, unless the caller knows that: a digest of it."""
+        """Digests of the parameters as this worker computes with them, and what it takes of a version, unless that is among those that the caller knows: digests, with
+        commas between them."""
         found: dict[str, Any] = {}
 
         def take(rank: EngineRank) -> None:
-            found.update(rank.evidence(known).to_json())
+            found.update(rank.evidence(known.split(",")).to_json())
 
         return {**self._weighbridge_do(take), "evidence": found}
 

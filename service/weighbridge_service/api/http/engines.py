@@ -44,9 +44,15 @@ class EngineOut(Out):
         description="Version of the last proof that it computes with a version's bytes; 0 if there was none."
     )
     proof: str = Field(
-        description="What came of that: `proved`, `proved in part` if parameters could not be compared, `failed`, or what a later release adds; "
-        "empty if there was none.",
+        description="What came of that: `proved`, `proved in part` if parameters could not be compared, `failed`, `not proved` if it was due and could "
+        "not be made, or what a later release adds; empty if no proof was ever asked for.",
         examples=["proved"],
+    )
+    proof_seconds: float = Field(description="How long that proof took.")
+    proofs: int = Field(description="Proofs that its agent has made.")
+    failed_proofs: int = Field(description="Those of them that have failed.")
+    proof_error: str = Field(
+        description="What the last proof that has failed has found, with the parameters' names; or why one that is due cannot be made."
     )
     golden_version: int = Field(
         description="Version whose golden prompts it was asked last; 0 if there were none."
@@ -78,6 +84,7 @@ class EngineOut(Out):
     heard_time_ms: int = Field(description="When its agent was heard last.")
     since_ms: int = Field(description="Since when it is in its state.")
     update_time_ms: int = Field(description="When its last update ended; 0 if there was none.")
+    proof_time_ms: int = Field(description="When its last proof ended; 0 if there was none.")
 
 
 class EnginesOut(Out):

@@ -44,7 +44,7 @@ class Metrics(Collector):
         self._health = health
         self.registry = CollectorRegistry()
         self.registry.register(self)
-        for instrument in (*service.push_figures, *service.store_figures, *calls, service.engines.steps):
+        for instrument in (*service.push_figures, *service.store_figures, *calls, *service.engines.figures):
             self.registry.register(instrument)
 
     def collect(self) -> Iterator[Metric]:
@@ -103,6 +103,15 @@ class Metrics(Collector):
                 for part, seconds in (("prepare", each.prepare_s), ("pause", each.pause_s))
             ]
         )
+        yield declared.ENGINES_PROVED.families(
+            [
+                ((each.model, verdict), count)
+                for each in fleets
+                for verdict, count in sorted(each.proofs.items())
+            ]
+        )
+        yield declared.ENGINES_PROOF_AGE.family({each.model: each.proof_age_s for each in fleets})
+        yield declared.ENGINES_PROOF.family({each.model: each.proof_s for each in fleets})
         yield declared.ENGINES_DRIFT.family(
             {each.model: each.drift for each in fleets if each.drift is not None}
         )

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from weighbridge._core.engines.facts import (
+    FAILED,
+    NOT_PROVED,
     STANDING_BEHIND,
     STANDING_CURRENT,
     STANDING_GONE,
@@ -154,7 +156,8 @@ def serving_it(engines: Sequence[Engine], number: int) -> tuple[str, ...]:
 
 
 def _urgency(each: Engine) -> tuple[bool, int, str, str]:
-    return not each.error, _place(each.standing), each.label, each.engine_id
+    suspect = each.error or each.proof in (FAILED, NOT_PROVED)
+    return not suspect, _place(each.standing), each.label, each.engine_id
 
 
 def _place(standing: str) -> int:

@@ -174,6 +174,7 @@ def test_engines_that_need_a_look_come_first_and_those_that_ended_not_at_all() -
 
     engines = [
         engine("fine", "current", 9, heard_time_ms=7),
+        engine("unlike", "current", 9, proof="failed"),
         engine("far", "behind", 2, behind=7),
         engine("silent", "stale", 9, heard_time_ms=5),
         engine("broken", "behind", 8, behind=1, error="no room"),
@@ -188,6 +189,7 @@ def test_engines_that_need_a_look_come_first_and_those_that_ended_not_at_all() -
         for each in (row.engine for row in view.rows)
     ] == [
         ("broken", "1 version behind", 0),
+        ("unlike", "current", 0),
         ("silent", "stale", 5),
         ("far", "7 versions behind", 0),
         ("moved back", "serves a newer one", 0),
@@ -195,8 +197,8 @@ def test_engines_that_need_a_look_come_first_and_those_that_ended_not_at_all() -
         ("fine", "current", 0),
         ("lost", "gone", 4),
     ]
-    assert view.summary == ("1 stale", "4 behind", "1 current", "1 gone")
-    assert serving(engines) == {9: 2, 2: 1, 8: 1, 11: 1}
+    assert view.summary == ("1 stale", "4 behind", "2 current", "1 gone")
+    assert serving(engines) == {9: 3, 2: 1, 8: 1, 11: 1}
 
 
 STEP = {

@@ -1,0 +1,153 @@
+"""Proofs of one engine as they become due: at the start, after every N-th update, and until one that is due was made."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from weighbridge._clients.engine import EngineClient
+from weighbridge._core.engines.facts import FAILED, IN_PART, NOT_PROVED
+from weighbridge.errors import InvalidArgument, WeighbridgeError
+from weighbridge.follow.engines import Engine, GivesEvidence
+from weighbridge.follow.proving import ByLoad, Proof, prove, prove_by_load
+
+if TYPE_CHECKING:
+    from weighbridge import _lazy as lazy
+
+log = logging.getLogger(__name__)
+
+_FIRST_PAUSE_SECONDS, _LAST_PAUSE_SECONDS = 10.0, 600.0
+"""Before a proof that could not be made is tried again, twice as long each time: it costs the engine its digests."""
+_NOT_COMPARED = "the engine was never compared with a load by its own loader"
+
+
+@dataclass(frozen=True, slots=True)
+class Proved:
+    """Result of a proof that was due, or of none.
+
+    Attributes:
+        verdict: ``Proof.verdict``; empty if none was made.
+        problem: what is wrong with the engine; empty if nothing is.
+    """
+
+    verdict: str = ""
+    problem: str = ""
+
+
+class DueProofs:
+    """Makes the proofs of one engine that are due.
+
+    The first one of parameters that came by a recording which was never compared with a load by the engine's own loader pauses the engine for such a load: the
+    update and the proof know by the same recording where bytes belong, so that a fault of it would pass. The engine's machine remembers the
+    comparison. An engine that cannot be compared so is proved in part.
+
+    Args:
+        client: of the service.
+        model: ``namespace/name``.
+        engine: its driver.
+        every: prove at the start and after so many updates; 0 never does.
+        say: is told the changed fields of `EngineFacts` when a proof has ended.
+
+    Raises:
+        InvalidArgument: it is to be proved, and its driver gives no evidence (`GivesEvidence`).
+    """
+
+    def __init__(
+        self, client: EngineClient, model: str, engine: Engine, every: int, say: Callable[..., None]
+    ) -> None:
+        self._evidence = engine.evidence if isinstance(engine, GivesEvidence) else None
+        if every and self._evidence is None:
+            raise InvalidArgument(
+                f"{type(engine).__name__} gives no evidence of what its engine computes with"
+            )
+        self._client = client
+        self._model = model
+        self._engine = engine
+        self._every = every
+        self._say = say
+        self._until = min(every, 1)
+        self._recordings: dict[str, lazy.Recording] = {}
+        self._made = self._failed = 0
+        self._not_loaded = self._last_failure = ""
+        self._owed: int | None = None
+        self._pause_s, self._again_s = _FIRST_PAUSE_SECONDS, 0.0
+
+    @property
+    def owed(self) -> int | None:
+        """Version whose proof could not be made when it was due, if it is time to try again."""
+        return self._owed if time.monotonic() >= self._again_s else None
+
+    def expect_start(self) -> None:
+        """The engine was started again: the next proof is due when it has a version."""
+        self._until = min(self._every, 1)
+
+    def after_update(self, number: int, *, waits: bool = False) -> Proved:
+        """Prove that the engine computes with the bytes of a version, if that is due after this update or start.
+
+        Args:
+            number: of the version.
+            waits: whether the engine sleeps, and its wake-up brings the version: then the proof is owed.
+        """
+        self._owed = None
+        self._until -= 1
+        if self._until > 0 or not self._every:
+            return Proved()
+        self._pause_s = _FIRST_PAUSE_SECONDS
+        return self._owe(number, "the engine sleeps") if waits else self.make(number)
+
+    def make(self, number: int) -> Proved:
+        """Make a proof that is due, or owe it."""
+        begun = time.monotonic()
+        try:
+            proof = self._proof(number)
+        except WeighbridgeError as error:
+            log.warning("version %d could not be proved: %s", number, error)
+            return self._owe(number, str(error))
+        failed = proof.verdict == FAILED
+        self._made += 1
+        self._failed += failed
+        self._until, self._owed = 1 if failed else self._every, None  # what is brought again is proved again
+        problem = f"the proof of version {number} has failed: {proof.wrong_text}" if failed else ""
+        self._last_failure = problem or self._last_failure
+        self._say(
+            proved_version=number,
+            proof=proof.verdict,
+            proof_seconds=time.monotonic() - begun,
+            proofs=self._made,
+            failed_proofs=self._failed,
+            proof_error=self._last_failure or self._not_loaded,
+        )
+        return Proved(proof.verdict, problem)
+
+    def _owe(self, number: int, why: str) -> Proved:
+        self._until, self._owed = 1, number
+        self._again_s = time.monotonic() + self._pause_s
+        self._pause_s = min(2 * self._pause_s, _LAST_PAUSE_SECONDS)
+        self._say(
+            proved_version=number, proof=NOT_PROVED, proof_error=f"version {number} is not proved: {why}"
+        )
+        return Proved(NOT_PROVED)
+
+    def _proof(self, number: int) -> Proof:
+        engine = self._engine
+        if self._evidence is None:
+            raise InvalidArgument("the engine's driver gives no evidence")
+        proof = prove(self._client, self._evidence, self._model, number, self._recordings)
+        if proof.verdict in (FAILED, NOT_PROVED) or not proof.untested:
+            return proof
+        if not isinstance(engine, ByLoad):
+            self._not_loaded = f"{_NOT_COMPARED}: its driver has no way to do so"
+        elif not self._not_loaded:
+            log.info(
+                "the engine is paused for a load by its own loader, with which version %d is compared", number
+            )
+            try:
+                return prove_by_load(engine, self._model, number)
+            except WeighbridgeError as error:
+                log.warning("version %d: %s: %s", number, _NOT_COMPARED, error)
+                # not tried again by this agent: it costs the engine a pause each time
+                self._not_loaded = f"{_NOT_COMPARED}: {error}"
+        return proof.with_verdict(IN_PART)
