@@ -336,6 +336,27 @@ def test_an_engine_that_cannot_load_again_is_proved_in_part_and_is_paused_for_it
     assert engine.asked.count("resume") == engine.asked.count("pause")
 
 
+def test_an_engine_that_a_load_leaves_without_a_version_is_brought_one_again(
+    ranks: list[EngineRank], client: EngineClient
+) -> None:
+    def fails(source: lazy.Source) -> None:
+        raise RuntimeError("made up")
+
+    def lost(*_: object) -> None:
+        raise RanksFailed("there is no way back")
+
+    engine = Driver(ranks, lambda: None)
+    agent = Follower(client, MODEL, engine, prove_every=1)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(ranks[0].engine, "load_again", fails)
+        patched.setattr(ranks[0], "_go_back", lost)
+        failed = agent.take_to(1)
+    assert failed.proof == FAILED
+    assert "there is no way back" in failed.error
+    again = agent.take_to(1)
+    assert (again.error, again.proof, again.serves) == ("", IN_PART, 1)
+
+
 def test_a_proof_that_cannot_be_made_is_reported_as_not_proved_and_made_as_soon_as_it_can(
     ranks: list[EngineRank], client: EngineClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -414,8 +435,12 @@ def test_an_engine_of_which_nothing_can_be_compared_is_not_proved(
         )
     engine = Driver(ranks, lambda: None)
     assert prove(client, ask(ranks), MODEL, 2).verdict == NOT_PROVED
-    assert Follower(client, MODEL, engine, prove_every=1).take_to(2).proof == NOT_PROVED
-    assert engine.loads == 0
+    said: list[dict[str, object]] = []
+    proofs = due_proofs.DueProofs(client, MODEL, engine, 1, lambda **each: said.append(each))
+    assert proofs.after_update(2).verdict == NOT_PROVED
+    assert "none of its parameters can be compared" in str(said[-1]["proof_error"])
+    assert "proofs" not in said[-1], "it does not count as one"
+    assert (proofs.owed, engine.loads) == (None, 0)
 
 
 def test_an_engine_that_has_another_version_is_named_by_that_and_not_by_its_parameters(

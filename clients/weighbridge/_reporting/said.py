@@ -93,6 +93,7 @@ def status_of(said: Said, contact: Contact, now_s: float, now_ms: int) -> AgentS
         named=named,
         behind=behind,
         since_ms=time_ms(said.since_s),
+        proof_time_ms=time_ms(said.proved_s if facts.proof else None),
         heard_time_ms=time_ms(contact.heard_s),
         unreachable_since_ms=time_ms(contact.lost_s),
         unreachable=contact.problem,

@@ -13,6 +13,7 @@ from weighbridge._core.engines.facts import FAILED, IN_PART, NOT_PROVED
 from weighbridge.errors import InvalidArgument, WeighbridgeError
 from weighbridge.follow.engines import Engine, GivesEvidence
 from weighbridge.follow.proving import ByLoad, Proof, prove, prove_by_load
+from weighbridge.follow.updates import quietly
 
 if TYPE_CHECKING:
     from weighbridge import _lazy as lazy
@@ -83,6 +84,7 @@ class DueProofs:
     def expect_start(self) -> None:
         """The engine was started again: the next proof is due when it has a version."""
         self._until = min(self._every, 1)
+        self._not_loaded = ""
 
     def after_update(self, number: int, *, waits: bool = False) -> Proved:
         """Prove that the engine computes with the bytes of a version, if that is due after this update or start.
@@ -106,11 +108,15 @@ class DueProofs:
         except WeighbridgeError as error:
             log.warning("version %d could not be proved: %s", number, error)
             return self._owe(number, str(error))
+        if proof.verdict == NOT_PROVED:
+            self._until = self._every  # that does not change by itself
+            return self._say_not_proved(number, "none of its parameters can be compared")
         failed = proof.verdict == FAILED
         self._made += 1
         self._failed += failed
         self._until, self._owed = 1 if failed else self._every, None  # what is brought again is proved again
-        problem = f"the proof of version {number} has failed: {proof.wrong_text}" if failed else ""
+        wrong = proof.wrong_text or self._not_loaded
+        problem = f"the proof of version {number} has failed: {wrong}" if failed else ""
         self._last_failure = problem or self._last_failure
         self._say(
             proved_version=number,
@@ -126,6 +132,9 @@ class DueProofs:
         self._until, self._owed = 1, number
         self._again_s = time.monotonic() + self._pause_s
         self._pause_s = min(2 * self._pause_s, _LAST_PAUSE_SECONDS)
+        return self._say_not_proved(number, why)
+
+    def _say_not_proved(self, number: int, why: str) -> Proved:
         self._say(
             proved_version=number, proof=NOT_PROVED, proof_error=f"version {number} is not proved: {why}"
         )
@@ -136,7 +145,10 @@ class DueProofs:
         if self._evidence is None:
             raise InvalidArgument("the engine's driver gives no evidence")
         proof = prove(self._client, self._evidence, self._model, number, self._recordings)
-        if proof.verdict in (FAILED, NOT_PROVED) or not proof.untested:
+        if proof.verdict in (FAILED, NOT_PROVED):
+            return proof
+        if not proof.untested:
+            self._not_loaded = ""
             return proof
         if not isinstance(engine, ByLoad):
             self._not_loaded = f"{_NOT_COMPARED}: its driver has no way to do so"
@@ -150,4 +162,7 @@ class DueProofs:
                 log.warning("version %d: %s: %s", number, _NOT_COMPARED, error)
                 # not tried again by this agent: it costs the engine a pause each time
                 self._not_loaded = f"{_NOT_COMPARED}: {error}"
+                serving = quietly(engine.serving)
+                if serving is None or serving.broken or serving.version != number:
+                    return proof.with_verdict(FAILED)  # the load has left it without a version
         return proof.with_verdict(IN_PART)

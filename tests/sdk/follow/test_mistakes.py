@@ -25,7 +25,7 @@ from weighbridge.errors import FailedPrecondition, Unavailable, WeighbridgeError
 from weighbridge.follow.agent import Follower
 from weighbridge.follow.engines import Engine, EngineFailed, Prepared, Serving
 from weighbridge.follow.reaching import ReachWatch, unreachable
-from weighbridge.follow.sglang import SglangServer
+from weighbridge.follow.sglang import SglangServer, is_sglang
 from weighbridge.follow.vllm import VllmServer
 
 MODEL = "acme/tiny"
@@ -86,6 +86,21 @@ def test_an_engine_of_the_other_kind_is_named_as_the_likely_mistake(kind: str) -
         with pytest.raises(WeighbridgeError) as caught:
             engine.connect()
     assert f"--engine {'vllm' if kind == 'sglang' else 'sglang'}" in caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("status", "info", "found"),
+    [
+        (200, {"tp_size": 2}, True),
+        (200, {"vllm_config": "..."}, False),
+        (404, {"detail": "Not Found"}, False),
+    ],
+)
+def test_it_is_found_out_which_engine_answers(status: int, info: dict[str, object], found: bool) -> None:
+    with json_server(lambda *_: (status, info)) as url:
+        assert is_sglang(url) == found
+    with pytest.raises(EngineFailed, match="cannot be reached"):
+        is_sglang(url)
 
 
 class Mortal(Recording):

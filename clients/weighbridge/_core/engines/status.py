@@ -16,6 +16,7 @@ class AgentStatus(EngineFacts):
         named: the version that its ref named by then; 0 if none, or that is not known.
         behind: versions behind the one that it serves, up to that one.
         since_ms: since when it is in its state.
+        proof_time_ms: when its last proof ended; 0 if there was none.
         heard_time_ms: when the service answered last; 0 if it never has.
         unreachable_since_ms: since when the service cannot be reached; 0 if it can.
         unreachable: why not; or why it takes no reports.
@@ -25,6 +26,7 @@ class AgentStatus(EngineFacts):
     named: int = 0
     behind: int = 0
     since_ms: int = 0
+    proof_time_ms: int = 0
     heard_time_ms: int = 0
     unreachable_since_ms: int = 0
     unreachable: str = ""

@@ -30,6 +30,8 @@ from weighbridge.integrations.vllm.releases import LEFT_IN_PLACE, is_deferred
 
 log = init_logger(f"vllm.plugins.{__name__}")
 
+_WRAPPED = ".base_layer"
+"""Part of the name of a layer that vLLM has wrapped for LoRA."""
 Fill = Callable[[torch.Tensor], None]
 Borrowed = list[tuple[torch.Tensor, dict[str, Any]]]
 """Parameters, and the attributes that they had."""
@@ -138,7 +140,7 @@ class Applier:
     def live(self, recording: lazy.Recording) -> layers.Tensors:
         """Tensors that the layers have as they were loaded, by the names of the recording's targets."""
         found: layers.Tensors = {}
-        for layer, names in self._wanted(recording):
+        for layer, names in self._wanted(recording, _unwrapped):
             own, processed = layers.own_tensors(layer), self._is_processed(layer)
             found |= {
                 full: own[name]
@@ -150,7 +152,7 @@ class Applier:
 
     def also_made(self, recording: lazy.Recording) -> set[str]:
         """Names of targets of layers whose kernels compute with something made of them, too."""
-        wanted = self._wanted(recording)
+        wanted = self._wanted(recording, _unwrapped)
         return {full for layer, names in wanted if self._is_processed(layer) for full in names.values()}
 
     def _is_processed(self, layer: torch.nn.Module) -> bool:
@@ -169,11 +171,18 @@ class Applier:
                 return False
         return recording.targets.keys() == {full for _, names in wanted for full in names.values()}
 
-    def _wanted(self, recording: lazy.Recording) -> list[tuple[torch.nn.Module, dict[str, str]]]:
-        """The layers that are to be filled, and for each of their tensors its full name."""
+    def _wanted(
+        self, recording: lazy.Recording, named: Callable[[str], str] = str
+    ) -> list[tuple[torch.nn.Module, dict[str, str]]]:
+        """The layers that are to be filled, and for each of their tensors its full name.
+
+        Args:
+            recording: of the loader.
+            named: gives the name by which the recording has a layer of some name.
+        """
         found = []
         for prefix, layer in self._model.named_modules():
-            full = {name: layers.full_name(prefix, name) for name in layers.own_tensors(layer)}
+            full = {name: layers.full_name(named(prefix), name) for name in layers.own_tensors(layer)}
             names = {name: each for name, each in full.items() if each in recording.targets}
             if names:
                 found.append((layer, names))
@@ -232,6 +241,11 @@ class Applier:
                 continue
             if any(owners.get(id(t), layer) is not layer for t in layers.own_tensors(layer).values()):
                 method.process_weights_after_loading(layer)
+
+
+def _unwrapped(name: str) -> str:
+    """Name that a layer had before it was wrapped for LoRA."""
+    return name.replace(_WRAPPED, "")
 
 
 def _let_pack_again(method: Any) -> None:
