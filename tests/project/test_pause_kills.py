@@ -71,7 +71,7 @@ def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeStage:
 
 
 def test_all_kills_are_made_and_what_was_killed_is_started_again(stage: Any, tmp_path: Path) -> None:
-    found = list(rounds(stage, tmp_path))
+    found = list(rounds(stage, tmp_path, KILLS))
     assert [(each["killed"], each["in"], each["good"]) for each in found] == [(*each, True) for each in KILLS]
     started = [f"start {name}" for name in (SERVICE, TRAINER, WORKER, AGENT)]
     assert stage.did[:4] == started
@@ -100,6 +100,6 @@ def test_what_does_not_come_to_pass_ends_the_run(
     stage: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pause_kills, "eventually", lambda what, *_: (_ for _ in ()).throw(Hung(what)))
-    (found,) = rounds(stage, tmp_path)
+    (found,) = rounds(stage, tmp_path, KILLS)
     assert found["failed"] == "Hung: the engine comes to stage"
     assert not found["good"]

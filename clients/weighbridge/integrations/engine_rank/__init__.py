@@ -12,5 +12,6 @@ An adapter describes the engine's model as an `EngineModel` and calls an `Engine
 # - `storageless`: stand-ins for parameters, for runs of the loader that change nothing.
 # - `drafting`: a model with the drafter of speculative decoding.
 # - `model`: what an adapter provides.
+# - `turns`: turns of threads while a version is prepared.
 # - `preparation`: what was recorded of a model's loader, and a version on its way to host memory.
 # - `rank`: versions of one rank, and the way between them.
