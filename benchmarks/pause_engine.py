@@ -104,6 +104,12 @@ class Engine:
             found += [said["evidence"]["seconds"], said["took"]]
         return found
 
+    def inject(self) -> None:
+        """Take orders of `tests.support.engine_faults` from now on."""
+        from tests.support import engine_faults
+
+        engine_faults.register()
+
     def receive(self, update: dict[str, Any]) -> dict[str, Any]:
         """Take an update by vLLM's own transfer engine."""
         begun = time.monotonic()

@@ -197,6 +197,8 @@ def _misrecord(rank: EngineRank, kept: _Kept, live: dict[str, torch.Tensor]) -> 
             )
     first, second = fitting[max(alike for alike, there in fitting.items() if len(there) > 1)][:2]
     a, b = steps[first], steps[second]
+    assert isinstance(a, RecordedCopy)
+    assert isinstance(b, RecordedCopy)
     steps[first] = a._replace(tensor=b.tensor, box=b.box)
     steps[second] = b._replace(tensor=a.tensor, box=a.box)
     rank._recorded = replace(recorded, recording=replace(recorded.recording, steps=tuple(steps)))
