@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import socket
+import threading
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -26,6 +27,8 @@ _FORM = ValueError, TypeError, LookupError, AttributeError, RecursionError
 
 _waiting: weakref.WeakSet[http.client.HTTPConnection] = weakref.WeakSet()
 """Connections of calls of `ask` that may still be waiting for an answer."""
+_adding = threading.Lock()
+"""Is held while `_waiting` grows, or is gone through: calls are made in several threads."""
 
 
 class _HttpCalls(urllib.request.HTTPHandler):
@@ -39,15 +42,17 @@ class _HttpsCalls(urllib.request.HTTPSHandler):
 
 
 def _connection(host: str, **options: Any) -> http.client.HTTPConnection:
-    made = http.client.HTTPConnection(host, **options)
-    _waiting.add(made)
-    return made
+    return _kept(http.client.HTTPConnection(host, **options))
 
 
 def _connection_with_tls(host: str, **options: Any) -> http.client.HTTPConnection:
-    made = http.client.HTTPSConnection(host, **options)
-    _waiting.add(made)
-    return made
+    return _kept(http.client.HTTPSConnection(host, **options))
+
+
+def _kept(connection: http.client.HTTPConnection) -> http.client.HTTPConnection:
+    with _adding:
+        _waiting.add(connection)
+    return connection
 
 
 def abandon(url: str) -> None:
@@ -59,10 +64,14 @@ def abandon(url: str) -> None:
         url: an address of the server; its host and port count.
     """
     place = _place(url)
-    for connection in list(_waiting):
-        if (connection.host, connection.port) == place and connection.sock is not None:
+    with _adding:
+        found = list(_waiting)
+    for connection in found:
+        sock = connection.sock  # its own thread sets it to None when the call ends
+        if sock is not None and (connection.host.lower(), connection.port) == place:
             with suppress(OSError):
-                connection.sock.shutdown(socket.SHUT_RDWR)
+                # not the method of TLS sockets, which takes the encryption from under the thread that reads
+                socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
 
 def _place(url: str) -> tuple[str, int]:
