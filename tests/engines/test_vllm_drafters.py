@@ -178,3 +178,16 @@ def test_a_drafter_has_the_bits_of_a_fresh_load_and_its_model_keeps_its_own_outp
         assert set(map(tuple, rank["different"].values())) == {()}, rank
         assert (rank["moved"], rank["served"]) == (False, "tests/drafted@2")
         assert rank["shared"] == 2
+
+
+def test_methods_that_draft_without_a_model_and_stages_without_the_drafter_have_none(
+    place: Place, drafted: Job
+) -> None:
+    [(_, [said])] = Ranks(place.address, place.folders).run(1, [{**drafted, "do": "drafters_named"}])
+    of_policy = f"the drafter {drafted['folder']} (mtp)"
+    assert said == {
+        "ngram": "",
+        "custom_class": "",
+        "mtp, first stage": "",
+        "mtp, last stage": of_policy,
+    }

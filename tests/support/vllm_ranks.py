@@ -13,6 +13,7 @@ import sys
 import traceback
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -389,6 +390,24 @@ def with_drafter(job: dict[str, Any], **load: Any) -> tuple[torch.nn.Module, tor
     SpecDecodeBaseProposer._maybe_share_embeddings(proposer, target)
     SpecDecodeBaseProposer._maybe_share_lm_head(proposer, target)
     return target, drafter, config
+
+
+def drafters_named(job: dict[str, Any]) -> dict[str, Any]:
+    """Drafters that the plug-in sees before one is loaded: of methods that draft without a model, and on stages of a pipeline."""
+    from weighbridge.integrations.vllm import releases
+
+    def seen(**speculative: Any) -> str:
+        config = engine_config(job, speculative_config={"num_speculative_tokens": 1, **speculative})
+        return releases.drafting(config).name
+
+    found = {
+        "ngram": seen(method="ngram", prompt_lookup_max=2),
+        "custom_class": seen(method="custom_class", model="package.Proposer"),
+    }
+    for last in (False, True):
+        releases.get_pp_group = partial(SimpleNamespace, is_last_rank=last)
+        found[f"mtp, {'last' if last else 'first'} stage"] = seen(method="mtp")
+    return found
 
 
 def refuse(job: dict[str, Any]) -> str:

@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from vllm.config import VllmConfig
+from vllm.distributed.parallel_state import get_pp_group
 from vllm.logger import init_logger
 from vllm.model_executor.layers import attention
 from vllm.model_executor.model_loader.reload import layerwise, meta
@@ -95,18 +96,21 @@ def remember_models() -> None:
 def drafting(vllm_config: Any) -> Drafting:
     """Drafter of the engine that has this configuration, in this process.
 
-    A drafter that vLLM has read from where it has read the policy is a part of the policy's versions, as layers of multi-token prediction are.
+    A drafter that vLLM has read from where it has read the policy is a part of the policy's versions, as layers of multi-token prediction are. Of
+    pipeline stages the last one has it; the others have nothing for it to fill.
     """
     speculative: Any = getattr(vllm_config, "speculative_config", None)
-    config = getattr(speculative, "draft_model_config", None)
-    if config is None:  # none at all, or one that has no model, as n-grams
+    config: Any = getattr(speculative, "draft_model_config", None)
+    if getattr(config, "runner_type", "") != "draft":  # none, or the policy's own, as of n-grams
         return Drafting()
     name = f"the drafter {config.model} ({speculative.method})"
     target = vllm_config.model_config
     found = [model for model, known in _drafters.items() if known is config]
-    if len(found) == 1 and config.model in (target.model, getattr(target, "model_weights", None)):
-        return Drafting(name, found[0])
-    return Drafting(name)
+    if config.model not in (target.model, getattr(target, "model_weights", None)):
+        return Drafting(name)
+    if not found and not get_pp_group().is_last_rank:
+        return Drafting()
+    return Drafting(name, found[0] if len(found) == 1 else None)
 
 
 def configuration(model: torch.nn.Module, given: Any) -> Any:
