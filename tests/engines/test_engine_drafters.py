@@ -207,6 +207,63 @@ def test_a_version_without_the_drafters_tensors_is_refused_by_their_names(
     assert torch.equal(model.get_parameter("lm_head"), place.tensors[1]["lm_head.weight"])
 
 
+def test_a_version_without_the_drafters_tensors_leaves_it_as_it_is_if_that_is_allowed_and_it_is_said_to_be_stale(
+    place: Place, rank: EngineRank, model: Llama
+) -> None:
+    drafter = Drafter(model, own="model.mtp.weight")
+    rank.engine.join(drafter, "the drafter of acme (mtp)")
+    rank.stale_drafter = "allow"
+    rank.apply(2)
+    fresh = Llama(CONFIG, 0, 1)
+    fresh.load_weights(place.tensors[2].items())
+    assert all(torch.equal(model.get_parameter(name), each) for name, each in fresh.named_parameters())
+    assert torch.equal(drafter.own, torch.zeros(96, 64))
+    assert rank.status().stale.startswith("the drafter of acme (mtp) is stale")
+    assert rank.evidence().unseen == {"the drafter of acme (mtp)": "updates leave it alone"}
+    assert rank.compare_with_load().wrong == ()
+    rank.stale_drafter = "refuse"
+    with pytest.raises(WeighbridgeError, match="would keep its weights"):
+        rank.prepare(1)
+
+
+def test_a_version_that_does_not_fit_the_model_itself_leaves_the_drafter_in_step(
+    place: Place, rank: EngineRank, model: Llama, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter = Drafter(model)
+    rank.engine.join(drafter)
+    rank.stale_drafter = "allow"
+
+    def fail(_self: object, _tensors: object) -> None:
+        raise KeyError("made up")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Llama, "load_weights", fail)
+        patched.setattr(Drafter, "load_weights", fail)
+        with pytest.raises(WeighbridgeError, match="the engine's loader does not take"):
+            rank.prepare(2)
+    rank.apply(2)
+    place.check(rank, model, drafter, 2)
+    assert rank.status().stale == ""
+
+
+def test_quantized_weights_do_not_hide_that_a_version_has_nothing_for_the_drafter(
+    rank: EngineRank, model: Llama, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank.engine, "spare", lambda parameter: parameter.numel())
+    rank.engine.join(Drafter(model, own="model.mtp.weight"))
+    with pytest.raises(WeighbridgeError, match=r"has nothing for drafter\.own"):
+        rank.apply(2)
+
+
+def test_a_version_of_another_configuration_is_refused_with_a_drafter_as_without_one(
+    rank: EngineRank, model: Llama
+) -> None:
+    model.config = tiny_config("llama", tied=False, head_dim=8, hidden_size=128)  # type: ignore[assignment]  # seen as a module
+    rank.engine.join(Drafter(model))
+    with pytest.raises(WeighbridgeError, match="hidden_size is 64, and 128 in the engine"):
+        rank.apply(2)
+
+
 def test_a_drafter_whose_loader_computes_is_refused(rank: EngineRank, model: Llama) -> None:
     class Scaling(Drafter):
         def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:

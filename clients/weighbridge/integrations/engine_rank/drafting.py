@@ -15,12 +15,27 @@ from typing import Any
 import torch
 
 from weighbridge._lazy.recording import RecordedCopy, Recording
-from weighbridge.errors import FailedPrecondition
+from weighbridge.errors import FailedPrecondition, LayoutError
 from weighbridge.integrations.engine_rank.storageless import twin_of
 
 PREFIX = "drafter."
 """Beginning of the names of tensors that the drafter has for itself."""
 WITHOUT = "start the engine without speculative decoding"
+ALLOWING = "allow a stale drafter, as `weighbridge follow --stale-drafter allow` does"
+
+
+class DrafterLeft(FailedPrecondition):
+    """A version does not fill the drafter, or not in a way that can be followed."""
+
+
+@contextmanager
+def filling_drafter() -> Iterator[None]:
+    """Block in which a version that does not fit concerns the drafter: it is raised as `DrafterLeft`."""
+    try:
+        yield
+    except (FailedPrecondition, LayoutError) as error:
+        fix = f"push the drafter's tensors along; or {WITHOUT}; or {ALLOWING}"
+        raise DrafterLeft(error.message, details=error.details, fix=fix) from error
 
 
 @dataclass(frozen=True)
@@ -129,7 +144,7 @@ def joined(of_target: Recording, of_drafter: Recording, version: object) -> Reco
     if of_drafter.unrecorded:
         name, why = next(iter(of_drafter.unrecorded.items()))
         raise FailedPrecondition(
-            f"the way of {name} of {version} into the engine's drafter cannot be followed: {why}", fix=WITHOUT
+            f"the way of {name} of {version} into the engine's drafter cannot be followed: {why}"
         )
     own = [step for step in of_drafter.steps if step.target.startswith(PREFIX)]
     written = {step.target for step in own}

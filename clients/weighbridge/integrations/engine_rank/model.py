@@ -19,7 +19,13 @@ from weighbridge._core.slices import FullTensors
 from weighbridge._memory import cuda_copies
 from weighbridge.errors import FailedPrecondition, WeighbridgeError
 from weighbridge.integrations.engine_rank.agreement import Ranks
-from weighbridge.integrations.engine_rank.drafting import WithDrafter, joined, unshared
+from weighbridge.integrations.engine_rank.drafting import (
+    PREFIX,
+    WithDrafter,
+    filling_drafter,
+    joined,
+    unshared,
+)
 from weighbridge.integrations.engine_rank.fitting import check_covered, unseen
 from weighbridge.integrations.engine_rank.storageless import storageless, targets_of
 
@@ -62,6 +68,7 @@ class EngineModel(ABC):
         self._cannot_pin = False
         self._model = model
         self.drafter: Any = None
+        self._name_of_drafter = ""
         self.apart = ""
 
     @property
@@ -69,10 +76,20 @@ class EngineModel(ABC):
         """The model."""
         return self._model
 
-    def join(self, drafter: Any) -> None:
-        """Fill the drafter, too, from now on: all that it does not share with the model, by its own loader."""
-        self.drafter = drafter
+    def join(self, drafter: Any, name: str = "the drafter") -> None:
+        """Fill the drafter, too, from now on: all that it does not share with the model, by its own loader.
+
+        Args:
+            drafter: a `torch.nn.Module`.
+            name: of it, as errors call it.
+        """
+        self.drafter, self._name_of_drafter = drafter, name
         self._model = WithDrafter(self._model, drafter)
+
+    def part(self) -> None:
+        """Fill the drafter no more: it keeps the weights that it has."""
+        self._model = self._model.target
+        self.drafter, self.apart = None, self._name_of_drafter
 
     @property
     @abstractmethod
@@ -89,7 +106,7 @@ class EngineModel(ABC):
     @property
     def config(self) -> Any:
         """The Hugging Face configuration that the model was made with, to compare with each version's; None compares nothing."""
-        return getattr(self.model, "config", None)
+        return getattr(self.model if self.drafter is None else self.model.target, "config", None)
 
     @property
     def pin(self) -> bool:
@@ -135,19 +152,33 @@ class EngineModel(ABC):
             FailedPrecondition: the loader does not take the version, names the tensor that it had got last; or a parameter gets no value.
             LayoutError: a part of a tensor was copied to where it does not fit; names the tensor.
         """
+        named = dict(self.model.named_parameters())
+        own = {
+            name: each for name, each in named.items() if self.drafter is not None and name.startswith(PREFIX)
+        }
+        # the model before its drafter: what does not fit the model itself is no reason to leave the drafter behind
+        found = self._recorded(self.load, targets, source, configuration)
+        if not found.unrecorded:
+            others = {name: each for name, each in named.items() if name not in own}
+            check_covered(found.unwritten, others, source.version, self.spare)
         if self.drafter is None:
-            found = self._recorded(self.load, targets, source, configuration)
-        else:
+            return found
+        with filling_drafter():
             with unshared(self.model.target, self.drafter) as twins:
                 of_drafter = self._recorded(
                     self.drafter.load_weights, {**targets, **twins}, source, _of_drafter(configuration)
                 )
-            found = joined(
-                self._recorded(self.load, targets, source, configuration), of_drafter, source.version
-            )
-        if not found.unrecorded:
-            check_covered(found.unwritten, dict(self.model.named_parameters()), source.version, self.spare)
+            found = joined(found, of_drafter, source.version)
+            self._check_drafter_covered(found, own, source.version)
         return found
+
+    def _check_drafter_covered(
+        self, found: lazy.Recording, own: Mapping[str, torch.nn.Parameter], version: object
+    ) -> None:
+        written = {step.target for step in found.steps}
+        if written.isdisjoint(own):  # though engines with quantized weights may spare any parameter
+            check_covered(found.unwritten, own, version)
+        check_covered(found.unwritten, own, version, self.spare)
 
     def _recorded(
         self,

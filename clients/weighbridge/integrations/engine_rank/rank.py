@@ -5,6 +5,7 @@ Called in the engine's own thread. What is called collective has to be called by
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 import weakref
@@ -27,7 +28,7 @@ from weighbridge.follow.evidence import Evidence, RankProof
 from weighbridge.follow.status import Status, label
 from weighbridge.follow.updates import Laps
 from weighbridge.integrations.engine_rank.agreement import RanksFailed, agree, exchange
-from weighbridge.integrations.engine_rank.drafting import WITHOUT
+from weighbridge.integrations.engine_rank.drafting import ALLOWING, WITHOUT, DrafterLeft
 from weighbridge.integrations.engine_rank.fitting import check_tensors
 from weighbridge.integrations.engine_rank.model import EngineAsleep, EngineModel
 from weighbridge.integrations.engine_rank.preparation import (
@@ -37,6 +38,8 @@ from weighbridge.integrations.engine_rank.preparation import (
     check_model,
 )
 from weighbridge.integrations.engine_rank.source import Held, ModelSource
+
+log = logging.getLogger(__name__)
 
 _ATTRIBUTE = "_weighbridge_rank"
 _AGENT_SECONDS = 30.0
@@ -163,10 +166,21 @@ class EngineRank:
         check_model(self.engine.config, client, found.version)
         if known is not None:
             check_tensors(known.specs, found.specs, found.version)
-        recording = self.engine.record(found)
+        recording = self._record(found)
         self.discard()
-        self._recorded = Recorded(source.model, found.specs, configuration, recording)
+        self._recorded = Recorded(source.model, found.specs, self.engine.configuration(), recording)
         self.source = source
+
+    def _record(self, found: lazy.Source) -> lazy.Recording:
+        """Record the loader; without the drafter, if the version does not fill it and may leave it behind."""
+        try:
+            return self.engine.record(found)
+        except DrafterLeft as error:
+            if self.stale_drafter != ALLOW:
+                raise
+            self.engine.part()
+            log.warning("%s keeps its weights: %s", self.engine.apart, error.message)
+            return self.engine.record(found)
 
     def prepare(self, number: int, source: ModelSource | None = None) -> None:
         """Begin to bring a version to this machine while the engine serves; `status` tells when it is there. Not collective.
@@ -553,7 +567,7 @@ class EngineRank:
             return
         raise FailedPrecondition(
             f"{self.engine.apart} would keep its weights when the engine takes {label(source.model, number)}",
-            fix=f"{WITHOUT}; or allow a stale drafter, as `weighbridge follow --stale-drafter allow` does",
+            fix=f"{WITHOUT}; or {ALLOWING}",
         )
 
     def _refuse_while_preparing(self) -> None:

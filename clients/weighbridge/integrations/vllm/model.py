@@ -51,9 +51,9 @@ class VllmModel(EngineModel):
     def _is_draft(self) -> bool:
         return getattr(self._model_config, "runner_type", "") == "draft"
 
-    def join(self, drafter: torch.nn.Module) -> None:
+    def join(self, drafter: torch.nn.Module, name: str = "the drafter") -> None:
         """Fill the drafter, too, and reserve for it what share of the card's memory is reserved for the model."""
-        super().join(drafter)
+        super().join(drafter, name)
         self.applier = Applier(self.model, self._model_config, self.applier, applier_of(drafter))
         if self.place is not None:
             own = [tensor for name, tensor in self.targets().items() if name.startswith(PREFIX)]
@@ -62,6 +62,11 @@ class VllmModel(EngineModel):
             )
             device, self.place = self.place.device, None  # given back before more is asked for
             self.place = lazy.StagingPlace(torch.empty(nbytes, dtype=torch.uint8, device=device))
+
+    def part(self) -> None:
+        """Fill the drafter no more."""
+        super().part()
+        self.applier = Applier(self.model, self._model_config, self.applier)
 
     @property
     def ranks(self) -> Ranks:

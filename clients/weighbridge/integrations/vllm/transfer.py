@@ -87,7 +87,7 @@ class WeighbridgeTransferEngine(WeightTransferEngine):  # type: ignore[misc]  # 
         self.rank = vllm_rank(self.model, configuration)
         drafting = releases.drafting(configuration)
         if drafting.model is not None:
-            self.rank.engine.join(drafting.model)
+            self.rank.engine.join(drafting.model, drafting.name)
         else:
             self.rank.engine.apart = drafting.name
         self._ranks = int(configuration.parallel_config.world_size)
