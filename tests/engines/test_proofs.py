@@ -12,9 +12,11 @@ from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.engines.test_engine_model import Alone
 from tests.sdk.follow.test_mistakes import Recording
@@ -215,6 +217,36 @@ def test_a_digest_is_that_of_the_bytes_however_they_lie(dtype: torch.dtype, shap
     if tensor.numel() > 1:
         reversed_ = tensor.reshape(-1).flip(0).reshape(shape)
         assert (int(lazy.digest_of(reversed_)) == digest) == torch.equal(reversed_, tensor)
+
+
+class Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
+    """Sees how many bytes the largest tensor has that an operation makes."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor) and not getattr(func, "is_view", False):
+            self.nbytes = max(self.nbytes, made.nbytes)
+        return made
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e4m3fn, torch.bfloat16, torch.complex64])
+def test_digests_of_many_tensors_are_those_of_each_and_take_no_more_memory_than_one(
+    dtype: torch.dtype,
+) -> None:
+    size, step = (3997, 1) if dtype.itemsize == 1 else (4000, 3)
+    rows = torch.randint(0, 256, (3000, 4000), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    tensors = {str(at): row[:size].view(dtype)[::step] for at, row in enumerate(rows)}
+    tensors["none"], tensors["alone"] = torch.zeros(0, dtype=dtype), torch.zeros(5, dtype=dtype)
+    with Largest() as largest:
+        found = lazy.whole_digests(tensors)
+    assert largest.nbytes <= 24 << 20
+    assert [found[name] for name in list(tensors)[::97]] == [
+        int(lazy.digest_of(tensors[name])) for name in list(tensors)[::97]
+    ]
+    assert found["none"] == 0
+    assert found["alone"] == int(lazy.digest_of(tensors["alone"]))
 
 
 class Driver(Recording):

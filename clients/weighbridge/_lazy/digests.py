@@ -27,8 +27,9 @@ _ROW = 1 << 16
 """Words that have weights of their own."""
 _ROWS_AT_ONCE = 128
 """Rows of 512 KiB that are weighed at one time, in a copy."""
-_TOGETHER_BYTES = 64 << 20
-"""Of tensors of one size whose digests are made in one go: for each, a GPU is given work for some 0.1 ms."""
+_TOGETHER_WORDS = 3 << 20
+"""Of tensors of one size whose digests are made in one go: for each tensor, a GPU is given work for some 0.1 ms. They are copied, and weighed as 8 bytes
+each, so that less memory is needed than for the rows of one large tensor."""
 
 
 def digest_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -48,7 +49,8 @@ def _digests_in_order(tensors: Iterable[torch.Tensor]) -> list[int]:
         alike.setdefault((tensor.numel(), tensor.dtype, tensor.device), []).append(index)
     made: list[tuple[list[int], torch.Tensor]] = []
     for indexes in alike.values():
-        count = max(_TOGETHER_BYTES // max(given[indexes[0]].nbytes, 1), 1)
+        nbytes = given[indexes[0]].nbytes
+        count = max(_TOGETHER_WORDS * math.gcd(nbytes, 8) // max(nbytes, 1), 1)
         for start in range(0, len(indexes), count):
             some = indexes[start : start + count]
             made.append((some, _digests([given[index] for index in some])))
@@ -61,12 +63,11 @@ def _digests_in_order(tensors: Iterable[torch.Tensor]) -> list[int]:
 
 def _digests(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Digests of tensors of one size, dtype and device; they are not waited for."""
-    flats = [tensor.detach().reshape(-1) for tensor in tensors]
-    first = flats[0]
+    first = tensors[0].detach().reshape(-1)
     if not first.numel():
-        return torch.zeros(len(flats), dtype=torch.int64, device=first.device)
-    if len(flats) > 1:
-        together = torch.stack(flats)
+        return torch.zeros(len(tensors), dtype=torch.int64, device=first.device)
+    if len(tensors) > 1:
+        together = torch.stack([tensor.detach().reshape(-1) for tensor in tensors])
     elif first.stride(0) != 1 or first.data_ptr() % 8:
         together = first.clone(memory_format=torch.contiguous_format)[None]
     else:
@@ -74,7 +75,7 @@ def _digests(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     words = together.view(torch.uint8).view(_WORD[math.gcd(first.nbytes, 8)])
     weights = _weights(words.device)
     count = words.shape[1] // _ROW
-    rows = words[:, : count * _ROW].view(len(flats), count, _ROW)
+    rows = words[:, : count * _ROW].view(len(tensors), count, _ROW)
     sums = [
         (rows[:, start : start + _ROWS_AT_ONCE] * weights).sum(2) for start in range(0, count, _ROWS_AT_ONCE)
     ]
