@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import MISSING, fields
 from typing import Any
 
 import pytest
 
+from tests.support.json_servers import json_server
 from weighbridge import InvalidArgument
+from weighbridge.follow.engines import EngineFailed
 from weighbridge.integrations.engine_rank.source import ModelSource
 from weighbridge.integrations.trl import WeighbridgeTransfer
+from weighbridge.integrations.vllm.colocated import ColocatedEngine
 from weighbridge.integrations.vllm.settings import Settings
-from weighbridge.integrations.weight_updates import UpdateSettings, WorkerSettings
+from weighbridge.integrations.weight_updates import PluginSettings, UpdateSettings, WorkerSettings
 
 DEFAULTS = {
     "model": MISSING, "server": None, "lane": None, "retry_seconds": 60.0, "engine_server": None, "hf_dir": None,
@@ -33,7 +37,7 @@ def test_names_and_defaults_are_those_that_the_documents_promise() -> None:
         ({"server": "h:1"}, "the file names no model"),
     ],
 )
-@pytest.mark.parametrize("kind", [ModelSource, UpdateSettings, WorkerSettings])
+@pytest.mark.parametrize("kind", [ModelSource, UpdateSettings, PluginSettings, WorkerSettings])
 def test_what_is_no_setting_is_named_with_what_there_is(
     kind: type[ModelSource], said: dict[str, Any], problem: str
 ) -> None:
@@ -51,6 +55,50 @@ def test_engines_reach_the_service_as_trainers_do_unless_it_is_said() -> None:
     assert settings.of_engines == ModelSource("a/b", "here:1", "grpc", 5.0)
     found = UpdateSettings("a/b", "here:1", engine_server="there:1").of_engines
     assert found == ModelSource("a/b", "there:1")
+
+
+def test_engines_with_the_plug_in_are_told_whether_their_drafter_may_become_stale_if_it_is_said() -> None:
+    settings = PluginSettings.read({"model": "a/b", "server": "h:1", "stale_drafter": "allow"}, "")
+    assert settings.init_info == {"model": "a/b", "server": "h:1", "stale_drafter": "allow"}
+    assert PluginSettings("a/b", "h:1").init_info == {"model": "a/b", "server": "h:1"}
+    with pytest.raises(InvalidArgument, match="stale_drafter is 'maybe'"):
+        PluginSettings("a/b", stale_drafter="maybe")
+
+
+@pytest.mark.parametrize("said", [{}, {"stale_drafter": "allow"}])
+def test_a_servers_engine_is_told_so_by_trls_transfer_and_by_a_trainer_on_its_card(
+    said: dict[str, Any],
+) -> None:
+    asked: list[Any] = []
+
+    def answer(_path: str, body: Any) -> tuple[int, Any]:
+        asked.append(body)
+        return 500, {}
+
+    with json_server(answer) as url:
+        transfer = WeighbridgeTransfer("a/b", url, "h:1", **said)
+        colocated = ColocatedEngine(url, "a/b", "h:1", **said)
+        for engine in (transfer._engines[url], colocated._engine):
+            assert engine is not None
+            with pytest.raises(EngineFailed):
+                engine.connect()
+    infos = [json.loads(body["args"][0]) for body in asked if body]
+    assert [info.get("stale_drafter") for info in infos] == [said.get("stale_drafter")] * 2
+
+
+def test_an_engine_of_the_trainers_process_is_told_so() -> None:
+    class Llm:
+        said: Any
+
+        def collective_rpc(self, _method: str, args: Any) -> list[Any]:
+            self.said = json.loads(args[0])
+            return []
+
+    llm = Llm()
+    engine = ColocatedEngine(llm, "a/b", "h:1", stale_drafter="allow")._engine
+    assert engine is not None
+    engine.connect()
+    assert (llm.said["stale_drafter"], llm.said["when_asleep"]) == ("allow", "wait")
 
 
 def test_a_setting_of_trls_transfer_that_does_not_exist_is_refused() -> None:

@@ -27,7 +27,7 @@ from weighbridge.errors import DeadlineExceeded, FailedPrecondition, InvalidArgu
 from weighbridge.follow.sglang import PAUSE_MODES, SglangServer
 from weighbridge.follow.updates import update
 from weighbridge.integrations.engine_rank.agreement import ProcessGroup, RanksFailed, exchange
-from weighbridge.integrations.weight_updates import TICKET, Update, UpdateSettings
+from weighbridge.integrations.weight_updates import TICKET, PluginSettings, Update
 
 NAME = "weighbridge"
 """Of the argument that has the settings."""
@@ -66,7 +66,7 @@ def init(args: Namespace) -> None:
 
 
 @dataclass(frozen=True)
-class Settings(UpdateSettings):
+class Settings(PluginSettings):
     """What a file of ``--custom-config-path`` has under ``weighbridge``. The folder is by default that of ``--hf-checkpoint``.
 
     Attributes:
@@ -82,6 +82,7 @@ class Settings(UpdateSettings):
     push_timeout_seconds: float = 1500.0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.pause_mode not in PAUSE_MODES:
             raise InvalidArgument(
                 f"there is no pause mode {self.pause_mode!r}", fix=f"one of {', '.join(PAUSE_MODES)}"
@@ -290,6 +291,7 @@ class WeighbridgeUpdater:
             lane=settings.lane,
             pause_mode=settings.pause_mode,
             timeout=settings.timeout_seconds,
+            stale_drafter=settings.drafter,
         )
 
 

@@ -15,7 +15,7 @@ from weighbridge._transport.addresses import Addresses
 from weighbridge.follow.status import label
 from weighbridge.follow.updates import Updated, update
 from weighbridge.follow.vllm import PauseMode, VllmServer
-from weighbridge.integrations.weight_updates import Update, UpdateSender, UpdateSettings, taken_to_the_end
+from weighbridge.integrations.weight_updates import PluginSettings, Update, UpdateSender, taken_to_the_end
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +36,7 @@ class WeighbridgeTransfer:
         pause_mode: what becomes of requests under way: ``keep`` them, as TRL does, ``wait`` for them, or ``abort`` them.
         buffer_bytes: host memory that what goes by gRPC may take.
         start_seconds: how long to wait for servers that are starting.
-        settings: ``hf_dir``, ``dtype``, ``run``, ``cast``, ``lane``, ``engine_server``, ``retry_seconds``: as for `UpdateSettings`.
+        settings: ``hf_dir``, ``dtype``, ``run``, ``cast``, ``lane``, ``engine_server``, ``retry_seconds``, ``stale_drafter``: as for `PluginSettings`.
 
     Attributes:
         pushed: the newest push.
@@ -61,13 +61,20 @@ class WeighbridgeTransfer:
         self.pushed: PushHandle | None = None
         self.updated: Updated | None = None
         said = {"model": model, "server": server, **settings}
-        self._settings = UpdateSettings.read(said, type(self).__name__)
+        self._settings = PluginSettings.read(said, type(self).__name__)
         self._step = step
         self._buffer_bytes = buffer_bytes
         self._start_seconds = start_seconds
         there = str(Addresses.of(self._settings.of_engines.server))
         self._engines = {
-            url: VllmServer(url, model, there, lane=self._settings.lane, pause_mode=pause_mode)
+            url: VllmServer(
+                url,
+                model,
+                there,
+                lane=self._settings.lane,
+                pause_mode=pause_mode,
+                stale_drafter=self._settings.drafter,
+            )
             for url in ([urls] if isinstance(urls, str) else urls)
         }
 

@@ -21,6 +21,7 @@ from weighbridge._core.resources import Version, VersionState
 from weighbridge._trainers.trainer import TrainerClient
 from weighbridge.aio.client import AsyncEngineClient
 from weighbridge.errors import DeadlineExceeded, FailedPrecondition, NotFound
+from weighbridge.follow.engines import StaleDrafter, stale_drafter_of
 from weighbridge.integrations.engine_rank.source import ModelSource
 
 if TYPE_CHECKING:
@@ -72,6 +73,33 @@ class UpdateSettings(ModelSource):
     def trainer(self) -> TrainerClient:
         """A client of a rank that trains."""
         return TrainerClient(self.server, run=self.run, lane=self.lane, retry_seconds=self.retry_seconds)
+
+
+@dataclass(frozen=True)
+class PluginSettings(UpdateSettings):
+    """Settings where the engines have weighbridge's plug-in, and take versions themselves.
+
+    Attributes:
+        stale_drafter: what becomes of updates that leave the drafter of speculative decoding behind: engines ``refuse`` or ``allow`` them; None leaves
+            what they were started with.
+    """
+
+    stale_drafter: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.stale_drafter is not None:
+            stale_drafter_of(self.stale_drafter)
+
+    @property
+    def drafter(self) -> StaleDrafter | None:
+        """The same, as drivers of engines take it."""
+        return None if self.stale_drafter is None else stale_drafter_of(self.stale_drafter)
+
+    @property
+    def init_info(self) -> dict[str, str]:
+        """All that an engine is told of where versions come from."""
+        said = {} if self.stale_drafter is None else {"stale_drafter": self.stale_drafter}
+        return {**self.of_engines.init_info, **said}
 
 
 @dataclass(frozen=True)

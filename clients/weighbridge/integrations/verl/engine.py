@@ -13,7 +13,7 @@ from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegist
 from verl.utils.device import get_device_id, get_device_name
 
 from weighbridge.errors import FailedPrecondition, InvalidArgument
-from weighbridge.integrations.weight_updates import Update, UpdateWorker, WorkerSettings
+from weighbridge.integrations.weight_updates import PluginSettings, Update, UpdateWorker, WorkerSettings
 
 NAME = "weighbridge"
 """Of the backend."""
@@ -22,7 +22,7 @@ VERSION = "weighbridge/version"
 
 
 @dataclass(frozen=True)
-class Settings(WorkerSettings):
+class Settings(WorkerSettings, PluginSettings):
     """Entries of ``engine_kwargs.weighbridge``.
 
     Attributes:
@@ -33,6 +33,7 @@ class Settings(WorkerSettings):
     mode: str = "tensors"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.mode not in ("tensors", "slices"):
             raise InvalidArgument(f"there is no mode {self.mode!r}", fix="use tensors or slices")
 

@@ -33,7 +33,7 @@ class WeighbridgeManager(CheckpointEngineManager):  # type: ignore[misc]  # verl
     def __init__(self, config: Any, actor_wg: Any, replicas: list[Any]) -> None:
         super().__init__(config, actor_wg, replicas)
         settings = Settings.of({"model": "", **config.engine_kwargs.get(NAME, {})})
-        self._source = settings.of_engines
+        self._source, self._init_info = settings.of_engines, settings.init_info
         self._slices = settings.mode == "slices"
 
     @auto_await  # type: ignore[untyped-decorator]  # verl is seen as untyped
@@ -127,7 +127,7 @@ class WeighbridgeManager(CheckpointEngineManager):  # type: ignore[misc]  # verl
         async def ask(method: str, **arguments: Any) -> None:
             await server.collective_rpc.remote(method, kwargs=arguments)
 
-        info = {**self._source.init_info, "version": str(number)}
+        info = {**self._init_info, "version": str(number)}
         await ask("init_weight_transfer_engine", init_info=info)
         await ask("start_weight_update")
         try:

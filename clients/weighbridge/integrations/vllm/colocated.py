@@ -22,7 +22,7 @@ import torch
 from weighbridge._clients.push_handle import PushHandle
 from weighbridge._core.resources import VersionState
 from weighbridge.errors import FailedPrecondition, InvalidArgument, WeighbridgeError
-from weighbridge.follow.engines import WAIT, Serving, serving_of
+from weighbridge.follow.engines import WAIT, Serving, StaleDrafter, serving_of
 from weighbridge.follow.status import Status, label
 from weighbridge.follow.updates import quietly
 from weighbridge.follow.vllm import VllmServer, check_done
@@ -116,11 +116,13 @@ class LlmEngine:
     Args:
         llm: started with ``enable_sleep_mode``, and ``load_format="weighbridge"`` or that backend of weight transfer.
         source: where versions come from.
+        stale_drafter: what becomes of versions that leave its drafter behind; None leaves what it was started with.
     """
 
-    def __init__(self, llm: Any, source: ModelSource) -> None:
+    def __init__(self, llm: Any, source: ModelSource, stale_drafter: StaleDrafter | None = None) -> None:
         self._llm = llm
         self._source = source
+        self._more = {"when_asleep": WAIT, **({"stale_drafter": stale_drafter} if stale_drafter else {})}
 
     def connect(self) -> None:
         """Tell all workers where versions come from.
@@ -128,7 +130,7 @@ class LlmEngine:
         Raises:
             FailedPrecondition: a worker cannot take them; says why.
         """
-        self._ask("connect", json.dumps({**self._source.init_info, "when_asleep": WAIT}))
+        self._ask("connect", json.dumps({**self._source.init_info, **self._more}))
 
     def serving(self) -> Serving:
         """Version that all workers serve."""
@@ -174,6 +176,8 @@ class ColocatedEngine:
         model: ``namespace/name``.
         server: the service's gRPC address, as the engine reaches it.
         lane: how weights travel to the engine; None leaves what it was started with.
+        stale_drafter: what becomes of versions that leave the engine's drafter behind: ``refuse`` or ``allow``; None leaves what it was started with.
+            With level 2 a drafter of its own is lost.
         level: of its sleep. With 2 its weights are discarded, which costs no host memory and no time: the service has them. With 1 vLLM keeps
             them: for engines with parameters that no version fills.
         ranks: of the trainer, if there are several: `weighbridge.integrations.engine_rank.agreement.ProcessGroup`, of gloo.
@@ -187,13 +191,14 @@ class ColocatedEngine:
         server: str,
         *,
         lane: str | None = None,
+        stale_drafter: StaleDrafter | None = None,
         level: int = 2,
         ranks: Ranks | None = None,
         memory: Callable[[], int] | None = None,
     ) -> None:
         if level not in (1, 2):
             raise InvalidArgument(f"level is {level!r}", fix="use 1 or 2")
-        self._engine = _engine(engine, model, server, lane)
+        self._engine = _engine(engine, model, server, lane, stale_drafter)
         self._model = model
         self._level = level
         self._ranks = ranks or OneRank()
@@ -358,12 +363,14 @@ def move(module: torch.nn.Module, device: torch.device | str, optimizer: Any = N
                 state[name] = value.to(device)
 
 
-def _engine(engine: Any, model: str, server: str, lane: str | None) -> SleepingEngine | None:
+def _engine(
+    engine: Any, model: str, server: str, lane: str | None, stale_drafter: StaleDrafter | None
+) -> SleepingEngine | None:
     if engine is None:
         return None
     if isinstance(engine, str):
-        return VllmServer(engine, model, server, lane=lane, when_asleep=WAIT)
-    return LlmEngine(engine, ModelSource(model, server, lane))
+        return VllmServer(engine, model, server, lane=lane, when_asleep=WAIT, stale_drafter=stale_drafter)
+    return LlmEngine(engine, ModelSource(model, server, lane), stale_drafter)
 
 
 def _card() -> int | None:

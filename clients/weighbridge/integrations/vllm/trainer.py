@@ -26,7 +26,7 @@ from weighbridge.follow.vllm import OTHER
 from weighbridge.integrations.engine_rank.agreement import ProcessGroup, Ranks, RanksFailed, agree
 from weighbridge.integrations.vllm import NAME
 from weighbridge.integrations.vllm.engines import STAGE, UNDO
-from weighbridge.integrations.weight_updates import Update, UpdateSender, UpdateSettings, taken_to_the_end
+from weighbridge.integrations.weight_updates import PluginSettings, Update, UpdateSender, taken_to_the_end
 
 T = TypeVar("T")
 
@@ -50,6 +50,7 @@ class WeighbridgeTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]  # vLLM
         lane: how weights travel: ``grpc``, ``local`` or ``auto``.
         buffer_bytes: host memory of a rank that what goes by gRPC may take.
         retry_seconds: how long to keep trying when the service cannot be reached.
+        stale_drafter: what becomes of updates that leave the engines' drafter behind: ``refuse`` or ``allow``; None leaves what they were started with.
     """
 
     backend: ClassVar[str] = NAME
@@ -66,6 +67,7 @@ class WeighbridgeTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]  # vLLM
     lane: str | None = None
     buffer_bytes: int = 256 << 20
     retry_seconds: float = 60.0
+    stale_drafter: str | None = None
 
 
 class WeighbridgeTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]  # vLLM is seen as untyped
@@ -88,8 +90,9 @@ class WeighbridgeTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[mis
         self._info = init_info
         self._sent = 0
         self._ranks = _those_that_push(init_info)
-        said = {each.name: getattr(init_info, each.name) for each in fields(UpdateSettings)}
-        self._sender = UpdateSender(UpdateSettings(**said))
+        said = {each.name: getattr(init_info, each.name) for each in fields(PluginSettings)}
+        self._settings = PluginSettings(**said)
+        self._sender = UpdateSender(self._settings)
 
     @classmethod
     def trainer_init(
@@ -157,7 +160,7 @@ class WeighbridgeTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[mis
             self._sender.wait_registered(info.retry_seconds)
             return
         self._sender.register()
-        self._ask("init_weight_transfer_engine", self._sender.settings.of_engines.init_info)
+        self._ask("init_weight_transfer_engine", self._settings.init_info)
 
     def _held(self) -> Collection[str] | None:
         """Names of the tensors that this rank is given; None if all are given all."""
