@@ -6,13 +6,17 @@ And does nothing that old weights have computed answer for new ones: neither emb
 from __future__ import annotations
 
 import sys
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
 from weighbridge.errors import FailedPrecondition
+from weighbridge.follow.evidence import Evidence
 from weighbridge.follow.wanted import Wanted
+from weighbridge.integrations.engine_rank.agreement import OneRank
 from weighbridge.integrations.sglang import configuration, load, releases
 
 
@@ -155,3 +159,32 @@ def test_a_drafter_that_updates_leave_alone_is_named() -> None:
     )
     assert said == "the drafter acme/eagle of --speculative-algorithm EAGLE3"
     assert configuration.drafter_of({"speculative_algorithm": "NEXTN"}).endswith("NEXTN")
+
+
+def test_a_proof_names_the_drafter_of_an_engine_that_was_not_updated_yet(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    groups = ModuleType("sglang.srt.distributed.parallel_state")
+    groups.__dict__.update(get_pp_group=None, get_tp_group=None)
+    for name in ("sglang", "sglang.srt", "sglang.srt.distributed"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, groups.__name__, groups)
+    spec = spec_from_file_location("of_sglang", Path(configuration.__file__).with_name("model.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    of_sglang: Any = module_from_spec(spec)
+    spec.loader.exec_module(of_sglang)
+    monkeypatch.setattr(of_sglang, "server_arguments", lambda: {"speculative_algorithm": "NEXTN"})
+
+    class Rank:
+        engine = SimpleNamespace(ranks=OneRank(), apart="")
+        source = None
+
+        def connect(self, _source: Any) -> None:
+            pass
+
+        def evidence(self, _known: Any) -> Evidence:
+            return Evidence("", "", "", {}, dict.fromkeys([self.engine.apart], "left alone"), 0.0)
+
+    [found] = of_sglang.evidence(Rank(), (), Wanted("h:1", "a/b"))
+    assert [*found["unseen"]] == ["the drafter of --speculative-algorithm NEXTN"]

@@ -96,6 +96,7 @@ def evidence(rank: EngineRank, known: Collection[str], wanted: Wanted) -> list[d
     """
 
     def make() -> dict[str, Any]:
+        rank.engine.apart = drafter_of(server_arguments())
         rank.connect(source_of(wanted) if rank.source is None else None)
         return rank.evidence(known).to_json()
 
