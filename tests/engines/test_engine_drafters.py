@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -221,9 +222,8 @@ def test_a_version_without_the_drafters_tensors_leaves_it_as_it_is_if_that_is_al
     assert rank.status().stale.startswith("the drafter of acme (mtp) is stale")
     assert rank.evidence().unseen == {"the drafter of acme (mtp)": "updates leave it alone"}
     assert rank.compare_with_load().wrong == ()
-    rank.stale_drafter = "refuse"
-    with pytest.raises(WeighbridgeError, match="would keep its weights"):
-        rank.prepare(1)
+    rank.apply(1)
+    assert rank.status().stale == "", "both are of the version that was loaded first"
 
 
 def test_a_version_that_does_not_fit_the_model_itself_leaves_the_drafter_in_step(
@@ -297,3 +297,24 @@ def test_a_drafter_that_versions_leave_alone_is_refused_until_that_is_allowed_an
     rank.wake(lost=True, last=True)
     assert rank.status().served == f"{MODEL}@1"
     assert "lost its weights while the engine slept" in rank.status().stale
+
+
+def test_an_engine_goes_back_to_its_version_though_its_drafter_may_not_be_left_behind(
+    rank: EngineRank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank.engine.apart = "the drafter acme/eagle (eagle3)"
+
+    def fail(_source: object) -> None:
+        raise RuntimeError("made up")
+
+    monkeypatch.setattr(rank.engine, "load_again", fail)
+    with pytest.raises(WeighbridgeError, match="the engine is back at version 1"):
+        rank.compare_with_load()
+    for back in (partial(rank.undo, 2), partial(rank.apply, 1)):
+        rank.stale_drafter = "allow"
+        rank.apply(2)
+        rank.stale_drafter = "refuse"
+        back()
+        assert (rank.status().served, rank.status().stale) == (f"{MODEL}@1", "")
+    with pytest.raises(WeighbridgeError, match="would keep its weights"):
+        rank.prepare(2)

@@ -9,8 +9,8 @@ import logging
 import secrets
 import time
 import weakref
-from collections.abc import Collection
-from contextlib import suppress
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -87,6 +87,8 @@ class EngineRank:
         self._first = ""
         """Version that was loaded first: a drafter that versions leave alone belongs to it."""
         self._drafter_lost = False
+        self._back_to: Held | None = None
+        """Version that the engine goes back to, while it does."""
         self._instance = secrets.token_hex(8)
         self._reported = bool(engine.kind)
         self._reporter: EngineReporter | None = None
@@ -414,7 +416,8 @@ class EngineRank:
             return
         refusal = f"the engine keeps version {number}"
         before = agree(self.engine.ranks, refusal, partial(_way_back, self._before))
-        self.apply(before.version.number, before.source)
+        with self._going_back(before):
+            self.apply(before.version.number, before.source)
 
     def wake(self, *, lost: bool, last: bool) -> None:
         """Bring the version that waits into parameters that have memory again. To be called before anything is computed. Collective.
@@ -553,17 +556,15 @@ class EngineRank:
         return f"{drafter} is stale: it has the weights that it was started with, so that fewer of its tokens are accepted"
 
     def _check_drafter(self, number: int, source: ModelSource) -> None:
-        """Refuse to leave a drafter behind, unless that is allowed. Versions that the engine has or has lost may come back.
+        """Refuse to leave a drafter behind, unless that is allowed. Versions that the engine has or has lost, or goes back to, may come, and the
+        one that was loaded first, which the drafter belongs to.
 
         Raises:
             FailedPrecondition: names the drafter.
         """
-        had = self.held or self._lost
-        if (
-            not self.engine.apart
-            or self.stale_drafter == ALLOW
-            or (had and had.label == label(source.model, number))
-        ):
+        had = {each.label for each in (self.held, self._lost, self._back_to) if each is not None}
+        had.add(self._first)
+        if not self.engine.apart or self.stale_drafter == ALLOW or label(source.model, number) in had:
             return
         raise FailedPrecondition(
             f"{self.engine.apart} would keep its weights when the engine takes {label(source.model, number)}",
@@ -639,7 +640,8 @@ class EngineRank:
         """Bring back the version that the engine had, and raise. Collective."""
         try:
             there = agree(self.engine.ranks, "there is no way back", partial(_way_back, had))
-            self.stage(there.version.number, there.source)
+            with self._going_back(there):
+                self.stage(there.version.number, there.source)
             self._fill(f"version {there.version.number} could not be brought back")
         except RanksFailed as second:
             self._broken = f"{error}\n{second}"
@@ -651,6 +653,14 @@ class EngineRank:
         raise RanksFailed(
             f"{error.message}; the engine is back at version {there.version.number}", details=error.details
         ) from error
+
+    @contextmanager
+    def _going_back(self, to: Held) -> Iterator[None]:
+        self._back_to = to
+        try:
+            yield
+        finally:
+            self._back_to = None
 
     def _kept(self, source: ModelSource | None) -> str:
         if self.held is None:
