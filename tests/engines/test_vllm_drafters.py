@@ -191,3 +191,30 @@ def test_methods_that_draft_without_a_model_and_stages_without_the_drafter_have_
         "mtp, first stage": "",
         "mtp, last stage": of_policy,
     }
+
+
+def test_a_version_without_layers_that_draft_is_refused_by_their_names_or_leaves_them_as_they_are(
+    place: Place, drafted: Job, tmp_path: Path
+) -> None:
+    model, folder = "tests/undrafted", Path(drafted["folder2"])
+    tensors = load_file(folder / "model.safetensors")
+    plain = {
+        name: each
+        for name, each in tensors.items()
+        if not name.startswith(("model.layers.4.", "model.layers.5."))
+    }
+    assert len(plain) < len(tensors)
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    save_file(plain, tmp_path / "model.safetensors", {"format": "pt"})
+    with TrainerClient(place.address) as trainer:
+        trainer.register_model(model, tmp_path)
+        trainer.push_folder(model, tmp_path).wait(timeout=60)
+    job = {**drafted, "do": "drafter_left", "of": "undrafted"}
+    [(_, [said])] = Ranks(place.address, place.folders).run(1, [job])
+    name = f"the drafter {drafted['folder']} (mtp)"
+    assert "model.layers.4" in said["refused"] or "drafter." in said["refused"]
+    assert "allow a stale drafter" in said["refused"]
+    assert (said["different"], said["changed"], said["shared"]) == ([], [], 2)
+    assert said["own"] > 5
+    assert said["stale"].startswith(f"{name} is stale")
+    assert said["unseen"][name] == "updates leave it alone"

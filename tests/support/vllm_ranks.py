@@ -372,6 +372,45 @@ def drafter(job: dict[str, Any]) -> dict[str, Any]:
     return {"different": found, "moved": moved, "shared": len(shared), "served": rank.status().served}
 
 
+def drafter_left(job: dict[str, Any]) -> dict[str, Any]:
+    """An update by a version that has nothing for the drafter, before and after that is allowed."""
+    from weighbridge.errors import WeighbridgeError
+    from weighbridge.integrations.vllm import register
+
+    register()
+    expected, *_ = with_drafter({**job, "folder": job["folder2"]})
+    target, drafter, config = with_drafter(job)
+    of_target = {id(each) for each in target.parameters()}
+    own = {name: each for name, each in drafter.named_parameters() if id(each) not in of_target}
+    before = {name: (each.data_ptr(), each.detach().clone()) for name, each in own.items()}
+    rank = WeightTransferEngineFactory.create_engine(
+        config.weight_transfer_config, config, torch.device("cpu"), target
+    ).rank
+    source, refused = ModelSource(job["model"], job["server"]), ""
+    try:
+        rank.apply(1, source)
+    except WeighbridgeError as error:
+        refused = str(error)
+    rank.stale_drafter = "allow"
+    rank.apply(1, source)
+    rank.close()
+    changed = [
+        name
+        for name, (where, value) in before.items()
+        if where != own[name].data_ptr() or not torch.equal(value, own[name])
+    ]
+    shared = {id(each) for each in target.parameters()} & {id(each) for each in drafter.parameters()}
+    return {
+        "refused": refused,
+        "different": different(target, expected),
+        "changed": changed,
+        "own": len(own),
+        "shared": len(shared),
+        "stale": rank.status().stale,
+        "unseen": rank.evidence().unseen,
+    }
+
+
 def with_drafter(job: dict[str, Any], **load: Any) -> tuple[torch.nn.Module, torch.nn.Module, Any]:
     """A model and its drafter, as vLLM's worker makes them, and vLLM's configuration."""
     from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
