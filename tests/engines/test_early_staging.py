@@ -189,6 +189,68 @@ def test_parameters_are_staged_while_the_rest_still_comes(
     assert service.service.serving.bytes_out_locally - lent == len(stream), "it was lent once"
 
 
+class Quantising(Alone):
+    """Computes with fp8 of one of its parameters, which it makes of what is staged."""
+
+    def __init__(self, model: Llama) -> None:
+        super().__init__(model)
+        rows, columns = model.get_parameter(QUANTISED).shape
+        self.live = {
+            "weight": torch.empty(rows, columns, dtype=torch.float8_e4m3fn).t(),
+            "weight_scale": torch.empty(1),
+        }
+        self.processed: list[int] = []
+
+    def process_staged(self, update: lazy.Update, recording: lazy.Recording) -> int:
+        self.processed.append(update.version.number)
+        assert update.replace([QUANTISED], quantised(update.staged[QUANTISED]))
+        return 1
+
+    def fill(self, update: lazy.Update, recording: lazy.Recording, rest: Any) -> None:
+        assert update.replaced == {QUANTISED}
+        update.fill({name: p for name, p in self.targets().items() if name != QUANTISED})
+        update.fill_made(self.live)
+
+
+QUANTISED = "lm_head"
+
+
+def quantised(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    scale = weight.abs().max().reshape(1) / 448
+    return {"weight": (weight / scale).to(torch.float8_e4m3fn).t(), "weight_scale": scale}
+
+
+def test_what_is_staged_is_processed_when_it_is_known_to_be_the_version_s_and_again_when_it_is_brought_again(
+    rank: EngineRank, raw: RawClient, model: Llama, arrays: Arrays, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, known = rank.engine.place, rank._recorded
+    rank.engine = engine = Quantising(model)
+    engine.place = place
+    agreed = lazy.EarlyStaging.agreed
+
+    def disagree(early: lazy.EarlyStaging) -> frozenset[str]:
+        assert place is not None
+        assert known is not None
+        assert not engine.processed
+        place.tensors(known.recording.whole)[QUANTISED].zero_()
+        return agreed(early) - {QUANTISED}
+
+    monkeypatch.setattr(lazy.EarlyStaging, "agreed", disagree)
+    new = others(arrays, 2)
+    number, [stream] = begin(raw, new, 2)
+    rank.prepare_early(number)
+    raw.push(MODEL, number, cut(stream))
+    eventually(lambda: QUANTISED in staged(rank, new))
+    raw.seal(MODEL, number)
+    for turn, now in ((number, new), (1, arrays), (number, new)):
+        rank.apply(turn)
+        for name, tensor in quantised(expected(now)[QUANTISED]).items():
+            assert torch.equal(engine.live[name].float(), tensor.float()), (turn, name)
+        for name, tensor in expected(now).items():
+            assert name == QUANTISED or torch.equal(model.get_parameter(name), tensor), (turn, name)
+    assert engine.processed == [number, 1, number]
+
+
 def test_a_step_of_an_engine_that_began_early_has_waited_less_than_nothing(
     rank: EngineRank, service: RunningService, raw: RawClient, arrays: Arrays
 ) -> None:

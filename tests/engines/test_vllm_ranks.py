@@ -158,6 +158,36 @@ def test_layers_that_compute_with_weights_as_loaded_are_filled_in_place(ranks: R
         assert rank["counts"]["attention"] == rank["attention"] > 0
 
 
+@pytest.mark.parametrize("tp", [1, 2])
+def test_layers_that_are_quantized_while_they_load_are_quantized_before_the_pause(
+    ranks: Ranks, tp: int
+) -> None:
+    jobs: list[Job] = [{"do": "ahead", "of": name} for name in ("llama", "qwen2_tied")]
+    jobs += [{"do": "ahead", "of": "llama", "as_loaded": True}]
+    jobs += [{"do": "ahead", "of": "llama", "as_loaded": True, "special": {"1.mlp.down_proj": "Growing"}}]
+    jobs += [{"do": "ahead", "of": "llama", "as_loaded": True, "special": {"2.mlp.down_proj": "Reducing"}}]
+    jobs += [{"do": "ahead", "of": "llama", "share": 0.5}]
+    for job, said in ranks.run(tp, jobs):
+        for rank in said:
+            assert set(map(tuple, rank["different"].values())) == {()}, (job, rank)
+            assert rank["moved"] == []
+            if "share" in job:
+                assert all(0 < counts["replaced"] < 16 for counts in rank["counts"].values())
+                assert any("has room in the reserved memory" in why for why in rank["left"].values())
+                continue
+            [special] = job.get("special", {"": ""}).values()
+            why = {"Growing": "Growing.count", "Reducing": "it communicates with other ranks"}.get(
+                special, ""
+            )
+            assert why in rank["left"].get("RowParallelLinear", "")
+            for counts in rank["counts"].values():
+                assert counts["replaced"] >= 16 - bool(special)
+                linear = {name: count for name, count in counts.items() if "Linear" in name}
+                assert linear == ({"RowParallelLinear": 1} if special else {}), job
+                if job.get("as_loaded"):
+                    assert counts.get("reloads", 0) == bool(special)
+
+
 def test_ranks_go_back_together_if_one_fails_in_the_middle(ranks: Ranks) -> None:
     jobs = [{"do": "fail", "of": name} for name in ("qwen2_tied", "mixtral")]
     jobs += [{"do": "fail", "of": "llama", "as_loaded": True}]

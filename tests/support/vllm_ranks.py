@@ -200,6 +200,59 @@ def update(job: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def ahead(job: dict[str, Any]) -> dict[str, Any]:
+    """Updates of a model whose linear layers vLLM quantises while it loads them, in a place as a card's: to version 2, 1, 2, and by vLLM's own reload."""
+    from weighbridge import _lazy as lazy
+
+    quantization = ""
+    if job.get("quantized", True):
+        from tests.support import vllm_online
+
+        quantization, vllm_online.special = vllm_online.NAME, job.get("special", {})
+    options = {"quantization": quantization} if quantization else {}
+
+    def fresh(folder: str) -> torch.nn.Module:
+        config = engine_config({**job, "folder": folder}, **options)
+        model = by_vllm(config)
+        with making(config):
+            layerwise.finalize_layerwise_processing(model, config.model_config)
+        return processed(config, model)
+
+    expected = {1: fresh(job["folder"]), 2: fresh(job["folder2"])}
+    config = engine_config(job, **options)
+    model = by_weighbridge(config, job, 1)
+    if quantization:
+        with making(config):
+            layerwise.finalize_layerwise_processing(model, config.model_config)
+    processed(config, model)
+    rank = vllm_rank(model, config)
+    nbytes = int(lazy.staging_bytes(layers.shapes_loaded(model)) * job.get("share", 1))
+    rank.engine.place = lazy.StagingPlace(torch.zeros(nbytes, dtype=torch.uint8))
+    rank.connect(ModelSource(job["model"], job["server"]))
+    where = {name: p.data_ptr() for name, p in model.named_parameters()}
+    found, counts = {"start": different(model, expected[1])}, {}
+    for turn, number in enumerate((2, 1, 2)):
+        rank.prepare(number)
+        rank._preparation.wait()
+        update = rank._preparation.update
+        before = different(model, expected[3 - number])
+        counts[turn] = {"replaced": len(update.replaced)}
+        with counted(counts[turn]):
+            rank.apply(number)
+        found[f"{turn}: version {number}"] = [
+            *before,
+            *different(model, expected[number]),
+            *compute_differently(model, expected[number]),
+        ]
+    if not has_experts(job):  # vLLM itself cannot load CPU experts again
+        proof = rank.compare_with_load()
+        found["proof"] = [*proof.wrong, *different(model, expected[2])]
+    moved = [name for name, p in model.named_parameters() if p.data_ptr() != where.get(name)]
+    left = rank.engine._applier.ahead.left
+    rank.close()
+    return {"different": found, "counts": counts, "moved": moved, "left": left}
+
+
 @contextmanager
 def counted(counts: dict[str, int]) -> Any:
     """Counts what vLLM does meanwhile: the layers that it makes anew, by class, its reloads, and attention that it processes."""

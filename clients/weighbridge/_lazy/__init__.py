@@ -27,7 +27,7 @@ from weighbridge._lazy.digests import (
 from weighbridge._lazy.recorder import Load, is_tested, note_tested, record, remembered
 from weighbridge._lazy.recording import Recording, Shape
 from weighbridge._lazy.source import Source
-from weighbridge._lazy.staging import StagingPlace, staging_bytes
+from weighbridge._lazy.staging import StagingPlace, on_stream_of, staging_bytes
 from weighbridge._lazy.tensor import LazyTensor
 from weighbridge._lazy.update import Incoming, Update
 
@@ -49,6 +49,7 @@ __all__ = [
     "expected_digests",
     "is_tested",
     "note_tested",
+    "on_stream_of",
     "record",
     "remembered",
     "staging_bytes",

@@ -17,8 +17,8 @@ import torch
 
 from weighbridge._core.resources import Version
 from weighbridge._lane.loans import ReadLoan
-from weighbridge._lazy.recording import RecordedCopy, Recording, Shape
-from weighbridge._lazy.staging import StagingPlace, extent_of, on_stream_of, part_of
+from weighbridge._lazy.recording import RecordedCopy, Recording
+from weighbridge._lazy.staging import StagingPlace, flat, on_stream_of, part_of
 from weighbridge._memory import word_sums
 from weighbridge._memory.copying import groups_of
 from weighbridge._memory.cuda_copies import Reached
@@ -160,7 +160,7 @@ class EarlyStaging:
             for name, each in copied.items():
                 self._sums[name] = (
                     each,
-                    word_sums.sum_of(_flat(each.tensor), each.word),
+                    word_sums.sum_of(flat(each.tensor), each.word),
                     self._sum_again(each),
                 )
         return bool(found)
@@ -228,18 +228,13 @@ def _parameters(recording: Recording, loan: ReadLoan, place: StagingPlace) -> di
     found = {}
     for name, tensor in place.tensors(recording.whole).items():
         copies = recording.plain.get(name, ())
-        if not copies or sum(copy.part.numel for copy in copies) * tensor.itemsize != _flat(tensor).nbytes:
+        if not copies or sum(copy.part.numel for copy in copies) * tensor.itemsize != flat(tensor).nbytes:
             continue
         slices = tuple(recording.boxes[copy.tensor, copy.box] for copy in copies)
         words = (loan.word_of(index) for index in slices)
         word = math.gcd(tensor.data_ptr(), *(copy.part.offset * tensor.itemsize for copy in copies), *words)
         found[name] = _Parameter(tensor, copies, slices, word)
     return found
-
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements of a tensor from its first to its last in memory, with what lies between them."""
-    return tensor.as_strided((extent_of(Shape.of(tensor)) // tensor.itemsize,), (1,))
 
 
 def _nbytes_of(words: word_sums.Words) -> int:

@@ -52,11 +52,11 @@ class StagingPlace:
 
 
 @contextmanager
-def on_stream_of(device: torch.device) -> Iterator[None]:
-    """A stream of its own for what the block gives to a GPU, and a wait for it in the end; nothing on other devices."""
+def on_stream_of(device: torch.device, stream: torch.cuda.Stream | None = None) -> Iterator[None]:
+    """A stream of its own for what the block gives to a GPU, or this one, and a wait for it in the end; nothing on other devices."""
     with ExitStack() as stack:
         if device.type == "cuda":
-            stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's own
+            stream = stream or torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's own
             stack.callback(stream.synchronize)
             stack.enter_context(torch.cuda.stream(stream))
         yield
@@ -73,6 +73,50 @@ def extent_of(shape: Shape) -> int:
         return 0
     last = sum((n - 1) * stride for n, stride in zip(shape.size, shape.stride, strict=True))
     return int(last + 1) * shape.dtype.itemsize
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements of a tensor from its first to its last in memory, with what lies between them."""
+    return tensor.as_strided((extent_of(Shape.of(tensor)) // tensor.itemsize,), (1,))
+
+
+def packed(
+    tensors: Mapping[str, torch.Tensor], memories: Iterable[torch.Tensor]
+) -> dict[str, torch.Tensor] | None:
+    """Copies of tensors that lie as they do, in memory of other tensors; those that are there already stay where they are.
+
+    Args:
+        tensors: by name.
+        memories: tensors whose values are needed no more. No two of them share memory.
+
+    Returns:
+        None if there is no room: then nothing has been written.
+    """
+    free = [flat(each).view(torch.uint8) for each in memories if each.numel()]
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        if any(_touches(tensor, each) for each in free):
+            found[name] = tensor
+            free = [each for each in free if not _touches(tensor, each)]
+    rest = {name: tensor for name, tensor in tensors.items() if name not in found}
+    for name, tensor in sorted(rest.items(), key=lambda item: -extent_of(Shape.of(item[1]))):
+        shape = Shape.of(tensor)
+        nbytes = extent_of(shape)
+        index = next((i for i, each in enumerate(free) if each.numel() >= nbytes), None)
+        if index is None:
+            return None
+        memory = free[index]
+        found[name] = memory[:nbytes].view(shape.dtype).as_strided(shape.size, shape.stride)
+        free[index] = memory[-(-nbytes // _ALIGNMENT) * _ALIGNMENT :]
+    for name, tensor in rest.items():
+        found[name].copy_(tensor)
+    return found
+
+
+def _touches(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether tensors have memory in common."""
+    first, second = tensor.data_ptr(), other.data_ptr()
+    return bool(first < second + extent_of(Shape.of(other)) and second < first + extent_of(Shape.of(tensor)))
 
 
 def part_of(tensor: torch.Tensor, part: Strided) -> torch.Tensor:

@@ -12,7 +12,7 @@ from weighbridge._core.layouts import Layout
 from weighbridge._core.resources import Version
 from weighbridge._formats.host_slices import HostSlices, Slices
 from weighbridge._lazy.recording import Constant, RecordedCopy, RecordedStep, Recording
-from weighbridge._lazy.staging import StagingPlace, on_stream_of, part_of
+from weighbridge._lazy.staging import StagingPlace, on_stream_of, packed, part_of
 from weighbridge._lazy.tensor import shown
 from weighbridge._memory import cuda_copies
 from weighbridge.errors import FailedPrecondition
@@ -44,6 +44,7 @@ class Update:
         incoming: as given.
         version: which version it is; fixed, wherever a ref moves meanwhile.
         nbytes: how many bytes come.
+        replaced: names of staged parameters in place of which `fill_made` brings what the engine has made of them.
 
     Raises:
         FailedPrecondition: a tensor is another one than when it was recorded; names it.
@@ -57,6 +58,8 @@ class Update:
         self._spare = recording.spare
         self._slices: Slices | None = None
         self._staged: dict[str, torch.Tensor] = {}
+        self.replaced: frozenset[str] = frozenset()
+        self._made: dict[str, torch.Tensor] = {}
         for name, spec in incoming.layout.tensors.items():
             if spec != recording.specs[name]:
                 raise FailedPrecondition(
@@ -103,6 +106,47 @@ class Update:
         self._staged = staged
         if staged.keys() == recording.targets.keys():
             self._give_back()
+
+    @property
+    def staged(self) -> Mapping[str, torch.Tensor]:
+        """Parameters that have been brought to the place and lie there as they were loaded, by name."""
+        return self._staged
+
+    @property
+    def made(self) -> Mapping[str, torch.Tensor]:
+        """Tensors that `replace` keeps, by name."""
+        return self._made
+
+    def replace(self, names: Collection[str], made: Mapping[str, torch.Tensor]) -> bool:
+        """Keep what the engine has made of staged parameters in their place, as quantisation makes it.
+
+        Args:
+            names: of the parameters, which are not staged any more.
+            made: by the names of the tensors that they go to; on the place's device, not in the engine's own memory.
+
+        Returns:
+            Whether there was room for it; if not, nothing has changed.
+        """
+        staged = self._staged
+        self._staged = {name: tensor for name, tensor in staged.items() if name not in names}
+        found = packed(made, [staged[name] for name in names])
+        if found is None:
+            self._staged = staged
+            return False
+        self.replaced |= frozenset(names)
+        self._made |= found
+        return True
+
+    def fill_made(self, targets: Mapping[str, torch.Tensor]) -> None:
+        """Bring tensors what was made for them; all are complete when it returns.
+
+        Args:
+            targets: by the names that `replace` was given, all of them.
+        """
+        with torch.no_grad():
+            for name, made in self._made.items():
+                targets[name].detach().copy_(made, non_blocking=made.is_cuda)
+            cuda_copies.wait_for_streams(self._made.values())
 
     def fill(self, targets: Mapping[str, torch.Tensor]) -> None:
         """Bring parameters what belongs to them; all are complete when it returns. The bytes must have been prepared.
@@ -160,7 +204,7 @@ class Update:
 
     def close(self) -> None:
         """Give back the memory that bytes were brought to."""
-        self._staged = {}
+        self._staged, self._made = {}, {}
         self._give_back()
 
     def _give_back(self) -> None:

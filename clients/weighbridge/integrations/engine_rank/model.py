@@ -285,6 +285,19 @@ class EngineModel(ABC):
             self._host_place = lazy.StagingPlace(memory)
         return self._host_place
 
+    def process_staged(self, update: lazy.Update, recording: lazy.Recording) -> int:
+        """Make of staged parameters what the engine computes with, as far as that needs nothing that is live. Called in another thread, while the model
+        computes, when the staged bytes are known to be those of the version.
+
+        Args:
+            update: staged.
+            recording: that it was made of.
+
+        Returns:
+            Number of layers of which it was made.
+        """
+        return 0
+
     def bring_rest(self, client: EngineClient, source: lazy.Source, recording: lazy.Recording) -> Rest:
         """What of a version the recording does not put in place, usually nothing. Called in another thread, while the model computes."""
         if not recording.unrecorded:

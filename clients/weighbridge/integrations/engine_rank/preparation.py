@@ -194,7 +194,7 @@ class Preparation:
                 place = engine.staging_place(self.recorded.recording)
                 if not self._unwanted.is_set() and place is not None:
                     # if it was not wanted, the place might be another version's by now
-                    self._stage(update, place, early)
+                    self._stage(engine, update, place, early)
 
     def _stage_early(
         self, engine: EngineModel, client: EngineClient, stack: ExitStack
@@ -263,7 +263,13 @@ class Preparation:
             self.nbytes = recording.nbytes + source.fetched_bytes
         return client.pull(self.source.model, self.number, recording.request)
 
-    def _stage(self, update: lazy.Update, place: lazy.StagingPlace, early: lazy.EarlyStaging | None) -> None:
+    def _stage(
+        self,
+        engine: EngineModel,
+        update: lazy.Update,
+        place: lazy.StagingPlace,
+        early: lazy.EarlyStaging | None,
+    ) -> None:
         try:
             there = frozenset[str]()
             if early is not None and isinstance(update.incoming, lazy.Arrived):
@@ -271,6 +277,9 @@ class Preparation:
             self._note("compared")
             update.stage(place, there)
             self._note("staged")
+            if place is engine.place:
+                engine.process_staged(update, self.recorded.recording)
+                self._note("processed")
             if early is not None:
                 log.info(
                     "%s: of %d parameters %d were staged while it arrived, and %d of these count",

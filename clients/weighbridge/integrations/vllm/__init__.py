@@ -16,6 +16,9 @@ imported when vLLM asks for it by name: a vLLM that does not use weighbridge pay
 # - `model`: a rank's model, to the contract.
 # - `layers`: its layers, in the format of checkpoints and of kernels.
 # - `applying`: an update applied to layers with repacked weights.
+# - `ahead`: layers processed in the staging place, before an update is applied.
+# - `shadows`: copies of layers in which that is done.
+# - `watching`: what processing is seen to do.
 # - `kept_results`: places outside an engine where results of old weights stay.
 # - `settings`: where weights come from.
 # - `sleeping`: what the engine's core does when it sleeps and wakes up.

@@ -7,15 +7,13 @@ place. If all are like that, the next update goes without reloading.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from types import FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.logger import init_logger
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info, make_online_process_loader
@@ -25,7 +23,8 @@ from weighbridge import _lazy as lazy
 from weighbridge._core.text.counts import counted
 from weighbridge.errors import FailedPrecondition
 from weighbridge.integrations.engine_rank.drafting import WithDrafter, unshared
-from weighbridge.integrations.vllm import layers
+from weighbridge.integrations.vllm import layers, watching
+from weighbridge.integrations.vllm.ahead import Ahead
 from weighbridge.integrations.vllm.releases import LEFT_IN_PLACE, is_deferred
 
 log = init_logger(f"vllm.plugins.{__name__}")
@@ -60,6 +59,7 @@ class Applier:
                 self._kept.update(each._kept)
         self._all_as_loaded: lazy.Recording | None = None
         """By which all that is filled was seen to be what the layers compute with."""
+        self.ahead = Ahead(model)
 
     def check(self, recording: lazy.Recording) -> None:
         """Refuse a model that does not have all that was recorded any more.
@@ -86,22 +86,28 @@ class Applier:
             recording: that it was made of.
             rest: tensors of the version for which the model's loader has to run.
         """
-        wanted = self._wanted(recording)
-        if not rest and (recording is self._all_as_loaded or self._lies_as_loaded(recording, wanted)):
-            self._all_as_loaded = recording
+        wanted, made = self._wanted(recording, update.replaced), self.ahead.made(update)
+        if not rest and (recording is self._all_as_loaded or self._lies_as_loaded(recording, wanted, update)):
+            self._all_as_loaded = None if update.replaced else recording
             _fill_together(update, recording, wanted)
+            update.fill_made(made)
             self._process_attention()
         else:
-            in_place = True
+            in_place = not update.replaced
             with layers.reloading(self._model, self._model_config), _borrowed_loaders() as borrowed:
-                wanted = self._wanted(recording)  # layers have other tensors now
+                wanted = self._wanted(recording, update.replaced)  # layers have other tensors now
                 if rest:
                     self._model.load_weights(iter(rest))
                 for layer, names in wanted:
                     fills = {name: _filler(update, recording, full) for name, full in names.items()}
                     in_place &= self._fill(layer, fills, borrowed)
+                update.fill_made(made)
             self._all_as_loaded = recording if in_place and not rest else None
         self._process_shared([layer for layer, _ in wanted])
+
+    def process_staged(self, update: lazy.Update, recording: lazy.Recording) -> int:
+        """Process beside the engine those layers of a staged version that can be, and say how many; the others are left to `apply`."""
+        return self.ahead.process(update, recording, leave=self._unprocessed)
 
     def watch_processing(self) -> None:
         """See which layers vLLM's processing leaves alone, when it processes them for the first time after this."""
@@ -113,12 +119,13 @@ class Applier:
     def _process_watched(self, method: Any, layer: torch.nn.Module) -> None:
         """vLLM's processing of a layer, once, watched."""
         del method.process_weights_after_loading
-        before = _state(layer, method)
-        with _AnyOperation() as operations:
+        before = watching.state(layer, method)
+        with watching.AnyOperation() as operations:
             method.process_weights_after_loading(layer)
         if current_platform.is_cpu():
-            self._kept[layer] = _kept_names(before[0], _state(layer, method)[0], operations.written)
-        if not operations.seen and _state(layer, method) == before:
+            after = watching.state(layer, method)[0]
+            self._kept[layer] = watching.kept_names(before[0], after, operations.written)
+        if not operations.seen and watching.state(layer, method) == before:
             self._unprocessed.add(layer)
         else:
             log.debug("vLLM processes %s: %s", type(layer).__name__, operations.seen or "its state changes")
@@ -140,7 +147,7 @@ class Applier:
     def live(self, recording: lazy.Recording) -> layers.Tensors:
         """Tensors that the layers have as they were loaded, by the names of the recording's targets."""
         found: layers.Tensors = {}
-        for layer, names in self._wanted(recording, _unwrapped):
+        for layer, names in self._wanted(recording, named=_unwrapped):
             own, processed = layers.own_tensors(layer), self._is_processed(layer)
             found |= {
                 full: own[name]
@@ -152,7 +159,7 @@ class Applier:
 
     def also_made(self, recording: lazy.Recording) -> set[str]:
         """Names of targets of layers whose kernels compute with something made of them, too."""
-        wanted = self._wanted(recording, _unwrapped)
+        wanted = self._wanted(recording, named=_unwrapped)
         return {full for layer, names in wanted if self._is_processed(layer) for full in names.values()}
 
     def _is_processed(self, layer: torch.nn.Module) -> bool:
@@ -160,30 +167,42 @@ class Applier:
         return isinstance(method, QuantizeMethodBase) and layer not in self._unprocessed
 
     def _lies_as_loaded(
-        self, recording: lazy.Recording, wanted: Sequence[tuple[torch.nn.Module, Mapping[str, str]]]
+        self,
+        recording: lazy.Recording,
+        wanted: Sequence[tuple[torch.nn.Module, Mapping[str, str]]],
+        update: lazy.Update,
     ) -> bool:
-        """Whether all that is filled is what the layers compute with, as they are outside a reload."""
+        """Whether all that is filled is what the layers compute with, as they are outside a reload; or has been processed ahead."""
         for layer, names in wanted:
             if self._is_processed(layer):
                 return False
             own = layers.own_tensors(layer)
             if any(lazy.Shape.of(own[name]) != recording.targets[full] for name, full in names.items()):
                 return False
-        return recording.targets.keys() == {full for _, names in wanted for full in names.values()}
+        filled = {full for _, names in wanted for full in names.values()}
+        return recording.targets.keys() == filled | update.replaced
 
     def _wanted(
-        self, recording: lazy.Recording, named: Callable[[str], str] = str
+        self,
+        recording: lazy.Recording,
+        replaced: Collection[str] = (),
+        named: Callable[[str], str] = str,
     ) -> list[tuple[torch.nn.Module, dict[str, str]]]:
         """The layers that are to be filled, and for each of their tensors its full name.
 
         Args:
             recording: of the loader.
+            replaced: names of tensors that are left out, as something was made in their place.
             named: gives the name by which the recording has a layer of some name.
         """
         found = []
         for prefix, layer in self._model.named_modules():
             full = {name: layers.full_name(named(prefix), name) for name in layers.own_tensors(layer)}
-            names = {name: each for name, each in full.items() if each in recording.targets}
+            names = {
+                name: each
+                for name, each in full.items()
+                if each in recording.targets and each not in replaced
+            }
             if names:
                 found.append((layer, names))
         return found
@@ -215,7 +234,7 @@ class Applier:
             return False
         live, loaded = _live_tensors(layer), layers.own_tensors(layer)
         return live.keys() == loaded.keys() and all(
-            _lies(live[name]) == _lies(tensor) for name, tensor in loaded.items()
+            watching.lies(live[name]) == watching.lies(tensor) for name, tensor in loaded.items()
         )
 
     @contextmanager
@@ -319,62 +338,5 @@ def _live_tensors(layer: torch.nn.Module) -> layers.Tensors:
     return {**kept[0], **kept[1]} if kept is not None else {}
 
 
-def _lies(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype
-
-
-def _state(layer: torch.nn.Module, method: object) -> list[Any]:
-    """What processing could change, other than by operations on tensors."""
-    tensors = [(name, id(t), t.data_ptr(), _lies(t)) for name, t in layers.own_tensors(layer).items()]
-    attributes = [(key, _identity(value)) for owner in (layer, method) for key, value in vars(owner).items()]
-    return [tensors, attributes]
-
-
-def _kept_names(before: list[Any], after: list[Any], written: set[int]) -> frozenset[str]:
-    """Names of tensors that are there before and after, and that no operation has written to."""
-    return frozenset(each[0] for each in after if each in before and each[2] not in written)
-
-
-def _identity(value: object) -> Any:
-    """What is the same before and after processing if it does not depend on weights."""
-    if isinstance(value, FunctionType) and not (
-        value.__closure__ or value.__defaults__ or value.__kwdefaults__
-    ):
-        return value.__code__  # processing may define it anew each time
-    return value if isinstance(value, bool | int | str | None) else id(value)
-
-
-def _copies_to_itself(func: Any, args: Any) -> bool:
-    """Whether an operation copies a tensor to where it lies, as vLLM does with experts whose kernel takes them as they are loaded."""
-    if func is not torch.ops.aten.copy_.default:
-        return False
-    target, source = args[:2]
-    if not isinstance(source, torch.Tensor):  # a number: vLLM's scales of a KV cache are set so
-        return False
-    return bool(target.data_ptr() == source.data_ptr()) and _lies(target) == _lies(source)
-
-
 def _is_watched(method: Any) -> bool:
     return "process_weights_after_loading" in vars(method)
-
-
-class _AnyOperation(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
-    """Sees operations on tensors that are carried out; ``seen`` names the first one that changes or reads more than a tensor's own place."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
-        self.seen = ""
-        self.written: set[int] = set()
-        """Addresses of tensors that operations have written to; a copy of a tensor to itself does not count."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not (getattr(func, "is_view", False) or _copies_to_itself(func, args)):  # a view reads no element
-            self.seen = self.seen or str(func)
-            self.written |= {
-                given.data_ptr()
-                for given, argument in zip(args, func._schema.arguments, strict=False)
-                if argument.alias_info is not None
-                and argument.alias_info.is_write
-                and isinstance(given, torch.Tensor)
-            }
-        return func(*args, **(kwargs or {}))

@@ -13,11 +13,14 @@ from vllm.model_executor.model_loader.reload.layerwise import (
     initialize_layerwise_reload,
 )
 from vllm.model_executor.model_loader.reload.meta import to_meta_tensor
+from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 
+from weighbridge import _lazy as lazy
 from weighbridge.integrations.engine_rank import storageless
+from weighbridge.integrations.vllm import watching
 from weighbridge.integrations.vllm.releases import is_deferred, put_back
 
-Tensors = dict[str, torch.Tensor]
+Tensors = watching.Tensors
 PACKED = " (packed)"
 _ROWS_AT_ONCE = 512
 
@@ -75,8 +78,48 @@ def full_name(prefix: str, name: str) -> str:
 
 def own_tensors(layer: torch.nn.Module) -> Tensors:
     """Parameters and buffers of one layer, without those of layers inside it."""
-    both = [*layer._parameters.items(), *layer._buffers.items()]
-    return {name: tensor for name, tensor in both if tensor is not None}
+    return watching.own_tensors(layer)
+
+
+def shapes_loaded(model: torch.nn.Module) -> list[lazy.Shape]:
+    """Shapes of the tensors that a version is loaded into, as far as they are known before a loader has been recorded; of shared ones each once."""
+    found: list[lazy.Shape] = []
+    seen: set[int] = set()
+    for layer in model.modules():
+        if is_deferred(layer):
+            continue
+        own, remade = own_tensors(layer), as_made(layer)
+        for name, tensor in {**own, **remade}.items():
+            shared = id(own.get(name, tensor))
+            if shared not in seen:
+                seen.add(shared)
+                found.append(lazy.Shape.of(tensor))
+    return found
+
+
+def as_made(layer: torch.nn.Module) -> Tensors:
+    """A layer's tensors without storage as they were when the model was made; of those that reloading makes anew."""
+    parameters, buffers = get_layerwise_info(layer).restore_metadata
+    return {**parameters, **buffers}
+
+
+def is_buffer(layer: torch.nn.Module, name: str) -> bool:
+    """Whether a tensor that a version is loaded into is a buffer."""
+    parameters, buffers = get_layerwise_info(layer).restore_metadata
+    return name in buffers or (name not in parameters and name in layer._buffers)
+
+
+def dressed(layer: torch.nn.Module, shadow: torch.nn.Module, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor with the class and the attributes that a layer's had when the model was made, as reloading gives them, for a copy of the layer."""
+    like: Any = as_made(layer).get(name, own_tensors(layer).get(name))
+    found: Any = tensor
+    found.__class__ = like.__class__
+    found.__dict__ = like.__dict__.copy()
+    loader = original_loader(getattr(like, "weight_loader", None))
+    if loader is not None:
+        found.weight_loader = loader
+    restore_layer_refs(tensor, shadow)
+    return tensor
 
 
 def quantizes_while_loading(model: torch.nn.Module) -> bool:

@@ -60,8 +60,7 @@ class WeighbridgeLoader(DefaultModelLoader):  # type: ignore[misc]  # vLLM is se
         elif recording.unrecorded:
             model.load_weights(found.tensors(recording.unrecorded))
         rank.close()
-        if recording is not None:
-            model_of_rank.reserve(recording, settings.card_share)
+        model_of_rank.reserve(recording, settings.card_share)
         nbytes = (recording.nbytes if recording is not None else 0) + found.fetched_bytes
         logger.info("%s: loaded %.1f MB in %.2f s", found.version, nbytes / 1e6, time.monotonic() - started)
 

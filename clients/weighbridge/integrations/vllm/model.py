@@ -167,21 +167,25 @@ class VllmModel(EngineModel):
         """See which layers vLLM's processing leaves alone, when it processes them after this."""
         self.applier.watch_processing()
 
-    def reserve(self, recording: lazy.Recording, share: float | None) -> None:
+    def reserve(self, recording: lazy.Recording | None, share: float | None) -> None:
         """Reserve memory of the card for versions that are brought to it before they are applied. To be called while vLLM measures what the
         model takes, so that the KV cache gets the rest.
 
         Args:
-            recording: of the loader.
+            recording: of the loader; None if it could only be run.
             share: part of the parameters' bytes; None for all of them where half of what vLLM may use of the card is left, and none elsewhere.
         """
-        model, devices = self._model_config, {tensor.device for tensor in self.targets().values()}
+        model, devices = (
+            self._model_config,
+            {tensor.device for tensor in self.targets().values() if not tensor.is_meta},
+        )
         transfer = self._vllm_config.weight_transfer_config
         takes_none = self._is_draft or transfer is None or transfer.backend != NAME
         if takes_none or {device.type for device in devices} != {"cuda"} or len(devices) > 1:
             return
         (device,) = devices
-        nbytes = lazy.staging_bytes(recording.targets.values())
+        shapes = layers.shapes_loaded(self.model) if recording is None else recording.targets.values()
+        nbytes = lazy.staging_bytes(shapes)
         asleep = bool(getattr(model, "enable_sleep_mode", False))
         usable = (
             torch.cuda.get_device_properties(device).total_memory
@@ -198,12 +202,18 @@ class VllmModel(EngineModel):
         if not nbytes:
             return
         self.place = lazy.StagingPlace(torch.empty(nbytes, dtype=torch.uint8, device=device))
+        if recording is None:
+            nbytes += self.applier.ahead.reserve(device)
         logger.info(
             "%.1f GB of the card are reserved for new versions (card_share=%g)%s",
             nbytes / 1e9,
             share,
             self._tokens_in(nbytes),
         )
+
+    def process_staged(self, update: lazy.Update, recording: lazy.Recording) -> int:
+        """Quantise, or whatever vLLM does after loading, beside the layers that compute."""
+        return 0 if recording.unrecorded else self.applier.process_staged(update, recording)
 
     def _tokens_in(self, nbytes: int) -> str:
         """For how many tokens of the KV cache there would be room in so many bytes; empty for models that keep no keys and values."""

@@ -36,6 +36,9 @@ LEFT_IN_PLACE: frozenset[str] = frozenset(
 )
 """Names of tensors that layerwise reloading neither makes anew nor counts."""
 
+NOT_MADE_ANEW: frozenset[str] = frozenset(getattr(meta, "SKIP_TENSORS", LEFT_IN_PLACE))
+"""Names of tensors that stay in place while layers are reloaded."""
+
 
 def is_deferred(layer: torch.nn.Module) -> bool:
     """Whether vLLM processes a layer after all others, as it does attention."""

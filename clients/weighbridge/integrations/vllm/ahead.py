@@ -1,0 +1,185 @@
+"""Processing of a staged version before it is applied: layer by layer, beside the engine, into the place where the layer's weights were staged.
+
+What cannot be done so, as observed and not by a list of names, is left to the pause; the log says once for each kind of layer why.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Container
+from typing import Any
+
+import torch
+from vllm.logger import init_logger
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+
+from weighbridge import _lazy as lazy
+from weighbridge.integrations.vllm import layers
+from weighbridge.integrations.vllm.releases import LEFT_IN_PLACE, NOT_MADE_ANEW, is_deferred
+from weighbridge.integrations.vllm.shadows import Shadows, Subject
+from weighbridge.integrations.vllm.watching import Unsuitable, storage_of
+
+log = init_logger(f"vllm.plugins.{__name__}")
+
+_SPARE_BYTES = 100_000_000
+"""Of the card, beside what is reserved, that the results of one layer may take until they are in their place."""
+
+_TOO_LARGE = "what is made of it has no room where its weights were staged"
+
+
+class Ahead:
+    """Layers of one model that are processed ahead.
+
+    Attributes:
+        left: kinds of layers of which one was left to the pause, and why the first one was.
+
+    Args:
+        model: vLLM's.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._shadows = Shadows()
+        self.left: dict[str, str] = {}
+        self._stream: torch.cuda.Stream | None = None
+        """The allocator keeps memory for each stream: another one each time would take more and more."""
+        self._room_bytes = 0
+        self._room: torch.Tensor | None = None
+        """Memory for results of one layer, which is the allocator's while they are made."""
+
+    def reserve(self, device: torch.device) -> int:
+        """Reserve memory of the card for the results of any one layer that has been processed; how much."""
+        quantized = (
+            each for each in self._model.modules() if getattr(_method(each), "uses_meta_device", False)
+        )
+        self._room_bytes = max((_nbytes_of(layer) for layer in quantized), default=0)
+        with lazy.on_stream_of(device, self._own_stream(device)):
+            self._take_room(device)
+        return self._room_bytes
+
+    def process(
+        self, update: lazy.Update, recording: lazy.Recording, leave: Container[torch.nn.Module]
+    ) -> int:
+        """Process what is staged of a version, as far as it can be; of how many layers.
+
+        Args:
+            update: staged, and complete.
+            recording: that it was made of.
+            leave: layers that processing leaves alone.
+        """
+        subjects = [
+            (prefix, layer)
+            for prefix, layer in self._model.named_modules()
+            if _method(layer) is not None and layer not in leave and not is_deferred(layer)
+        ]
+        staged = next(iter(update.staged.values()), None)
+        if not subjects or staged is None:
+            return 0
+        begun, count = time.monotonic(), 0
+        owners = Counter(
+            storage
+            for each in self._model.modules()
+            for storage in {storage_of(tensor) for tensor in layers.own_tensors(each).values()} - {0}
+        )
+        with lazy.on_stream_of(staged.device, self._own_stream(staged.device)), torch.no_grad():
+            self._room = None
+            for prefix, layer in subjects:
+                try:
+                    count += self._process(update, recording, owners, prefix, layer)
+                except Unsuitable as error:
+                    self._say(layer, str(error))
+            self._take_room(staged.device)
+        log.info(
+            "%s: %d of %d layers processed before the pause, in %.3f s",
+            update.version, count, len(subjects), time.monotonic() - begun,
+        )  # fmt: skip
+        return count
+
+    def made(self, update: lazy.Update) -> layers.Tensors:
+        """The live tensors for which something was made, by full name."""
+        if not update.replaced:
+            return {}
+        return {
+            layers.full_name(prefix, name): tensor
+            for prefix, layer in self._model.named_modules()
+            for name, tensor in layers.own_tensors(layer).items()
+            if layers.full_name(prefix, name) in update.made
+        }
+
+    def _process(
+        self,
+        update: lazy.Update,
+        recording: lazy.Recording,
+        owners: Counter[int],
+        prefix: str,
+        layer: torch.nn.Module,
+    ) -> bool:
+        own, remade = layers.own_tensors(layer), layers.as_made(layer)
+        full = {name: layers.full_name(prefix, name) for name in own.keys() | remade.keys()}
+        filled = {name for name, each in full.items() if each in recording.targets}
+        if not filled:
+            return False  # it is another layer's, of which it has a part
+        if in_place := sorted(filled & LEFT_IN_PLACE):
+            raise Unsuitable(f"{in_place[0]} is filled in place")
+        given = remade.keys() - NOT_MADE_ANEW | filled
+        kept = frozenset(own.keys() & NOT_MADE_ANEW - given)
+        if missing := sorted(given - filled):
+            raise Unsuitable(f"a version has nothing for {missing[0]}")
+        if missing := sorted(name for name in given if full[name] not in update.staged):
+            raise Unsuitable(f"not all of it has room in the reserved memory ({missing[0]})")
+        subject = Subject(
+            layer,
+            _method(layer),
+            {name: update.staged[full[name]] for name in given},
+            kept,
+            frozenset(name for name in kept if owners[storage_of(own[name])] == 1),
+            layers.dressed,
+            frozenset(name for name in given if layers.is_buffer(layer, name)),
+        )
+        if shared := sorted(name for name, each in subject.live.items() if owners[storage_of(each)] > 1):
+            raise Unsuitable(f"another layer has its {shared[0]}, too")
+        if sum(map(_nbytes, subject.live.values())) > sum(map(_nbytes, subject.loaded.values())):
+            raise Unsuitable(_TOO_LARGE)
+        made = self._shadows.process(subject, set(owners), self._room_bytes + _SPARE_BYTES)
+        if not update.replace(
+            [full[name] for name in given], {full[name]: each for name, each in made.items()}
+        ):
+            raise Unsuitable(_TOO_LARGE)
+        return True
+
+    def _say(self, layer: torch.nn.Module, why: str) -> None:
+        kind = type(layer).__name__
+        if kind not in self.left:
+            self.left[kind] = why
+            log.info("%s: processed in the pause: %s", kind, why)
+
+    def _own_stream(self, device: torch.device) -> torch.cuda.Stream | None:
+        if device.type == "cuda" and self._stream is None:
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's own
+        return self._stream
+
+    def _take_room(self, device: torch.device) -> None:
+        if not self._room_bytes:
+            return
+        try:
+            self._room = torch.empty(self._room_bytes, dtype=torch.uint8, device=device)
+        except torch.OutOfMemoryError:
+            log.warning(
+                "%.1f GB for the processing of new versions are taken by something else",
+                self._room_bytes / 1e9,
+            )
+
+
+def _method(layer: torch.nn.Module) -> Any:
+    """The method by which vLLM processes a layer after loading; None for layers without."""
+    found = getattr(layer, "quant_method", None)
+    return found if isinstance(found, QuantizeMethodBase) else None
+
+
+def _nbytes_of(layer: torch.nn.Module) -> int:
+    return sum(map(_nbytes, layers.own_tensors(layer).values()))
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.nbytes
