@@ -21,7 +21,7 @@ from weighbridge.errors import WeighbridgeError
 from weighbridge.follow.engines import EngineFailed
 
 _MOST_SAID, _LONGEST_PAGE = 200, 500
-_FORM = ValueError, TypeError, LookupError, AttributeError, RecursionError
+_FORM = ValueError, TypeError, LookupError, AttributeError, RecursionError, OverflowError
 """Errors of code that reads an answer which has another form."""
 
 

@@ -150,6 +150,8 @@ def test_a_training_state_behind_weights_has_none(place: Place) -> None:
         ((1, -2), (-1.0,), "token 1 of a golden prompt is -2"),
         ((1, 2), (float("nan"),), "token 1 of a golden prompt is nan"),
         ((1, 2), (-float("inf"),), "is -inf"),
+        ((1, 2), (-(10**400),), "token 1 of a golden prompt is -1000"),
+        ((10**400, 2), (-1.0,), "token 0 of a golden prompt is 1000"),
         ((1, 2), (0.7,), "above 0"),
         ((1, 2), (torch.tensor(-1.0),), "token 1 of a golden prompt is tensor"),
     ],
@@ -175,6 +177,27 @@ def test_what_metadata_has_no_room_for_is_refused_before_anything_is_pushed(plac
     with pytest.raises(InvalidArgument, match=PROMPTS):
         place.push(1, metadata={PROMPTS: "[[1, 2]]"})
     assert place.client.versions(MODEL) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[[[1,2],[-1" + "0" * 400 + "]]]", "[[[1,2],[NaN]]]", "[" * 4000, '{"a": 1}', "[[[1,2,3],[-1]]]", "7"],
+    ids=["huge", "nan", "nested", "object", "few", "number"],
+)
+def test_metadata_of_any_client_that_is_no_golden_prompt_ends_no_agent_and_no_page(
+    place: Place, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    with monkeypatch.context() as patched:  # as a client of another kind, which checks nothing
+        patched.setattr(GoldenPrompts, "from_metadata", lambda _metadata: None)
+        number = place.push(1, metadata={PROMPTS: text})
+    engine = Vllm("http://127.0.0.1:1", MODEL)
+    done = next(follow(place, engine, GoldenChecks()))
+    assert (done.version, done.error, done.golden) == (number, "", "not answered")
+    service = place.running.service
+    http = TestClient(create_app(service, Exports(service), place.running.metrics, place.running.health))
+    for page in (f"/models/{MODEL}", f"/models/{MODEL}/versions/{number}"):
+        assert http.get(page).status_code == 200
+    assert str(number) in command(place, "versions", MODEL)
 
 
 def test_options_of_many_pushes_take_none(tmp_path: Path) -> None:

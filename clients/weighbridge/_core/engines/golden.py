@@ -66,17 +66,18 @@ class GoldenPrompt(JsonValue):
 
 
 def _logprob(at: int, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    number = _number(value) if _is_number(value) else math.nan
+    if not math.isfinite(number):
         raise InvalidArgument(
             f"the log probability of token {at} of a golden prompt is {shown(value)}",
             fix="give a finite float, of a tensor its tolist(); leave out prompts whose tokens the model gives no probability",
         )
-    if value > _ABOVE_ZERO:
+    if number > _ABOVE_ZERO:
         raise InvalidArgument(
-            f"the log probability of token {at} of a golden prompt is {value:g}, above 0",
+            f"the log probability of token {at} of a golden prompt is {number:g}, above 0",
             fix="give natural logarithms of probabilities: torch.log_softmax of the logits before the token",
         )
-    return min(round(float(value), _DIGITS), 0.0)
+    return min(round(number, _DIGITS), 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,5 +225,8 @@ def _is_number(value: object) -> bool:
 
 
 def _number(value: object) -> Any:
-    """A bound as it is read; what is none is left for `check_bound` to refuse."""
-    return float(value) if _is_number(value) else value  # type: ignore[arg-type]
+    """A number as it is read, infinite beyond the range of float; what is none is as it was, for `check_bound` to refuse."""
+    try:
+        return float(value) if _is_number(value) else value  # type: ignore[arg-type]
+    except OverflowError:  # JSON has integers of any size
+        return math.inf
