@@ -33,7 +33,7 @@ from weighbridge._core.engines.facts import FAILED, IN_PART, NOT_PROVED, PROVED,
 from weighbridge._signing.trust import Trusted
 from weighbridge.follow import due_proofs
 from weighbridge.follow.agent import Follower
-from weighbridge.follow.engines import Prepared, Serving, serving_of
+from weighbridge.follow.engines import EngineFailed, Prepared, Serving, serving_of
 from weighbridge.follow.evidence import Evidence, RankProof
 from weighbridge.follow.proving import prove
 from weighbridge.integrations.engine_rank.agreement import OneRank, RanksFailed
@@ -368,6 +368,23 @@ def test_an_engine_that_cannot_load_again_is_proved_in_part_and_is_paused_for_it
     assert engine.asked.count("resume") == engine.asked.count("pause")
 
 
+def test_an_engine_whose_pause_for_a_load_is_not_answered_in_time_goes_on(
+    ranks: list[EngineRank], client: EngineClient
+) -> None:
+    engine = Driver(ranks, lambda: None)
+    pause = engine.pause
+
+    def answers_late() -> None:
+        pause()
+        if engine.asked.count("pause") == 2:  # the first one is that of the update
+            raise EngineFailed("the engine cannot be reached: timed out")
+
+    engine.pause = answers_late  # type: ignore[method-assign]
+    done = Follower(client, MODEL, engine, prove_every=1).take_to(1)
+    assert (done.error, done.proof) == ("", IN_PART)
+    assert engine.asked.count("resume") == engine.asked.count("pause") == 2
+
+
 def test_an_engine_that_a_load_leaves_without_a_version_is_brought_one_again(
     ranks: list[EngineRank], client: EngineClient
 ) -> None:
@@ -468,11 +485,15 @@ def test_an_engine_of_which_nothing_can_be_compared_is_not_proved(
     engine = Driver(ranks, lambda: None)
     assert prove(client, ask(ranks), MODEL, 2).verdict == NOT_PROVED
     said: list[dict[str, object]] = []
+    monkeypatch.setattr(due_proofs, "_FIRST_PAUSE_SECONDS", 0.0)
     proofs = due_proofs.DueProofs(client, MODEL, engine, 1, lambda **each: said.append(each))
     assert proofs.after_update(2).verdict == NOT_PROVED
     assert "none of its parameters can be compared" in str(said[-1]["proof_error"])
     assert "proofs" not in said[-1], "it does not count as one"
     assert (proofs.owed, engine.loads) == (None, 0)
+    proofs.after_update(2, waits=True)
+    assert proofs.make(2).verdict == NOT_PROVED  # behind the wake-up
+    assert proofs.owed is None, "else the engine makes digests with each look"
 
 
 def test_an_engine_that_has_another_version_is_named_by_that_and_not_by_its_parameters(

@@ -124,8 +124,8 @@ def prove_by_load(engine: ByLoad, model: str, number: int) -> Proof:
     Raises:
         WeighbridgeError: it cannot be paused, or a rank cannot load the version.
     """
-    engine.pause()
     try:
+        engine.pause()  # one that does not answer in time may have paused
         ranks = engine.compare_with_load()
     finally:
         let_go_on(engine, failed=True)  # a load that failed may have left weights of no version
