@@ -321,7 +321,7 @@ def _engine_row(engine: Engine, now_ms: float) -> tuple[str, ...]:
     update = (
         f"to {engine.update_version}, {readable_age(engine.update_time_ms, now_ms)} ago, {engine.update_text}"
     )
-    proof = f"{engine.proof_text}, {readable_age(engine.proof_time_ms, now_ms)} ago"
+    proof = f"{engine.proof_text}, {engine.proof_when}{readable_age(engine.proof_time_ms, now_ms)} ago"
     notes = [engine.error, "" if engine.proof_error in engine.error else engine.proof_error]
     return (
         engine.label,

@@ -29,7 +29,7 @@ class Said:
         facts: of the engine.
         since_s: since when it is in its state.
         updated_s: when its last update ended.
-        proved_s: when its last proof ended.
+        proved_s: when its last proof ended, or else since when one is asked for.
     """
 
     facts: EngineFacts
@@ -43,11 +43,12 @@ class Said:
         before = self.facts
         same = (before.state, before.version, before.target) == (facts.state, facts.version, facts.target)
         updated = facts.update_version and "update_version" in changes
+        proved = "proofs" in changes or bool(facts.proof) > bool(before.proof)
         return Said(
             facts,
             self.since_s if same else now_s,
             now_s if updated else self.updated_s,
-            now_s if "proof" in changes else self.proved_s,
+            now_s if proved else self.proved_s,
         )
 
 
@@ -93,7 +94,7 @@ def status_of(said: Said, contact: Contact, now_s: float, now_ms: int) -> AgentS
         named=named,
         behind=behind,
         since_ms=time_ms(said.since_s),
-        proof_time_ms=time_ms(said.proved_s if facts.proof else None),
+        proof_time_ms=time_ms(said.proved_s if facts.proofs else None),
         heard_time_ms=time_ms(contact.heard_s),
         unreachable_since_ms=time_ms(contact.lost_s),
         unreachable=contact.problem,

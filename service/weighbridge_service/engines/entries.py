@@ -92,7 +92,7 @@ class Entry:
         heard_ms: when, in milliseconds since 1970 UTC.
         since_ms: since when the engine is in its state, likewise.
         updated_ms: when its last update ended, likewise.
-        proved_ms: when its last proof ended, likewise.
+        proved_ms: when its last proof ended, or else since when one is asked for, likewise.
         here: whether this process was told, and not another replica.
         updated: whether this report was the first to tell of its last update.
         proofs: how many proofs this report was the first to tell of, and how many of them have failed.
@@ -262,7 +262,7 @@ def shown(entry: Entry, ref: RefView, now_s: float, leases: Leases, times: Versi
         heard_time_ms=entry.heard_ms,
         since_ms=entry.since_ms,
         update_time_ms=entry.updated_ms if report.update_version else 0,
-        proof_time_ms=entry.proved_ms if report.proof else 0,
+        proof_time_ms=entry.proved_ms if report.proofs else 0,
     )
 
 

@@ -218,6 +218,15 @@ def test_a_process_that_is_new_counts_no_proof_of_long_ago() -> None:
     assert heard().proofs == (0, 0)
 
 
+def test_a_proof_that_was_not_made_has_no_time() -> None:
+    for said in (
+        {"proof": "not proved", "proof_age_seconds": 30.0},
+        {"proof": "proved"},
+    ):  # of a release without counts
+        entry = heard(1000.0, **said)
+        assert shown(entry, RefView(16), 1004.0, LEASES).proof_time_ms == 0
+
+
 def test_the_time_of_a_proof_is_steady_until_the_next_one() -> None:
     first = heard(1000.0, proof="proved", proofs=1, proof_age_seconds=30.0)
     later = replace(REPORT, beat=4, proof="proved", proofs=1, proof_age_seconds=34.5)

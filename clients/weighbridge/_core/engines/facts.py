@@ -135,6 +135,11 @@ class EngineFacts(JsonValue):
         return f"{self.proved_version} {self.proof}{took}{failed}"
 
     @property
+    def proof_when(self) -> str:
+        """Text for people before the time of its last proof: the verdict may be younger, if one that is due cannot be made."""
+        return "last proof " if self.proof == NOT_PROVED else ""
+
+    @property
     def golden_text(self) -> str:
         """What came of the golden prompts that it was asked last, for people; empty if it was asked none."""
         if not self.golden:
@@ -156,7 +161,7 @@ class EngineReport(EngineFacts):
         beat: counts up from report to report.
         state_seconds: for how long it has been in its state. Ages are told and not times, as clocks of machines differ.
         update_age_seconds: how long ago its last update ended.
-        proof_age_seconds: how long ago its last proof ended.
+        proof_age_seconds: how long ago its last proof ended, or for how long one has been asked for if none was made.
     """
 
     beat: int = 0
