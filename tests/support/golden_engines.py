@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from tests.support.json_servers import Answer, json_server
 from weighbridge.follow.engines import Prepared, Serving
+from weighbridge.follow.status import Status
 from weighbridge.follow.vllm import VllmServer
 
 
@@ -36,6 +37,7 @@ class StandIn:
         cached: that has computed the cached prefixes; the model itself if None.
         asleep: whether it sleeps.
         key: that requests must bring.
+        served: label of the version that its one worker says it serves; None for a vLLM without weighbridge.
         asked: paths of requests, with their bodies.
     """
 
@@ -43,6 +45,7 @@ class StandIn:
     cached: PreTrainedModel | None = None
     asleep: bool = False
     key: str = ""
+    served: str | None = None
     asked: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
 
     @contextmanager
@@ -57,6 +60,9 @@ class StandIn:
         if path == "/v1/completions":
             assert not self.asleep
             return 200, {"choices": [self._vllm(body)]}
+        if path == "/collective_rpc" and self.served is not None:
+            place = {"engine": 0, "rank": 0, "ranks": 1, "engines": 1, "group": 1}
+            return 200, {"results": [{**Status(served=self.served).to_json(), **place, "failed": ""}]}
         if path == "/generate":
             return 200, {"meta_info": self._sglang(body)}
         return 404, {"detail": "Not Found"}

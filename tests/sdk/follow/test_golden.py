@@ -479,6 +479,26 @@ def test_the_command_makes_them_pushes_take_them_and_engines_are_asked(place: Pl
         assert len(said["prompts"]) == 2
 
 
+def test_the_command_refuses_an_engine_that_says_that_it_serves_another_version(place: Place) -> None:
+    """Near weights may keep the bound: an update that failed must not pass for one."""
+    number = place.push(1, golden=golden(place.models[1]), max_drift=EXACT)
+    engine = StandIn(place.models[1])
+    with engine.serving() as url:
+        asked = ["golden", f"{MODEL}@{number}", "--url", url]
+        for served, code, text in (
+            (f"{MODEL}@{number}", 0, "within bound"),
+            ("", 0, "within bound"),
+            (f"{MODEL}@{number + 1}", 1, f"the engine serves version {number + 1}, and not {number}"),
+            ("acme/other@3", 1, f"the engine serves acme/other, and not {MODEL}"),
+        ):
+            engine.served = served
+            assert text in command(place, *asked, code=code)
+        engine.served = None
+        said = command(place, *asked)
+    assert "within bound" in said
+    assert "does not say which version it serves" in said
+
+
 def test_texts_become_prompts_by_the_versions_own_tokenizer(place: Place, tmp_path: Path) -> None:
     make_folder(tmp_path / "words", 1)
     place.trainer.import_folder("tests/words", tmp_path / "words").wait("durable", timeout=60)

@@ -18,11 +18,14 @@ from weighbridge._core.references import Reference
 from weighbridge._core.resources import REF_LATEST, Version
 from weighbridge._core.text.counts import counted
 from weighbridge._core.text.extras import needs_extra
-from weighbridge.errors import InvalidArgument, NotFound
+from weighbridge.errors import FailedPrecondition, InvalidArgument, NotFound
 
 if TYPE_CHECKING:
     from weighbridge._clients.engine import EngineClient
-    from weighbridge.follow.golden import AnswersPrompts, Drift
+    from weighbridge.follow.engines import Serving
+    from weighbridge.follow.golden import Drift
+    from weighbridge.follow.sglang import SglangServer
+    from weighbridge.follow.vllm import VllmServer
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
 _MOST_FILE = 1 << 20
@@ -107,7 +110,7 @@ def golden_command(
 
     Golden prompts are token ids with the log probabilities that the trainer's model gives them. Without an option those are shown that came with the
     version. --make and --prompts compute them from the version's bytes in this process, in float32, and write a file, which a push of these
-    weights takes (`weighbridge push --golden FILE`). --url asks a running engine, and prints how far it is from them. Without VERSION it is
+    weights takes (`weighbridge push --golden FILE`). --url asks a running engine, and prints how far it is from them; one that says that it serves another version is refused. Without VERSION it is
     the newest that is not held.
     """
     making = count is not None or source is not None
@@ -128,9 +131,8 @@ def golden_command(
         else:
             made = _given(version, given)
         if url is not None:
-            drift = _asked(
-                _engine(kind, checked_url(url), reference.model, server, engine_key), version, made, max_drift
-            )
+            engine = _engine(kind, checked_url(url), reference.model, server, engine_key)
+            drift = _asked(engine, version, made, max_drift, as_json)
             print_result(
                 {**drift.to_json(), "drift": drift.largest, "mean_drift": drift.mean},
                 as_json,
@@ -216,7 +218,7 @@ def _tokenizer(client: EngineClient, name: str) -> Any:
     return tokenizer_from_weighbridge(name, client.server)
 
 
-def _engine(kind: str, url: str, model: str, server: str, key: str) -> AnswersPrompts:
+def _engine(kind: str, url: str, model: str, server: str, key: str) -> SglangServer | VllmServer:
     from weighbridge.follow.sglang import SglangServer
     from weighbridge.follow.vllm import VllmServer
 
@@ -225,10 +227,42 @@ def _engine(kind: str, url: str, model: str, server: str, key: str) -> AnswersPr
     return VllmServer(url, model, server, api_key=key)
 
 
-def _asked(engine: AnswersPrompts, version: Version, made: GoldenPrompts, max_drift: float | None) -> Drift:
+def _asked(
+    engine: SglangServer | VllmServer,
+    version: Version,
+    made: GoldenPrompts,
+    max_drift: float | None,
+    as_json: bool,
+) -> Drift:
     from weighbridge.follow.golden import ask
+    from weighbridge.follow.updates import quietly
 
+    serving = quietly(engine.serving)
+    if serving is not None:
+        _check_serves(serving, version)
+    elif not as_json:
+        say("the engine does not say which version it serves", err=True)
     return ask(engine, version.model, version.number, made, max_drift)
+
+
+def _check_serves(serving: Serving, version: Version) -> None:
+    """Refuse an engine of another version: its answers may be within the bound, and say nothing of this one.
+
+    Raises:
+        FailedPrecondition: says what it serves.
+    """
+    if serving.broken:
+        raise FailedPrecondition(f"the engine serves no version: {serving.broken}", fix="update it first")
+    if serving.model not in ("", version.model):
+        raise FailedPrecondition(
+            f"the engine serves {serving.model}, and not {version.model}",
+            fix=f"name that: {serving.model}@NUMBER",
+        )
+    if serving.version not in (None, version.number):
+        raise FailedPrecondition(
+            f"the engine serves version {serving.version}, and not {version.number}",
+            fix=f"name that: {version.model}@{serving.version}; or update the engine first",
+        )
 
 
 def _lines(version: Version, found: GoldenPrompts) -> Iterator[str]:
