@@ -456,6 +456,33 @@ def test_of_a_version_that_is_not_signed_as_required_nothing_is_fetched_for_a_pr
     assert (done.proof, engine.proofs) == ("", 0)
 
 
+def test_a_version_that_is_not_signed_as_required_is_not_brought_for_a_proof_that_was_owed(
+    ranks: list[EngineRank], client: EngineClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(due_proofs, "_FIRST_PAUSE_SECONDS", 0.0)
+    engine, problem, asleep = Driver(ranks, lambda: None), "", True
+    evidence = engine.evidence
+
+    def sleeps(known: Collection[str] = ()) -> Mapping[str, Evidence]:
+        if asleep:
+            raise EngineAsleep("the engine sleeps")
+        return evidence(known)
+
+    engine.evidence = sleeps  # type: ignore[method-assign]
+    follower = Follower(client, MODEL, engine, look_seconds=0.01, signed_seconds=0.0, prove_every=1)
+    monkeypatch.setattr(follower, "_unsigned", lambda _number: problem)
+    run = follower.run()
+    assert next(run).proof == NOT_PROVED
+    problem, asleep = "version 2 is not signed by alice", False
+    flip(ranks[0], random.Random(5))
+    assert next(run).proof == FAILED
+    assert next(run).error == problem
+    assert f"apply {MODEL}@2" not in engine.asked
+    problem = ""
+    done = next(run)
+    assert (done.error, done.proof) == ("", PROVED)
+
+
 def test_an_engine_that_was_started_again_is_proved_whatever_is_due(
     ranks: list[EngineRank], client: EngineClient
 ) -> None:

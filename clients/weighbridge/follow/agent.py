@@ -168,8 +168,8 @@ class Follower:
                     yield from self._ask_again(newest)
                 for done in self._prove_what_is_owed():
                     yield done
-                    if done.error:
-                        yield from self._insist(newest)
+                    if done.error and (yield from self._wait_signed(newest.number)):
+                        yield from self._insist(newest)  # which may be another one than what was proved
 
     def _watched(self) -> list[tuple[str, str]]:
         """The ref; and what is being received, if that will be its version as soon as it is ready, and the engine can begin with it."""

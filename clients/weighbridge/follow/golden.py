@@ -269,10 +269,11 @@ def _metadata(client: Client, version: Version, required: Sequence[Trusted]) -> 
 
 
 def _approve(client: Client, version: Version, drift: Drift) -> None:
-    if version.held != (HELD_CANDIDATE,):
-        return
+    """Approve a version, if it is held as a candidate alone by now: elements that are not finite may have been found since the ref has named it."""
     note = f"golden prompts: drift {drift.largest:.4g}, bound {drift.max_drift:g}"
     try:
+        if client.version(version.model, version.number).held != (HELD_CANDIDATE,):
+            return
         client.approve(version.model, version.number, note=note)
     except WeighbridgeError as error:
         log.warning("version %d was not approved: %s", version.number, error)

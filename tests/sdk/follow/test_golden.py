@@ -410,6 +410,20 @@ def test_without_a_bound_or_with_elements_that_are_not_finite_nothing_is_approve
             assert "candidate" in place.client.version(MODEL, number).held
 
 
+def test_a_candidate_that_is_held_for_more_by_now_is_not_approved(place: Place) -> None:
+    number = place.push(1, golden=golden(place.models[1]), candidate=True, max_drift=EXACT)
+    then = place.client.version(MODEL, number)
+    with pytest.MonkeyPatch.context() as patched, StandIn(place.models[1]).serving() as url:
+        checks, engine = GoldenChecks(approves=True), Vllm(url, MODEL)
+        now = replace(then, held=("candidate", "nonfinite"))
+        patched.setattr(place.client, "version", lambda *_: now)
+        assert checks.check(place.client, engine, then).verdict == WITHIN
+        patched.undo()
+        assert place.client.version(MODEL, number).held == ("candidate",)
+        checks.check(place.client, engine, then)
+    assert place.client.version(MODEL, number).held == ()
+
+
 def test_an_agent_that_may_not_approve_says_so_and_goes_on(
     place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
