@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -63,7 +64,10 @@ class StandIn:
         if path == "/collective_rpc" and self.served is not None:
             place = {"engine": 0, "rank": 0, "ranks": 1, "engines": 1, "group": 1}
             return 200, {"results": [{**Status(served=self.served).to_json(), **place, "failed": ""}]}
+        if path == "/weights_checker" and self.asleep:  # as the plug-in in SGLang says it
+            return 200, {"success": True, "message": json.dumps({"ranks": [], "asleep": ["kv_cache"]})}
         if path == "/generate":
+            assert not self.asleep
             return 200, {"meta_info": self._sglang(body)}
         return 404, {"detail": "Not Found"}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,15 @@ from weighbridge.follow.completions import (
     sglang_last,
     sglang_whole,
 )
-from weighbridge.follow.engines import Prepared, Ranks, Serving, StaleDrafter, serving_of, wait_prepared
+from weighbridge.follow.engines import (
+    EngineFailed,
+    Prepared,
+    Ranks,
+    Serving,
+    StaleDrafter,
+    serving_of,
+    wait_prepared,
+)
 from weighbridge.follow.evidence import Evidence, RankProof
 from weighbridge.follow.golden import Answer
 from weighbridge.follow.status import Status
@@ -126,12 +134,26 @@ class SglangServer:
         """Log probabilities that the engine gives the tokens of a prompt. Its cache of prefixes is asked first: the other request would fill it anew.
 
         Raises:
+            FailedPrecondition: the engine sleeps.
             EngineFailed: it does not answer, or takes no such prompt, as one with ids outside its vocabulary.
         """
+        self._check_awake()
         api = replace(self._api, timeout=min(self.timeout, _ASK_SECONDS))
         last, whole = (api.call(_GENERATE, body) for body in (sglang_last(tokens), sglang_whole(tokens)))
         with understood(self.url + _GENERATE):
             return {"": Answer(read_sglang_whole(whole, tokens), read_sglang_last(last, tokens[-1]))}
+
+    def _check_awake(self) -> None:
+        """Raise FailedPrecondition if memory of the engine is released: SGLang takes requests then, and may end by them. One without weighbridge does not
+        say it."""
+        said: Any = None
+        with suppress(EngineFailed, FailedPrecondition):
+            said = self._control(STATUS)
+        if isinstance(said, dict) and (asleep := said.get("asleep")):
+            raise FailedPrecondition(
+                f"the engine sleeps, without memory for {', '.join(map(str, asleep))}",
+                fix="wake it up: POST /resume_memory_occupation",
+            )
 
     def evidence(self, known: Collection[str] = ()) -> Mapping[str, Evidence]:
         """Evidence of what all ranks compute with, by what errors call each.

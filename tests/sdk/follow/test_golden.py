@@ -25,7 +25,7 @@ from tests.support.word_models import make_folder
 from weighbridge import EngineClient, EngineReporter, GoldenPrompt, Signatures, Signer, TrainerClient, Trusted
 from weighbridge._cli import commands
 from weighbridge._core.engines.golden import PROMPTS, GoldenPrompts
-from weighbridge.errors import InvalidArgument, PermissionDenied
+from weighbridge.errors import FailedPrecondition, InvalidArgument, PermissionDenied
 from weighbridge.follow.agent import Followed, Follower
 from weighbridge.follow.engines import EngineFailed
 from weighbridge.follow.golden import ABOVE, NO_BOUND, WITHIN, GoldenChecks, ask
@@ -355,6 +355,19 @@ def test_an_engine_that_sleeps_is_asked_when_it_is_awake_and_has_not_passed_befo
         assert (done.error, done.golden) == ("", WITHIN)
         assert place.client.version(MODEL, 1).held == ()
     assert caplog.text.count("the engine sleeps") == 1
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_an_engine_that_sleeps_is_sent_no_prompt(
+    weights: tuple[dict[int, PreTrainedModel], dict[int, Path]], kind: str
+) -> None:
+    engine = StandIn(weights[0][1], asleep=True)
+    with engine.serving() as url:
+        with pytest.raises(FailedPrecondition, match="the engine sleeps"):
+            engine_of(kind, url).answer([1, 2])
+        assert not {"/generate", "/v1/completions"} & {path for path, _ in engine.asked}
+        engine.asleep = False
+        assert engine_of(kind, url).answer([1, 2])
 
 
 def test_a_version_that_waits_for_the_wake_up_is_asked_behind_it(place: Place) -> None:

@@ -92,4 +92,5 @@ def control(original: Callable[..., Any], manager: Any, request: Any) -> Any:
     except WeighbridgeError as error:
         return CheckWeightsReqOutput(success=False, message=str(error))
     ranks = rank.engine.ranks.all_gather_object(rank.status().to_json())
+    more["asleep"] = sorted(getattr(manager, "offload_tags", ()))  # of /release_memory_occupation
     return CheckWeightsReqOutput(success=True, message=json.dumps({"ranks": ranks, **more}))
