@@ -365,7 +365,7 @@ def test_an_engine_that_cannot_load_again_is_proved_in_part_and_is_paused_for_it
         assert [agent.take_to(1).proof, agent.take_to(2).proof] == [IN_PART, IN_PART]
         eventually(lambda: "version 2 could not be loaded again" in there(client)[0].proof_error)
     assert len(loads) == 1
-    assert engine.asked.count("resume") == engine.asked.count("pause")
+    assert (engine.asked[-1], engine.asked.count("pause")) == ("resume", 3)
 
 
 def test_an_engine_whose_pause_for_a_load_is_not_answered_in_time_goes_on(
@@ -382,7 +382,30 @@ def test_an_engine_whose_pause_for_a_load_is_not_answered_in_time_goes_on(
     engine.pause = answers_late  # type: ignore[method-assign]
     done = Follower(client, MODEL, engine, prove_every=1).take_to(1)
     assert (done.error, done.proof) == ("", IN_PART)
-    assert engine.asked.count("resume") == engine.asked.count("pause") == 2
+    assert (engine.asked[-1], engine.asked.count("pause")) == ("resume", 2)
+
+
+@pytest.mark.parametrize(("lost", "proof"), [(1, IN_PART), (2, FAILED)])
+def test_an_engine_that_is_not_told_to_go_on_after_a_load_is_told_again_or_failing(
+    ranks: list[EngineRank], client: EngineClient, lost: int, proof: str
+) -> None:
+    engine, told = Driver(ranks, lambda: None), list[str]()
+    resume = engine.resume
+
+    def is_lost() -> None:
+        told.append("resume")
+        if 1 < len(told) <= 1 + lost:  # the first one is that of the update
+            raise EngineFailed("the engine cannot be reached: connection reset")
+        resume()
+
+    engine.resume = is_lost  # type: ignore[method-assign]
+    agent = Follower(client, MODEL, engine, prove_every=1)
+    done = agent.take_to(1)
+    assert (done.proof, bool(done.error)) == (proof, proof == FAILED)
+    if done.error:
+        assert "it could not be told to go on" in done.error
+        assert agent.take_to(1).error == ""
+    assert engine.asked[-1] == "resume"
 
 
 def test_an_engine_that_a_load_leaves_without_a_version_is_brought_one_again(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from weighbridge._clients.engine import EngineClient
 from weighbridge._core.engines.facts import FAILED, IN_PART, NOT_PROVED
 from weighbridge.errors import InvalidArgument, WeighbridgeError
-from weighbridge.follow.engines import Engine, GivesEvidence
+from weighbridge.follow.engines import Engine, GivesEvidence, attempt
 from weighbridge.follow.proving import ByLoad, Proof, prove, prove_by_load
 from weighbridge.follow.updates import quietly
 
@@ -165,4 +165,6 @@ class DueProofs:
                 serving = quietly(engine.serving)
                 if serving is None or serving.broken or serving.version != number:
                     return proof.with_verdict(FAILED)  # the load has left it without a version
+                if attempt(engine.resume)[1] is not None:  # it may stand still for this proof
+                    return proof.with_verdict(FAILED)
         return proof.with_verdict(IN_PART)
