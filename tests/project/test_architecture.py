@@ -19,8 +19,10 @@ _OTHER_NAMES = {
     "weighbridge.status",
     "weighbridge.discard",
     "weighbridge.other_writer",
+    "weighbridge.base",
+    "weighbridge.base_digest",
 }
-"""A file, actions of SGLang's plug-in, and a key of metadata."""
+"""A file, actions of SGLang's plug-in, and keys of metadata."""
 
 
 def test_the_drawings_of_imports_are_those_of_the_code() -> None:

@@ -41,6 +41,7 @@ ROUNDS = (
     Rounds("STORE_RUNS", 2, 2000, "tests/service/fsck/test_fuzzing.py", "a spoilt store is repaired"),
     Rounds("SESSION_RUNS", 30, 10_000, "tests/service/push/test_orders_of_events.py", "a random order of events"),
     Rounds("ADMISSIONS", 5, 1000, "tests/storage/memory/test_image_decisions.py", "a random order of requests for memory"),
+    Rounds("PIN_RUNS", 8, 300, "tests/storage/head/test_pins.py", "a random interleaving of pushes of adapters with collections and deletions of their base"),
     Rounds("LANE_RUNS", 2, 500, "tests/sdk/lane/test_local_lane.py", "a push and some pulls by the local lane"),
     Rounds("RANKS", 48, 512, "tests/service/api/grpc/test_many_ranks.py", "a rank of one push"),
     Rounds("HISTORY_VERSIONS", 600, 20_000, "tests/storage/head/test_history.py", "a version in a model's history"),

@@ -187,7 +187,9 @@ def follow_command(
         kind, url, model, engine_server or server, lane, pause_mode, when_asleep, engine_key, stale_drafter
     )
     with engine_of(server) as client:
-        say_if_absent(client, model, ref)
+        found = say_if_absent(client, model, ref)
+        if found is not None:
+            found.check_whole()
         done = None
         reporter = EngineReporter(client, model, kind=kind, address=engine.url, ref=ref, listener=listener)
         with closing(reporter), closing(ReachWatch(engine.url)):

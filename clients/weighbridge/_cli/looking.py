@@ -18,10 +18,10 @@ from weighbridge._cli.showing import completing
 from weighbridge._cli.signing import FILE, trusted
 from weighbridge._cli.tagging import approval_command
 from weighbridge._core.engines.golden import readable_metadata
-from weighbridge._core.metadata import Metadata, conditions
+from weighbridge._core.metadata import BASE, BASE_DIGEST, BaseVersion, Metadata, conditions
 from weighbridge._core.references import Reference, is_training, training_of
 from weighbridge._core.resources import REF_LATEST, REF_LIVE, refs_of, refs_text, why_held
-from weighbridge._core.text.counts import counted
+from weighbridge._core.text.counts import counted, named
 from weighbridge._core.text.sizes import readable_size
 from weighbridge._core.text.suggestions import did_you_mean
 from weighbridge.errors import FailedPrecondition, InvalidArgument, NotFound
@@ -41,14 +41,26 @@ def models_command(server: str, as_json: bool) -> None:
     if as_json:
         print_json(found)
         return
+    adapters = any(model.adapters for model in found)
     rows = [
-        (m.name, _type_text(m), m.dtype, m.tensor_count, readable_size(m.tensor_bytes), refs_text(m.refs))
+        (
+            m.name,
+            _type_text(m),
+            m.dtype,
+            m.tensor_count,
+            readable_size(m.tensor_bytes),
+            refs_text(m.refs),
+            *([named(m.adapters) or "-"] if adapters else []),
+        )
         for m in found
     ]
-    print_table(("MODEL", "TYPE", "DTYPE", "TENSORS", "SIZE", "REFS"), rows)
+    more = ("ADAPTERS",) if adapters else ()
+    print_table(("MODEL", "TYPE", "DTYPE", "TENSORS", "SIZE", "REFS", *more), rows, below=more)
 
 
 def _type_text(model: Model) -> str:
+    if model.is_adapter:
+        return f"adapter on {model.base or 'no version yet'}"
     return (model.model_type or "-") + ("" if model.weight_map else " (no weight map)")
 
 
@@ -84,6 +96,7 @@ def versions_command(
     if as_json:
         print_json([{**version.to_json(), "refs": refs_of(refs, version.number)} for version in found])
         return
+    bases = any(BaseVersion.of(version.metadata) for version in found)
     rows = [
         (
             v.number,
@@ -93,6 +106,7 @@ def versions_command(
             readable_size(v.tensor_bytes),
             readable_time(v.create_time_ms),
             ", ".join(refs_of(refs, v.number)) or "-",
+            *([str(BaseVersion.of(v.metadata) or "-")] if bases else []),
             ", ".join(v.held) or "-",
             _metadata_text(v.metadata) or "-",
             v.error or "; ".join(f"waits for {what}" for what in v.waits_for),
@@ -100,9 +114,21 @@ def versions_command(
         for v in found
     ]
     print_table(
-        ("VERSION", "STATE", "STEP", "RUN", "SIZE", "CREATED", "REFS", "HELD", "METADATA", "NOTE"),
+        (
+            "VERSION",
+            "STATE",
+            "STEP",
+            "RUN",
+            "SIZE",
+            "CREATED",
+            "REFS",
+            *(["BASE"] if bases else []),
+            "HELD",
+            "METADATA",
+            "NOTE",
+        ),
         rows,
-        below=("RUN", "HELD", "METADATA", "NOTE"),
+        below=("RUN", "BASE", "HELD", "METADATA", "NOTE"),
     )
 
 
@@ -127,7 +153,9 @@ def _check_keys(model: str, where: Sequence[str], versions: Sequence[Version]) -
 
 def _metadata_text(metadata: Metadata) -> str:
     return ", ".join(
-        f"{key}={json.dumps(value)}" for key, value in sorted(readable_metadata(metadata).items())
+        f"{key}={json.dumps(value)}"
+        for key, value in sorted(readable_metadata(metadata).items())
+        if key not in (BASE, BASE_DIGEST)
     )
 
 
@@ -206,6 +234,7 @@ def _kind_lines(model: Model, version: Version | None) -> list[tuple[str, str]]:
         ("dtype", model.dtype),
         ("tensors", f"{model.tensor_count}, {readable_size(model.tensor_bytes)}"),
         ("files", ", ".join(model.files)),
+        *([("adapters", named(model.adapters))] if model.adapters else []),
     ]
 
 
@@ -225,7 +254,9 @@ def _version_lines(version: Version, refs: Mapping[str, int]) -> list[tuple[str,
         ("verified", readable_time(version.verified_time_ms)),
         ("durable", readable_time(version.durable_time_ms)),
     ]
-    if version.metadata:
+    if (base := BaseVersion.of(version.metadata)) is not None:
+        lines.append(("base", str(base)))
+    if _metadata_text(version.metadata):
         lines.append(("metadata", _metadata_text(version.metadata)))
     if version.nonfinite_elements:
         lines.append(
@@ -263,23 +294,25 @@ def watch_command(
             print_result(version, as_json, str(version), one_line=True)
 
 
-def say_if_absent(client: EngineClient, model: str, ref: str) -> None:
-    """Say on stderr that a model is not registered, or does not have a ref, that is about to be waited for. A service that is not there, or a name
+def say_if_absent(client: EngineClient, model: str, ref: str) -> Model | None:
+    """The model, if it is registered. Says on stderr that a model is not registered, or does not have a ref, that is about to be waited for. A service that is not there, or a name
     that no model can have, is an error now; a service that goes away later is waited out.
     """
+    found: Model | None = None
     try:
         found = client.model(model)
     except NotFound as error:
         missing = error.message if error.message.endswith("?") else f"{error.message}."
     else:
         if ref in found.refs:
-            return
+            return found
         if ref in (REF_LATEST, REF_LIVE):
             missing = f"{model} has no version yet."
         else:
             meant = did_you_mean(ref, [REF_LATEST, REF_LIVE, *found.refs])
             missing = f"{model} has no ref {ref!r}{meant or f': it has {refs_text(found.refs)}.'}"
     say(f"{missing} Waiting until there is one.", err=True)
+    return found
 
 
 @click.command("verify", cls=Command)

@@ -141,6 +141,11 @@ def register_command(
     is_flag=True,
     help="Keep a checkpoint of Megatron-core or torch, with its optimizer, as a training state of MODEL, which is registered.",
 )
+@click.option(
+    "--base",
+    metavar="BASE@VERSION",
+    help="FOLDER is an adapter of peft, which is kept as a change on this version of another model.",
+)
 @_NO_WEIGHT_MAP
 @_push_options
 @client_options
@@ -152,6 +157,7 @@ def import_command(
     dequantize: str | None,
     step: int | None,
     training: bool,
+    base: str | None,
     no_weight_map: bool,
     allow_nonfinite: bool,
     candidate: bool,
@@ -165,23 +171,35 @@ def import_command(
 
     FOLDER is a folder that save_pretrained() has written, or a checkpoint: torch_dist of Megatron-core, DCP of torch, or one
     of FSDP with a file for each rank, as verl's; its config.json, tokenizer and so on become MODEL's. If MODEL is registered
-    already, its files are replaced and the weights become a further version. With --training, a checkpoint becomes a version of MODEL:training, tensor by tensor as it is.
+    already, its files are replaced and the weights become a further version. With --base, FOLDER is an adapter that peft has saved. With --training, a checkpoint becomes a version of MODEL:training, tensor by tensor as it is.
     """
     options = _options(allow_nonfinite, candidate, metadata, golden, max_drift)
     with needs_extra("torch"):
         import torch  # noqa: F401 (before anything is registered)
-    if training:
+    if training or base is not None:
         given = {
             "--config": config,
             "--dtype": dtype,
             "--dequantize": dequantize,
             "--no-weight-map": no_weight_map,
-            "--golden": golden,
+            "--golden": golden if training else None,
+            "--training": training and base is not None,
         }
+        what = "an adapter" if base is not None else "a training state"
         for option in (name for name, value in given.items() if value):
-            raise InvalidArgument(
-                f"{option} is for weights, and a training state is kept as it is: leave it out"
+            raise InvalidArgument(f"{option} is for weights, and {what} is kept as it is: leave it out")
+    if base is not None:
+        from weighbridge._trainers.states.checkpoints.checkpoint_step import step_of_folder
+
+        with trainer_of(server) as client:
+            step = (step_of_folder(folder) or 0) if step is None else step
+            push = partial(
+                client.import_adapter, model, folder, base=base, step=step, run="import", **options
             )
+            version, _ = _pushed(client, model, push)
+        _report_pushed(version, as_json)
+        return
+    if training:
         with trainer_of(server) as client:
             importing = partial(client.import_training, model, folder, step=step, run="import", **options)
             version, _ = _pushed(client, model, importing)

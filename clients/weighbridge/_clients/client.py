@@ -415,14 +415,19 @@ class Client:
         """
         return self._connection.run(version_calls.approve(model, version, by=by, note=note))
 
-    def delete_version(self, model: str, version: str | int | None = None) -> Version:
+    def delete_version(self, model: str, version: str | int | None = None, *, force: bool = False) -> Version:
         """Take a version, by its number, out of history, whatever the retention says; it can be read by that for a grace time.
+
+        Args:
+            model: which model.
+            version: its number.
+            force: whether it is deleted although adapters are on it, whose versions then say that they lack it.
 
         Raises:
             NotFound: no such model or version.
-            FailedPrecondition: a ref names it, as ``latest`` does the newest one, or it is not durable yet.
+            FailedPrecondition: a ref names it, as ``latest`` does the newest one, it is not durable yet, or adapters are on it (names them).
         """
-        return self._connection.run(version_calls.delete_version(model, version))
+        return self._connection.run(version_calls.delete_version(model, version, force=force))
 
     def delete_model(self, model: str) -> DeletedModel:
         """Take a model away with all of its versions, refs and rules.

@@ -18,6 +18,10 @@ Metadata: TypeAlias = Mapping[str, MetadataValue]
 
 OTHER_WRITER = "weighbridge.other_writer"
 """What the service says of a version itself: which one another job has pushed between this one and the one before it."""
+BASE, BASE_DIGEST = "weighbridge.base", "weighbridge.base_digest"
+"""What the service says of an adapter's version: on which version of which model it is, such as ``acme/smol@17``, and the digest in that version's manifest. Of
+an opening, `BASE` is the base that a rank names, by a number or a ref."""
+_OF_SERVICE = frozenset((OTHER_WRITER, BASE, BASE_DIGEST))
 MAX_KEYS = 32
 MAX_BYTES = 4096
 """Most bytes of the metadata of a version, as JSON."""
@@ -58,7 +62,38 @@ def checked_metadata(metadata: Mapping[str, object]) -> dict[str, MetadataValue]
 
 def by_trainer(metadata: Metadata) -> Metadata:
     """Metadata without what the service says itself."""
-    return {key: value for key, value in metadata.items() if key != OTHER_WRITER}
+    return {key: value for key, value in metadata.items() if key not in _OF_SERVICE}
+
+
+@dataclass(frozen=True, slots=True)
+class BaseVersion:
+    """The version that a version of an adapter is on.
+
+    Attributes:
+        model: ``namespace/name``.
+        number: of the version.
+        digest: of its manifest, as 64 hex digits; empty if that is not known.
+    """
+
+    model: str
+    number: int
+    digest: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.model}@{self.number}"
+
+    @property
+    def metadata(self) -> dict[str, MetadataValue]:
+        """What metadata say of it."""
+        return {BASE: str(self), BASE_DIGEST: self.digest}
+
+    @staticmethod
+    def of(metadata: Metadata) -> BaseVersion | None:
+        """What the metadata of a stored or open version say of its base; None of a version that has none."""
+        model, _, number = str(metadata.get(BASE, "")).partition("@")
+        if not model or not (number.isascii() and number.isdecimal() and len(number) <= 12):
+            return None
+        return BaseVersion(model, int(number), str(metadata.get(BASE_DIGEST, "")))
 
 
 def with_other_writer(metadata: Metadata, other: str) -> Metadata:

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from weighbridge._core.json_values import JsonValue
-from weighbridge._core.metadata import Metadata
+from weighbridge._core.metadata import BaseVersion, Metadata
 from weighbridge._core.text.counts import counted
 from weighbridge._core.text.durations import readable_duration
-from weighbridge.errors import InvalidArgument
+from weighbridge.errors import FailedPrecondition, InvalidArgument
 
 _MOST = 2**53
 REF_LIVE = "live"
@@ -158,6 +158,12 @@ class Version(JsonValue):
         """From its opening until it was in the object store; None if that is not known."""
         return _seconds(self.create_time_ms, self.durable_time_ms)
 
+    def check_whole(self) -> None:
+        """Refuse a version of an adapter where one of a whole model is needed. Raises FailedPrecondition."""
+        base = BaseVersion.of(self.metadata)
+        if base is not None:
+            raise _no_whole_model(self.model, str(base))
+
     @property
     def approval_text(self) -> str:
         """What was approved of it, by whom, and their note, for people; empty if nothing was."""
@@ -233,6 +239,8 @@ class Model(JsonValue):
         files: names of the files that belong to it besides the weights.
         refs: version number by ref.
         weight_map: whether its tensors have Megatron-core's names, too; otherwise they have those of its files alone.
+        adapters: adapters that are on versions of it.
+        base: of an adapter, the version that its newest version is on, such as ``acme/smol@17``; empty of other models.
     """
 
     name: str
@@ -243,6 +251,25 @@ class Model(JsonValue):
     files: tuple[str, ...] = ()
     refs: Mapping[str, int] = field(default_factory=dict)
     weight_map: bool = True
+    adapters: tuple[str, ...] = ()
+    base: str = ""
+
+    @property
+    def is_adapter(self) -> bool:
+        """Whether its versions are changes on versions of another model, as peft keeps them."""
+        return "adapter_config.json" in self.files and "config.json" not in self.files
+
+    def check_whole(self) -> None:
+        """Refuse an adapter where a whole model is needed. Raises FailedPrecondition."""
+        if self.is_adapter:
+            raise _no_whole_model(self.name, self.base)
+
+
+def _no_whole_model(name: str, base: str) -> FailedPrecondition:
+    return FailedPrecondition(
+        f"{name} is an adapter{f' on {base}' if base else ''}",
+        fix="load it with peft (docs/adapters.md), or push the merged model under another name (docs/recipes/lora.md) and take that",
+    )
 
 
 @dataclass(frozen=True, slots=True)

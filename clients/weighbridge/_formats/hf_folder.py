@@ -16,6 +16,7 @@ from weighbridge._core.file_names import ALLOWED, folders_of, is_file_name
 from weighbridge._core.layouts import TensorSpec
 from weighbridge._core.text.shortening import shown
 from weighbridge._formats import safetensors_files
+from weighbridge._formats.naming.weight_files import is_adapter
 from weighbridge.errors import (
     FailedPrecondition,
     InvalidArgument,
@@ -81,7 +82,10 @@ def write_hf_folder(
     check_free(folder)
     for name in files:
         check_file_name(name)
-    laid_out = safetensors_files.lay_out_files(specs, max_shard_bytes)
+    if is_adapter(files):
+        laid_out = safetensors_files.lay_out_adapter(specs)
+    else:
+        laid_out = safetensors_files.lay_out_files(specs, max_shard_bytes)
     in_file_order = [laid_out.layout.tensors[p.shard.tensor] for p in laid_out.layout.placements]
     chunks = _chunks(tensors(in_file_order), laid_out.layout.tensors)
     total = sum(file.nbytes for file in laid_out.files)

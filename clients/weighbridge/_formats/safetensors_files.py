@@ -21,7 +21,13 @@ from weighbridge._core import dtypes
 from weighbridge._core.boxes import Box
 from weighbridge._core.layouts import Layout, Placement, Shard, TensorSpec, check_spec
 from weighbridge._formats.naming.parameter_names import unwrapped_names
-from weighbridge._formats.naming.weight_files import check_finished, check_listed, check_parts, weight_files
+from weighbridge._formats.naming.weight_files import (
+    ADAPTER_WEIGHTS,
+    check_finished,
+    check_listed,
+    check_parts,
+    weight_files,
+)
 from weighbridge._formats.side_files.regular import open_regular
 from weighbridge._memory.file_reads import OpenFile
 from weighbridge.errors import DataLoss, InvalidArgument, NotFound
@@ -77,11 +83,21 @@ class FilesLayout:
         return (json.dumps(index, indent=2) + "\n").encode()
 
 
-def lay_out_files(specs: Sequence[TensorSpec], max_shard_bytes: int = DEFAULT_SHARD_BYTES) -> FilesLayout:
+def lay_out_adapter(specs: Sequence[TensorSpec]) -> FilesLayout:
+    """Lay the tensors of an adapter out as peft does, in one file. Raises as `lay_out_files`."""
+    return lay_out_files(specs, _LARGEST, single=ADAPTER_WEIGHTS)
+
+
+def lay_out_files(
+    specs: Sequence[TensorSpec],
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+    *,
+    single: str = "model.safetensors",
+) -> FilesLayout:
     """Lay whole tensors out in files named as transformers names them.
 
     Tensors keep their order; within a file, those with wider elements come first, so that every tensor is aligned to
-    its element. A tensor larger than ``max_shard_bytes`` gets a file of its own.
+    its element. A tensor larger than ``max_shard_bytes`` gets a file of its own. A file without others is called ``single``.
 
     Raises:
         InvalidArgument: ``max_shard_bytes`` is not positive, or there is no tensor.
@@ -101,9 +117,7 @@ def lay_out_files(specs: Sequence[TensorSpec], max_shard_bytes: int = DEFAULT_SH
     files = []
     placements = []
     for number, group in enumerate(groups, start=1):
-        name = (
-            "model.safetensors" if len(groups) == 1 else f"model-{number:05}-of-{len(groups):05}.safetensors"
-        )
+        name = single if len(groups) == 1 else f"model-{number:05}-of-{len(groups):05}.safetensors"
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         offset = 0
         ordered = sorted(group, key=lambda spec: -spec.dtype.itemsize)

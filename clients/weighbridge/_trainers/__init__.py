@@ -4,6 +4,7 @@ May import: `_clients` and all private folders below it.
 
 - `trainer`: the client.
 - `importer`: its base, which takes folders in.
+- `peft_adapters`: adapters of peft, in folders and of models that are trained.
 - `push_client`: that one's base, which pushes shards.
 - `copies_until_step`: copies of a push that are made while training goes on, until the optimizer's step.
 - `restorer`: that one's base, which restores.

@@ -14,15 +14,18 @@ from weighbridge._clients.push_handle import PushHandle
 from weighbridge._clients.push_options import PushOptions, check_options
 from weighbridge._core import dtypes
 from weighbridge._core.dtypes import DType
-from weighbridge._core.layouts import TensorSpec
+from weighbridge._core.layouts import Layout, TensorSpec
+from weighbridge._core.metadata import BASE
 from weighbridge._core.references import training_of
 from weighbridge._core.resources import Model
 from weighbridge._core.tensor_spaces import TensorSpace
 from weighbridge._formats import safetensors_files
 from weighbridge._formats.folder_weights import FolderWeights
 from weighbridge._formats.hf_folder import in_dtype_of, with_dtype
+from weighbridge._formats.naming.weight_files import ADAPTER_CONFIG, is_adapter
 from weighbridge._formats.side_files.carried import carried_files, has_tokenizer
 from weighbridge._formats.side_files.reading import CONFIG, SideFiles
+from weighbridge._trainers.peft_adapters import AdapterFolder
 from weighbridge._trainers.push_client import PushingClient
 from weighbridge.errors import FailedPrecondition, InvalidArgument, LayoutError
 
@@ -128,6 +131,48 @@ class ImportingClient(PushingClient):
                 weights = weights.as_model_has_them(tensors, "allow")
         return self._push_weights(model, weights, step, run, str(uuid.uuid4()), options)
 
+    def import_adapter(
+        self,
+        model: str,
+        folder: str | Path,
+        *,
+        base: str,
+        step: int = 0,
+        run: str | None = None,
+        **options: Unpack[PushOptions],
+    ) -> PushHandle:
+        """Register an adapter by a folder that peft's ``save_pretrained`` has written, and push it.
+
+        Args:
+            model: ``namespace/name`` of the adapter.
+            folder: has ``adapter_config.json`` and ``adapter_model.safetensors``, which are kept as they are; its other files are not.
+            base: the version that it is on, such as ``acme/smol@17``; a ref is resolved once.
+            step: recorded with the version.
+            run: overrides the client's.
+            options: as for `push`.
+
+        Raises:
+            NotFound: the folder is none of peft's, or there is no such base.
+            InvalidArgument: the weights are a pickle, or the base is no model.
+            LayoutError: the base lacks modules of the adapter, or has them with other features.
+            FailedPrecondition: the name is registered for a model, or for an adapter with other tensors; or the base is not durable.
+            PermissionDenied: the caller may not pull the base.
+            DataLoss: a file is damaged.
+        """
+        check_options(options)
+        found = AdapterFolder.read(Path(folder))
+        self._register_adapter(model, found.config_json, found.layout)
+        options["metadata"] = {**(options.get("metadata") or {}), BASE: base}
+        return self.push_shards(
+            model, found.layout, TensorSpace.HUGGING_FACE, found.open_source, step=step, rank=0, world_size=1, run=run,
+            request_id=str(uuid.uuid4()), **options,
+        )  # fmt: skip
+
+    def _register_adapter(self, model: str, config_json: bytes, layout: Layout) -> None:
+        self.register_files(
+            model, {ADAPTER_CONFIG: config_json}, "", layout.tensors.values(), weight_map=False
+        )
+
     def import_training(
         self,
         model: str,
@@ -202,6 +247,8 @@ class ImportingClient(PushingClient):
         """
         check_options(options)
         folder, registered = Path(hf_dir), self.model_files(model)
+        if is_adapter(registered):
+            self.model(model).check_whole()
         files = registered
         if os.path.lexists(folder / CONFIG):
             sides = SideFiles.read(folder)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from weighbridge._clients.push_handle import PushHandle
 from weighbridge._clients.push_options import PushOptions, check_options, say
+from weighbridge._core.metadata import BASE
 from weighbridge._core.tensor_spaces import TensorSpace
 from weighbridge._trainers.importer import ImportingClient
 
@@ -167,6 +168,67 @@ class TrainerClient(ImportingClient):
             call.handle = self._push_tensors(
                 opening, rank, TensorSpace.HUGGING_FACE, find, lambda _: training_tensors(state_dict_or_module, optimizer), options,
                 call.terms, until=until, optimizer=optimizer, state=state, rank_state=rank_state,
+            )  # fmt: skip
+        return call.handle
+
+    def push_adapter(
+        self,
+        model: str,
+        peft_model: Any,
+        *,
+        base: str,
+        step: int,
+        adapter_name: str = "default",
+        rank: int | None = None,
+        world_size: int | None = None,
+        run: str | None = None,
+        request_id: str | None = None,
+        save_embedding_layers: bool | str = "auto",
+        **options: Unpack[PushOptions],
+    ) -> PushHandle:
+        """Hand over an adapter of a model that peft has wrapped, as a new version that is a change on a version of another model.
+
+        The first push registers the model by the adapter's tensors. All ranks call it: under DDP each has an equal copy, of which the service takes one;
+        under FSDP2 each has its part. The version's files are those that peft's ``save_pretrained`` writes.
+
+        Args:
+            model: ``namespace/name`` of the adapter.
+            peft_model: what ``peft.get_peft_model`` has made, or DDP or torch.compile of it.
+            base: the version that it is on, such as ``acme/smol@17``; a ref is resolved once. It is kept as long as versions of the adapter are on it.
+            step: the training step.
+            adapter_name: which adapter of the model.
+            rank, world_size, run, request_id: as for `push_state_dict`.
+            save_embedding_layers: as for peft's ``save_pretrained``: with ``auto`` peft may look up the base's config in the Hub.
+            options: as for `push`.
+
+        Raises:
+            NotFound: there is no such base.
+            InvalidArgument: that is no model of peft, it has no such adapter, or the base is no model.
+            LayoutError: the base lacks modules of the adapter, or has them with other features.
+            FailedPrecondition: the name is registered for a model, or for an adapter with other tensors: of another rank or other target modules; or the base
+                is not durable.
+            PermissionDenied: the caller may not pull the base.
+            ResourceExhausted: the caller has adapters on as many versions of the base as the policy allows.
+        """
+        check_options(options)
+        from weighbridge._formats.torch_state import TorchShards, adapter_shards, rank_and_world
+        from weighbridge._trainers.peft_adapters import TrainedAdapter
+        from weighbridge._trainers.states.torch_training import training_tensors
+
+        rank, ranks = rank_and_world(rank, world_size)
+        opening = self._opening(model, step, run, ranks, request_id)
+        opening.metadata[BASE].text = base
+
+        def find() -> TorchShards:
+            found = TrainedAdapter.of(peft_model, adapter_name, save_embedding_layers)
+            shards = adapter_shards(found.state, whole=ranks == 1, of=model)
+            self._register_adapter(model, found.config_json, shards.layout)
+            return shards
+
+        with self._on_terms(opening, options) as call:
+            call.handle = self._push_tensors(
+                opening, rank, TensorSpace.HUGGING_FACE, find, lambda _: training_tensors(peft_model, None), options, call.terms,
+                until=None, optimizer=None, state=None, rank_state=None,
             )  # fmt: skip
         return call.handle
 

@@ -78,7 +78,7 @@ class OpenVersionRequest(_message.Message):
     @_builtins.property
     def metadata(self) -> _containers.MessageMap[_builtins.str, _resources_pb2.MetadataValue]:
         """Kept with the version: at most 32 values, 64 characters a key and 4 KiB in all. All ranks of a push give the same, or only some of
-        them any; others are refused.
+        them any; others are refused. Of a version of an adapter, `weighbridge.base` names the version that it is on, by a number or a ref.
         """
 
     @_builtins.property

@@ -275,7 +275,7 @@ class Version(_message.Message):
 
     @_builtins.property
     def metadata(self) -> _containers.MessageMap[_builtins.str, Global___MetadataValue]:
-        """What was pushed with it."""
+        """What was pushed with it. Of a version of an adapter, `weighbridge.base` and `weighbridge.base_digest` say on which version of which model it is."""
 
     @_builtins.property
     def waits_for(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -427,6 +427,8 @@ class Model(_message.Message):
     FILES_FIELD_NUMBER: _builtins.int
     REFS_FIELD_NUMBER: _builtins.int
     WEIGHT_MAP_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
+    BASE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """namespace/name."""
     model_type: _builtins.str
@@ -437,6 +439,8 @@ class Model(_message.Message):
     tensor_bytes: _builtins.int
     weight_map: _builtins.bool
     """Whether its tensors have Megatron-core's names, too; otherwise they have those of its files alone."""
+    base: _builtins.str
+    """Of an adapter, the version that its newest version is on, such as acme/smol@17."""
     @_builtins.property
     def files(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Names of the files that belong to it besides the weights."""
@@ -444,6 +448,10 @@ class Model(_message.Message):
     @_builtins.property
     def refs(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Version number by ref."""
+
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Adapters that are on versions of it."""
 
     def __init__(
         self,
@@ -456,10 +464,12 @@ class Model(_message.Message):
         files: _abc.Iterable[_builtins.str] | None = ...,
         refs: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         weight_map: _builtins.bool = ...,
+        adapters: _abc.Iterable[_builtins.str] | None = ...,
+        base: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "files", b"files", "model_type", b"model_type", "name", b"name", "refs", b"refs", "tensor_bytes", b"tensor_bytes", "tensor_count", b"tensor_count", "weight_map", b"weight_map"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "base", b"base", "dtype", b"dtype", "files", b"files", "model_type", b"model_type", "name", b"name", "refs", b"refs", "tensor_bytes", b"tensor_bytes", "tensor_count", b"tensor_count", "weight_map", b"weight_map"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -729,7 +739,7 @@ class KeptVersion(_message.Message):
     number: _builtins.int
     @_builtins.property
     def rules(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """keep_last, keep_every, keep_younger_s, keep_every_steps; keep_everything if there is no rule."""
+        """keep_last, keep_every, keep_younger_s, keep_every_steps; keep_everything if there is no rule; adapters, if adapters are on it."""
 
     @_builtins.property
     def refs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...

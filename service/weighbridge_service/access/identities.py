@@ -41,11 +41,13 @@ class Limits:
         streams: of weights, at one time, at each replica of the service.
         bytes_per_second: of weights, over all of its streams, at each replica.
         versions_per_hour: that it opens, at each replica.
+        adapters: pins of versions of one model by adapters whose first version on each it has opened, at all replicas together; None is `bases.DEFAULT_ADAPTERS`.
     """
 
     streams: int | None = None
     bytes_per_second: int | None = None
     versions_per_hour: int | None = None
+    adapters: int | None = None
 
 
 NO_LIMITS = Limits()

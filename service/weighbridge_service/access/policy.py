@@ -40,9 +40,10 @@ from weighbridge_service.access.scopes import Scope, matches
 
 _IDENTITY = {"name", "may", "tokens", "certificates", "users", "subjects", "anybody", "limits"}
 _ISSUER = {"name", "issuer", "audience", "algorithms", "keys"}
-_LIMITS = {"streams", "bytes_per_second", "versions_per_hour"}
+_LIMITS = {"streams", "bytes_per_second", "versions_per_hour", "adapters"}
 _MOST_STREAMS = 65_536
 _MOST_VERSIONS = 100_000
+_MOST_ADAPTERS = 10_000
 _LEAST_RATE = 1_000_000
 """Bytes a second: a message of 1 MiB takes a second then, and the other side does not take the stream for dead."""
 _MOST_BYTES = 2**53
@@ -170,6 +171,7 @@ def _limits(table: Mapping[str, Any], where: str) -> Limits:
         _count(found, "streams", where, _MOST_STREAMS),
         _size(found, "bytes_per_second", where, _LEAST_RATE),
         _count(found, "versions_per_hour", where, _MOST_VERSIONS),
+        _count(found, "adapters", where, _MOST_ADAPTERS),
     )
     if limits.bytes_per_second is not None and limits.streams is None:
         raise InvalidArgument(

@@ -91,7 +91,7 @@ class Quotas:
     def _of(self, identity: Identity) -> Iterator[Quota]:
         used = asdict(self.identities.use_of(identity))
         for kind, limit in asdict(identity.limits).items():
-            if limit is not None:
+            if limit is not None and used[kind] is not None:  # pins are counted in each base's head
                 yield Quota(kind, identity.name, used[kind], limit)
 
     def _sees(self, peer: Peer, namespace: str) -> bool:

@@ -3,6 +3,7 @@
 May import: `models`, `plan`, `runtime`, `weighbridge_storage`, `weighbridge`.
 
 - `catalog`: queries and changes.
+- `bases`: versions of models that adapters are on.
 - `known_models`: the registrations that this process remembers.
 - `questions`: what somebody waits for to be so, and whether it is.
 - `snapshots`: what this process knows of versions beyond the store.

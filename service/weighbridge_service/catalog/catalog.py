@@ -11,7 +11,7 @@ from functools import partial
 from itertools import islice
 
 from weighbridge._core.layouts import TensorSpec
-from weighbridge._core.metadata import Condition, all_hold
+from weighbridge._core.metadata import BaseVersion, Condition, all_hold
 from weighbridge._core.resources import Model, Verification, Version, VersionState, why_failed
 from weighbridge._core.text.counts import named
 from weighbridge._core.text.suggestions import did_you_mean, model_meant, question
@@ -157,7 +157,7 @@ class Catalog:
         listed = self.model(model_name, head).listed if asks else None
         model = model_for_registration(model_name, files, dtype, found, head, listed, weight_map=weight_map)
         known = head is not None and head.registration.get("listed") == model.kept.listed
-        if found and weight_map and model.listed is not None and not known:
+        if found and weight_map and model.listed is not None and not known and not model.is_adapter:
             copies = check_library_model(files["config.json"], model.listed.specs)
             own = [spec for spec in found if spec.name not in copies]
             model = model_for_registration(model_name, files, dtype, own, head) if copies else model
@@ -202,7 +202,12 @@ class Catalog:
                 raise
             meant = self._alike(model_name, shown)
             raise NotFound(f"{error.message}{question(meant)}", fix=_write(meant, error.fix)) from error
-        return summary_from_head(model_name, head, self.refs_of(model_name, head))
+        return self._summary(model_name, head, shown)
+
+    def _summary(self, name: ModelName, head: Head, shown: Callable[[str], bool]) -> Model:
+        """A model as a caller sees it that may know of the models that are ``shown``."""
+        found = summary_from_head(name, head, self.refs_of(name, head))
+        return replace(found, adapters=tuple(filter(shown, found.adapters))) if found.adapters else found
 
     def list_models(
         self, after: str = "", limit: int = 100, shown: Callable[[str], bool] = lambda _name: True
@@ -227,7 +232,7 @@ class Catalog:
             try:
                 history = self.registered_history(name)
                 if history is not None:
-                    found.append(summary_from_head(name, history.head, self.refs_of(name, history.head)))
+                    found.append(self._summary(name, history.head, shown))
             except (
                 DataLoss,
                 FailedPrecondition,
@@ -350,7 +355,24 @@ class Catalog:
         model_name = ModelName.parse(name)
         found = self.resolve(model_name, version, invisible=True)
         known = None if found.state.visible else self.snapshots.get(model_name, found.number)
-        return found if known is None else known.described
+        return self._with_lacks([found])[0] if known is None else known.described
+
+    def _with_lacks(self, versions: list[Version]) -> list[Version]:
+        """Versions, of which those say so whose base was deleted."""
+        lacks: dict[BaseVersion, bool] = {}
+        for index, version in enumerate(versions):
+            base = BaseVersion.of(version.metadata)
+            if base is None or version.error:
+                continue
+            if base not in lacks:
+                try:
+                    history = self.heads.history(ModelName.parse(base.model))
+                    lacks[base] = history is None or history.durable(base.number) is None
+                except WeighbridgeError:  # whether it is there cannot be seen now
+                    lacks[base] = False
+            if lacks[base]:
+                versions[index] = replace(version, error=f"its base {base} was deleted")
+        return versions
 
     def list_versions(
         self,
@@ -375,7 +397,7 @@ class Catalog:
             if len(page) < size or len(found) >= limit:
                 break
             before = page[-1].number
-        return found[:limit]
+        return self._with_lacks(found[:limit])
 
     def _page_of_versions(
         self, name: str, *, before: int, limit: int, include_invisible: bool

@@ -13,6 +13,7 @@ from weighbridge._core.resources import REQUEST_DONE, DeletedModel, Retention, V
 from weighbridge._core.text.counts import counted
 from weighbridge.errors import FailedPrecondition, NotFound, WeighbridgeError
 from weighbridge_service.access.audit import note as note_change
+from weighbridge_service.catalog.bases import Bases
 from weighbridge_service.catalog.catalog import Catalog
 from weighbridge_service.models.registration import is_part_of
 from weighbridge_storage.documents.names import ModelName
@@ -46,6 +47,7 @@ class Collecting:
         on_collected: Callable[[ModelName, History], None],
     ) -> None:
         self._catalog = catalog
+        self._bases = Bases(catalog)
         self._on_collected = on_collected
         self._served: Callable[[ModelName], Mapping[int, Sequence[str]]] = lambda _: {}
         self._every_s = every_s
@@ -77,20 +79,29 @@ class Collecting:
         self._catalog.changes.notify(model)
         return retention
 
-    def delete_version(self, name: str, number: int) -> Version:
+    def delete_version(self, name: str, number: int, *, forced: bool = False) -> Version:
         """Take a version out of history; its objects go with a collection after the grace time.
+
+        Args:
+            name: ``namespace/name``.
+            number: of the version.
+            forced: whether it is deleted although adapters are on it, which then say that they lack it.
 
         Returns:
             The version, which can be read by its number until then.
 
         Raises:
             NotFound: no such model or version.
-            FailedPrecondition: a ref names the version, or it is not durable yet.
+            FailedPrecondition: a ref names the version, it is not durable yet, or adapters are on it.
         """
         model, clock = ModelName.parse(name), self._catalog.readers.clock
-        self._catalog.heads.edit(
-            model, lambda history: (delete_versions(history, [number], clock(), model=model), None)
-        )
+        if not forced:
+            self._release(model)
+
+        def change(history: History) -> tuple[Head, None]:
+            return delete_versions(history, [number], clock(), model=model, forced=forced), None
+
+        self._catalog.heads.edit(model, change)
         self._catalog.changes.notify(model)
         return self._catalog.resolve(model, str(number))
 
@@ -128,6 +139,7 @@ class Collecting:
         if request_id and done is not None and done.request_id == request_id:
             return DeletedModel(str(model), done.versions)
         known = self._catalog.heads.history(model) or self._catalog.history(model)
+        self._release(model)
         count = len(known.versions())
 
         def change(history: History) -> tuple[Head, tuple[History, Head]]:
@@ -160,6 +172,8 @@ class Collecting:
             WeighbridgeError: the store failed before anything could be done.
         """
         catalog, model = self._catalog, ModelName.parse(name)
+        if not dry_run:
+            self._release(model, renew=True)
         report = collect(
             catalog.store,
             catalog.heads,
@@ -181,6 +195,18 @@ class Collecting:
                 self._on_collected(model, history)
             catalog.changes.notify(model)
         return report
+
+    def _release(self, model: ModelName, *, renew: bool = False) -> None:
+        """Give versions free that no adapter is on any more; and pin again those on which versions of this adapter are, if that is asked for.
+
+        What fails is left to another time: a pin that stays keeps a version that need not be kept, and the retention decides by no head but the model's own.
+        """
+        try:
+            self._bases.release(model)
+            if renew:
+                self._bases.renew(model)
+        except WeighbridgeError as error:
+            log.warning("pins of %s are left as they are for now: %s", model, error)
 
     def collect_all(self) -> None:
         """Collect all models; one that fails stops no other."""

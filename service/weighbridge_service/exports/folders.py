@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 from weighbridge._core.text.shortening import shown
+from weighbridge._formats.naming.weight_files import ADAPTER_CONFIG, CONFIG
 from weighbridge.errors import InvalidArgument, Unavailable
 from weighbridge_storage.documents.names import check_component
 
@@ -21,8 +22,8 @@ log = logging.getLogger(__name__)
 _MOST_COMPONENTS = 8
 _PARTIAL = ".export-"
 """How the names of folders begin that are being written."""
-_IN_EACH = "config.json"
-"""A file that each export has."""
+_IN_EACH = (CONFIG, ADAPTER_CONFIG)
+"""Files of which each export has one."""
 _OWN_NAME = re.compile(r"(.+--.+)--[0-9]+(?:-[0-9]+)?")
 """What `own_name` gives, with what `free_name` may put behind it."""
 
@@ -59,7 +60,7 @@ def inside(root: Path, folder: str) -> Path:
     for parent in itertools.takewhile(lambda path: path != root, target.parents):
         if parent.exists() and not parent.is_dir():
             raise InvalidArgument(f"{parent} is not a folder", fix="name another folder")
-        if (parent / _IN_EACH).exists():
+        if any((parent / name).exists() for name in _IN_EACH):
             raise InvalidArgument(
                 f"{shown(folder)} leads into another export, which is to stay as it is",
                 fix="name another folder",

@@ -6,6 +6,7 @@ May import: `families`, `plan`, `weighbridge_storage`, `weighbridge`.
 - `registration`: what is checked and derived from its files, and what heads keep of it.
 - `model_tensors`: its tensors and their dtypes.
 - `listed_tensors`: its tensors as a list, where its model type has no weight map.
+- `adapters`: what is checked of an adapter of peft.
 - `bridges`: its tensors on both sides, as its family says.
 - `bridge_process`: a process of its own that makes them, so that the service imports no torch.
 - `library_models`: comparison of a model's tensors with transformers' own model of its config.

@@ -14,7 +14,8 @@ from weighbridge._core.lru import Cache
 from weighbridge._core.slices import LayoutRequest
 from weighbridge._core.tensor_spaces import TensorSpace
 from weighbridge._core.text.counts import counted, first_lines
-from weighbridge._formats.safetensors_files import FilesLayout, lay_out_files
+from weighbridge._formats.naming.weight_files import is_adapter
+from weighbridge._formats.safetensors_files import FilesLayout, lay_out_adapter, lay_out_files
 from weighbridge.errors import InvalidArgument, LayoutError
 from weighbridge_service.families import model_types, no_weight_map
 from weighbridge_service.models.bridges import Bridge, bridge_for, parse_config
@@ -56,7 +57,7 @@ class RegisteredModel:
 
     Args:
         name: the model's name.
-        config_json: content of its ``config.json``.
+        config_json: content of its ``config.json``; of an adapter, of its ``adapter_config.json``.
         kept: what the config leaves open about its tensors.
         files_id: which set of files was registered.
         side_files: their names.
@@ -104,6 +105,11 @@ class RegisteredModel:
         if self.listed is not None:
             raise _not_mapped(self)
         return bridge_for(self.config_json, self.kept.absent)
+
+    @property
+    def is_adapter(self) -> bool:
+        """Whether its versions are changes on versions of another model, as peft keeps them."""
+        return is_adapter(self.side_files)
 
     @property
     def by_version(self) -> bool:
@@ -184,7 +190,8 @@ class RegisteredModel:
     @cached_property
     def files(self) -> FilesLayout:
         """How versions of the model lie in safetensors files."""
-        return lay_out_files(list(self.tensors.values()))
+        tensors = list(self.tensors.values())
+        return lay_out_adapter(tensors) if self.is_adapter else lay_out_files(tensors)
 
     @cached_property
     def identity(self) -> str:
@@ -344,6 +351,11 @@ def model_type_of(config: Mapping[str, Any]) -> str:
 
 def _not_mapped(model: RegisteredModel) -> InvalidArgument:
     """The error that a model without a weight map is asked for what needs one."""
+    if model.is_adapter:
+        return InvalidArgument(
+            f"{model.name} is an adapter, whose tensors are not cut by ranks of an engine or a trainer",
+            fix="pull whole tensors or boxes, or load it with peft: docs/adapters.md",
+        )
     names = (
         "use Hugging Face's names: push_state_dict, push_folder, restore_state_dict; pull whole tensors or boxes, or by an "
         "engine's plug-in"

@@ -10,10 +10,13 @@ from typing import Any
 from weighbridge._core import dtypes
 from weighbridge._core.block_scales import says_quantized
 from weighbridge._core.layouts import TensorSpec
+from weighbridge._core.metadata import BaseVersion
 from weighbridge._core.resources import Model
 from weighbridge._core.text.shortening import shown
+from weighbridge._formats.naming.weight_files import ADAPTER_CONFIG, config_name, is_adapter
 from weighbridge.errors import Conflict, DataLoss, FailedPrecondition, InvalidArgument
 from weighbridge_service.families import has_weight_map, no_weight_map
+from weighbridge_service.models.adapters import check_adapter_config
 from weighbridge_service.models.bridges import bridge_for, parse_config
 from weighbridge_service.models.listed_tensors import ListedTensors, read_tensor_list
 from weighbridge_service.models.model_tensors import ModelTensors, tensors_found, usual_dtype
@@ -88,25 +91,37 @@ def model_for_registration(
             tensors are known, the dtype is not known, or the tensors are not those of the config.
     """
     check_file_names(files)
-    if "config.json" not in files:
+    if "config.json" not in files and ADAPTER_CONFIG not in files:
         raise InvalidArgument(
             "config.json is not among the model's files",
             fix="name a folder that model.save_pretrained() has written",
         )
-    config = parse_config(files["config.json"])
+    config_json = files[config_name(files)]
+    config = parse_config(config_json)
+    if is_adapter(files):
+        check_adapter_config(config)
     # transformers has written either name, and reads a missing one as float32
     named = dtype or config.get("dtype") or config.get("torch_dtype") or "float32"
     kept = ModelTensors(dtypes.parse(str(named)))
     model_type = model_type_of(config)
-    same_type = there is not None and there.registration.get("model_type") == model_type
+    same_type = (
+        there is not None
+        and there.registration.get("model_type") == model_type
+        and is_adapter_head(there) == is_adapter(files)
+    )
     first_version = 1 if there is None else there.first_version
     files_id = files_id_of(first_version, files_identity(files))
     has_versions = there is not None and there.next_version > first_version
+    if is_adapter(files) and not found:
+        raise InvalidArgument(
+            f"nothing says which tensors the adapter {name} has",
+            fix="register it by its folder: weighbridge import ADAPTER_DIR MODEL --base BASE@VERSION, or TrainerClient.push_adapter",
+        )
     goes_on = there is not None and is_listed(there) and same_type and (has_versions or not found)
     if not weight_map or goes_on or not has_weight_map(config):
         tensors = _listed(config, dtype, found, listed if same_type else None)
         kept = ModelTensors(usual_dtype(tensors.specs), listed=tensors.digest)
-        return RegisteredModel(name, files["config.json"], kept, files_id, sorted(files), tensors)
+        return RegisteredModel(name, config_json, kept, files_id, sorted(files), tensors)
     if found:
         by_files = tensors_found(bridge_for(files["config.json"]), config, found)
         kept = replace(kept, absent=by_files.absent) if dtype else by_files
@@ -170,6 +185,11 @@ def with_part(name: ModelName, head: Head, of: Head, now_ms: int) -> Head:
         head = delete_model(head, now_ms)
     if head.files_id:
         return head
+    if is_adapter_head(of):
+        raise FailedPrecondition(
+            f"{name.model} is an adapter, and adapters have no {name.part} states",
+            fix="push the training state with the model that is trained: docs/recipes/lora.md",
+        )
     model = part_registration(name, head)
     kept = {"model_type": "", **model.kept.to_json(), "tensor_count": 0, "tensor_bytes": 0, "files": []}
     return register(head, model.files_id, {**kept, _SINCE: _since_ms(of)})
@@ -194,6 +214,7 @@ def registration_of(model: RegisteredModel) -> dict[str, Any]:
         "files": list(model.side_files),
         "tensors_digest": model.files.layout.digest,
         "identity": model.identity,
+        **({"adapter": True} if model.is_adapter else {}),
     }
 
 
@@ -206,7 +227,19 @@ def registered(head: Head, model: RegisteredModel) -> Head:
     """
     if first_version_of(model.files_id) != head.first_version:
         raise Conflict(f"{model.name} was deleted meanwhile", fix="register it again")
+    if head.next_version > head.first_version and model.is_adapter != is_adapter_head(head):
+        before, now = ("an adapter", "a model") if is_adapter_head(head) else ("a model", "an adapter")
+        raise FailedPrecondition(
+            f"{model.name} is registered as {before}, and this is {now}",
+            fix="use another model name",
+        )
     if head.next_version > head.first_version and not _agree(head.registration, model):
+        if model.is_adapter:
+            raise FailedPrecondition(
+                f"{model.name} is registered already, with {head.registration.get('tensor_count')} other tensors: rank, target modules and dtypes "
+                "of an adapter stay as they were when its first version was pushed",
+                fix="use another model name for this adapter",
+            )
         raise FailedPrecondition(
             f"{model.name} is registered already, with other tensors or other heads: as {head.registration.get('model_type')} in "
             f"{head.registration.get('dtype')} with {head.registration.get('tensor_count')} tensors",
@@ -241,9 +274,22 @@ def summary_from_head(name: ModelName, head: Head, refs: Mapping[str, int]) -> M
             files=tuple(kept["files"]),
             refs=refs,
             weight_map=not (name.part or is_listed(head)),
+            adapters=tuple(sorted({pin.adapter for pin in head.pins})),
+            base=_newest_base(head),
         )
     except (KeyError, TypeError) as error:
         raise DataLoss(f"the registration in the head of {name} is incomplete: {error!r}") from error
+
+
+def _newest_base(head: Head) -> str:
+    """The base of the newest version of an adapter that the head itself lists; empty of other models."""
+    if not is_adapter_head(head):
+        return ""
+    said = {number: each.metadata for number, each in head.recent.items()}
+    said |= {number: each.metadata for number, each in head.open.items()}
+    return next(
+        (str(base) for number in sorted(said, reverse=True) if (base := BaseVersion.of(said[number]))), ""
+    )
 
 
 def check_registration(name: ModelName, head: Head) -> ModelTensors:
@@ -261,7 +307,7 @@ def check_registration(name: ModelName, head: Head) -> ModelTensors:
             all(isinstance(text, str) for text in texts)
             and all(type(n) is int and n >= 0 for n in numbers)
             and isinstance(files, list)
-            and (name.part or "config.json" in [check_file_name(file) for file in files])
+            and (name.part or config_name(files) in [check_file_name(file) for file in files])
         )
     except InvalidArgument as error:
         raise DataLoss(f"the registration in the head of {name} is damaged: {error.message}") from error
@@ -274,13 +320,18 @@ def load_model(store: ObjectStore, name: ModelName, head: Head) -> RegisteredMod
     """A model that was registered before, perhaps by another process."""
     if name.part:
         return part_registration(name, head)
-    config, _ = store.get(files_key(name, head.files_id, "config.json"))
+    config, _ = store.get(files_key(name, head.files_id, config_name(head.registration["files"])))
     kept = _kept(name, head)
     listed = read_tensor_list(store, name, kept.listed, head.first_version) if kept.listed else None
     try:
         return RegisteredModel(name, config, kept, head.files_id, head.registration["files"], listed)
     except (KeyError, TypeError) as error:
         raise DataLoss(f"the registration in the head of {name} is damaged: {error!r}") from error
+
+
+def is_adapter_head(head: Head) -> bool:
+    """Whether a model is registered as an adapter."""
+    return bool(head.registration.get("adapter"))
 
 
 def is_listed(head: Head) -> bool:

@@ -232,12 +232,18 @@ class Serving:
         return self._mapped(ModelName.parse(name)).pull_layout(FullTensors())
 
     def _mapped(self, name: ModelName) -> RegisteredModel:
-        """A model whose versions all have the same tensors."""
+        """A model whose versions all have the same tensors, and all that it computes with."""
         model = self._catalog.model(name)
         if model.by_version:
             raise InvalidArgument(
                 f"each version of {name} has tensors of its own, under the names that its trainer gave them",
                 fix="pull tensors or boxes of one version by these names",
+            )
+        if model.is_adapter:
+            raise InvalidArgument(
+                f"{name} is an adapter, and trainers push whole models and restore them",
+                fix="push it by push_adapter(model, peft_model, base=...), load it with peft, or push and restore the merged model under another name: "
+                "docs/adapters.md",
             )
         return model
 

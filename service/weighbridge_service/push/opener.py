@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 
+from weighbridge._core.metadata import BASE, BASE_DIGEST
 from weighbridge._core.resources import Version, VersionState, why_failed
 from weighbridge._core.text.counts import counted
 from weighbridge.errors import (
@@ -24,6 +25,7 @@ from weighbridge_service.access.peer import Peer
 from weighbridge_service.admission.identity_quotas import Opening
 from weighbridge_service.admission.policy_quotas import Quotas
 from weighbridge_service.admission.quotas import may_have
+from weighbridge_service.catalog.bases import Bases
 from weighbridge_service.catalog.catalog import Catalog
 from weighbridge_service.catalog.head_versions import invisible_version
 from weighbridge_service.catalog.holding import HoldReasons
@@ -87,6 +89,7 @@ class Opener:
         self.leaving: on.Draining | None = None
         self.closed = False
         self._catalog = catalog
+        self._bases = Bases(catalog)
         self._registry = registry
         self._facilities = facilities
         self._home = facilities.home
@@ -126,6 +129,7 @@ class Opener:
             InvalidArgument: a number or text is out of bounds, or contradicts what another rank has said.
             ResourceExhausted: too many versions are being received, or who opens it or the namespace has no more of what the policy allows.
             VersionFailed: another rank has said that it cannot take part; is raised once.
+            WeighbridgeError: as `Bases.find` and `Bases.pin`, of a version of an adapter, whose base is in what is ``said``.
         """
         model_name = ModelName.parse(name)
         if at_least and not model_name.part:
@@ -138,6 +142,9 @@ class Opener:
             raise InvalidArgument(f"step {step} is not between 0 and 2**53")
         for what, text in (("run", run), ("request_id", request_id), ("client_id", client_id)):
             check_text(what, text)
+        wanted = str(said.metadata.get(BASE, ""))
+        own = {key: value for key, value in said.metadata.items() if key not in (BASE, BASE_DIGEST)}
+        said = replace(said, metadata=own)
         identity, called = (EVERYBODY, "") if by is None else (by.identity, by.name)
         asked_for = (step, run, ranks)
         find = partial(self._opened_before, model_name, asked_for, request_id, client_id, said)
@@ -149,6 +156,7 @@ class Opener:
                 fix="push weights first: a training state has the number of those that it is pushed with",
             )
         model = self._catalog.model(model_name)
+        base = self._bases.find(model, wanted, by)
         nbytes = self._room_for(model)
         with self.opening(model_name):
             if (there := find()) is not None:
@@ -175,6 +183,7 @@ class Opener:
                 by=called,
                 at_least=at_least,
                 other=told,
+                base=base,
                 home=self._home,
                 given_up=given_up,
                 receiving=receiving,
@@ -182,6 +191,7 @@ class Opener:
             )
             with self._quotas.opening(identity, model_name, nbytes, is_open) as room:
                 entry, head = self._open(model_name, asked, client_id, room)
+                self._pin(model_name, entry, wanted, identity.limits.adapters)
             if is_alone_elsewhere(entry, self._home):  # its ranks are sent there when they declare
                 return replace(version_opened(model, entry), held=entry.held)
             if (
@@ -196,6 +206,22 @@ class Opener:
             log.warning("%s: another job has pushed %s since this one did", session.snapshot.version, told)
         log.info("opened %s for run %s with %s", session.snapshot.version, run, counted(ranks, "rank"))
         return session.snapshot.version
+
+    def _pin(self, name: ModelName, entry: OpenEntry, wanted: str, most: int | None) -> None:
+        """Have the base of a version that was just opened keep it; without that, the version is given up.
+
+        Raises:
+            InvalidArgument: another rank has opened the version on another base.
+            NotFound: the base was deleted meanwhile.
+            ResourceExhausted: who opens it has adapters on as many versions as they may.
+        """
+        self._bases.check_same(entry, wanted)
+        try:
+            self._bases.pin(name, entry, most)
+        except (NotFound, ResourceExhausted) as error:
+            with suppress(WeighbridgeError):
+                self.give_up(name, entry.number, error.message)
+            raise
 
     @property
     def draining(self) -> bool:

@@ -15,7 +15,7 @@ from weighbridge._core.resources import REQUEST_PENDING
 from weighbridge._core.text.shortening import shown
 from weighbridge.errors import InvalidArgument
 from weighbridge_storage.documents import strict_json
-from weighbridge_storage.documents.names import MAX_VERSION, check_ref_name, check_request_id
+from weighbridge_storage.documents.names import MAX_VERSION, ModelName, check_ref_name, check_request_id
 
 MAX_TEXT = 256
 MAX_REASONS = 16
@@ -236,6 +236,30 @@ class Ref:
 
     def __post_init__(self) -> None:
         check_fields(self, version=_NUMBER)
+
+
+@dataclass(frozen=True, slots=True)
+class PinEntry:
+    """A pin of a version by an adapter: versions of the adapter are, or are about to be, on this one.
+
+    Attributes:
+        version: the number of the version that is kept.
+        adapter: ``namespace/name`` of the adapter.
+        newest: the highest number of a version of the adapter for which the pin was asked. A pin that is removed by what the adapter's head had said before
+            that version was opened would be removed from under it.
+        by: the identity that has pinned it first; empty if it has no name.
+        extra: the fields that this release does not know.
+    """
+
+    version: int
+    adapter: str
+    newest: int
+    by: str = ""
+    extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        check_fields(self, version=_NUMBER, newest=_NUMBER)
+        ModelName.parse(self.adapter)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ May import: `stores`, `documents`, `weighbridge`.
 - `head`: content of `head.json`.
 - `head_changes`: transitions of history, refs and rules; pure.
 - `open_versions`: transitions of versions that are being received; pure.
+- `pins`: versions that adapters keep; pure.
 - `requests`: approvals of held versions, and requests to change protected refs; pure.
 - `head_store`: conditional reads and writes of heads.
 - `history`: versions that a head leads to.

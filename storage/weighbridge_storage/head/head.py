@@ -18,6 +18,7 @@ from weighbridge_storage.documents import document_digests, entry_json, strict_j
 from weighbridge_storage.documents.entries import (
     FailedEntry,
     OpenEntry,
+    PinEntry,
     ProtectionEntry,
     Ref,
     RequestEntry,
@@ -36,15 +37,26 @@ LISTED_TENSORS = "listed-tensors"
 PROTECTED_REFS = "protected-refs"
 KEPT_STEPS = "kept-steps"
 FILE_FOLDERS = "file-folders"
+ADAPTER, PINNED = "adapter", "pinned-versions"
 FEATURES: frozenset[str] = frozenset(
-    (HELD_VERSIONS, DELETED, LISTED_TENSORS, PROTECTED_REFS, KEPT_STEPS, FILE_FOLDERS)
+    (
+        HELD_VERSIONS,
+        DELETED,
+        LISTED_TENSORS,
+        PROTECTED_REFS,
+        KEPT_STEPS,
+        FILE_FOLDERS,
+        ADAPTER,
+        PINNED,
+    )
 )
 """The features that a head may require here. `HELD_VERSIONS`: there are versions that are, or will be, held; who does not know it would
 take them for the newest. `DELETED`: a model of this name was deleted, and its numbers go on; who does not know it would go on
 receiving versions of it, or take what is left of them for rubbish of now. `LISTED_TENSORS`: the registration names a list of tensors; who does not know it would derive others from the config. `PROTECTED_REFS`:
 refs are protected; who does not know it would move them for whoever asks. `KEPT_STEPS`: the retention counts steps; a program that does not know
 it would delete what that keeps. `FILE_FOLDERS`: registered files lie in folders; a program that does not know it could not publish a
-version that has them."""
+version that has them. `ADAPTER`: the model is an adapter; a program that does not know it would receive versions of it without a base. `PINNED`: adapters
+pin versions; a program that does not know it would delete them."""
 REMEMBERED_WRITES = 64
 """How many write ids a head remembers: a writer whose response was lost finds its own among them."""
 REMEMBERED_FAILURES = 32
@@ -107,7 +119,7 @@ class Head:
         generation: how often the head was written; 0 before the first time.
         next_version: the number that the next version gets, above all numbers given so far.
         files_id: which side files (config, tokenizer) are registered now; empty before the first registration.
-        registration: what else was registered with the model, as JSON; of it, this module looks at ``listed`` and ``files`` alone.
+        registration: what else was registered with the model, as JSON; of it, this module looks at ``listed``, ``files`` and ``adapter`` alone.
         recent: entries that the tree does not have, or has as they were before, by number.
         removed: numbers whose entries in the tree count as removed.
         root: the root of the tree; None as long as there is no tree.
@@ -124,6 +136,7 @@ class Head:
             in the order in which they were asked.
         writes: ids of the last `REMEMBERED_WRITES` writes, the newest last.
         deletion: the last deletion of a model of this name; None if there was none.
+        pins: which adapters are on which versions, in the order of versions and names; these versions are kept.
         extra: the fields that this release does not know.
 
     Raises:
@@ -149,6 +162,7 @@ class Head:
     requests: tuple[RequestEntry, ...] = ()
     writes: tuple[str, ...] = ()
     deletion: Deletion | None = None
+    pins: tuple[PinEntry, ...] = ()
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -163,6 +177,9 @@ class Head:
         if len(self.writes) > REMEMBERED_WRITES:
             raise InvalidArgument(f"{len(self.writes)} writes are remembered, more than {REMEMBERED_WRITES}")
         self._check_deletion()
+        places = [(pin.version, pin.adapter) for pin in self.pins]
+        if places != sorted({*places}) or any(number >= self.next_version for number, _ in places):
+            raise InvalidArgument("pins are not in order, or of a version that there never was")
 
     @property
     def deleted(self) -> bool:
@@ -210,6 +227,8 @@ class Head:
             PROTECTED_REFS: bool(self.protected),
             FILE_FOLDERS: isinstance(files, list) and any("/" in str(name) for name in files),
             KEPT_STEPS: bool(self.retention.keep_every_steps),
+            ADAPTER: bool(self.registration.get("adapter")),
+            PINNED: bool(self.pins),
         }
         return tuple(feature for feature, is_wanted in wanted.items() if is_wanted)
 
@@ -319,6 +338,7 @@ class Head:
                     if self.requests
                     else {}
                 ),
+                **({"pins": [entry_json.to_json(each) for each in self.pins]} if self.pins else {}),
                 **({} if self.deletion is None else {"deletion": entry_json.to_json(self.deletion)}),
             }
         )
@@ -353,6 +373,7 @@ class Head:
         with strict_json.malformed_as_data_loss(where):
             protected = gate.table("protected") if "protected" in gate else {}
             requests = document.array("requests") if "requests" in document else []
+            pins = document.array("pins") if "pins" in document else []
             removed = [check_number("removed version", n, 1, MAX_VERSION) for n in document.array("removed")]
             return Head(
                 generation=document.integer("generation", 1),
@@ -376,6 +397,10 @@ class Head:
                     for i, value in enumerate(requests)
                 ),
                 writes=tuple(document.array("writes")),
+                pins=tuple(
+                    entry_json.from_json(PinEntry, value, f"{where}, pins[{i}]")
+                    for i, value in enumerate(pins)
+                ),
                 deletion=entry_json.nullable(Deletion, document, "deletion")
                 if "deletion" in document
                 else None,

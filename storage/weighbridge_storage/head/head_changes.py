@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from weighbridge._core.resources import REF_LATEST, Gate, Retention
+from weighbridge._core.text.counts import named
 from weighbridge._core.text.shortening import shown
 from weighbridge.errors import (
     AlreadyExists,
@@ -22,9 +23,12 @@ from weighbridge_storage.documents.names import check_ref_name
 from weighbridge_storage.head.head import REMEMBERED_WRITES, Deletion, Head, Mark
 from weighbridge_storage.head.history import History
 from weighbridge_storage.head.open_versions import still_open
+from weighbridge_storage.head.pins import pinned_by
 
 MAX_REFS = 1024
 """Most refs of one model."""
+_NAMED = 5
+"""Adapters that an error names."""
 
 
 def publish(history: History, entry: VersionEntry) -> Head:
@@ -94,7 +98,12 @@ def delete_ref(head: Head, name: str) -> Head:
 
 
 def delete_versions(
-    history: History, numbers: Collection[int], retired_ms: int, *, model: object = "MODEL"
+    history: History,
+    numbers: Collection[int],
+    retired_ms: int,
+    *,
+    model: object = "MODEL",
+    forced: bool = False,
 ) -> Head:
     """Take versions out of history; their objects may be deleted once nobody reads them any more.
 
@@ -105,10 +114,11 @@ def delete_versions(
         numbers: of the versions.
         retired_ms: milliseconds since 1970 UTC.
         model: the model's name, for errors.
+        forced: whether versions are deleted that adapters are on. Their pins go with them, and the adapters stay without a base.
 
     Raises:
         NotFound: one of them is not there.
-        FailedPrecondition: one is still being received, or a ref names it or is asked to. ``latest`` always names one, so the newest version
+        FailedPrecondition: an adapter is on one, and it is not ``forced``; one is still being received, or a ref names it or is asked to. ``latest`` always names one, so the newest version
             that is not held cannot be deleted.
     """
     head = history.head
@@ -122,9 +132,9 @@ def delete_versions(
         for number, entry in found.items()
         if not entry.retired
     }
-    named = head.ref_numbers
-    for number in gone.keys() & set(named.values()):
-        names = sorted(name for name, other in named.items() if other == number)
+    refs = head.ref_numbers
+    for number in gone.keys() & set(refs.values()):
+        names = sorted(name for name, other in refs.items() if other == number)
         raise FailedPrecondition(
             f"version {number} is what {', '.join(names[:5])} names",
             fix="publish a newer version first"
@@ -137,7 +147,17 @@ def delete_versions(
                 f"version {number} is what {ref} is asked to name",
                 fix="approve or withdraw the request first",
             )
-    return replace(head, recent={**head.recent, **gone})
+    for number in sorted(gone if not forced else ()):
+        if adapters := pinned_by(head, number):
+            raise FailedPrecondition(
+                f"version {number} is the base of {named(adapters, _NAMED)}",
+                fix="delete the adapters' versions first, and collect; or delete it all the same with --force: they cannot be loaded by it any more",
+            )
+    return replace(
+        head,
+        recent={**head.recent, **gone},
+        pins=tuple(pin for pin in head.pins if pin.version not in gone),
+    )
 
 
 def forget_versions(history: History, numbers: Collection[int]) -> Head:
@@ -178,12 +198,18 @@ def delete_model(head: Head, now_ms: int, *, request_id: str = "", versions: int
         versions: how many were part of its history.
 
     Raises:
-        FailedPrecondition: versions are being received, or refs are protected.
+        FailedPrecondition: versions are being received, refs are protected, or adapters are on versions of the model.
     """
     if head.protected:
         raise FailedPrecondition(
             f"refs of the model are protected: {', '.join(sorted(head.protected)[:5])}",
             fix="protect them no longer first, which takes what it takes to move them: weighbridge gate MODEL --unprotect REF",
+        )
+    if head.pins:
+        adapters = sorted({pin.adapter for pin in head.pins})
+        raise FailedPrecondition(
+            f"versions of the model are the base of {named(adapters, _NAMED)}",
+            fix="delete these adapters first, and collect the model; or delete those versions with --force: weighbridge delete MODEL@NUMBER --force",
         )
     if head.open:
         numbers = ", ".join(map(str, sorted(head.open)[:5]))

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from weighbridge._core.metadata import OTHER_WRITER, Metadata, by_trainer, with_other_writer
+from weighbridge._core.metadata import (
+    OTHER_WRITER,
+    BaseVersion,
+    Metadata,
+    by_trainer,
+    checked_metadata,
+    with_other_writer,
+)
 from weighbridge._core.resources import HELD_CANDIDATE, Version, VersionState
 from weighbridge._core.text.counts import counted
 from weighbridge._core.text.shortening import shown
@@ -54,6 +61,7 @@ class Asked:
         by: who opens it, as the service knows them; stays who came first.
         at_least: the lowest number that a new version gets; those that are passed by are never given.
         other: which version another job has pushed since the one that opens this one has; kept in the metadata of a new version.
+        base: the version that a version of an adapter is on; likewise.
     """
 
     request_id: str
@@ -66,6 +74,7 @@ class Asked:
     by: str = ""
     at_least: int = 0
     other: str = ""
+    base: BaseVersion | None = None
 
 
 def open_version(head: Head, asked: Asked, now_ms: int) -> tuple[Head, OpenEntry]:
@@ -111,7 +120,7 @@ def open_version(head: Head, asked: Asked, now_ms: int) -> tuple[Head, OpenEntry
         parent=head.latest,
         held=(HELD_CANDIDATE,) if said.candidate or head.gate.approval_required else (),
         allow_nonfinite=said.allow_nonfinite or head.gate.allow_nonfinite,
-        metadata=with_other_writer(said.metadata, asked.other),
+        metadata=with_other_writer(_with_base(said.metadata, asked.base), asked.other),
         nbytes=asked.nbytes,
         by=asked.by,
         cast_from=tuple(sorted(said.cast_from)),
@@ -139,14 +148,21 @@ def check_same_request(number: int, there: tuple[int, str, int], asked: tuple[in
 def _with_said(there: OpenEntry, said: Said) -> OpenEntry:
     """An open version of which a further rank says something. What was approved meanwhile stays so."""
     check_same_metadata(there.number, there.metadata, said.metadata)
+    base = BaseVersion.of(there.metadata)
+    metadata = _with_base(by_trainer(there.metadata) or said.metadata, base)
     other = str(there.metadata.get(OTHER_WRITER, ""))
     return replace(
         there,
         held=tuple(sorted({*there.held, HELD_CANDIDATE})) if said.candidate else there.held,
         allow_nonfinite=there.allow_nonfinite or said.allow_nonfinite,
-        metadata=with_other_writer(by_trainer(there.metadata) or said.metadata, other),
+        metadata=with_other_writer(metadata, other),
         cast_from=tuple(sorted(said.cast_from.union(there.cast_from))),
     )
+
+
+def _with_base(metadata: Metadata, base: BaseVersion | None) -> Metadata:
+    """Metadata and the base of a version of an adapter. Raises InvalidArgument if there is no room for both."""
+    return metadata if base is None else checked_metadata({**base.metadata, **metadata})
 
 
 def check_same_metadata(number: int, there: Metadata, asked: Metadata) -> None:

@@ -1,6 +1,6 @@
 """Decision which versions of a model are kept, and by what. Everything here is pure.
 
-A version is kept if a ref names it, if an engine serves it, or if one of the rules of the model's retention speaks for it. ``latest`` names the highest
+A version is kept if a ref names it, if an engine serves it, if an adapter is on it, or if one of the rules of the model's retention speaks for it. ``latest`` names the highest
 version that is not held, so that one is always kept.
 
 A version that is held never takes the place of one that is not. `Retention.keep_last` speaks for so many of the newest that are not
@@ -22,6 +22,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from weighbridge._core.reports.collection import (
+    RULE_ADAPTERS,
     RULE_KEEP_EVERY,
     RULE_KEEP_EVERY_STEPS,
     RULE_KEEP_EVERYTHING,
@@ -72,9 +73,12 @@ def decide(
     refs: defaultdict[int, list[str]] = defaultdict(list)
     for name, number in sorted([*head.ref_numbers.items(), *head.requested(now_ms).items()]):
         refs[number].append(name)
+    pinned = {pin.version for pin in head.pins}
     kept, retired = [], []
     for number in versions:
         speaking = tuple(rule for rule, numbers in rules.items() if number in numbers)
+        if number in pinned:
+            speaking = (*speaking, RULE_ADAPTERS)
         engines = tuple(served.get(number, ()))
         if speaking or engines or number in refs:
             kept.append(KeptVersion(number, speaking, tuple(refs.get(number, ())), engines))

@@ -73,6 +73,7 @@ def prove_command(
     model = reference.model
     engine = _engine_at(checked_url(url), model, engine_server or server, engine_key)
     with engine_of(server) as client:
+        client.model(model).check_whole()
         engine.connect()
         number = (
             client.version(model, reference.version).number if reference.version else engine.serving().version

@@ -139,10 +139,10 @@ def approve(model: str, version: str | int | None, *, by: str, note: str) -> Ste
     return wire.version_from_proto((yield from _call("ApproveVersion", request)).version)
 
 
-def delete_version(model: str, version: str | int | None) -> Steps[Version]:
-    """Take a version out of history."""
+def delete_version(model: str, version: str | int | None, *, force: bool = False) -> Steps[Version]:
+    """Take a version out of history; with ``force``, also if adapters are on it."""
     meant = Reference.of(model, version)
-    request = pb.DeleteVersionRequest(model=meant.model, number=meant.number)
+    request = pb.DeleteVersionRequest(model=meant.model, number=meant.number, force=force)
     return wire.version_from_proto((yield from _call("DeleteVersion", request)).version)
 
 

@@ -12,6 +12,8 @@ RULE_KEEP_YOUNGER = "keep_younger_s"
 RULE_KEEP_EVERY_STEPS = "keep_every_steps"
 RULE_KEEP_EVERYTHING = "keep_everything"
 """Speaks for every version as long as the model has no other rule."""
+RULE_ADAPTERS = "adapters"
+"""Keeps every version that an adapter is on, beside the model's rules."""
 MOST_PROBLEMS = 100
 
 

@@ -24,11 +24,15 @@ _OF_A_RANK = (
     (re.compile(r"model-rank-\d+-part-\d+\.safetensors"), "vLLM's sharded_state"),
     (re.compile(r"model\d+-mp\d+\.safetensors"), "DeepSeek's convert.py"),
 )
+CONFIG = "config.json"
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+"""The files of an adapter, as peft calls them."""
 CONSOLIDATE = (
     "consolidate them first: consolidate_safetensors_files_on_every_rank or consolidate_safetensors_files of "
     "torch.distributed.checkpoint._consolidate_hf_safetensors; or save with enable_consolidation=True"
 )
 MERGE_ADAPTER = "merge it first: AutoPeftModelForCausalLM.from_pretrained(ADAPTER_FOLDER).merge_and_unload().save_pretrained(NEW_FOLDER)"
+IMPORT_ADAPTER = "or keep it as it is, by its base: weighbridge import ADAPTER_FOLDER MODEL --base BASE@VERSION, with a model name of its own"
 _FORMATS_OF_OTHERS = ("tf", "flax")
 _NAMED = 20
 
@@ -44,6 +48,16 @@ class WeightFiles:
 
     taken: tuple[str, ...]
     left_out: tuple[str, ...] = ()
+
+
+def is_adapter(files: Collection[str]) -> bool:
+    """Whether the files besides the weights, by their names, are those of an adapter of peft and not of a model."""
+    return ADAPTER_CONFIG in files and CONFIG not in files
+
+
+def config_name(files: Collection[str]) -> str:
+    """The file that describes the weights, of the files besides them."""
+    return ADAPTER_CONFIG if is_adapter(files) else CONFIG
 
 
 def weight_files(there: Collection[str], listed: Iterable[str] | None) -> WeightFiles:
@@ -73,7 +87,7 @@ def weight_files(there: Collection[str], listed: Iterable[str] | None) -> Weight
     if adapters:
         raise InvalidArgument(
             f"{' and '.join(adapters)} in the folder is an adapter, and no weights of a model",
-            fix=f"{MERGE_ADAPTER}; where the folder has the merged weights as well, move it away",
+            fix=f"{MERGE_ADAPTER}; {IMPORT_ADAPTER}; where the folder has the merged weights as well, move it away",
         )
     _check_series(taken)
     return WeightFiles(taken, tuple(sorted(set(there).difference(taken))))

@@ -11,7 +11,7 @@ from pathlib import Path
 from weighbridge._core.file_names import MOST_LEVELS
 from weighbridge._core.text.shortening import readable
 from weighbridge._core.text.sizes import readable_size
-from weighbridge._formats.naming.weight_files import MERGE_ADAPTER
+from weighbridge._formats.naming.weight_files import ADAPTER_CONFIG, IMPORT_ADAPTER, MERGE_ADAPTER
 from weighbridge._formats.side_files.choice import Found, choose, is_passed_over
 from weighbridge._formats.side_files.regular import fault_of, read_regular
 from weighbridge.errors import DataLoss, InvalidArgument, NotFound, WeighbridgeError
@@ -57,8 +57,10 @@ class SideFiles:
                 f"there is no folder {folder}", fix="name one that model.save_pretrained() has written"
             )
         if not os.path.lexists(folder / CONFIG):
-            if (folder / "adapter_config.json").is_file():
-                raise NotFound(f"{folder} is an adapter of peft, and no model", fix=MERGE_ADAPTER)
+            if (folder / ADAPTER_CONFIG).is_file():
+                raise NotFound(
+                    f"{folder} is an adapter of peft, and no model", fix=f"{MERGE_ADAPTER}; {IMPORT_ADAPTER}"
+                )
             raise NotFound(
                 f"there is no {CONFIG} in {folder}",
                 fix="name a folder that model.save_pretrained() has written",

@@ -66,8 +66,9 @@ def check_model(config: Any, client: EngineClient, version: Version) -> None:
         version: the version.
 
     Raises:
-        FailedPrecondition: says what differs.
+        FailedPrecondition: says what differs, or that it is an adapter.
     """
+    version.check_whole()
     if config is not None:
         theirs = client.model_files(version.model, version.number).get("config.json")
         if theirs is not None:

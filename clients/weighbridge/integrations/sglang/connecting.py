@@ -15,6 +15,7 @@ import torch
 from sglang.srt.connector import BaseFileConnector
 
 from weighbridge._formats.hf_folder import write_side_files
+from weighbridge._formats.naming.weight_files import is_adapter
 from weighbridge.follow.wanted import SCHEME, Wanted
 from weighbridge.integrations.engine_rank.agreement import ProcessGroup
 from weighbridge.integrations.sglang.model import number_on, sglang_rank, source_of
@@ -50,7 +51,10 @@ class Connector(BaseFileConnector):  # type: ignore[misc]  # SGLang's, of which 
 
     def _files(self) -> dict[str, bytes]:
         with source_of(self.wanted).connect() as client:
-            return client.model_files(self.wanted.model, self.wanted.version)
+            files = client.model_files(self.wanted.model, self.wanted.version)
+            if is_adapter(files):
+                client.model(self.wanted.model).check_whole()
+            return files
 
 
 def connect(original: Callable[..., Any], url: str, *args: Any, **kwargs: Any) -> Any:

@@ -98,6 +98,7 @@ def from_weighbridge(
     model_name, _, asked = name.partition("@")
     several = tp_plan is not None
     version = from_first(ranks_of(several), lambda: client.version(model_name, asked or "latest"))
+    version.check_whole()
     remote = {"trust_remote_code": options["trust_remote_code"]} if "trust_remote_code" in options else {}
     with _side_files(client, model_name, version.number) as folder:
         if config is None:

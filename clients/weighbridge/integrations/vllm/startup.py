@@ -125,6 +125,7 @@ def _complete(arguments: Any, transfer_config: Any) -> None:
 def _take_from_service(arguments: Any, settings: Settings, has_folder: bool) -> None:
     with settings.source.connect() as client:
         version = client.version(settings.model, settings.version)
+        version.check_whole()
         files = {} if has_folder else client.model_files(settings.model, version.number)
     arguments.model_loader_extra_config = replace(settings, version=str(version.number)).write()
     if has_folder:

@@ -262,7 +262,7 @@ class ModelHandlers:
 
     @takes_long
     def DeleteVersion(self, request: pb.DeleteVersionRequest, call: Call) -> pb.DeleteVersionResponse:
-        version = self._collecting.delete_version(request.model, request.number)
+        version = self._collecting.delete_version(request.model, request.number, forced=request.force)
         return pb.DeleteVersionResponse(version=wire.version_to_proto(version))
 
     @takes_long

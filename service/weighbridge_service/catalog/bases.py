@@ -1,0 +1,185 @@
+"""Bases of adapters: found, compared, pinned, and given free again. The order of writes is explained in `weighbridge_storage.head.pins`."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+from weighbridge._core.lru import Cache
+from weighbridge._core.metadata import BaseVersion
+from weighbridge._core.references import parse_reference
+from weighbridge._core.resources import REF_LATEST
+from weighbridge.errors import FailedPrecondition, InvalidArgument, NotFound, WeighbridgeError
+from weighbridge_service.access.peer import Peer, authorize
+from weighbridge_service.access.scopes import Verb
+from weighbridge_service.catalog.catalog import Catalog
+from weighbridge_service.catalog.head_versions import number_in
+from weighbridge_service.models.adapters import check_fits
+from weighbridge_service.models.bridges import parse_config
+from weighbridge_service.models.registered_model import RegisteredModel
+from weighbridge_service.models.registration import is_adapter_head
+from weighbridge_storage.documents import document_digests
+from weighbridge_storage.documents.entries import OpenEntry, PinEntry
+from weighbridge_storage.documents.names import MANIFEST_FILE, ModelName, version_key
+from weighbridge_storage.head.pins import is_on, pin, unpin
+from weighbridge_storage.versions.manifest import FORMAT
+
+log = logging.getLogger(__name__)
+
+DEFAULT_ADAPTERS = 1000
+"""Pins that an identity has at most in the head of one base, unless the policy says another number."""
+_KEPT_DIGESTS = 256
+_DIGEST_END = 66
+"""Of a manifest, the last bytes, which begin with its digest."""
+_PUSH_ADAPTER = "import ADAPTER_DIR MODEL --base BASE@VERSION, or trainer.push_adapter(..., base=...)"
+
+
+class Bases:
+    """Bases of adapters. Thread-safe.
+
+    Args:
+        catalog: which models there are.
+    """
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+        self._digests: Cache[str] = Cache(_KEPT_DIGESTS)
+
+    def find(self, model: RegisteredModel, wanted: str, by: Peer | None) -> BaseVersion | None:
+        """The base of a version that is about to be opened; None of a model that is no adapter.
+
+        Args:
+            model: whose version it is.
+            wanted: the base as it was named, by a number or a ref; empty if none was.
+            by: the peer that opens the version, who must be allowed to pull the base.
+
+        Raises:
+            InvalidArgument: an adapter is pushed without a base, another model with one, or the base is an adapter itself.
+            NotFound: there is no such base.
+            PermissionDenied: the peer may not pull it.
+            FailedPrecondition: it is not durable.
+            LayoutError: the adapter does not fit it.
+        """
+        if not model.is_adapter:
+            if wanted:
+                raise InvalidArgument(
+                    f"{model.name} is registered as a model of its own, and a push names {wanted[:80]} as its base",
+                    fix="push the adapter under another model name",
+                )
+            return None
+        if not wanted:
+            raise InvalidArgument(
+                f"{model.name} is an adapter, and a version of it names the base that it is on",
+                fix=f"{_PUSH_ADAPTER}; a whole model is pushed under another model name",
+            )
+        found = self._resolve(wanted, by)
+        name = ModelName.parse(found.model)
+        base = self._catalog.model(name)
+        if base.is_adapter or base.by_version:
+            kind = "an adapter itself" if base.is_adapter else "a training state"
+            raise InvalidArgument(
+                f"the base {found} is {kind}", fix="name the model that the adapter was trained on"
+            )
+        check_fits(model.tensors.values(), base.tensors, parse_config(model.config_json), str(found))
+        return replace(found, digest=self._digest(name, found.number))
+
+    def _resolve(self, wanted: str, by: Peer | None) -> BaseVersion:
+        meant = parse_reference(wanted)
+        version = meant.version or REF_LATEST
+        if by is not None:
+            authorize(by, Verb.PULL, meant.model, version)
+        found = self._catalog.resolve(ModelName.parse(meant.model), version)
+        if not found.state.stored or found.error:
+            raise FailedPrecondition(
+                f"the base {found} is {found.state.value}",
+                fix="name a version that is not deleted, and wait until it is durable",
+            )
+        return BaseVersion(meant.model, found.number)
+
+    def _digest(self, model: ModelName, number: int) -> str:
+        """The digest in the manifest of a version."""
+
+        def read() -> str:
+            key = version_key(model, number, MANIFEST_FILE)
+            with self._catalog.unless_deleted(model, number):
+                data, _ = self._catalog.store.get(key)
+            document_digests.decode(data, key, FORMAT)
+            return data[-_DIGEST_END:-2].decode()
+
+        return self._digests.get_or_make((model, number), read)
+
+    def check_same(self, entry: OpenEntry, wanted: str) -> None:
+        """Refuse a rank that names another base by its number than the rank that has opened the version. Raises InvalidArgument."""
+        there = BaseVersion.of(entry.metadata)
+        meant = parse_reference(wanted) if wanted else None
+        if there is None or meant is None:
+            return
+        number = number_in(meant.version)
+        if meant.model != there.model or number not in (None, there.number):
+            raise InvalidArgument(
+                f"two ranks name different bases of version {entry.number}: {there} and {meant.model}@{meant.version}",
+                fix="all ranks of a push name the same base",
+            )
+
+    def pin(self, adapter: ModelName, entry: OpenEntry, most: int | None = None) -> None:
+        """Have the base of an open version keep it.
+
+        Args:
+            adapter: the model.
+            entry: the version, which the adapter's head has by now.
+            most: pins that who has opened it may have in the base's head; None for the default.
+
+        Raises:
+            NotFound: the base was deleted meanwhile.
+            ResourceExhausted: who has opened it has as many pins as they may.
+        """
+        base = BaseVersion.of(entry.metadata)
+        if base is None:
+            return
+        model = ModelName.parse(base.model)
+        asked = PinEntry(base.number, str(adapter), entry.number, entry.by)
+        limit = DEFAULT_ADAPTERS if most is None else most
+        self._catalog.heads.edit(model, lambda history: (pin(history, asked, limit), None))
+
+    def release(self, model: ModelName) -> int:
+        """Give versions of a model free on which no version of an adapter is any more; how many pins went. May be repeated, and broken off anywhere.
+
+        An adapter whose head cannot be read keeps its pins.
+        """
+        heads, gone = self._catalog.heads, 0
+        found = heads.read(model)
+        for each in () if found is None else found[0].pins:
+            try:
+                adapter = heads.history_of_any(ModelName.parse(each.adapter))
+                if adapter is None or is_on(adapter, str(model), each.version):
+                    continue
+                below = adapter.head.next_version
+                number, name = each.version, each.adapter
+                heads.update(model, lambda head: (unpin(head, number, name, below), None))  # noqa: B023
+                gone += 1
+            except WeighbridgeError as error:
+                log.warning(
+                    "whether %s is still on %s@%d cannot be seen: %s",
+                    each.adapter,
+                    model,
+                    each.version,
+                    error,
+                )
+        return gone
+
+    def renew(self, adapter: ModelName) -> None:
+        """Pin the bases of an adapter's versions that are not pinned, as where the base's head was lost and rebuilt. One that was deleted stays so."""
+        history = self._catalog.heads.history(adapter)
+        if history is None or not is_adapter_head(history.head):
+            return
+        newest: dict[tuple[str, int], int] = {}
+        for entry in history.versions().values():
+            if (base := BaseVersion.of(entry.metadata)) is not None:
+                newest[base.model, base.number] = entry.number
+        for (model, number), version in newest.items():
+            name = ModelName.parse(model)
+            asked = PinEntry(number, str(adapter), version)
+            try:
+                self._catalog.heads.edit(name, lambda h: (pin(h, asked, len(h.head.pins) + 1), None))  # noqa: B023
+            except NotFound:
+                continue

@@ -1,0 +1,160 @@
+"""Adapters of peft: what is checked of their config and of their tensors, by those of a base. Pure.
+
+The config is data: texts in it that are regular expressions are bounded, and never executed. Names of peft's LoRA tensors are
+``base_model.model.<module>.lora_A.weight``. A module is looked for among the base's tensors by its whole name, and then by what follows from its first
+numbered layer on, because transformers names what is around the layers differently in memory and in files.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from weighbridge._core.layouts import TensorSpec
+from weighbridge._core.text.counts import counted, first_lines
+from weighbridge._core.text.shortening import shown
+from weighbridge.errors import InvalidArgument, LayoutError
+
+MAX_TEXT = 16_384
+"""Most characters of a text in a config, such as a regular expression of target modules."""
+_PREFIX = "base_model.model."
+_LORA: Mapping[str, tuple[int, int]] = {
+    "lora_A": (1, 1),
+    "lora_B": (0, 0),
+    "lora_embedding_A": (1, 0),
+    "lora_embedding_B": (0, 1),
+}
+"""Names of LoRA tensors, each with the axis that has as many elements as an axis of the base's weight, and that axis."""
+_EXPERTS = "experts"
+"""Modules that releases of transformers keep stacked in memory, and others apart in files."""
+_HEAD = "lm_head"
+"""Module whose weight is not among the tensors of a model that ties it to its embedding."""
+_FIX = "name the base that the adapter was trained on"
+
+
+def check_adapter_config(config: Mapping[str, Any]) -> None:
+    """Refuse a config that is none of peft's, or has texts that are too long. Raises InvalidArgument."""
+    kind = config.get("peft_type")
+    if not isinstance(kind, str) or not kind or len(kind) > 64:
+        raise InvalidArgument(
+            f"adapter_config.json has the peft_type {shown(kind)}",
+            fix="give the folder that peft's save_pretrained has written",
+        )
+    for path, text in _texts(config, ""):
+        if len(text) > MAX_TEXT:
+            raise InvalidArgument(
+                f"{path} in adapter_config.json has {len(text)} characters, more than {MAX_TEXT}",
+                fix="list modules by name, or write a shorter expression",
+            )
+
+
+def _texts(value: Any, path: str) -> Iterator[tuple[str, str]]:
+    """All texts in a JSON value, keys of objects too, each with its place."""
+    waiting = [(path, value)]
+    while waiting:
+        path, value = waiting.pop()
+        match value:
+            case str():
+                yield path or "a text", value
+            case list():
+                waiting += ((path, each) for each in value)
+            case dict():
+                for key, each in value.items():
+                    yield f"a key in {path or 'the object'}", key
+                    waiting.append((f"{path}.{key[:80]}".lstrip("."), each))
+
+
+def check_fits(
+    adapter: Iterable[TensorSpec], base: Mapping[str, TensorSpec], config: Mapping[str, Any], name: str
+) -> None:
+    """Refuse LoRA tensors of modules that the base does not have, or has with other features.
+
+    What is no LoRA tensor, such as a module that is saved whole, is not compared; nor is a module whose weights the base keeps in another form.
+
+    Args:
+        adapter: the adapter's tensors.
+        base: the base's tensors, by name.
+        config: the adapter's.
+        name: what errors call the base.
+
+    Raises:
+        LayoutError: names the first modules or tensors.
+    """
+    known = _Modules(base)
+    missing: dict[str, None] = {}
+    wrong = []
+    transposed = bool(config.get("fan_in_fan_out"))
+    for spec in adapter:
+        module, part = _module_of(spec.name)
+        if not part:
+            continue
+        weight = known.weight(module)
+        if weight is None:
+            if not known.may_have(module):
+                missing[module] = None
+            continue
+        own, theirs = _LORA[part]
+        if len(spec.shape) != 2 or len(weight.shape) != 2 or not weight.dtype.is_float:
+            continue
+        wanted = weight.shape if transposed else (weight.shape[theirs],)
+        if spec.shape[own] not in wanted:
+            wrong.append(
+                f"{spec.name} has the shape {list(spec.shape)}, and {weight.name} {list(weight.shape)}"
+            )
+    if missing:
+        raise LayoutError(
+            f"{name} lacks {counted(len(missing), 'module')} of the adapter",
+            details=first_lines(missing),
+            fix=_FIX,
+        )
+    if wrong:
+        raise LayoutError(
+            counted(len(wrong), "tensor of the adapter does", "tensors of the adapter do")
+            + f" not fit the weights of {name}",
+            details=first_lines(wrong),
+            fix=_FIX,
+        )
+
+
+def _module_of(name: str) -> tuple[str, str]:
+    """The module that a LoRA tensor changes, and which of the tensors it is; both empty of other tensors."""
+    parts = name.removeprefix(_PREFIX).split(".")
+    at = next((i for i, part in enumerate(parts) if part in _LORA), None)
+    if at is None or not name.startswith(_PREFIX):
+        return "", ""
+    return ".".join(part for part in parts[:at] if part != "base_layer"), parts[at]
+
+
+class _Modules:
+    """Modules of a base, by the names of its tensors."""
+
+    def __init__(self, base: Mapping[str, TensorSpec]) -> None:
+        self._base = base
+        self._modules: set[str] = set()
+        self._tails: defaultdict[str, list[TensorSpec]] = defaultdict(list)
+        for name, spec in base.items():
+            parts = name.split(".")
+            self._modules.update(".".join(parts[:end]) for end in range(1, len(parts)))
+            self._tails[_tail(parts)].append(spec)
+        self._modules.update([_tail(module.split(".")) for module in self._modules])
+
+    def weight(self, module: str) -> TensorSpec | None:
+        """The weight of a module; None if none is called so, or several are."""
+        name = f"{module}.weight"
+        alike = self._tails.get(_tail(name.split(".")), [])
+        return self._base.get(name) or (alike[0] if len(alike) == 1 else None)
+
+    def may_have(self, module: str) -> bool:
+        """Whether the base may have a module by other names of its tensors."""
+        parts = module.split(".")
+        if module in self._modules or _tail(parts) in self._modules or module == _HEAD:
+            return True
+        layer = _tail(parts).split(".")[:2]
+        return _EXPERTS in parts and ".".join(layer) in self._modules
+
+
+def _tail(parts: Sequence[str]) -> str:
+    """A name from its first numbered layer on, ``layers.0.mlp``; all of it if it is in none."""
+    at = next((i for i, part in enumerate(parts) if i and part.isdecimal()), 1)
+    return ".".join(parts[at - 1 :])

@@ -1,0 +1,387 @@
+"""Is an adapter kept as peft saved it, on a base that is kept with it, and does it come back to compute the same?"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file
+
+from tests.service.api.http.hub.endpoint import endpoint_of
+from tests.support.identities import identity, policy_file
+from tests.support.reference import tiny_config, tiny_model
+from tests.support.services import RunningService, running_service
+from tests.support.signing import new_key, signature_of, stock_verify
+from tests.support.torch_ranks import run_ranks
+from weighbridge import (
+    Credentials,
+    EngineClient,
+    FailedPrecondition,
+    InvalidArgument,
+    LayoutError,
+    NotFound,
+    PermissionDenied,
+    ResourceExhausted,
+    Signatures,
+    Signer,
+    TensorParallel,
+    TrainerClient,
+)
+from weighbridge._cli import commands
+from weighbridge._core.metadata import BaseVersion
+from weighbridge._core.resources import Retention
+from weighbridge.integrations.engine_rank.preparation import check_model
+from weighbridge.integrations.transformers import from_weighbridge
+
+peft = pytest.importorskip("peft")
+BASE, ALICE = "acme/smol", "acme/alice"
+CONFIG = tiny_config("llama", tied=False, num_hidden_layers=2, vocab_size=131)
+TOKENS = torch.arange(24).reshape(2, 12)
+
+
+def adapted(**options: Any) -> Any:
+    """A model with an adapter that changes what it computes; the same at each call."""
+    given = {"r": 4, "target_modules": ["q_proj", "down_proj"], "init_lora_weights": False, **options}
+    torch.manual_seed(3)
+    return peft.get_peft_model(tiny_model(CONFIG, seed=1), peft.LoraConfig(**given))
+
+
+def log_probabilities(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return torch.log_softmax(model.eval()(input_ids=TOKENS).logits, -1)
+
+
+def loaded(folder: Path) -> Any:
+    """What peft makes of a folder, on the base as it was pushed."""
+    return peft.PeftModel.from_pretrained(tiny_model(CONFIG, seed=1), folder)
+
+
+@dataclass
+class Service:
+    """A service with three versions of a base."""
+
+    running: RunningService
+    trainer: TrainerClient
+    base: Path
+
+    def push(self, model: str, base: str = f"{BASE}@1", step: int = 1, **options: Any) -> Any:
+        return self.trainer.push_adapter(model, adapted(**options), base=base, step=step).wait(timeout=60)
+
+    def export(self, model: str, folder: Path) -> Path:
+        with EngineClient(self.running.address) as engine:
+            engine.export(model, "latest", folder)
+        return folder
+
+
+@contextmanager
+def serving(folder: Path, **settings: Any) -> Iterator[Service]:
+    base = folder / "base"
+    tiny_model(CONFIG, seed=1).save_pretrained(base)
+    with running_service(folder / "store", **settings) as running, TrainerClient(running.address) as trainer:
+        for step in range(3):
+            trainer.import_folder(BASE, base, step=step).wait(timeout=60)
+        yield Service(running, trainer, base)
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    with serving(tmp_path_factory.mktemp("adapters")) as found:
+        yield found
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "rslora": {"use_rslora": True, "lora_alpha": 5},
+    "patterns": {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {r"layers\.0\..*down_proj": 3}},
+    "dora": {"use_dora": True},
+    "bias": {"bias": "lora_only", "target_modules": "all-linear"},
+    "modules_to_save": {"modules_to_save": ["lm_head"]},
+    "expression": {"target_modules": r".*layers\.(0|1)\.mlp\.(up|down)_proj"},
+    "parameters": {"target_modules": ["down_proj"], "target_parameters": ["q_proj.weight"]},
+    "embedding": {"target_modules": ["embed_tokens", "q_proj"]},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_peft_loads_of_an_export_computes_what_was_pushed(
+    kind: str, service: Service, tmp_path: Path
+) -> None:
+    model = adapted(**KINDS[kind])
+    name = f"acme/{kind.replace('_', '-')}"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # peft's, of embeddings
+        version = service.trainer.push_adapter(name, model, base=f"{BASE}@latest", step=7).wait(timeout=60)
+        model.save_pretrained(tmp_path / "saved")
+    assert BaseVersion.of(version.metadata) is not None
+    out = service.export(name, tmp_path / "out")
+    saved = load_file(tmp_path / "saved" / "adapter_model.safetensors")
+    there = load_file(out / "adapter_model.safetensors")
+    assert there.keys() == saved.keys()
+    assert all(torch.equal(there[each], tensor) for each, tensor in saved.items())
+    config, expected = (
+        json.loads((folder / "adapter_config.json").read_text()) for folder in (out, tmp_path / "saved")
+    )
+    for listed in ("target_modules", "modules_to_save"):  # sets, which peft writes in any order
+        if isinstance(config[listed], list):
+            config[listed], expected[listed] = sorted(config[listed]), sorted(expected[listed])
+    assert config == expected
+    assert torch.equal(log_probabilities(loaded(out)), log_probabilities(model))
+
+
+def test_a_version_names_its_base_by_number_and_by_the_digest_of_its_manifest(service: Service) -> None:
+    service.trainer.set_ref(BASE, "prod", 2)
+    version = service.push("acme/named", f"{BASE}@prod")
+    found = BaseVersion.of(version.metadata)
+    store = Path(service.running.service.config.store)
+    manifest = json.loads((store / f"models/{BASE}/versions/000000000002/weighbridge.json").read_text())
+    assert found == BaseVersion(BASE, 2, manifest["digest"])
+    own = json.loads((store / "models/acme/named/versions/000000000001/weighbridge.json").read_text())
+    assert BaseVersion.of(own["metadata"]) == found
+    assert sorted(own["parts"]["weights"]["files"]) == ["adapter_config.json", "adapter_model.safetensors"]
+    service.trainer.set_ref(BASE, "prod", 3)
+    assert BaseVersion.of(service.trainer.version("acme/named", 1).metadata) == found
+    models = {each.name: each for each in service.trainer.models()}
+    assert "acme/named" in models[BASE].adapters
+    assert models["acme/named"].base == f"{BASE}@2"
+
+
+def test_a_folder_is_imported_by_its_base_and_without_one_refused(service: Service, tmp_path: Path) -> None:
+    adapted().save_pretrained(tmp_path / "a")
+    handle = service.trainer.import_adapter("acme/imported", tmp_path / "a", base=f"{BASE}@3")
+    version = handle.wait(timeout=60)
+    assert str(BaseVersion.of(version.metadata)) == f"{BASE}@3"
+    out = service.export("acme/imported", tmp_path / "out")
+    assert torch.equal(log_probabilities(loaded(out)), log_probabilities(adapted()))
+    assert (out / "adapter_config.json").read_bytes() == (tmp_path / "a" / "adapter_config.json").read_bytes()
+    with pytest.raises(NotFound, match="is an adapter of peft") as refused:
+        service.trainer.import_folder("acme/other", tmp_path / "a")
+    assert "--base" in refused.value.fix
+    with pytest.raises(InvalidArgument, match="is a model, and no adapter"):
+        service.trainer.import_adapter("acme/other", service.base, base=f"{BASE}@1")
+    (tmp_path / "a" / "adapter_model.safetensors").rename(tmp_path / "a" / "adapter_model.bin")
+    with pytest.raises(InvalidArgument, match=r"adapter_model\.bin is a pickle"):
+        service.trainer.import_adapter("acme/other", tmp_path / "a", base=f"{BASE}@1")
+
+
+def test_an_adapter_that_is_not_of_the_base_is_refused_with_the_first_names(
+    service: Service, tmp_path: Path
+) -> None:
+    config = tiny_config("llama", tied=False, num_hidden_layers=3, vocab_size=131)
+    deeper = peft.get_peft_model(tiny_model(config, seed=1), peft.LoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(LayoutError, match="acme/smol@1 lacks 1 module of the adapter") as lacks:
+        service.trainer.push_adapter("acme/deeper", deeper, base=f"{BASE}@1", step=1)
+    assert list(lacks.value.details) == ["model.layers.2.self_attn.q_proj"]
+    config = tiny_config("llama", tied=False, num_hidden_layers=2, vocab_size=131, intermediate_size=80)
+    wider = peft.get_peft_model(tiny_model(config, seed=1), peft.LoraConfig(target_modules=["down_proj"]))
+    with pytest.raises(LayoutError, match=r"2 tensors of the adapter do not fit .* acme/smol@1"):
+        service.trainer.push_adapter("acme/wider", wider, base=f"{BASE}@1", step=1)
+    with pytest.raises(NotFound):
+        service.push("acme/nobase", f"{BASE}@99")
+    service.push("acme/first")
+    with pytest.raises(InvalidArgument, match="the base acme/first@1 is an adapter itself"):
+        service.push("acme/second", "acme/first@1")
+    assert "acme/deeper" not in service.trainer.model(BASE).adapters
+
+
+def test_another_rank_needs_another_name_and_another_alpha_does_not(service: Service, tmp_path: Path) -> None:
+    service.push("acme/ranked", lora_alpha=4)
+    service.push("acme/ranked", step=2, lora_alpha=16)
+    assert json.loads((service.export("acme/ranked", tmp_path / "o") / "adapter_config.json").read_text())[
+        "lora_alpha"
+    ] == 16  # fmt: skip
+    with pytest.raises(
+        FailedPrecondition, match="rank, target modules and dtypes of an adapter stay"
+    ) as other:
+        service.push("acme/ranked", step=3, r=8)
+    assert "another model name" in other.value.fix
+
+
+def test_whole_models_and_adapters_keep_out_of_each_others_names(service: Service, tmp_path: Path) -> None:
+    service.push(ALICE)
+    whole, trainer = tiny_model(CONFIG, seed=1), service.trainer
+    for refused in (
+        lambda: trainer.push_state_dict(ALICE, whole, step=9),
+        lambda: trainer.push_gathered(ALICE, whole.state_dict().items(), step=9),
+        lambda: trainer.restore_state_dict(ALICE, whole),
+        lambda: trainer.push_folder(ALICE, service.base, step=9),
+        lambda: trainer.import_folder(ALICE, service.base),
+        lambda: trainer.push_adapter(BASE, adapted(), base=f"{BASE}@1", step=9),
+    ):
+        with pytest.raises((InvalidArgument, FailedPrecondition), match="adapter") as error:
+            refused()
+        assert error.value.fix
+    optimizer = torch.optim.SGD(whole.parameters(), lr=0.1)
+    with pytest.raises((InvalidArgument, FailedPrecondition), match="adapter"):
+        trainer.push_state_dict(ALICE, whole, step=9, optimizer=optimizer)
+    with pytest.raises(InvalidArgument, match="no model of peft"):
+        trainer.push_adapter("acme/none", whole, base=f"{BASE}@1", step=1)
+    with pytest.raises(InvalidArgument, match="no adapter 'other'"):
+        trainer.push_adapter("acme/none", adapted(), base=f"{BASE}@1", step=1, adapter_name="other")
+
+
+def test_engines_refuse_a_version_of_an_adapter(service: Service) -> None:
+    version = service.push("acme/engined")
+    with (
+        EngineClient(service.running.address) as client,
+        pytest.raises(FailedPrecondition, match="acme/engined is an adapter on acme/smol@1") as refused,
+    ):
+        check_model(None, client, version)
+    assert "peft" in refused.value.fix
+    with pytest.raises(FailedPrecondition, match="acme/engined is an adapter on acme/smol@1"):
+        from_weighbridge("acme/engined", server=service.running.address)
+    with (
+        EngineClient(service.running.address) as client,
+        pytest.raises(InvalidArgument, match="acme/engined is an adapter"),
+    ):
+        client.pull("acme/engined", 1, TensorParallel(2, 0))
+
+
+def test_huggings_faces_client_and_peft_load_an_adapter_from_the_endpoint(
+    service: Service, tmp_path: Path
+) -> None:
+    service.push("acme/hub")
+    with endpoint_of(service.running) as endpoint:
+        code = "from huggingface_hub import snapshot_download\nsay(snapshot_download('acme/hub'))"
+        folder = Path(endpoint.python(tmp_path, code))
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= {path.name for path in folder.iterdir()}
+    assert torch.equal(log_probabilities(loaded(folder)), log_probabilities(adapted()))
+
+
+def test_a_signature_covers_the_base(service: Service, tmp_path: Path) -> None:
+    service.push("acme/signed")
+    keys = new_key(tmp_path)
+    with EngineClient(service.running.address) as client:
+        Signatures(client).sign("acme/signed", 1, signer=Signer(keys.key))
+        client.export("acme/signed", 1, tmp_path / "out")
+    signature = signature_of(tmp_path / "out")
+    assert stock_verify(tmp_path / "out", signature, keys.public)[0]
+    manifest = tmp_path / "out" / "weighbridge.json"
+    manifest.write_text(manifest.read_text().replace(f"{BASE}@1", f"{BASE}@2"))
+    assert not stock_verify(tmp_path / "out", signature, keys.public)[0]
+
+
+def test_the_base_is_kept_as_long_as_the_adapter_and_deleted_only_by_force(tmp_path: Path) -> None:
+    with serving(tmp_path) as service, running_service(tmp_path / "store") as second:
+        trainer = service.trainer
+        service.push(ALICE, f"{BASE}@1")
+        with TrainerClient(second.address) as other:  # a replica of the same store sees the pin
+            assert other.model(BASE).adapters == (ALICE,)
+            other.set_retention(BASE, Retention(keep_last=1))
+            report = other.collect(BASE)
+            assert report.retired == (2,)
+            assert {each.number: each.rules for each in report.kept}[1] == ("adapters",)
+            with pytest.raises(FailedPrecondition, match=f"version 1 is the base of {ALICE}") as pinned:
+                other.delete_version(BASE, 1)
+            assert "--force" in pinned.value.fix
+            with pytest.raises(FailedPrecondition, match=ALICE):
+                other.delete_model(BASE)
+        service.push(ALICE, f"{BASE}@3", step=2)
+        assert trainer.version(ALICE, 1).error == ""
+        trainer.delete_version(BASE, 1, force=True)
+        assert trainer.version(ALICE, 1).error == f"its base {BASE}@1 was deleted"
+        assert [each.error for each in trainer.versions(ALICE)] == ["", f"its base {BASE}@1 was deleted"]
+        with pytest.raises((NotFound, FailedPrecondition)):
+            service.push(ALICE, f"{BASE}@1", step=3)
+        trainer.delete_model(ALICE)
+        trainer.collect(BASE)
+        assert trainer.model(BASE).adapters == ()
+
+
+def test_who_may_not_pull_the_base_pins_nothing_and_pins_are_bounded(tmp_path: Path) -> None:
+    policy = policy_file(
+        tmp_path,
+        identity("root", ["admin"], token="root"),
+        identity("stranger", ["push:acme/alice", "pull:acme/alice"], token="stranger")
+        + "limits = {adapters = 1}\n",
+        identity("alice", ["push:acme/*", "pull:acme/*"], token="alice") + "limits = {adapters = 1}\n",
+    )
+    base = tmp_path / "base"
+    tiny_model(CONFIG, seed=1).save_pretrained(base)
+    with running_service(tmp_path / "store", policy=policy) as running:
+
+        def client(name: str) -> TrainerClient:
+            return TrainerClient(running.address, credentials=Credentials(token=name))
+
+        with client("root") as root, client("stranger") as stranger, client("alice") as alice:
+            root.import_folder(BASE, base).wait(timeout=60)
+            with pytest.raises(PermissionDenied, match=f"stranger may not pull {BASE}"):
+                stranger.push_adapter(ALICE, adapted(), base=f"{BASE}@1", step=1)
+            assert root.model(BASE).adapters == ()
+            alice.push_adapter(ALICE, adapted(), base=f"{BASE}@1", step=1).wait(timeout=60)
+            alice.push_adapter(ALICE, adapted(), base=f"{BASE}@1", step=2).wait(timeout=60)
+            with pytest.raises(ResourceExhausted, match="alice may have adapters on 1 version"):
+                alice.push_adapter("acme/bob", adapted(), base=f"{BASE}@1", step=1)
+            assert root.model(BASE).adapters == (ALICE,)
+            assert alice.usage().identity == "alice"
+
+
+def test_commands_import_list_and_delete(service: Service, tmp_path: Path) -> None:
+    def run(*line: str, code: int = 0) -> str:
+        done = CliRunner().invoke(commands, [*line, "--server", service.running.address])
+        assert done.exit_code == code, done.output
+        return done.output
+
+    adapted().save_pretrained(tmp_path / "step-12")
+    folder = str(tmp_path / "step-12")
+    assert "--base" in run("import", folder, "acme/typed", code=1)
+    assert "acme/typed@1" in run("import", folder, "acme/typed", "--base", f"{BASE}@1")
+    assert "--dtype is for weights" in run(
+        "import", folder, "acme/t", "--base", f"{BASE}@1", "--dtype", "bf16", code=1
+    )
+    models = run("models")
+    assert f"adapter on {BASE}@1" in models
+    assert "acme/typed" in models.split(f"\n{BASE} ")[1]
+    listed = run("versions", "acme/typed")
+    assert f"{BASE}@1" in listed
+    assert "weighbridge.base" not in listed
+    assert json.loads(run("versions", "acme/typed", "--json"))[0]["step"] == 12
+    assert json.loads(run("versions", "acme/typed", "--where", f"weighbridge.base={BASE}@1", "--json"))
+    assert f"base:     {BASE}@1" in run("show", "acme/typed")
+    assert "is the base of" in run("delete", f"{BASE}@1", code=1)
+    assert "acme/typed is an adapter" in run("follow", "acme/typed", code=1)
+    assert "acme/typed is an adapter" in run("prove", "acme/typed@1", code=1)
+    assert "is an adapter" in run("restore", "acme/typed@1", "--out", str(tmp_path / "r"), code=1)
+
+
+def _rank(rank: int, address: str) -> dict[str, Any]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    with TrainerClient(address) as trainer:
+        replicated = DistributedDataParallel(adapted())
+        trainer.push_adapter("acme/ddp", replicated, base=f"{BASE}@latest", step=1).wait(timeout=100)
+        model, mesh = adapted(), init_device_mesh("cpu", (2,))
+        for layer in model.base_model.model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        model = fully_shard(model, mesh=mesh)
+        trainer.push_adapter("acme/fsdp", model, base=f"{BASE}@latest", step=1).wait(timeout=100)
+    return {}
+
+
+def test_ranks_of_ddp_and_fsdp2_push_one_adapter_together(service: Service, tmp_path: Path) -> None:
+    run_ranks(2, _rank, service.running.address)
+    for name in ("ddp", "fsdp"):
+        out = service.export(f"acme/{name}", tmp_path / name)
+        assert torch.equal(log_probabilities(loaded(out)), log_probabilities(adapted())), name
+
+
+def test_heads_that_are_rebuilt_name_the_base_and_pin_it_again(tmp_path: Path) -> None:
+    with serving(tmp_path) as service:
+        service.push(ALICE, f"{BASE}@2")
+    for model in (BASE, ALICE):
+        (tmp_path / "store" / "models" / model / "head.json").unlink()
+    done = CliRunner().invoke(commands, ["fsck", str(tmp_path / "store"), "--repair"])
+    assert done.exit_code == 0, done.output
+    with running_service(tmp_path / "store") as running, TrainerClient(running.address) as trainer:
+        assert trainer.model(ALICE).base == f"{BASE}@2"
+        trainer.collect(ALICE)
+        assert trainer.model(BASE).adapters == (ALICE,)
