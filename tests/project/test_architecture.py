@@ -21,6 +21,8 @@ _OTHER_NAMES = {
     "weighbridge.other_writer",
     "weighbridge.base",
     "weighbridge.base_digest",
+    "weighbridge.golden",
+    "weighbridge.max_drift",
 }
 """A file, actions of SGLang's plug-in, and keys of metadata."""
 

@@ -59,9 +59,9 @@ def prove_command(
     server: str,
     as_json: bool,
 ) -> None:
-    """Prove that a vLLM or SGLang server computes with the bytes of a version.
+    """Prove that an engine computes with the bytes of a version.
 
-    Every worker of every engine behind the server makes a digest of each parameter where it lies, while the engine serves. This command
+    The engine is a vLLM or SGLang server. Every worker of every engine behind the server makes a digest of each parameter where it lies, while the engine serves. This command
     pulls what each worker takes of the version, and makes the digests that the parameters must have. Without VERSION it is the version
     that the engine says it serves. What the engine repacks or quantizes after loading cannot be compared, and is named. The exit code is 1
     if a parameter has other bytes, a worker serves another version, or no parameter can be compared; and if a worker does not answer, which
@@ -71,9 +71,10 @@ def prove_command(
     from weighbridge.follow.proving import prove, prove_by_load
 
     model = reference.model
-    engine = _engine_at(checked_url(url), model, engine_server or server, engine_key)
+    url = checked_url(url)
     with engine_of(server) as client:
         client.model(model).check_whole()
+        engine = _engine_at(url, model, engine_server or server, engine_key)
         engine.connect()
         number = (
             client.version(model, reference.version).number if reference.version else engine.serving().version
