@@ -35,6 +35,7 @@ from weighbridge._cli import commands
 from weighbridge._core.engines.facts import FAILED, PROVED
 from weighbridge._core.engines.golden import GoldenPrompts
 from weighbridge.errors import FailedPrecondition, WeighbridgeError
+from weighbridge.follow.engines import EngineFailed
 from weighbridge.follow.golden import ABOVE, WITHIN, ask
 from weighbridge.follow.proving import prove, prove_by_load
 from weighbridge.follow.sglang import SglangServer
@@ -294,7 +295,7 @@ def test_a_service_that_dies_leaves_the_engine_the_version_it_has(
     update(engine.driver, 1)
     service.kill()
     engine.driver.pause()
-    with pytest.raises(FailedPrecondition, match="the engine keeps version 1"):
+    with pytest.raises(EngineFailed, match="the engine keeps version 1"):
         engine.driver.apply(2, f"{MODEL}@2")
     engine.driver.resume()
     assert engine.says() == (texts[1], f"{MODEL}@1")
@@ -307,7 +308,7 @@ def test_a_version_that_is_gone_leaves_the_engine_the_version_it_has(
     update(engine.driver, 1)
     with pytest.raises(FailedPrecondition, match="version 99 could not be prepared"):
         update(engine.driver, 99)
-    with pytest.raises(FailedPrecondition, match="the engine keeps version 1"):
+    with pytest.raises(EngineFailed, match="the engine keeps version 1"):
         engine.driver.apply(99, f"{MODEL}@99")
     assert engine.says() == (texts[1], f"{MODEL}@1")
     assert engine.driver.serving().version == 1
@@ -320,7 +321,7 @@ def test_a_version_of_a_model_that_does_not_fit_is_refused(
     other = engine.of(service.address, OTHER)
     with pytest.raises(FailedPrecondition, match="vocab_size is 256, and 128 in the engine"):
         update(other, 1)
-    with pytest.raises(FailedPrecondition, match="vocab_size is 256, and 128 in the engine"):
+    with pytest.raises(EngineFailed, match="vocab_size is 256, and 128 in the engine"):
         other.apply(1, f"{MODEL}@1")
     assert engine.says() == (texts[1], f"{MODEL}@1")
     assert engine.driver.serving().version == 1
@@ -355,6 +356,6 @@ def test_a_request_that_says_nothing_is_refused_and_does_not_end_the_engine(engi
     for named_tensors in ([], [("no order", torch.empty(0))]):
         payload = base64.b64encode(pickle.dumps(named_tensors)).decode()
         request = {**engine.driver._request(1), "serialized_named_tensors": [payload] * 2}
-        with engine.driver._session(), pytest.raises(FailedPrecondition, match="wanted"):
-            engine.driver._call("/update_weights_from_tensor", request)
+        with engine.driver._session(), pytest.raises(EngineFailed, match="wanted"):
+            engine.driver._api.call("/update_weights_from_tensor", request)
     assert engine.says()[1] == f"{MODEL}@1"
