@@ -319,7 +319,7 @@ def test_a_version_of_a_model_that_does_not_fit_is_refused(
 ) -> None:
     update(engine.driver, 1)
     other = engine.of(service.address, OTHER)
-    with pytest.raises(FailedPrecondition, match="vocab_size is 256, and 128 in the engine"):
+    with pytest.raises(EngineFailed, match="vocab_size is 256, and 128 in the engine"):
         update(other, 1)
     with pytest.raises(EngineFailed, match="vocab_size is 256, and 128 in the engine"):
         other.apply(1, f"{MODEL}@1")
