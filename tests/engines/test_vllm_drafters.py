@@ -21,8 +21,11 @@ from tests.support.services import running_service
 from tests.support.vllm_environment import HAS_KERNELS, PYTHON, environment, needs_vllm
 from tests.support.word_models import PROMPT, make_folder
 from weighbridge import EngineClient, TrainerClient
+from weighbridge.follow import vllm as vllm_driver
+from weighbridge.follow.agent import Follower
 from weighbridge.follow.evidence import Evidence
-from weighbridge.follow.proving import FAILED, Proof, prove
+from weighbridge.follow.proving import FAILED, IN_PART, PROVED, Proof, prove
+from weighbridge_demo.vllm_server import EAGER, VllmServer
 
 pytestmark = [
     needs_vllm,
@@ -32,6 +35,8 @@ pytestmark = [
 ]
 
 TOKENS = 24
+DRAFTER, OTHER = "tests/draft", "tests/other"
+"""Models that draft: one equal to ``tests/llama``, version by version, and one that no engine's drafter is like."""
 
 
 @dataclass
@@ -82,6 +87,13 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
                     trainer.register_model(model, folder)
                 trainer.push_folder(model, folder, step=number).wait(timeout=60)
         assert len(set(found.texts.values())) == 4, "the versions cannot be told apart"
+        for number in (1, 2):  # as accepted as a drafter can be
+            folder = folders / "tests/llama" / str(number)
+            if number == 1:
+                trainer.register_model(DRAFTER, folder)
+            trainer.push_folder(DRAFTER, folder, step=number).wait(timeout=60)
+        trainer.register_model(OTHER, folders / "tests/mimo" / "1")
+        trainer.push_folder(OTHER, folders / "tests/mimo" / "1", step=1).wait(timeout=60)
         yield found
 
 
@@ -136,6 +148,86 @@ def test_a_drafter_that_versions_leave_alone_is_refused_by_name_or_said_to_be_st
     assert stale.startswith(f"{name} is stale")
     assert name in place.proved(model, 2, found["evidence"]).ranks["rank 0"].unseen
     assert found["back"] == ["", [one, 1.0, f"{model}@1", ""]]
+
+
+def test_a_drafter_with_versions_of_its_own_has_the_one_that_is_named_with_the_policys_or_neither_is_taken(
+    place: Place,
+) -> None:
+    model = "tests/llama"
+
+    def says(number: int, accepted: float, drafter: int) -> list[Any]:
+        return [place.texts[model, number], accepted, f"{model}@{number} + {DRAFTER}@{drafter}", ""]
+
+    found = place.run("own", model, DRAFTER, OTHER)
+    assert found["first"] == says(1, 1.0, 1)
+    assert "would keep its weights when the engine takes tests/llama@2" in found["unnamed"]
+    assert "of pipeline stages only the last one has the drafter" in found["stages"]
+    assert found["both"] == ["", "", says(2, 1.0, 2)]
+    proof, said = found["loaded again"]
+    assert (proof["wrong"], said) == ([], says(2, 1.0, 2))
+    refused, said = found["unfit"]
+    assert OTHER in refused
+    assert said == says(2, 1.0, 2), "neither was touched"
+    assert found["undone"] == ["", says(1, 1.0, 1)]
+    for alone, drafter in (("policy alone", 1), ("drafter alone", 2)):
+        failed, (text, accepted, served, _) = found[alone]
+        assert (failed, text, served) == ("", place.texts[model, 2], f"{model}@2 + {DRAFTER}@{drafter}")
+        assert (accepted == 1.0) == (drafter == 2), "drafts of another version are refused"
+    assert found["woken"] == says(2, 1.0, 2), "sleep has discarded both"
+
+    proved = place.proved(model, 2, found["evidence"]).ranks["rank 0"]
+    assert proved.wrong == ()
+    assert any(name.startswith("drafter.") for name in found["evidence"]["digests"])
+    false = {**found["evidence"], "served": f"{model}@2 + {DRAFTER}@1"}
+    wrong = place.proved(model, 2, false).ranks["rank 0"].wrong
+    assert wrong
+    assert all(name.startswith("drafter.") for name in wrong), "the policy's are right"
+
+
+def test_a_drafter_from_a_folder_gets_the_first_version_of_its_own_with_an_update(place: Place) -> None:
+    model, folder = "tests/llama", str(place.folders / "tests/llama" / "1")
+    found = place.run("later", model, folder, DRAFTER)
+    assert found["first"] == [place.texts[model, 1], 1.0, f"{model}@1", ""]
+    assert found["both"] == ["", [place.texts[model, 2], 1.0, f"{model}@2 + {DRAFTER}@2", ""]]
+    assert found["loaded again"]["wrong"] == []
+
+
+def test_a_live_server_of_two_ranks_is_taken_to_the_versions_that_both_refs_name(
+    place: Place, tmp_path: Path
+) -> None:
+    model, speculative = "tests/llama", {"method": "draft_model", "num_speculative_tokens": 2}
+    arguments = ["--tensor-parallel-size", "2", *EAGER, "--speculative-config"]
+    with (
+        TrainerClient(place.address) as trainer,
+        EngineClient(place.address) as client,
+        VllmServer(
+            PYTHON, place.address, model, tmp_path / "log", *arguments,
+            json.dumps({**speculative, "model": DRAFTER, "draft_tensor_parallel_size": 2}),
+            extra={"version": "1", "draft": f"{DRAFTER}@1"},
+            environment={**environment(), "WEIGHBRIDGE_CACHE": str(tmp_path / "cache")},
+        ) as server,
+    ):  # fmt: skip
+        for each in (DRAFTER, model):
+            trainer.set_ref(each, "play", 1)
+        server.wait_ready()
+
+        def seen() -> tuple[list[str], str]:
+            return server.complete(PROMPT, TOKENS).text.replace("w0", "").split(), server.weight_version()
+
+        def both(number: int, draft: int) -> tuple[list[str], str]:
+            return place.texts[model, number].split(), f"{model}@{number} + {DRAFTER}@{draft}"
+
+        assert seen() == both(1, 1), "it says so from its start"
+        engine = vllm_driver.VllmServer(server.url, model, place.address)
+        steps = Follower(client, model, engine, "play", draft=(DRAFTER, "play"), prove_every=1).run()
+        for moved, number, draft in ((None, 1, 1), (DRAFTER, 1, 2), (model, 2, 2), (DRAFTER, 2, 1)):
+            if moved is not None:
+                trainer.set_ref(moved, "play", number if moved == model else draft)
+            line = next(steps)
+            assert (line.serves, line.drafter, line.error) == (number, f"{DRAFTER}@{draft}", "")
+            # on a CPU linear layers are packed, which a load sees, with which the first proof compares
+            assert line.proof == (PROVED if moved is None else IN_PART)
+            assert seen() == both(number, draft)
 
 
 @pytest.fixture(scope="module")

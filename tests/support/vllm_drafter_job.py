@@ -16,8 +16,10 @@ import torch
 import vllm.v1.worker.cpu.shm  # noqa: F401  # vLLM's CPU kernels want to be first
 from transformers import AutoConfig, Qwen2Config
 from vllm import LLM, SamplingParams
+from vllm.engine.arg_utils import EngineArgs
 
 from tests.support.vllm_sleeping_job import give_memory, take_memory
+from weighbridge.errors import WeighbridgeError
 
 AutoConfig.register("mimo", type("MiMoConfig", (Qwen2Config,), {"model_type": "mimo"}))
 TOKENS = 24
@@ -62,11 +64,11 @@ class Engine:
         part = (accepted - before[1]) / (drafted - before[0])
         return [str(found.outputs[0].text).strip(), part, status["served"], status["stale"]]
 
-    def update(self, version: int) -> str:
+    def update(self, version: int, draft: str = "") -> str:
         """By vLLM's own calls."""
         self.llm.start_weight_update()
         try:
-            self.llm.update_weights({"update_info": {"version": version}})
+            self.llm.update_weights({"update_info": {"version": version, "draft": draft}})
         except Exception as error:
             return str(error)
         self.llm.finish_weight_update()
@@ -117,6 +119,55 @@ def apart(server: str, model: str, prompt: str, drafter: str) -> dict[str, Any]:
     found["allowed"] = [engine.update(2), engine.says()]
     found["evidence"] = engine.call("weighbridge_evidence", "")["evidence"]
     found["back"] = [engine.update(1), engine.says()]
+    return found
+
+
+def own(server: str, model: str, prompt: str, draft: str, other: str) -> dict[str, Any]:
+    """A drafter that is a model of the service, with versions of its own; and one that has other tensors than the engine's."""
+    engine = Engine(
+        server, model, prompt, {"method": "draft_model", "num_speculative_tokens": 2}, draft=f"{draft}@1"
+    )
+    found: dict[str, Any] = {"first": engine.says(), "unnamed": engine.update(2)}
+    found["stages"] = _refused_stages(server, model, draft)
+    prepared = engine.call("weighbridge_prepare", "2", f"{draft}@2")["failed"]
+    found["both"] = [prepared, engine.update(2, f"{draft}@2"), engine.says()]
+    found["evidence"] = engine.call("weighbridge_evidence", "")["evidence"]
+    found["loaded again"] = [engine.call("weighbridge_compare_with_load")["proof"], engine.says()]
+    found["unfit"] = [engine.update(1, f"{other}@1"), engine.says()]
+    found["undone"] = [engine.call("weighbridge_undo", "2", f"{draft}@2")["failed"], engine.says()]
+    found["policy alone"] = [engine.update(2, f"{draft}@1"), engine.says()]
+    found["drafter alone"] = [engine.update(2, f"{draft}@2"), engine.says()]
+    engine.llm.init_weight_transfer_engine({"init_info": {"when_asleep": "wait"}})
+    engine.llm.sleep(2)
+    engine.llm.collective_rpc(take_memory, args=(2,))
+    engine.llm.collective_rpc(give_memory)
+    engine.llm.wake_up()
+    found["woken"] = engine.says()
+    return found
+
+
+def _refused_stages(server: str, model: str, draft: str) -> str:
+    try:
+        EngineArgs(
+            model,
+            load_format="weighbridge",
+            model_loader_extra_config={"server": server, "version": "1", "draft": f"{draft}@1"},
+            speculative_config={"method": "draft_model", "num_speculative_tokens": 2},
+            pipeline_parallel_size=2,
+        )
+    except WeighbridgeError as error:
+        return str(error)
+    return ""
+
+
+def later(server: str, model: str, prompt: str, folder: str, draft: str) -> dict[str, Any]:
+    """A drafter that the engine has from a folder, until a version of its own comes."""
+    engine = Engine(
+        server, model, prompt, {"method": "draft_model", "model": folder, "num_speculative_tokens": 2}
+    )
+    found: dict[str, Any] = {"first": engine.says()}
+    found["both"] = [engine.update(2, f"{draft}@2"), engine.says()]
+    found["loaded again"] = engine.call("weighbridge_compare_with_load")["proof"]
     return found
 
 

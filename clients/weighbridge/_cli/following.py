@@ -32,6 +32,14 @@ if TYPE_CHECKING:
     from weighbridge.follow.vllm import VllmServer
 
 
+def _draft(ctx: click.Context, param: click.Parameter, text: str | None) -> tuple[str, str] | None:
+    """Callback of the option of a drafter's model and ref."""
+    if text is None:
+        return None
+    named = model_perhaps_at_version(ctx, param, text)
+    return named.model, ref_of(named, None, REF_LATEST)
+
+
 @click.command("follow", cls=Command)
 @completing.reference("MODEL[@REF]", model_perhaps_at_version)
 @click.option(
@@ -71,6 +79,13 @@ if TYPE_CHECKING:
     envvar="WEIGHBRIDGE_ENGINE_KEY",
     default="",
     help="SGLang's admin key, or vLLM's API key, if it has one.",
+)
+@click.option(
+    "--draft",
+    metavar="MODEL[@REF]",
+    callback=_draft,
+    help="The model that the engine's drafter is (vLLM), and which ref of it to follow, by default latest. When either ref moves, both versions are "
+    "prepared, and taken in one pause or not at all.",
 )
 @click.option(
     "--stale-drafter",
@@ -145,6 +160,7 @@ def follow_command(
     ref: str | None,
     pause_mode: str | None,
     when_asleep: WhenAsleep | None,
+    draft: tuple[str, str] | None,
     stale_drafter: StaleDrafter | None,
     engine_key: str,
     engine_server: str | None,
@@ -179,6 +195,10 @@ def follow_command(
     if len(urls) > 1:
         raise click.UsageError(f"--url names {len(urls)} servers: run one agent beside each")
     url = checked_url(urls[0]) if urls else None
+    if draft is not None and kind != "vllm":
+        raise click.UsageError(f"--engine {kind} has no --draft")
+    if draft is not None and draft[0] == model:
+        raise click.UsageError(f"--draft names {model}, which is the model that the engine answers by")
     checks = GoldenChecks(golden, max_drift, approve)
     end_tidily()  # else the engine would stay paused
     trusts = trusted(required)
@@ -187,9 +207,10 @@ def follow_command(
         kind, url, model, engine_server or server, lane, pause_mode, when_asleep, engine_key, stale_drafter
     )
     with engine_of(server) as client:
-        found = say_if_absent(client, model, ref)
-        if found is not None:
-            found.check_whole()
+        for followed in filter(None, ((model, ref), draft)):
+            found = say_if_absent(client, *followed)
+            if found is not None:
+                found.check_whole()
         done = None
         reporter = EngineReporter(client, model, kind=kind, address=engine.url, ref=ref, listener=listener)
         with closing(reporter), closing(ReachWatch(engine.url)):
@@ -203,6 +224,8 @@ def follow_command(
                 reporter=reporter,
                 prove_every=prove_every or 0,
                 golden=checks,
+                draft=draft,
+                leaves_draft=stale_drafter == "allow",
             )
             for done in itertools.islice(follower.run(), count):
                 print_result(done, as_json, _line(done), one_line=True)
@@ -264,21 +287,23 @@ def _engine(
 
 def _line(done: Followed) -> str:
     from weighbridge.follow.engines import DIFFERENT
+    from weighbridge.follow.status import label
 
     if done.error:
         none = "different versions" if DIFFERENT in done.error else "no version"
         serves = none if done.serves is None else f"version {done.serves}"
         behind = f", {counted(done.behind, 'version')} behind" if done.behind else ""
         return f"{done.model}@{done.version}: failed, and the engine serves {serves}{behind}: {done.error}"
+    version = label(done.model, done.version, done.drafter)
     if not done.nbytes:
-        return f"{done.model}@{done.version}: the engine has it{_checked(done)}"
+        return f"{version}: the engine has it{_checked(done)}"
     if done.waits:
         return (
             f"{done.model}@{done.version}: {readable_size(done.nbytes)} prepared in {readable_duration(done.prepare_seconds)}, "
             "and the engine's wake-up brings it"
         )
     return (
-        f"{done.model}@{done.version}: {readable_size(done.nbytes)} prepared in {readable_duration(done.prepare_seconds)}, "
+        f"{version}: {readable_size(done.nbytes)} prepared in {readable_duration(done.prepare_seconds)}, "
         f"engine paused for {readable_duration(done.pause_seconds)} ({step_text(done.parts)}){_checked(done)}"
     )
 
@@ -328,7 +353,7 @@ def _engine_row(engine: Engine, now_ms: float) -> tuple[str, ...]:
     return (
         engine.label,
         engine.model,
-        str(engine.version or "-"),
+        f"{engine.version or '-'} + {engine.drafter}" if engine.drafter else str(engine.version or "-"),
         engine.standing_text,
         f"{engine.state_text}, {readable_age(engine.since_ms, now_ms)}",
         engine.ref_text or "-",

@@ -11,6 +11,7 @@ May import: `_clients` and folders below it.
 - `recording`: what it takes, and where it puts it.
 - `staging`: spare memory beside the parameters, for a version that is not applied yet.
 - `arriving`: a version that is staged while it is still being received.
+- `pairs`: a version of a policy and one of its drafter, as one.
 - `digests`: digests of parameters, as they are and as a version makes them.
 - `update`: one pull, straight to the parameters, without the loader.
 """
@@ -24,6 +25,7 @@ from weighbridge._lazy.digests import (
     expected_digests,
     whole_digests,
 )
+from weighbridge._lazy.pairs import Pair, prefix_of, prefixed, pull_recorded
 from weighbridge._lazy.recorder import Load, is_tested, note_tested, record, remembered
 from weighbridge._lazy.recording import Recording, Shape
 from weighbridge._lazy.source import Source
@@ -38,6 +40,7 @@ __all__ = [
     "Incoming",
     "LazyTensor",
     "Load",
+    "Pair",
     "Recording",
     "Shape",
     "Source",
@@ -50,6 +53,9 @@ __all__ = [
     "is_tested",
     "note_tested",
     "on_stream_of",
+    "prefix_of",
+    "prefixed",
+    "pull_recorded",
     "record",
     "remembered",
     "staging_bytes",

@@ -11,6 +11,7 @@ import torch
 from weighbridge._core.layouts import Layout
 from weighbridge._core.resources import Version
 from weighbridge._formats.host_slices import HostSlices, Slices
+from weighbridge._lazy.pairs import PairedSlices
 from weighbridge._lazy.recording import Constant, RecordedCopy, RecordedStep, Recording
 from weighbridge._lazy.staging import StagingPlace, on_stream_of, packed, part_of
 from weighbridge._lazy.tensor import shown
@@ -209,6 +210,8 @@ class Update:
 
     def _give_back(self) -> None:
         slices, self._slices = self._slices, None
+        if isinstance(slices, PairedSlices):
+            slices = slices.parts[0]
         if isinstance(slices, HostSlices):
             self._spare[:] = [slices.buffer]
 

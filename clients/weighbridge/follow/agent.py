@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Generator, Iterator, Sequence
@@ -26,7 +27,7 @@ from weighbridge._reporting.reporter import EngineReporter
 from weighbridge._signing.signatures import Signatures
 from weighbridge._signing.trust import Trusted
 from weighbridge._tracing import spans
-from weighbridge.errors import DataLoss, FailedPrecondition, WeighbridgeError
+from weighbridge.errors import DataLoss, FailedPrecondition, InvalidArgument, WeighbridgeError
 from weighbridge.follow.due_proofs import DueProofs, Proved
 from weighbridge.follow.engines import (
     Engine,
@@ -34,6 +35,7 @@ from weighbridge.follow.engines import (
     Prepared,
     PreparesEarly,
     Serving,
+    TakesDrafter,
 )
 from weighbridge.follow.golden import Asked, GoldenChecks
 from weighbridge.follow.news import with_looks
@@ -66,6 +68,7 @@ class Followed(JsonValue):
         proof: ``proved``, ``proved in part``, ``failed``, or ``not proved`` if one was due and could not be made; empty if none was due.
         golden: ``within bound``, ``above bound``, ``no bound`` or ``not answered``; empty if the version has no golden prompts, or they were not due.
         drift: largest difference of log probabilities in golden prompts; None if there is none.
+        drafter: the drafter's version, if that is a model of its own which the engine has from the service, as ``acme/smol-eagle@5``; empty without.
         stale: weights of the engine that are not of the version that it serves, as a drafter's; empty if there are none.
     """
 
@@ -83,6 +86,7 @@ class Followed(JsonValue):
     golden: str = ""
     drift: float | None = None
     stale: str = ""
+    drafter: str = ""
 
 
 class Follower:
@@ -104,9 +108,13 @@ class Follower:
         prove_every: prove at the start and after so many updates that the engine computes with the version's bytes; 0 never does. A version
             that fails its proof counts as one that the engine has not taken: it is brought again. See `DueProofs`.
         golden: checks with the golden prompts of a version, at the start and after each update. Drift above the bound counts as a proof that fails.
+        draft: model and ref of the engine's drafter, if that is a model of its own. The engine is to have the versions that both refs name: when
+            either moves, both are prepared, and taken in one pause or not at all.
+        leaves_draft: whether the engine takes a version also if that of the drafter cannot be taken, and keeps the drafter that it has.
 
     Raises:
-        InvalidArgument: it is to be proved, and its driver gives no evidence (`GivesEvidence`).
+        InvalidArgument: it is to be proved, and its driver gives no evidence (`GivesEvidence`); or has a drafter, and its driver takes none
+            (`TakesDrafter`).
     """
 
     def __init__(
@@ -124,6 +132,8 @@ class Follower:
         reporter: EngineReporter | None = None,
         prove_every: int = 0,
         golden: GoldenChecks | None = None,
+        draft: tuple[str, str] | None = None,
+        leaves_draft: bool = False,
     ) -> None:
         self._client = client
         self._model = model
@@ -136,8 +146,12 @@ class Follower:
         self._look_seconds = look_seconds
         self._seen: Serving | None = None
         self._reporter = reporter
-        self._judged: tuple[tuple[int, tuple[Signature, ...]], str] | None = None
+        self._judged: dict[str, tuple[tuple[int, tuple[Signature, ...]], str]] = {}
         self._heard_s: float | None = None
+        if draft is not None and not isinstance(engine, TakesDrafter):
+            raise InvalidArgument(f"{type(engine).__name__} takes no drafter that is a model of its own")
+        self._draft_ref, self._draft, self._leaves_draft = draft, "", leaves_draft
+        self._draft_problem = ""
         self._proofs = DueProofs(client, model, engine, prove_every, self._say)
         self._golden = golden or GoldenChecks()
         self._unanswered = 0, ""
@@ -160,7 +174,16 @@ class Follower:
                 if news[1].state.receiving:  # a service of the release before brings what is live
                     self._prepare_early(news[1].number)
                 continue
-            newest = news[1] if news is not None else newest
+            if (
+                news is not None
+                and self._draft_ref is not None
+                and self._draft_ref == (news[1].model, news[0])
+            ):
+                self._draft = label(news[1].model, news[1].number)
+            elif news is not None:
+                newest = news[1]
+            if self._draft_ref is not None and not (self._draft or self._leaves_draft):
+                continue  # neither version is taken without the other
             if newest is not None and (news is not None or self._has_started_again()):
                 yield from self._take_news(newest)
             elif newest is not None:
@@ -172,7 +195,9 @@ class Follower:
                         yield from self._insist(newest)  # which may be another one than what was proved
 
     def _watched(self) -> list[tuple[str, str]]:
-        """The ref; and what is being received, if that will be its version as soon as it is ready, and the engine can begin with it."""
+        """The refs; and what is being received, if that will be its version as soon as it is ready, and the engine can begin with it."""
+        if self._draft_ref is not None:  # two versions are not staged while they arrive
+            return [self._draft_ref, (self._model, self._ref)]
         early = isinstance(self._engine, PreparesEarly) and self._ref == REF_LIVE and not self._required
         return [(self._model, self._ref), *([(self._model, RECEIVING)] if early else [])]
 
@@ -191,7 +216,7 @@ class Follower:
             if proved.problem:
                 yield from self._insist(version)
                 return
-            self._engine.label(label(self._model, number))
+            self._engine.label(label(self._model, number, self._drafter))
             self._engine.resume()  # an agent before this one may have ended while it was paused
             asked = self._ask_golden(number)
             if not asked.problem:
@@ -203,6 +228,7 @@ class Follower:
                     error=problem,
                     proof=proved.verdict,
                     stale=self._stale,
+                    drafter=self._drafter,
                     **_golden_of(asked),
                 )
                 return
@@ -254,25 +280,38 @@ class Follower:
                 yield Followed(self._model, number, version, error=problem, behind=self._behind)
                 said = problem
             time.sleep(self._signed_seconds)
-            if named(self._client, self._model, self._ref) not in (number, None):
+            if named(self._client, self._model, self._ref) not in (number, None) or self._draft_has_moved():
                 return False
         return True
 
+    def _draft_has_moved(self) -> bool:
+        if self._draft_ref is None:
+            return False
+        now = named(self._client, *self._draft_ref)
+        return now is not None and label(self._draft_ref[0], now) != self._draft
+
     def _unsigned(self, number: int) -> str:
-        """Why a version does not count as signed; empty if it does, or need not be."""
+        """Why a version, or that of the drafter, does not count as signed; empty if both do, or need not be."""
         if not self._required:
             return ""
+        wanted = [(self._model, number)]
+        if self._draft:
+            wanted.append((self._draft.rpartition("@")[0], int(self._draft.rpartition("@")[2])))
+        return next(filter(None, itertools.starmap(self._unsigned_one, wanted)), "")
+
+    def _unsigned_one(self, model: str, number: int) -> str:
         try:
-            there = number, self._client.signatures(self._model, number)
-            if self._judged is None or self._judged[0] != there:
-                self._judged = there, self._check_signed(number)
+            there = number, self._client.signatures(model, number)
+            judged = self._judged.get(model)
+            if judged is None or judged[0] != there:
+                judged = self._judged[model] = there, self._check_signed(model, number)
         except WeighbridgeError as error:
             return str(error)
-        return self._judged[1]
+        return judged[1]
 
-    def _check_signed(self, number: int) -> str:
+    def _check_signed(self, model: str, number: int) -> str:
         try:
-            Signatures(self._client).check(self._model, number, required=self._required)
+            Signatures(self._client).check(model, number, required=self._required)
         except (FailedPrecondition, DataLoss) as error:
             return str(error)
         return ""
@@ -286,7 +325,7 @@ class Follower:
         if serving.version is not None:
             self._say(version=serving.version)
             with suppress(WeighbridgeError):
-                self._engine.label(label(self._model, serving.version))
+                self._engine.label(label(self._model, serving.version, serving.draft))
         if serving.model not in ("", self._model) and not self._force:
             raise FailedPrecondition(
                 f"the engine serves {serving.model}, and not {self._model}",
@@ -332,7 +371,7 @@ class Follower:
             try:
                 with spans.child(span, "weighbridge.prepare"):
                     self._engine.connect()
-                    prepared = self._engine.prepare(number)
+                    prepared = self._prepare(number)
                 laps.end_preparation(prepared.seconds, prepared.early_seconds)
                 (problem,) = apply_prepared([self._engine], number, label(self._model, number), laps)
             except WeighbridgeError as error:
@@ -366,10 +405,26 @@ class Follower:
             {} if problem or waits else {name: round(seconds, 6) for name, seconds in laps.parts.items()},
             proof.verdict,
             stale="" if problem else self._stale,
+            drafter=serving.draft if serving else "",
             **_golden_of(asked),
         )
         self._say_done(done)
         return done
+
+    def _prepare(self, number: int) -> Prepared:
+        """Have a version prepared, and with it the drafter's, or without that one if it cannot be and may be left behind."""
+        self._draft_problem = ""
+        if self._draft_ref is None or not isinstance(self._engine, TakesDrafter):
+            return self._engine.prepare(number)
+        self._engine.draft = self._draft
+        try:
+            return self._engine.prepare(number)
+        except WeighbridgeError as error:
+            if not (self._draft and self._leaves_draft):
+                raise
+            self._draft_problem = f"{self._draft} was not taken: {error}"
+        self._engine.draft = ""
+        return self._engine.prepare(number)
 
     def _ask_golden(self, number: int) -> Asked:
         """Ask the engine the golden prompts of a version that it has, if the ref has named it. One that does not answer is asked again with the next
@@ -395,7 +450,7 @@ class Follower:
         if asked.problem:
             yield from self._insist(version)
         elif asked.drift is not None:
-            yield Followed(self._model, number, number, **_golden_of(asked))
+            yield Followed(self._model, number, number, drafter=self._drafter, **_golden_of(asked))
 
     def _prove_what_is_owed(self) -> Iterator[Followed]:
         """Make a proof that was due and could not be made, if the engine still has that version. Gives its result, if it is made now."""
@@ -407,7 +462,9 @@ class Follower:
             return
         if proved.problem:
             self._say(state=ENGINE_FAILING, version=number, target=0, error=proved.problem)
-        yield Followed(self._model, number, number, error=proved.problem, proof=proved.verdict)
+        yield Followed(
+            self._model, number, number, error=proved.problem, proof=proved.verdict, drafter=self._drafter
+        )
 
     def _say_done(self, done: Followed) -> None:
         if done.error:
@@ -431,8 +488,14 @@ class Follower:
 
     @property
     def _stale(self) -> str:
-        """Weights of the engine that are not of the version that it serves, as it has said last."""
-        return "" if self._seen is None else self._seen.stale
+        """Weights of the engine that are not of the version that it serves, as it has said last; and why its drafter was left behind."""
+        said = "" if self._seen is None else self._seen.stale
+        return "; ".join(filter(None, (said, self._draft_problem)))
+
+    @property
+    def _drafter(self) -> str:
+        """Version of the engine's drafter, as the engine has said last; empty without."""
+        return "" if self._seen is None else self._seen.draft
 
     @property
     def _behind(self) -> int:
@@ -440,12 +503,18 @@ class Follower:
 
     def _say(self, **changes: Any) -> None:
         if self._reporter is not None:
-            self._reporter.say(**changes)
+            drafted = (
+                {}
+                if self._seen is None or not (self._seen.draft or self._draft_ref)
+                else {"drafter": self._seen.draft}
+            )
+            self._reporter.say(**drafted, **changes)
 
     def _engine_has(self, number: int) -> bool:
         try:
             serving = self._serving()
-            return serving.version == number and serving.waiting in (None, number)
+            drafts = self._draft in ("", serving.draft)
+            return serving.version == number and drafts and serving.waiting in (None, number)
         except WeighbridgeError:
             return False
 

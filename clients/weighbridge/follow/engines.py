@@ -13,7 +13,7 @@ from typing import Literal, Protocol, TypeVar, runtime_checkable
 
 from weighbridge.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, WeighbridgeError
 from weighbridge.follow.evidence import Evidence
-from weighbridge.follow.status import Status, label
+from weighbridge.follow.status import Status, drafter_in, is_version, label, policy_in
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -100,6 +100,7 @@ class Serving:
         instances: which starts of the ranks say so; empty for an engine that does not tell them apart.
         waiting: number of the version that the engine's wake-up will bring; None if there is none.
         stale: weights of the engine that are not of that version, as a drafter's; empty if there are none.
+        draft: the version of the drafter, if that is a model of its own which the engine has from the service, as ``acme/smol-eagle@5``; empty without.
     """
 
     version: int | None
@@ -108,6 +109,7 @@ class Serving:
     instances: tuple[str, ...] = field(default=(), compare=False)
     waiting: int | None = None
     stale: str = ""
+    draft: str = ""
 
 
 class Engine(Protocol):
@@ -153,6 +155,17 @@ class PreparesEarly(Protocol):
 
 
 @runtime_checkable
+class TakesDrafter(Protocol):
+    """Driver of an engine whose drafter can be a model of its own.
+
+    Attributes:
+        draft: the drafter's version that the engine is to have with each version from now on, as ``acme/smol-eagle@5``; empty to name none.
+    """
+
+    draft: str
+
+
+@runtime_checkable
 class GivesEvidence(Protocol):
     """Driver of an engine whose parameters can be proved."""
 
@@ -179,7 +192,8 @@ def serving_of(ranks: Ranks, model: str) -> Serving:
         return Serving(None, problem, instances=instances, waiting=waiting)
     served = found.pop()
     stale = next((status.stale for status in ranks.values() if status.stale), "")
-    return Serving(_number(served, model), broken, served.rpartition("@")[0], instances, waiting, stale)
+    of = policy_in(served).rpartition("@")[0]
+    return Serving(_number(served, model), broken, of, instances, waiting, stale, drafter_in(served))
 
 
 def check_same_ranks(asked: Ranks, answered: Ranks) -> None:
@@ -196,7 +210,9 @@ def check_same_ranks(asked: Ranks, answered: Ranks) -> None:
         )
 
 
-def wait_prepared(told: Ranks, ask: Callable[[], Ranks], model: str, number: int, timeout: float) -> Prepared:
+def wait_prepared(
+    told: Ranks, ask: Callable[[], Ranks], model: str, number: int, timeout: float, draft: str = ""
+) -> Prepared:
     """Wait until all ranks have a version in host memory.
 
     Args:
@@ -205,6 +221,7 @@ def wait_prepared(told: Ranks, ask: Callable[[], Ranks], model: str, number: int
         model: ``namespace/name``.
         number: the version that they have been told to prepare.
         timeout: seconds.
+        draft: the version of the drafter that they have been told to prepare with it; empty if none was named.
 
     Raises:
         FailedPrecondition: a rank cannot take it, or its bytes did not come; says why. Another version was asked for meanwhile, or brought by a wake-up. Or other ranks
@@ -212,7 +229,7 @@ def wait_prepared(told: Ranks, ask: Callable[[], Ranks], model: str, number: int
         DeadlineExceeded: not in time.
     """
     deadline, pause = time.monotonic() + timeout, _FIRST_POLL_SECONDS
-    wanted = label(model, number)
+    wanted = label(model, number, draft)
     while True:
         named = ask()
         check_same_ranks(told, named)
@@ -220,12 +237,12 @@ def wait_prepared(told: Ranks, ask: Callable[[], Ranks], model: str, number: int
         problems = [f"{name}: {rank.error}" for name, rank in named.items() if rank.error]
         if problems:
             raise FailedPrecondition(f"version {number} could not be prepared", details=problems)
-        if all(rank.prepared == wanted for rank in ranks):
+        if all(is_version(rank.prepared, wanted) for rank in ranks):
             early_s = max(rank.early_seconds for rank in ranks)
             late_s = max(rank.seconds - rank.early_seconds for rank in ranks)
             return Prepared(sum(rank.nbytes for rank in ranks), early_s + late_s, early_s)
         for name, rank in named.items():
-            if wanted in (rank.preparing, rank.prepared):
+            if any(is_version(each, wanted) for each in (rank.preparing, rank.prepared)):
                 continue
             other = rank.preparing or rank.prepared
             raise FailedPrecondition(
@@ -242,7 +259,7 @@ def wait_prepared(told: Ranks, ask: Callable[[], Ranks], model: str, number: int
 
 def _number(name: str, model: str) -> int | None:
     """Number of a version of this model; None for another one's."""
-    of, _, number = name.rpartition("@")
+    of, _, number = policy_in(name).rpartition("@")
     return int(number) if of == model else None
 
 

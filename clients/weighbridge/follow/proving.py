@@ -13,7 +13,7 @@ from weighbridge._core.text.counts import named
 from weighbridge.errors import FailedPrecondition
 from weighbridge.follow.engines import Engine
 from weighbridge.follow.evidence import Evidence, RankProof
-from weighbridge.follow.status import label
+from weighbridge.follow.status import drafter_in, is_version, label
 from weighbridge.follow.updates import let_go_on
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class Proof(JsonValue):
         wanted = label(self.model, self.version)
         found = []
         for name, rank in self.ranks.items():
-            if rank.served != wanted:
+            if not is_version(rank.served, wanted):
                 found.append(f"{name} serves {rank.served or 'no version'}")
             elif rank.wrong:
                 found.append(f"{name} has other bytes in {named(rank.wrong, _NAMED)}")
@@ -67,6 +67,8 @@ def prove(
 ) -> Proof:
     """Compare what an engine's ranks compute with with the bytes of a version, which this process pulls itself.
 
+    A drafter that is a model of its own is compared with the version of it that the rank says it has.
+
     Args:
         client: of the service.
         ask: returns the evidence of all ranks, for the digests of recordings that need not be sent.
@@ -81,18 +83,19 @@ def prove(
     from weighbridge import _lazy as lazy
 
     known = {} if recordings is None else recordings
-    expected: dict[str, lazy.Digests] = {}
+    expected: dict[tuple[str, str], lazy.Digests] = {}
     ranks: dict[str, RankProof] = {}
     evidences = ask(known.keys())
     used = {each.recording: _recording(name, each, known) for name, each in evidences.items()}
     known.clear()
     known.update(used)
     for name, evidence in evidences.items():
-        if evidence.recording not in expected:
+        draft = drafter_in(evidence.served)
+        if (taken := (evidence.recording, draft)) not in expected:
             recording = used[evidence.recording]
-            pull = client.pull(model, number, recording.request)
-            expected[evidence.recording] = lazy.expected_digests(recording, (tensor for _, tensor in pull))
-        wrong = lazy.differing(expected[evidence.recording], evidence.digests)
+            pull = lazy.pull_recorded(client, recording, model, number, draft)
+            expected[taken] = lazy.expected_digests(recording, (tensor for _, tensor in pull))
+        wrong = lazy.differing(expected[taken], evidence.digests)
         ranks[name] = RankProof(
             evidence.served, len(evidence.digests), tuple(wrong), dict(evidence.unseen), evidence.seconds
         )
@@ -142,7 +145,7 @@ class ByLoad(Engine, Protocol):
 
 def _verdict(ranks: Iterable[RankProof], wanted: str) -> str:
     found = list(ranks)
-    if any(rank.wrong or rank.served != wanted for rank in found):
+    if any(rank.wrong or not is_version(rank.served, wanted) for rank in found):
         return FAILED
     if not any(rank.compared for rank in found):
         return NOT_PROVED

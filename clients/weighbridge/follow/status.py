@@ -8,10 +8,33 @@ from typing import Any
 
 from weighbridge._core.json_values import JsonValue
 
+_AND = " + "
 
-def label(model: str, number: int) -> str:
-    """The name of a version, as in ``acme/smol@17``."""
-    return f"{model}@{number}"
+
+def label(model: str, number: int, draft: str = "") -> str:
+    """The name of a version, as in ``acme/smol@17``.
+
+    Args:
+        model: ``namespace/name``.
+        number: of the version.
+        draft: the name of the version that the drafter has, if that is a model of its own: ``acme/smol@17 + acme/smol-eagle@5`` names both.
+    """
+    return f"{model}@{number}{_AND}{draft}" if draft else f"{model}@{number}"
+
+
+def drafter_in(named: str) -> str:
+    """The drafter's version in a `label`; empty if it has none."""
+    return named.partition(_AND)[2]
+
+
+def policy_in(named: str) -> str:
+    """A `label` without the drafter's version."""
+    return named.partition(_AND)[0]
+
+
+def is_version(named: str, wanted: str) -> bool:
+    """Whether a `label` is the one that is wanted; with any version of a drafter, if none of it is wanted."""
+    return named == wanted or policy_in(named) == wanted
 
 
 @dataclass(frozen=True, slots=True)

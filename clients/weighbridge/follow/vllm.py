@@ -29,7 +29,7 @@ from weighbridge.follow.engines import (
 )
 from weighbridge.follow.evidence import Evidence, RankProof
 from weighbridge.follow.golden import Answer
-from weighbridge.follow.status import Status
+from weighbridge.follow.status import Status, drafter_in, is_version
 from weighbridge.follow.status import label as label_of
 
 PauseMode = Literal["wait", "keep", "abort"]
@@ -64,6 +64,9 @@ class VllmServer:
         api_key: the server's key (``--api-key``), if it wants one.
         stale_drafter: what becomes of updates that leave the drafter of speculative decoding behind: the engine is to ``refuse`` them, or to ``allow``
             them; None leaves what it was started with.
+
+    Attributes:
+        draft: the drafter's version that goes with versions from now on (`TakesDrafter`).
     """
 
     def __init__(
@@ -91,7 +94,8 @@ class VllmServer:
         self._pause_mode = pause_mode
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._api = EngineApi(self.url, timeout, OTHER, headers)
-        self._prepares_early = False
+        self._prepares_early = self._takes_drafter = False
+        self.draft = ""
         self._told: Ranks = {}
 
     def wait_ready(self, seconds: float) -> None:
@@ -120,14 +124,28 @@ class VllmServer:
         answers = self._answers("weighbridge_connect", json.dumps(self._init_info))
         self._by_name(answers)
         self._prepares_early = all(each.get("early", False) for each in answers)
+        self._takes_drafter = all(each.get("drafts", False) for each in answers)
 
     def serving(self) -> Serving:
         """What all workers say they have."""
         return serving_of(self._ask_workers("weighbridge_status"), self._model)
 
     def begin(self, version: int) -> None:
-        """Ask all workers to prepare a version; it returns at once."""
-        self._told = self._ask_workers("weighbridge_prepare", str(version))
+        """Ask all workers to prepare a version; it returns at once.
+
+        Raises:
+            FailedPrecondition: a worker cannot; or not all workers behind the server answer; or they know of no drafters.
+        """
+        if self.draft and not self._takes_drafter:
+            raise FailedPrecondition(
+                f"the workers of this server take no version of a drafter, as {self.draft}",
+                fix="install this release of weighbridge where vLLM runs, and start it again",
+            )
+        self._told = self._ask_workers("weighbridge_prepare", *self._order(version))
+
+    def _order(self, version: int) -> tuple[str, ...]:
+        """Arguments that name a version to workers. Those of the release before know no second one."""
+        return (str(version), self.draft) if self.draft else (str(version),)
 
     def prepare(self, version: int) -> Prepared:
         """Ask all workers to prepare, and wait until they have."""
@@ -138,6 +156,7 @@ class VllmServer:
             self._model,
             version,
             _PREPARE_SECONDS,
+            self.draft,
         )
 
     def prepare_early(self, version: int) -> None:
@@ -219,20 +238,25 @@ class VllmServer:
         Raises:
             FailedPrecondition: an engine could not take the version; the others have gone back, or the error says which one serves what.
         """
-        answers = self._answers("weighbridge_apply", str(version))
+        answers = self._answers("weighbridge_apply", *self._order(version))
         if _has_several(answers):  # which updates of two agents may have reached in different orders
             answers = self._answers("weighbridge_status")
         ranks = self._by_name(answers)
         if self._told:
             check_same_ranks(self._told, ranks)
-        wanted = label_of(self._model, version)
-        if any(wanted not in (status.served, status.waiting) for status in ranks.values()):
+        wanted = label_of(self._model, version, self.draft)
+        has = {name: is_version(status.served, wanted) for name, status in ranks.items()}
+        if not all(has[name] or is_version(status.waiting, wanted) for name, status in ranks.items()):
             found = ", ".join(f"{name} {status.served or 'no version'}" for name, status in ranks.items())
             raise FailedPrecondition(
-                f"not all ranks serve version {version}: {found}", fix="let one agent update an engine"
+                f"not all ranks serve {wanted}: {found}"
+                if self.draft
+                else f"not all ranks serve version {version}: {found}",
+                fix="let one agent update an engine",
             )
-        if all(status.served == wanted for status in ranks.values()):
-            self.label(label)
+        if all(has.values()):
+            served = next(iter(ranks.values())).served
+            self.label(served if drafter_in(served) else label)
 
     def resume(self) -> None:
         """Let it go on."""

@@ -174,6 +174,7 @@ class EngineReport(_message.Message):
     GOLDEN_FIELD_NUMBER: _builtins.int
     GOLDEN_DRIFT_FIELD_NUMBER: _builtins.int
     GOLDEN_MEAN_DRIFT_FIELD_NUMBER: _builtins.int
+    DRAFTER_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     """Names the engine for the life of its agent; 1 to 64 letters, digits, `-`, `_` or `.`."""
     kind: _builtins.str
@@ -237,6 +238,8 @@ class EngineReport(_message.Message):
     golden_drift: _builtins.float
     """Largest and mean difference between the log probabilities that the engine gives the tokens of these prompts and those that the version has."""
     golden_mean_drift: _builtins.float
+    drafter: _builtins.str
+    """The version of its drafter, if that is a model of its own which the engine has from the service, as `acme/smol-eagle@5`; empty without."""
     @_builtins.property
     def update_parts(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Parts of the last update that succeeded, in seconds, by name, in this order: `wait`, `stage`, `agree`, `pause`, `apply`, `resume`, `confirm`. Each
@@ -280,10 +283,11 @@ class EngineReport(_message.Message):
         golden: _builtins.str = ...,
         golden_drift: _builtins.float = ...,
         golden_mean_drift: _builtins.float = ...,
+        drafter: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "beat", b"beat", "engine_id", b"engine_id", "error", b"error", "failed_proofs", b"failed_proofs", "golden", b"golden", "golden_drift", b"golden_drift", "golden_mean_drift", b"golden_mean_drift", "golden_version", b"golden_version", "host", b"host", "kind", b"kind", "model", b"model", "pid", b"pid", "proof", b"proof", "proof_age_seconds", b"proof_age_seconds", "proof_error", b"proof_error", "proof_seconds", b"proof_seconds", "proofs", b"proofs", "proved_version", b"proved_version", "ref", b"ref", "state", b"state", "state_seconds", b"state_seconds", "target", b"target", "traceparent", b"traceparent", "update_age_seconds", b"update_age_seconds", "update_bytes", b"update_bytes", "update_lane", b"update_lane", "update_parts", b"update_parts", "update_pause_seconds", b"update_pause_seconds", "update_prepare_seconds", b"update_prepare_seconds", "update_version", b"update_version", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "beat", b"beat", "drafter", b"drafter", "engine_id", b"engine_id", "error", b"error", "failed_proofs", b"failed_proofs", "golden", b"golden", "golden_drift", b"golden_drift", "golden_mean_drift", b"golden_mean_drift", "golden_version", b"golden_version", "host", b"host", "kind", b"kind", "model", b"model", "pid", b"pid", "proof", b"proof", "proof_age_seconds", b"proof_age_seconds", "proof_error", b"proof_error", "proof_seconds", b"proof_seconds", "proofs", b"proofs", "proved_version", b"proved_version", "ref", b"ref", "state", b"state", "state_seconds", b"state_seconds", "target", b"target", "traceparent", b"traceparent", "update_age_seconds", b"update_age_seconds", "update_bytes", b"update_bytes", "update_lane", b"update_lane", "update_parts", b"update_parts", "update_pause_seconds", b"update_pause_seconds", "update_prepare_seconds", b"update_prepare_seconds", "update_version", b"update_version", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

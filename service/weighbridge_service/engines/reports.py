@@ -30,6 +30,7 @@ _PATTERNS = {
     "host": (_TEXT, "at most 255 characters of ASCII without spaces"),
     "ref": (_REF, "the name of a ref"),
     "update_lane": (_KIND, "at most 32 small letters, digits, '-', '_' or '.'"),
+    "drafter": (_TEXT, "at most 255 characters of ASCII without spaces"),
     "proof": (_PROOF, "at most 32 small letters and spaces"),
     "golden": (_PROOF, "at most 32 small letters and spaces"),
     "traceparent": (_TRACEPARENT, "as W3C Trace Context has it"),

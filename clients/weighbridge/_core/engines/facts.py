@@ -67,6 +67,7 @@ class EngineFacts(JsonValue):
         golden: what came of that: ``within bound``, ``above bound``, ``no bound`` if there is none, or ``not answered``.
         golden_drift: largest difference between the log probabilities that it gives the tokens of these prompts and those that the version has.
         golden_mean_drift: mean of these differences.
+        drafter: the version of its drafter, if that is a model of its own which it has from the service, as ``acme/smol-eagle@5``; empty without.
         update_parts: of the last update that succeeded, in seconds, by the names of `step_parts.PARTS`; those that were measured.
     """
 
@@ -97,6 +98,7 @@ class EngineFacts(JsonValue):
     golden: str = ""
     golden_drift: float = 0.0
     golden_mean_drift: float = 0.0
+    drafter: str = ""
     update_parts: dict[str, float] = field(default_factory=dict, hash=False)
 
     @property

@@ -1,7 +1,7 @@
 """Model that decodes speculatively: the one that answers, and a second one that drafts for it, updated as one.
 
-Both take the same version. What they share, as embeddings and output layers, belongs to the model that answers: its loader alone fills it, as the
-engine discards what the drafter's own loader has put there when it shares it.
+Both take the same version, or the drafter has versions of its own. What they share, as embeddings and output layers, belongs to the model that
+answers: its loader alone fills it, as the engine discards what the drafter's own loader has put there when it shares it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 
+from weighbridge._lazy.pairs import Pair, prefixed
 from weighbridge._lazy.recording import RecordedCopy, Recording
+from weighbridge._lazy.source import Source
 from weighbridge.errors import FailedPrecondition, LayoutError
 from weighbridge.integrations.engine_rank.storageless import twin_of
 
@@ -29,12 +31,17 @@ class DrafterLeft(FailedPrecondition):
 
 
 @contextmanager
-def filling_drafter() -> Iterator[None]:
-    """Block in which a version that does not fit concerns the drafter: it is raised as `DrafterLeft`."""
+def filling_drafter(source: Source) -> Iterator[None]:
+    """Block in which a version that does not fit concerns the drafter: it is raised as `DrafterLeft`.
+
+    Args:
+        source: the version, with the drafter's own beside it if there is one.
+    """
+    push = "push a version that fits it" if isinstance(source, Pair) else "push the drafter's tensors along"
     try:
         yield
     except (FailedPrecondition, LayoutError) as error:
-        fix = f"push the drafter's tensors along; or {WITHOUT}; or {ALLOWING}"
+        fix = f"{push}; or {WITHOUT}; or {ALLOWING}"
         raise DrafterLeft(error.message, details=error.details, fix=fix) from error
 
 
@@ -44,11 +51,13 @@ class Drafting:
 
     Attributes:
         name: of the drafter, as errors call it; empty if the engine has none that has weights.
-        model: the drafter, if the policy's versions have its weights, so that they fill it; None if they have not.
+        model: the drafter; None if it cannot be updated.
+        apart: whether it is a model of its own, and the policy's versions have nothing for it.
     """
 
     name: str = ""
     model: Any = None
+    apart: bool = True
 
 
 class WithDrafter(torch.nn.Module):
@@ -76,6 +85,11 @@ class WithDrafter(torch.nn.Module):
         """Run the target's loader: of the drafter's, all is recorded."""
         target: Any = self.target
         return target.load_weights(tensors)
+
+
+def of_drafter(source: Source) -> Source:
+    """The version that a drafter is filled from: its own, or the policy's."""
+    return source.drafter if isinstance(source, Pair) else source
 
 
 @contextmanager
@@ -131,12 +145,13 @@ def _copy(layer: torch.nn.Module, made: Callable[[torch.Tensor], Any]) -> torch.
     return found
 
 
-def joined(of_target: Recording, of_drafter: Recording, version: object) -> Recording:
+def joined(of_target: Recording, of_drafter: Recording, version: object, prefix: str = "") -> Recording:
     """What both loaders take of a version.
 
     Args:
         of_target, of_drafter: what each was recorded to do, over the targets of both; the drafter's while it was `unshared`.
-        version: what to call it.
+        version: what to call that of the drafter.
+        prefix: of the names of the drafter's tensors, if they are of a version of its own; empty if both take the same.
 
     Raises:
         FailedPrecondition: the drafter's loader computes something of a tensor that goes to the drafter.
@@ -146,9 +161,14 @@ def joined(of_target: Recording, of_drafter: Recording, version: object) -> Reco
         raise FailedPrecondition(
             f"the way of {name} of {version} into the engine's drafter cannot be followed: {why}"
         )
-    own = [step for step in of_drafter.steps if step.target.startswith(PREFIX)]
+    own = [
+        step._replace(tensor=prefix + step.tensor) if isinstance(step, RecordedCopy) else step
+        for step in of_drafter.steps
+        if step.target.startswith(PREFIX)
+    ]
     written = {step.target for step in own}
     taken = {step.tensor for step in own if isinstance(step, RecordedCopy)}
+    specs = (prefixed(spec, prefix) for spec in of_drafter.specs.values())
     unwritten = {
         name: of_drafter.unwritten.get(name, 0)
         if name.startswith(PREFIX)
@@ -156,7 +176,7 @@ def joined(of_target: Recording, of_drafter: Recording, version: object) -> Reco
         for name in {**of_target.unwritten, **of_drafter.unwritten}
     }
     return Recording(
-        {**of_target.specs, **{name: spec for name, spec in of_drafter.specs.items() if name in taken}},
+        {**of_target.specs, **{spec.name: spec for spec in specs if spec.name in taken}},
         {
             **of_target.targets,
             **{name: shape for name, shape in of_drafter.targets.items() if name in written},

@@ -21,9 +21,11 @@ from weighbridge.errors import FailedPrecondition, WeighbridgeError
 from weighbridge.integrations.engine_rank.agreement import Ranks
 from weighbridge.integrations.engine_rank.drafting import (
     PREFIX,
+    WITHOUT,
     WithDrafter,
     filling_drafter,
     joined,
+    of_drafter,
     unshared,
 )
 from weighbridge.integrations.engine_rank.fitting import check_covered, unseen
@@ -55,8 +57,9 @@ class EngineModel(ABC):
         kind: what the engine is, in lists of the service's engines; one without a kind is not reported.
         place: spare memory on the parameters' device to which a version is brought before it is applied; None without.
         staging: is held by the thread that brings a version to a staging place.
-        drafter: the model that drafts for this one in speculative decoding, and is filled from the same versions; None without.
-        apart: a drafter that versions of this model have nothing for, as errors call it; empty without.
+        drafter: the model that drafts for this one in speculative decoding, and is filled by updates; None without.
+        apart: a drafter that versions of this model have nothing for, as errors call it; empty without. Versions of its own may come beside them.
+        aside: that drafter, until the first version of its own comes; None if it is not in this process, or not known.
     """
 
     kind = ""
@@ -70,6 +73,7 @@ class EngineModel(ABC):
         self.drafter: Any = None
         self._name_of_drafter = ""
         self.apart = ""
+        self.aside: Any = None
 
     @property
     def model(self) -> Any:
@@ -90,6 +94,30 @@ class EngineModel(ABC):
         """Fill the drafter no more: it keeps the weights that it has."""
         self._model = self._model.target
         self.drafter, self.apart = None, self._name_of_drafter
+
+    def join_aside(self, draft: str) -> None:
+        """Fill the drafter that is a model of its own from now on. No more memory is reserved for it.
+
+        Args:
+            draft: the version that it is to be filled from.
+
+        Raises:
+            FailedPrecondition: there is no such drafter.
+        """
+        if self.drafter is None and self.aside is not None:
+            place, self.place = self.place, None
+            self.join(self.aside, self.apart)
+            self.place = place
+        if self.drafter is None or not self.apart:
+            has = (
+                "its drafter is a part of the policy's versions"
+                if self.drafter
+                else "it has no drafter that is known"
+            )
+            raise FailedPrecondition(
+                f"the engine takes no version of a drafter beside the policy's, as {draft}: {has}",
+                fix=WITHOUT if self.apart else "name no drafter for this engine",
+            )
 
     @property
     @abstractmethod
@@ -161,15 +189,11 @@ class EngineModel(ABC):
         if not found.unrecorded:
             others = {name: each for name, each in named.items() if name not in own}
             check_covered(found.unwritten, others, source.version, self.spare)
-        if self.drafter is None:
+        if self.drafter is None or (self.apart and not isinstance(source, lazy.Pair)):
             return found
-        with filling_drafter():
-            with unshared(self.model.target, self.drafter) as twins:
-                of_drafter = self._recorded(
-                    self.drafter.load_weights, {**targets, **twins}, source, _of_drafter(configuration)
-                )
-            found = joined(found, of_drafter, source.version)
-            self._check_drafter_covered(found, own, source.version)
+        with filling_drafter(source):
+            found = self._with_drafter(found, targets, source, configuration)
+            self._check_drafter_covered(found, own, of_drafter(source).version)
         return found
 
     def _check_drafter_covered(
@@ -179,6 +203,22 @@ class EngineModel(ABC):
         if written.isdisjoint(own):  # though engines with quantized weights may spare any parameter
             check_covered(found.unwritten, own, version)
         check_covered(found.unwritten, own, version, self.spare)
+
+    def _with_drafter(
+        self,
+        found: lazy.Recording,
+        targets: Mapping[str, torch.Tensor],
+        source: lazy.Source,
+        configuration: str | None,
+    ) -> lazy.Recording:
+        """A recording of the model, with what the drafter's loader takes of its version."""
+        mine = of_drafter(source)
+        with unshared(self.model.target, self.drafter) as twins:
+            recorded = self._recorded(
+                self.drafter.load_weights, {**targets, **twins}, mine, _of_drafter(configuration)
+            )
+        prefix = "" if mine is source else lazy.prefix_of(f"{mine.version.model}@")
+        return joined(found, recorded, mine.version, prefix)
 
     def _recorded(
         self,
@@ -244,7 +284,7 @@ class EngineModel(ABC):
         """Load a version by the model's own loader over what it has, while nothing is computed. What was recorded is not used."""
         if self.drafter is not None:
             with unshared(self.model.target, self.drafter):
-                self.drafter.load_weights(source.tensors())
+                self.drafter.load_weights(of_drafter(source).tensors())
         self.load(source.tensors())
 
     def check_awake(self) -> None:

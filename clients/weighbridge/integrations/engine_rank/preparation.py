@@ -21,7 +21,6 @@ from weighbridge._core.layouts import Layout, TensorSpec
 from weighbridge._core.resources import Version, VersionState
 from weighbridge.errors import DeadlineExceeded, FailedPrecondition, WeighbridgeError
 from weighbridge.follow.engines import attempt
-from weighbridge.follow.status import label
 from weighbridge.integrations.engine_rank.fitting import check_config, check_tensors
 from weighbridge.integrations.engine_rank.model import EngineModel, Rest
 from weighbridge.integrations.engine_rank.source import ModelSource
@@ -44,12 +43,46 @@ class Recorded:
         specs: the tensors of its versions.
         configuration: the engine's, when its loader was recorded.
         recording: of the loader.
+        draft: model of a drafter whose versions come beside them; empty without.
+        draft_specs: the tensors of these.
     """
 
     model: str
     specs: tuple[TensorSpec, ...]
     configuration: str
     recording: lazy.Recording
+    draft: str = ""
+    draft_specs: tuple[TensorSpec, ...] = ()
+
+    @staticmethod
+    def of(found: lazy.Source, configuration: str, recording: lazy.Recording) -> Recorded:
+        """What was recorded with a version."""
+        if not isinstance(found, lazy.Pair):
+            return Recorded(found.version.model, found.specs, configuration, recording)
+        mine = found.drafter
+        return Recorded(
+            found.version.model, found.specs, configuration, recording, mine.version.model, mine.specs
+        )
+
+    def is_of(self, source: ModelSource, configuration: str) -> bool:
+        """Whether this is what versions of a source are taken by."""
+        asked = source.model, source.draft.rpartition("@")[0], configuration
+        return (self.model, self.draft, self.configuration) == asked
+
+    def check(self, found: lazy.Source) -> None:
+        """Refuse a version with other tensors than those before it, and a drafter's likewise.
+
+        Raises:
+            FailedPrecondition: names tensors that are missing, too many or of another shape.
+        """
+        check_tensors(self.specs, found.specs, found.version)
+        if isinstance(found, lazy.Pair) and found.drafter.version.model == self.draft:
+            check_tensors(self.draft_specs, found.drafter.specs, found.drafter.version)
+
+    def has_dtypes_of(self, found: lazy.Source) -> bool:
+        """Whether a version that `check` has passed has the dtypes that were recorded, too."""
+        mine = found.drafter.specs if isinstance(found, lazy.Pair) else ()
+        return (found.specs, mine) == (self.specs, self.draft_specs)
 
     @cached_property
     def tensors_digest(self) -> str:
@@ -135,7 +168,7 @@ class Preparation:
     @property
     def label(self) -> str:
         """The name of the version."""
-        return label(self.source.model, self.number)
+        return self.source.label(self.number)
 
     @property
     def running(self) -> bool:
@@ -252,17 +285,17 @@ class Preparation:
             if arrived is not None and early.tensors_digest == recorded.tensors_digest:
                 check_model(engine.config, client, self._ready)
                 return arrived
-        source = lazy.Source(client, self.source.model, self.number)
+        source = self.source.open(client, self.number)
         check_model(engine.config, client, source.version)
-        check_tensors(recorded.specs, source.specs, source.version)
-        if source.specs != recorded.specs:
+        recorded.check(source)
+        if not recorded.has_dtypes_of(source):
             raise RecordingStale(
                 f"{source.version} has other dtypes than the version before", fix="prepare it again"
             )
         self.rest = engine.bring_rest(client, source, recording)
         if source.fetched_bytes:
             self.nbytes = recording.nbytes + source.fetched_bytes
-        return client.pull(self.source.model, self.number, recording.request)
+        return lazy.pull_recorded(client, recording, self.source.model, self.number, self.source.draft)
 
     def _stage(
         self,

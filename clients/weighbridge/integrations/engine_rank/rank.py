@@ -25,11 +25,10 @@ from weighbridge._tracing import spans
 from weighbridge.errors import FailedPrecondition, NotFound, WeighbridgeError
 from weighbridge.follow.engines import ALLOW, REFUSE, WAIT, StaleDrafter, WhenAsleep
 from weighbridge.follow.evidence import Evidence, RankProof
-from weighbridge.follow.status import Status, label
+from weighbridge.follow.status import Status, drafter_in
 from weighbridge.follow.updates import Laps
 from weighbridge.integrations.engine_rank.agreement import RanksFailed, agree, exchange
 from weighbridge.integrations.engine_rank.drafting import ALLOWING, WITHOUT, DrafterLeft
-from weighbridge.integrations.engine_rank.fitting import check_tensors
 from weighbridge.integrations.engine_rank.model import EngineAsleep, EngineModel
 from weighbridge.integrations.engine_rank.preparation import (
     Preparation,
@@ -85,10 +84,12 @@ class EngineRank:
         self._lost: Held | None = None
         """Version that was in the parameters before sleep discarded them."""
         self._first = ""
-        """Version that was loaded first: a drafter that versions leave alone belongs to it."""
+        """Version that was loaded first: a drafter that versions leave alone belongs to it. Empty when that drafter has got a version of its own."""
         self._drafter_lost = False
         self._back_to: Held | None = None
         """Version that the engine goes back to, while it does."""
+        self._left_behind = False
+        """Whether the last update has named no version of a drafter that has versions of its own."""
         self._instance = secrets.token_hex(8)
         self._reported = bool(engine.kind)
         self._reporter: EngineReporter | None = None
@@ -99,7 +100,7 @@ class EngineRank:
         Raises:
             FailedPrecondition: none is known.
         """
-        source = self._known(source)
+        source = self._known(source).with_draft("")
         if source not in self.clients:
             self.clients[source] = source.connect()
         return self.clients[source]
@@ -130,12 +131,25 @@ class EngineRank:
             update.fill_all(self.engine.targets())
             update.close()
             nbytes = update.nbytes
-            self._recorded = Recorded(source.model, found.specs, self.engine.configuration(), recording)
+            self._recorded = Recorded.of(found, self.engine.configuration(), recording)
             self._by_recording = True
         self.source, self.held = source, Held(source, found.version, nbytes)
         self._first = self.held.label
         self._say(state=ENGINE_SERVING)
         return found, recording
+
+    def take_over_drafter(self, loaded: EngineRank | None) -> None:
+        """Have the version in the drafter's parameters beside that in the model's, if it is of a model of its own and was loaded from the service. Not
+        collective.
+
+        Args:
+            loaded: the rank that the drafter was loaded by; None if it came from elsewhere.
+        """
+        if self.held is None or loaded is None or loaded.held is None:
+            return
+        self.engine.join(self.engine.aside, self.engine.apart)
+        self.held = replace(self.held, source=self.held.source.with_draft(loaded.held.label))
+        self._first = self.held.label
 
     def connect(self, source: ModelSource | None = None, version: str | int = REF_LATEST) -> None:
         """Find out what this rank takes of a model's versions. Runs the model's loader if that is not known: not while it computes.
@@ -151,34 +165,37 @@ class EngineRank:
             FailedPrecondition: no source is known, the version does not fit the engine, or another one is being prepared.
         """
         source = self._known(source)
+        if source.draft:
+            self.engine.join_aside(source.draft)
         known, configuration = self._recorded, self.engine.configuration()
-        if known is not None and (known.model, known.configuration) == (source.model, configuration):
-            self.source = source
+        if known is not None and known.is_of(source, configuration):
+            self.source = source.with_draft("")
             return
         self._refuse_while_preparing()
         client = self.client(source)
         try:
-            found = lazy.Source(client, source.model, version)
+            found = source.open(client, version)
         except NotFound:
             if version != REF_LATEST:
                 raise
             client.model(source.model)
-            self.source = source
+            self.source = source.with_draft("")
             return
         check_model(self.engine.config, client, found.version)
         if known is not None:
-            check_tensors(known.specs, found.specs, found.version)
+            known.check(found)
         recording = self._record(found)
         self.discard()
-        self._recorded = Recorded(source.model, found.specs, self.engine.configuration(), recording)
-        self.source = source
+        self._recorded = Recorded.of(found, self.engine.configuration(), recording)
+        self.source = source.with_draft("")
 
     def _record(self, found: lazy.Source) -> lazy.Recording:
         """Record the loader; without the drafter, if the version does not fill it and may leave it behind."""
         try:
             return self.engine.record(found)
         except DrafterLeft as error:
-            if self.stale_drafter != ALLOW:
+            # a drafter's own version is taken or refused: its label says which one the drafter has
+            if self.stale_drafter != ALLOW or isinstance(found, lazy.Pair):
                 raise
             self.engine.part()
             log.warning("%s keeps its weights: %s", self.engine.apart, error.message)
@@ -212,14 +229,19 @@ class EngineRank:
         Raises:
             FailedPrecondition: another one is being or has been prepared, or what this rank takes of a version is not known yet.
         """
-        source, known, there = self._known(source), self._recorded, self._preparation
+        asked, source = source, self._known(source)
+        known, there = self._recorded, self._preparation
         if there is not None and there.error is None:
             if (there.source, there.number) == (source, number):
                 return
             if there.asked:
                 raise FailedPrecondition(f"{there.label} is here, or on its way")
-        self._check_drafter(number, source)
-        if known is None or (known.model, known.configuration) != (source.model, self.engine.configuration()):
+        self._check_drafter(number, asked)
+        if source.draft:
+            raise FailedPrecondition(
+                f"{source.label(number)} are brought when they are ready: a drafter has versions of its own"
+            )
+        if known is None or not known.is_of(source, self.engine.configuration()):
             raise FailedPrecondition("what this rank takes of a version is not known yet")
         self.engine.check(known.recording)
         self.discard()
@@ -283,8 +305,9 @@ class EngineRank:
         self._say(state=ENGINE_UPDATING, target=number, traceparent="")
         try:
             self.stage(number, source)
+            known = self._known(source)
             if self._sleeps(number, source):
-                self._waiting = self._known(source), number
+                self._waiting = known, number
                 self._say(
                     state=ENGINE_WAITING,
                     target=number,
@@ -302,14 +325,14 @@ class EngineRank:
                 with spans.child(span, "weighbridge.fill"):
                     self._fill(f"version {number} could not be applied")
             except RanksFailed as error:
-                self._go_back(had, number, error)
+                self._go_back(had, number, error, known.draft)
         except WeighbridgeError as error:
             spans.fail(span, error)
             self._say(state=ENGINE_FAILING, error=str(error), traceparent=spans.traceparent(span))
             raise
         finally:
             span.end()
-        self._before = had
+        self._before, self._left_behind = had, source is None or not source.draft
         laps.end("apply")
         self._say(
             state=ENGINE_SERVING,
@@ -386,7 +409,9 @@ class EngineRank:
     @property
     def _unknown(self) -> dict[str, str]:
         """A drafter that no version says anything of."""
-        return {self.engine.apart: "updates leave it alone"} if self.engine.apart else {}
+        if not self.engine.apart or (self.held is not None and self.held.source.draft):
+            return {}
+        return {self.engine.apart: "updates leave it alone"}
 
     def _held_awake(self) -> Held:
         self.engine.check_awake()
@@ -397,27 +422,39 @@ class EngineRank:
         return self.held
 
     def _digests_around_load(self, held: Held) -> tuple[dict[str, int], dict[str, int]]:
-        source = lazy.Source(self.client(held.source), held.source.model, held.version.number)
+        source = held.source.open(self.client(held.source), held.version.number)
         before = lazy.whole_digests(self.engine.computed_with())
         self.engine.load_again(source)
         return before, lazy.whole_digests(self.engine.computed_with())
 
-    def undo(self, number: int) -> None:
-        """Go back from a version to the one that was there before it. Nothing happens if the engine does not have that version. Collective.
+    def undo(self, number: int, source: ModelSource | None = None) -> None:
+        """Go back from a version to the one that was there before it, and with it the drafter. Nothing happens if the engine does not have that
+        version, or another one of the drafter. Collective.
 
         For engines that take a version together, of which another one could not.
+
+        Args:
+            number: of the version.
+            source: where it has come from, with the drafter's version; None for the source that is known.
 
         Raises:
             RanksFailed: it cannot go back; says which version it has.
         """
-        if self._waiting is not None and self._waiting[1] == number:
+        if self._waiting is not None and self._waits_for(number, source):
             self._waiting = None
         if self.held is None or self.held.version.number != number:
             return
+        if source is not None and source.draft not in ("", self.held.source.draft):
+            return
         refusal = f"the engine keeps version {number}"
-        before = agree(self.engine.ranks, refusal, partial(_way_back, self._before))
+        before = agree(self.engine.ranks, refusal, partial(_way_back, self._before, self.held.source.draft))
         with self._going_back(before):
             self.apply(before.version.number, before.source)
+
+    def _waits_for(self, number: int, source: ModelSource | None) -> bool:
+        if self._waiting is None or self._waiting[1] != number:
+            return False
+        return source is None or source.draft in ("", self._waiting[0].draft)
 
     def wake(self, *, lost: bool, last: bool) -> None:
         """Bring the version that waits into parameters that have memory again. To be called before anything is computed. Collective.
@@ -442,7 +479,7 @@ class EngineRank:
         if self._waiting is not None:
             source, number = self._waiting
             try:
-                if self.held is None or self.held.label != label(source.model, number):
+                if self.held is None or self.held.label != source.label(number):
                     self._bring(source, number)
                 elif self._preparation is not None and self._preparation.number == number:
                     self.discard()
@@ -465,7 +502,7 @@ class EngineRank:
     def status(self) -> Status:
         """What this rank serves and prepares."""
         served = self.held.label if self.held is not None else ""
-        waiting = label(self._waiting[0].model, self._waiting[1]) if self._waiting is not None else ""
+        waiting = self._waiting[0].label(self._waiting[1]) if self._waiting is not None else ""
         found = Status(
             served=served, broken=self._broken, instance=self._instance, waiting=waiting, stale=self._stale
         )
@@ -505,7 +542,13 @@ class EngineRank:
         version = 0 if self.held is None else self.held.version.number
         error = error or (self._stale if state == ENGINE_SERVING else "")
         self._reporter.say(
-            model=source.model, state=state, version=version, target=target, error=error, **update
+            model=source.model,
+            state=state,
+            version=version,
+            target=target,
+            error=error,
+            drafter=source.draft,
+            **update,
         )
 
     def close(self) -> None:
@@ -516,17 +559,19 @@ class EngineRank:
         self.clients.clear()
 
     def _known(self, source: ModelSource | None) -> ModelSource:
+        """The source that is given, or that is known, with the drafter's version that the engine has if it names none."""
         source = source or self.source
         if source is None:
             raise FailedPrecondition(
                 "this engine was not loaded from weighbridge, and does not know which model it serves",
                 fix="name server and model",
             )
-        return source
+        had = self.held or self._lost
+        return source.with_draft(source.draft or (had.source.draft if had is not None else ""))
 
     def _ready(self, number: int, source: ModelSource | None) -> bool:
         """Whether a version has still to be prepared; raises if it cannot be."""
-        source = self._known(source)
+        asked, source = source, self._known(source)
         there = self._preparation
         if (
             there is not None
@@ -536,7 +581,7 @@ class EngineRank:
             there.ask()
             return False
         self._refuse_while_preparing()
-        self._check_drafter(number, source)
+        self._check_drafter(number, asked)
         if there is not None and isinstance(there.error, RecordingStale):
             self._recorded = None
         self.connect(source, number)
@@ -549,26 +594,33 @@ class EngineRank:
         drafter = self.engine.apart
         if not drafter or self.held is None:
             return ""
+        if draft := self.held.source.draft:
+            kept = f"{drafter} is stale: it has kept {draft} in an update that named no version of it"
+            return kept if self._left_behind and self.held.label != self._first else ""
         if self._drafter_lost:
             return f"{drafter} lost its weights while the engine slept, and nothing brings them back: start the engine again"
         if self.held.label == self._first:
             return ""
         return f"{drafter} is stale: it has the weights that it was started with, so that fewer of its tokens are accepted"
 
-    def _check_drafter(self, number: int, source: ModelSource) -> None:
-        """Refuse to leave a drafter behind, unless that is allowed. Versions that the engine has or has lost, or goes back to, may come, and the
-        one that was loaded first, which the drafter belongs to.
+    def _check_drafter(self, number: int, source: ModelSource | None) -> None:
+        """Refuse to leave a drafter behind, unless that is allowed or a version of it is named. Versions that the engine has or has lost, or goes back
+        to, may come, and the one that was loaded first, which the drafter belongs to.
 
         Raises:
             FailedPrecondition: names the drafter.
         """
+        wanted = self._known(source).label(number)
         had = {each.label for each in (self.held, self._lost, self._back_to) if each is not None}
         had.add(self._first)
-        if not self.engine.apart or self.stale_drafter == ALLOW or label(source.model, number) in had:
+        named = source is not None and source.draft
+        if not self.engine.apart or self.stale_drafter == ALLOW or named or wanted in had:
             return
+        takes = self.engine.aside is not None
+        first = "name a version of it, as `weighbridge follow --draft` does; " if takes else ""
         raise FailedPrecondition(
-            f"{self.engine.apart} would keep its weights when the engine takes {label(source.model, number)}",
-            fix=f"{WITHOUT}; or {ALLOWING}",
+            f"{self.engine.apart} would keep its weights when the engine takes {wanted}",
+            fix=f"{first}{WITHOUT}; or {ALLOWING}",
         )
 
     def _refuse_while_preparing(self) -> None:
@@ -624,22 +676,32 @@ class EngineRank:
     def _fill(self, refusal: str) -> None:
         """Bring what was prepared into the parameters of all ranks. Collective."""
         there = cast("Preparation", self._preparation)
+        if there.source.draft and not drafter_in(self._first):  # the drafter that it had is there no more
+            self._first = ""
         self.held, self._broken = None, f"{there.label} was applied in part"
         try:
             held = agree(self.engine.ranks, refusal, partial(self._filled, there))
         finally:
             self.discard()
         self.held, self._broken, self._lost = held, "", None
+        self._drafter_lost &= not held.source.draft
 
     def _filled(self, there: Preparation) -> Held:
         self.engine.fill(there.update, there.recorded.recording, there.rest)
         self._by_recording = True
         return Held(there.source, there.update.version, there.nbytes)
 
-    def _go_back(self, had: Held | None, number: int, error: RanksFailed) -> None:
-        """Bring back the version that the engine had, and raise. Collective."""
+    def _go_back(self, had: Held | None, number: int, error: RanksFailed, draft: str = "") -> None:
+        """Bring back the version that the engine had, and raise. Collective.
+
+        Args:
+            had: that version; None if it is not known.
+            number: of the one that could not be applied.
+            error: why not.
+            draft: the drafter's version that came with it.
+        """
         try:
-            there = agree(self.engine.ranks, "there is no way back", partial(_way_back, had))
+            there = agree(self.engine.ranks, "there is no way back", partial(_way_back, had, draft))
             with self._going_back(there):
                 self.stage(there.version.number, there.source)
             self._fill(f"version {there.version.number} could not be brought back")
@@ -682,7 +744,8 @@ def known_rank(model: Any) -> EngineRank | None:
     return getattr(model, _ATTRIBUTE, None)
 
 
-def _way_back(had: Held | None) -> Held:
+def _way_back(had: Held | None, draft: str = "") -> Held:
+    """The version to go back to. A drafter whose weights before it were of no version gets those of the version that has come with it."""
     if had is None:
         raise FailedPrecondition("which version it had is not known")
-    return had
+    return had if had.source.draft else replace(had, source=had.source.with_draft(draft))

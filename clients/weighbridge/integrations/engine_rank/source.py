@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self, get_type_hints
 
+from weighbridge import _lazy as lazy
 from weighbridge._clients.engine import EngineClient
 from weighbridge._core.resources import Version
 from weighbridge._core.text.suggestions import did_you_mean
@@ -28,6 +29,8 @@ class ModelSource:
     server: str | None = None
     lane: str | None = None
     retry_seconds: float = 60.0
+
+    draft = ""  # no setting of a user: a `PairSource` has one
 
     @classmethod
     def read(cls, given: Mapping[str, Any], of: str) -> Self:
@@ -64,13 +67,52 @@ class ModelSource:
         """A client of the service; it connects when it is first used."""
         return EngineClient(self.server, lane=self.lane, retry_seconds=self.retry_seconds)
 
+    def with_draft(self, draft: str) -> ModelSource:
+        """The same model with a version of a drafter, as ``acme/smol-eagle@5``; without one if that is empty."""
+        same = self.model, self.server, self.lane, self.retry_seconds
+        return PairSource(*same, draft) if draft else ModelSource(*same)
+
+    def label(self, number: int) -> str:
+        """The name of a version, with that of the drafter's."""
+        return label(self.model, number, self.draft)
+
+    def open(self, client: EngineClient, version: str | int) -> lazy.Source:
+        """A version, with that of the drafter beside it if there is one.
+
+        Raises:
+            NotFound: no such model, version or ref.
+        """
+        if self.draft:
+            return lazy.Pair(client, self.model, version, self.draft)
+        return lazy.Source(client, self.model, version)
+
+
+@dataclass(frozen=True)
+class PairSource(ModelSource):
+    """A model at a service, with a version of the engine's drafter, which is another model there: each update brings both.
+
+    Attributes:
+        draft: that version, as ``acme/smol-eagle@5``.
+    """
+
+    draft: str = ""
+
+
+def check_draft(draft: str) -> None:
+    """Raise InvalidArgument unless a text is empty or names a version by its number, as ``acme/smol-eagle@5``."""
+    model, _, number = draft.rpartition("@")
+    if draft and not (model.count("/") == 1 and number.isdecimal()):
+        raise InvalidArgument(
+            f"{draft!r} names no version of a drafter", fix="name it by its number, as in acme/smol-eagle@5"
+        )
+
 
 @dataclass(frozen=True)
 class Held:
     """The version in a rank's parameters.
 
     Attributes:
-        source: where it came from.
+        source: where it came from, with the version of the drafter that came with it.
         version: which one.
         nbytes: bytes that it cost this rank.
     """
@@ -81,5 +123,5 @@ class Held:
 
     @property
     def label(self) -> str:
-        """Its name, as in ``acme/smol@17``."""
-        return label(self.version.model, self.version.number)
+        """Its name, as in ``acme/smol@17``; with that of the drafter's version if it has one."""
+        return self.source.label(self.version.number)

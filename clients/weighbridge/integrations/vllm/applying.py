@@ -22,7 +22,7 @@ from vllm.platforms import current_platform
 from weighbridge import _lazy as lazy
 from weighbridge._core.text.counts import counted
 from weighbridge.errors import FailedPrecondition
-from weighbridge.integrations.engine_rank.drafting import WithDrafter, unshared
+from weighbridge.integrations.engine_rank.drafting import WithDrafter, of_drafter, unshared
 from weighbridge.integrations.vllm import layers, watching
 from weighbridge.integrations.vllm.ahead import Ahead
 from weighbridge.integrations.vllm.releases import LEFT_IN_PLACE, is_deferred
@@ -130,16 +130,16 @@ class Applier:
         else:
             log.debug("vLLM processes %s: %s", type(layer).__name__, operations.seen or "its state changes")
 
-    def load_again(self, tensors: Callable[[], Iterator[tuple[str, torch.Tensor]]]) -> None:
+    def load_again(self, source: lazy.Source) -> None:
         """Let the model's own loader, and that of its drafter, fill layers that are made anew, and vLLM process them."""
         for layer in self._model.modules():
             _let_pack_again(getattr(layer, "quant_method", None))
         with layers.reloading(self._model, self._model_config):
-            self._model.load_weights(tensors())
+            self._model.load_weights(source.tensors())
             if isinstance(self._model, WithDrafter):
                 drafter: Any = self._model.drafter
                 with unshared(self._model.target, drafter, layers.twin_of):
-                    drafter.load_weights(tensors())
+                    drafter.load_weights(of_drafter(source).tensors())
         # the first one of those that share a tensor has it
         self._process_shared([*self._model.modules()][::-1])
         self._all_as_loaded = None

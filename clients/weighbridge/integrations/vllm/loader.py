@@ -41,12 +41,15 @@ class WeighbridgeLoader(DefaultModelLoader):  # type: ignore[misc]  # vLLM is se
 
     def load_weights(self, model: Any, model_config: Any) -> None:
         """Bring the version to a model that has just been made."""
-        if model_config.runner_type == "draft" and not self._is_of_version(model_config):
-            # vLLM loads a drafter as the policy, unless it is told how; but this one is not in the policy's versions
+        settings = self._settings(model_config)
+        apart = model_config.runner_type == "draft" and not self._is_of_version(model_config)
+        if apart and settings.draft:
+            settings = settings.of_drafter
+        elif apart:
+            # vLLM loads a drafter as the policy, unless it is told how; but this one is not from the service
             plain = replace(self.load_config, load_format="auto", model_loader_extra_config={})
             DefaultModelLoader(plain).load_weights(model, model_config)
             return
-        settings = self._settings(model_config)
         started = time.monotonic()
         rank = vllm_rank(model, get_current_vllm_config(), model_config)
         model_of_rank = cast("VllmModel", rank.engine)

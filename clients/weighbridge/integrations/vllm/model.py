@@ -161,7 +161,7 @@ class VllmModel(EngineModel):
     def load_again(self, source: lazy.Source) -> None:
         """Through vLLM's layerwise reloading, as ``reload_weights`` does."""
         with set_current_vllm_config(self._vllm_config), torch.no_grad():
-            self.applier.load_again(source.tensors)
+            self.applier.load_again(source)
 
     def watch_processing(self) -> None:
         """See which layers vLLM's processing leaves alone, when it processes them after this."""

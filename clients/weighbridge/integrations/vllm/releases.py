@@ -99,8 +99,8 @@ def remember_models() -> None:
 def drafting(vllm_config: Any) -> Drafting:
     """Drafter of the engine that has this configuration, in this process.
 
-    A drafter that vLLM has read from where it has read the policy is a part of the policy's versions, as layers of multi-token prediction are. Of
-    pipeline stages the last one has it; the others have nothing for it to fill.
+    A drafter that vLLM has read from where it has read the policy is a part of the policy's versions, as layers of multi-token prediction are; any other is
+    a model of its own. Of pipeline stages the last one has it; the others have nothing for it to fill.
     """
     speculative: Any = getattr(vllm_config, "speculative_config", None)
     config: Any = getattr(speculative, "draft_model_config", None)
@@ -109,11 +109,10 @@ def drafting(vllm_config: Any) -> Drafting:
     name = f"the drafter {config.model} ({speculative.method})"
     target = vllm_config.model_config
     found = [model for model, known in _drafters.items() if known is config]
-    if config.model not in (target.model, getattr(target, "model_weights", None)):
-        return Drafting(name)
-    if not found and not get_pp_group().is_last_rank:
+    apart = config.model not in (target.model, getattr(target, "model_weights", None))
+    if not apart and not found and not get_pp_group().is_last_rank:
         return Drafting()
-    return Drafting(name, found[0] if len(found) == 1 else None)
+    return Drafting(name, found[0] if len(found) == 1 else None, apart or len(found) != 1)
 
 
 def configuration(model: torch.nn.Module, given: Any) -> Any:

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from weighbridge._core.references import parse_reference
+from weighbridge._core.resources import REF_LATEST
 from weighbridge.errors import InvalidArgument
 from weighbridge.follow.engines import REFUSE, stale_drafter_of
 from weighbridge.integrations.engine_rank.source import ModelSource
@@ -20,11 +22,14 @@ class Settings(ModelSource):
         card_share: part of the weights, from 0 to 1, for which memory of the card is reserved at the start, so that new versions are brought to the
             card before the engine is paused; None for all of them where that leaves half of the card's memory, and none elsewhere.
         stale_drafter: what becomes of updates that leave the drafter of speculative decoding behind: ``refuse`` or ``allow``.
+        draft: model of the service that the drafter of speculative decoding is loaded from, as ``acme/smol-eagle``, or a ref or version of it, as
+            ``acme/smol-eagle@5``; empty for a drafter from elsewhere.
     """
 
     version: str = "latest"
     card_share: float | None = None
     stale_drafter: str = REFUSE
+    draft: str = ""
 
     @staticmethod
     def of(given: Mapping[str, Any], model: str) -> Settings:
@@ -44,6 +49,12 @@ class Settings(ModelSource):
     def source(self) -> ModelSource:
         """The same without the version."""
         return ModelSource(self.model, self.server, self.lane, self.retry_seconds)
+
+    @property
+    def of_drafter(self) -> Settings:
+        """Settings by which the drafter is loaded."""
+        named = parse_reference(self.draft, need_version=False)
+        return replace(self, model=named.model, version=named.version or REF_LATEST, draft="")
 
     def write(self) -> dict[str, Any]:
         """As an extra config that `of` reads."""

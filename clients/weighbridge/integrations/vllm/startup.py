@@ -16,6 +16,7 @@ from typing import Any
 from vllm.logger import init_logger
 
 from weighbridge._lazy.caching import folder_of
+from weighbridge.errors import InvalidArgument
 from weighbridge.follow.status import label
 from weighbridge.integrations.vllm import NAME
 from weighbridge.integrations.vllm.releases import (
@@ -31,6 +32,8 @@ logger = init_logger(f"vllm.plugins.{__name__}")
 
 _WORKER_EXTENSION = "weighbridge.integrations.vllm.worker.WorkerExtension"
 _MARK = "_weighbridge_completes"
+_DRAFTERS = "vllm-drafters"
+"""Folders apart from those of policies: a drafter with a policy's own folder is a part of the policy."""
 
 
 def install() -> None:
@@ -96,7 +99,9 @@ def _first_label(configuration: Any) -> str:
     if load.load_format != NAME:
         return ""
     settings = Settings.of(load.model_loader_extra_config or {}, configuration.model_config.model)
-    return label(settings.model, int(settings.version)) if settings.version.isdecimal() else ""
+    return (
+        label(settings.model, int(settings.version), settings.draft) if settings.version.isdecimal() else ""
+    )
 
 
 def _register_loader() -> None:
@@ -113,7 +118,9 @@ def _complete(arguments: Any, transfer_config: Any) -> None:
         settings = Settings.of(arguments.model_loader_extra_config or {}, arguments.model)
         has_folder = Path(arguments.model).is_dir()
         if not (has_folder and settings.version.isdecimal()):
-            _take_from_service(arguments, settings, has_folder)
+            settings = _take_from_service(arguments, settings, has_folder)
+        if settings.draft:
+            _take_drafter(arguments, settings)
         if arguments.weight_transfer_config is None:
             arguments.weight_transfer_config = transfer_config(backend=NAME)
     transfer = arguments.weight_transfer_config
@@ -122,14 +129,51 @@ def _complete(arguments: Any, transfer_config: Any) -> None:
         arguments.worker_extension_cls = _WORKER_EXTENSION
 
 
-def _take_from_service(arguments: Any, settings: Settings, has_folder: bool) -> None:
+def _take_drafter(arguments: Any, settings: Settings) -> None:
+    """Have the drafter loaded from one version of its model, with the files of that version in a folder.
+
+    Raises:
+        InvalidArgument: the engine has no drafter, or another one; or pipeline stages.
+    """
+    said, of = arguments.speculative_config, settings.of_drafter
+    if not isinstance(said, Mapping):
+        raise InvalidArgument(
+            f"draft of load format weighbridge is {settings.draft}, and the engine does not decode speculatively",
+            fix=f"""start it with --speculative-config '{{"model": "{of.model}", "method": ..., "num_speculative_tokens": ...}}'""",
+        )
+    if int(getattr(arguments, "pipeline_parallel_size", 1) or 1) > 1:
+        raise InvalidArgument(
+            f"draft of load format weighbridge is {settings.draft}, and of pipeline stages only the last one has the drafter",
+            fix="start the engine without pipeline stages, or leave draft out",
+        )
+    named = str(said.get("model") or of.model)
+    has_folder = Path(named).is_dir()
+    if not has_folder and named != of.model:
+        raise InvalidArgument(
+            f"draft of load format weighbridge is {settings.draft}, and the model of the speculative config is {named}",
+            fix="name the same model, or leave draft out",
+        )
+    if has_folder and of.version.isdecimal():
+        return
+    with settings.source.connect() as client:
+        version = client.version(of.model, of.version)
+        files = {} if has_folder else client.model_files(of.model, version.number)
+    folder = named if has_folder else str(folder_of(_DRAFTERS, files))
+    logger.info("%s@%d: config of the drafter is in %s", version.model, version.number, folder)
+    arguments.speculative_config = {**said, "model": folder}
+    arguments.model_loader_extra_config = replace(settings, draft=f"{of.model}@{version.number}").write()
+
+
+def _take_from_service(arguments: Any, settings: Settings, has_folder: bool) -> Settings:
+    """Have the model loaded from one version, with the files of that version in a folder; the settings that say so."""
     with settings.source.connect() as client:
         version = client.version(settings.model, settings.version)
         version.check_whole()
         files = {} if has_folder else client.model_files(settings.model, version.number)
-    arguments.model_loader_extra_config = replace(settings, version=str(version.number)).write()
+    settings = replace(settings, version=str(version.number))
+    arguments.model_loader_extra_config = settings.write()
     if has_folder:
-        return
+        return settings
     folder = folder_of("vllm", files)
     logger.info("%s@%d: config and tokenizer are in %s", version.model, version.number, folder)
     name = arguments.model
@@ -137,3 +181,4 @@ def _take_from_service(arguments: Any, settings: Settings, has_folder: bool) -> 
     arguments.tokenizer = str(folder) if arguments.tokenizer in (None, name) else arguments.tokenizer
     arguments.model = str(folder)
     arguments.revision = None
+    return settings

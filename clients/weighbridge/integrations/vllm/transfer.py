@@ -18,7 +18,8 @@ from vllm.distributed.weight_transfer.base import (
 from weighbridge.errors import FailedPrecondition, InvalidArgument
 from weighbridge.follow.engines import stale_drafter_of, when_asleep_of
 from weighbridge.integrations.engine_rank.agreement import RanksFailed, agree
-from weighbridge.integrations.engine_rank.source import ModelSource
+from weighbridge.integrations.engine_rank.rank import known_rank
+from weighbridge.integrations.engine_rank.source import ModelSource, check_draft
 from weighbridge.integrations.vllm import releases
 from weighbridge.integrations.vllm.engines import APPLY, DISCARD, STAGE, UNDO
 from weighbridge.integrations.vllm.model import vllm_rank
@@ -53,15 +54,18 @@ class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]  # vLLM is see
 
     Attributes:
         version: its number. Not a ref: ranks that look at different moments may see it name different versions.
+        draft: the drafter's version that goes with it, as ``acme/smol-eagle@5``, for a drafter that is a model of its own; empty to name none.
         phase: ``prepare`` begins to bring the bytes to this machine and returns at once; ``apply`` brings them to the parameters, and
             prepares them before if nobody has. The others are steps of an update of several engines (`weighbridge.integrations.vllm.engines`).
     """
 
     version: int
     phase: Literal["prepare", "apply", "stage", "undo", "discard"] = "apply"
+    draft: str = ""
 
     def __post_init__(self) -> None:
         """Raise InvalidArgument for what is neither."""
+        check_draft(self.draft)
         if type(self.version) is not int:
             raise InvalidArgument(f"update_info names version {self.version!r}", fix="name it by its number")
         if self.phase not in ("prepare", APPLY, STAGE, UNDO, DISCARD):
@@ -86,10 +90,11 @@ class WeighbridgeTransferEngine(WeightTransferEngine):  # type: ignore[misc]  # 
         configuration = releases.configuration(self.model, given[0])
         self.rank = vllm_rank(self.model, configuration)
         drafting = releases.drafting(configuration)
-        if drafting.model is not None:
-            self.rank.engine.join(drafting.model, drafting.name)
+        if drafting.apart:
+            self.rank.engine.apart, self.rank.engine.aside = drafting.name, drafting.model
+            self.rank.take_over_drafter(known_rank(drafting.model))
         else:
-            self.rank.engine.apart = drafting.name
+            self.rank.engine.join(drafting.model, drafting.name)
         self._ranks = int(configuration.parallel_config.world_size)
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
@@ -121,7 +126,8 @@ class WeighbridgeTransferEngine(WeightTransferEngine):  # type: ignore[misc]  # 
             if update_info.phase == DISCARD:
                 self.rank.discard()
             else:
-                steps[update_info.phase](update_info.version)
+                source = self.rank.source and self.rank.source.with_draft(update_info.draft)
+                steps[update_info.phase](update_info.version, source)
 
     def finish_weight_update(self) -> None:
         """Nothing is left to do."""

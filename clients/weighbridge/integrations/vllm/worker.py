@@ -11,13 +11,14 @@ import torch
 from weighbridge.errors import FailedPrecondition
 from weighbridge.follow.engines import stale_drafter_of, when_asleep_of
 from weighbridge.integrations.engine_rank.rank import EngineRank
+from weighbridge.integrations.engine_rank.source import ModelSource, check_draft
 from weighbridge.integrations.vllm.releases import place_of, reset_adapters
 from weighbridge.integrations.vllm.settings import source_for
 
 
 class WorkerExtension:
     """Methods of every worker (``--worker-extension-cls``). Each answers with the rank's `Status` as JSON, which worker it is (``engine``, ``rank``,
-    ``ranks`` of the engine, and ``group``: of the ranks that agree), that it can prepare ``early``, and ``failed``. The API server adds ``engines``: how
+    ``ranks`` of the engine, and ``group``: of the ranks that agree), that it can prepare ``early`` and takes versions of ``drafts``, and ``failed``. The API server adds ``engines``: how
     many it has.
 
     None of them raises: a failure is a text under ``failed`` in the answer. vLLM reads its workers' answers in order and stops at the first that
@@ -44,25 +45,30 @@ class WorkerExtension:
 
         return self._weighbridge_do(connect)
 
-    def weighbridge_prepare(self, version: str) -> dict[str, Any]:
-        """Begin to bring a version, named by its number, to this machine."""
-        return self._weighbridge_do(lambda rank: rank.prepare(int(version)))
+    def weighbridge_prepare(self, version: str, draft: str = "") -> dict[str, Any]:
+        """Begin to bring a version, named by its number, to this machine. Here and below, ``draft`` names the drafter's version that goes with it, for
+        a drafter that is a model of its own."""
+        return self._weighbridge_do(lambda rank: rank.prepare(int(version), _source(rank, draft)))
 
     def weighbridge_prepare_early(self, version: str) -> dict[str, Any]:
         """Begin to bring a version, named by its number, as its parts arrive."""
         return self._weighbridge_do(lambda rank: rank.prepare_early(int(version)))
 
-    def weighbridge_stage(self, version: str) -> dict[str, Any]:
+    def weighbridge_stage(self, version: str, draft: str = "") -> dict[str, Any]:
         """Have all bytes of a version, named by its number, on this machine."""
-        return self._weighbridge_do(lambda rank: rank.stage(int(version)))
+        return self._weighbridge_do(lambda rank: rank.stage(int(version), _source(rank, draft)))
 
-    def weighbridge_apply(self, version: str) -> dict[str, Any]:
+    def weighbridge_apply(self, version: str, draft: str = "") -> dict[str, Any]:
         """Bring a version, named by its number, to the parameters, while nothing is being computed."""
-        return self._weighbridge_do(lambda rank: rank.apply(int(version)), self._weighbridge_settle)
+        return self._weighbridge_do(
+            lambda rank: rank.apply(int(version), _source(rank, draft)), self._weighbridge_settle
+        )
 
-    def weighbridge_undo(self, version: str) -> dict[str, Any]:
+    def weighbridge_undo(self, version: str, draft: str = "") -> dict[str, Any]:
         """Go back from a version, named by its number, to the one before it, if this engine has it."""
-        return self._weighbridge_do(lambda rank: rank.undo(int(version)), self._weighbridge_settle)
+        return self._weighbridge_do(
+            lambda rank: rank.undo(int(version), _source(rank, draft)), self._weighbridge_settle
+        )
 
     def weighbridge_status(self) -> dict[str, Any]:
         """What this worker serves and prepares."""
@@ -112,7 +118,7 @@ class WorkerExtension:
         except Exception as error:
             status = rank.status().to_json() if isinstance(rank, EngineRank) else {}
             return {**status, **place, "failed": str(error) or repr(error)}
-        known = {"group": rank.engine.ranks.size, "early": True}
+        known = {"group": rank.engine.ranks.size, "early": True, "drafts": True}
         return {**rank.status().to_json(), **place, **known, "failed": ""}
 
 
@@ -143,6 +149,16 @@ def bring_after_sleep(worker: Any, lost: bool, last: bool) -> dict[str, Any]:
         "owes": rank.owes_a_version,
         "failed": failed,
     }
+
+
+def _source(rank: EngineRank, draft: str) -> ModelSource | None:
+    """Source of an order that names this version of a drafter, or none.
+
+    Raises:
+        InvalidArgument: it names it otherwise than by its number.
+    """
+    check_draft(draft)
+    return rank.source and rank.source.with_draft(draft)
 
 
 def _settle(worker: Any) -> None:

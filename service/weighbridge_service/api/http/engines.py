@@ -66,6 +66,10 @@ class EngineOut(Out):
         description="Largest difference between the log probabilities that it gives the tokens of these prompts and those that the version has."
     )
     golden_mean_drift: float = Field(description="Mean of these differences.")
+    drafter: str = Field(
+        description="The version of its drafter, if that is a model of its own which it has from the service; empty without.",
+        examples=["acme/smol-eagle@5"],
+    )
     update_parts: dict[str, float] = Field(
         description=f"Seconds of that update's parts, by name: {', '.join(f'`{each.name}`, {each.text}' for each in PARTS)}. "
         "One that was not measured is missing.",
