@@ -18,6 +18,8 @@ from weighbridge.errors import InvalidArgument, LayoutError
 
 MAX_TEXT = 16_384
 """Most characters of a text in a config, such as a regular expression of target modules."""
+_MOST_PATH = 200
+"""Characters of a place in a config, of which an error gives the end."""
 _PREFIX = "base_model.model."
 _LORA: Mapping[str, tuple[int, int]] = {
     "lora_A": (1, 1),
@@ -50,7 +52,10 @@ def check_adapter_config(config: Mapping[str, Any]) -> None:
 
 
 def _texts(value: Any, path: str) -> Iterator[tuple[str, str]]:
-    """All texts in a JSON value, keys of objects too, each with its place."""
+    """All texts in a JSON value, keys of objects too, each with its place.
+
+    A place is bounded: a config of 1 MiB may be a thousand objects deep, and have a hundred thousand values down there.
+    """
     waiting = [(path, value)]
     while waiting:
         path, value = waiting.pop()
@@ -62,7 +67,7 @@ def _texts(value: Any, path: str) -> Iterator[tuple[str, str]]:
             case dict():
                 for key, each in value.items():
                     yield f"a key in {path or 'the object'}", key
-                    waiting.append((f"{path}.{key[:80]}".lstrip("."), each))
+                    waiting.append((f"{path}.{key[:80]}".lstrip(".")[-_MOST_PATH:], each))
 
 
 def check_fits(

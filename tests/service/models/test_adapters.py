@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,18 @@ def test_a_config_is_data_whose_texts_are_bounded() -> None:
     for wrong in ({}, {"peft_type": 3}, {"peft_type": "x" * 99}):
         with pytest.raises(InvalidArgument, match="peft_type"):
             check_adapter_config(wrong)
+
+
+def test_a_deep_config_takes_memory_by_its_size_alone() -> None:
+    value: dict[str, Any] = {str(i): 0 for i in range(2_000)}
+    for _ in range(900):
+        value = {"k" * 80: value}
+    tracemalloc.start()
+    try:
+        check_adapter_config({"peft_type": "LORA", "target_modules": value})
+        assert tracemalloc.get_traced_memory()[1] < 10_000_000
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_trained_adapter_is_what_peft_would_save_under_any_name(tmp_path: Path) -> None:
