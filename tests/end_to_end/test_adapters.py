@@ -295,6 +295,39 @@ def test_the_base_is_kept_as_long_as_the_adapter_and_deleted_only_by_force(tmp_p
         assert trainer.model(BASE).adapters == ()
 
 
+def test_the_owner_of_a_base_deletes_it_whole_by_force_and_learns_no_secret_names(tmp_path: Path) -> None:
+    policy = policy_file(
+        tmp_path,
+        identity("owner", ["push:acme/*", "pull:acme/*", "manage:acme/*"], token="owner"),
+        identity("other", ["push:secret/*", "pull:secret/*", "pull:acme/*"], token="other"),
+    )
+    with serving(tmp_path / "open") as service:  # the newest version is what latest names
+        service.push(ALICE, f"{BASE}@3")
+        with pytest.raises(FailedPrecondition, match=f"are the base of {ALICE}") as refused:
+            service.trainer.delete_model(BASE)
+        assert "--force" in refused.value.fix
+        assert service.trainer.delete_model(BASE, force=True).versions == 3
+        assert service.trainer.version(ALICE, 1).error == f"its base {BASE}@3 was deleted"
+        service.trainer.collect(ALICE)
+        service.trainer.import_folder(BASE, service.base).wait(timeout=60)
+        assert service.trainer.model(BASE).adapters == ()
+        assert service.trainer.version(ALICE, 1).error == f"its base {BASE}@3 was deleted"
+    with running_service(tmp_path / "store", policy=policy) as running:
+
+        def client(name: str) -> TrainerClient:
+            return TrainerClient(running.address, credentials=Credentials(token=name))
+
+        with client("owner") as owner, client("other") as other:
+            owner.import_folder(BASE, service.base).wait(timeout=60)
+            owner.import_folder(BASE, service.base, step=2).wait(timeout=60)
+            other.push_adapter("secret/hidden", adapted(), base=f"{BASE}@1", step=1).wait(timeout=60)
+            assert owner.model(BASE).adapters == ()
+            for delete in (lambda: owner.delete_version(BASE, 1), lambda: owner.delete_model(BASE)):
+                with pytest.raises(FailedPrecondition, match="1 adapter that you may not") as hidden:
+                    delete()
+                assert "secret" not in str(hidden.value)
+
+
 def test_who_may_not_pull_the_base_pins_nothing_and_pins_are_bounded(tmp_path: Path) -> None:
     policy = policy_file(
         tmp_path,

@@ -23,24 +23,22 @@ if TYPE_CHECKING:
 @click.command("delete", cls=Command)
 @completing.reference("MODEL[@NUMBER]", model_perhaps_at_version, completing.numbers)
 @click.option("--yes", is_flag=True, help="Delete a whole model without asking.")
-@click.option("--force", is_flag=True, help="Delete a version although adapters are on it.")
+@click.option("--force", is_flag=True, help="Delete it although adapters are on it.")
 @client_options
 def delete_command(reference: Reference, yes: bool, force: bool, server: str, as_json: bool) -> None:
     """Delete a version, or a model with all of its versions.
 
-    A version that a ref names cannot be deleted, and one that adapters are on only with --force. One that is deleted is in no list from then on, and its objects go after the grace time. A deleted model's name can be registered again at once,
+    A version that a ref names cannot be deleted, and what adapters are on only with --force. One that is deleted is in no list from then on, and its objects go after the grace time. A deleted model's name can be registered again at once,
     also with other tensors.
     """
     if reference.version:
         _delete_version(reference, force, server, as_json)
         return
-    if force:
-        raise click.UsageError("--force goes with a version: MODEL@NUMBER")
     model = reference.model
     with client_of(server) as client:
         if not yes:
             _confirm(client, model, as_json)
-        deleted = client.delete_model(model)
+        deleted = client.delete_model(model, force=force)
     print_result(deleted, as_json, f"{model}: deleted, with {counted(deleted.versions, 'version')}")
 
 

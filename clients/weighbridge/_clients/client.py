@@ -429,7 +429,7 @@ class Client:
         """
         return self._connection.run(version_calls.delete_version(model, version, force=force))
 
-    def delete_model(self, model: str) -> DeletedModel:
+    def delete_model(self, model: str, *, force: bool = False) -> DeletedModel:
         """Take a model away with all of its versions, refs and rules.
 
         Its name can be registered again at once, also with other tensors; the numbers of its versions go on, so that none is given twice.
@@ -437,12 +437,13 @@ class Client:
 
         Args:
             model: which model.
+            force: whether it is deleted although adapters are on versions of it, whose versions then say that they lack them.
 
         Raises:
             NotFound: the model is not registered.
-            FailedPrecondition: versions are being received.
+            FailedPrecondition: versions are being received, or adapters are on versions of it (names them).
         """
-        return self._connection.run(model_calls.delete_model(model))
+        return self._connection.run(model_calls.delete_model(model, force=force))
 
     def abort(
         self, model: str, version: str | int | None = None, reason: str = "aborted by a client"

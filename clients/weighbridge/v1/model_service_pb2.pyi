@@ -1293,18 +1293,22 @@ class DeleteModelRequest(_message.Message):
 
     MODEL_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    FORCE_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     request_id: _builtins.str
     """The same in each repetition of a call: what was deleted by it already is not deleted again, whoever has registered the name since."""
+    force: _builtins.bool
+    """Also if adapters are on versions of it, which then say that they lack them."""
     def __init__(
         self,
         *,
         model: _builtins.str = ...,
         request_id: _builtins.str = ...,
+        force: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["force", b"force", "model", b"model", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -22,6 +22,7 @@ from weighbridge_storage.head.head import Head
 from weighbridge_storage.head.head_changes import delete_model, delete_versions, set_retention
 from weighbridge_storage.head.history import History
 from weighbridge_storage.head.open_versions import give_up_ended
+from weighbridge_storage.head.pins import sees_all
 
 log = logging.getLogger(__name__)
 
@@ -79,13 +80,21 @@ class Collecting:
         self._catalog.changes.notify(model)
         return retention
 
-    def delete_version(self, name: str, number: int, *, forced: bool = False) -> Version:
+    def delete_version(
+        self,
+        name: str,
+        number: int,
+        *,
+        forced: bool = False,
+        sees: Callable[[str], bool] = sees_all,
+    ) -> Version:
         """Take a version out of history; its objects go with a collection after the grace time.
 
         Args:
             name: ``namespace/name``.
             number: of the version.
             forced: whether it is deleted although adapters are on it, which then say that they lack it.
+            sees: whether the caller may know of a model of this name.
 
         Returns:
             The version, which can be read by its number until then.
@@ -99,13 +108,20 @@ class Collecting:
             self._release(model)
 
         def change(history: History) -> tuple[Head, None]:
-            return delete_versions(history, [number], clock(), model=model, forced=forced), None
+            return delete_versions(history, [number], clock(), model=model, forced=forced, sees=sees), None
 
         self._catalog.heads.edit(model, change)
         self._catalog.changes.notify(model)
         return self._catalog.resolve(model, str(number))
 
-    def delete_model(self, name: str, request_id: str = "") -> DeletedModel:
+    def delete_model(
+        self,
+        name: str,
+        request_id: str = "",
+        *,
+        forced: bool = False,
+        sees: Callable[[str], bool] = sees_all,
+    ) -> DeletedModel:
         """Take a model away with all of its versions, refs and rules, and its training states; its objects go with collections.
 
         One change of the model's head: there is nothing that a crash could leave half done. Other replicas find it with their next reading
@@ -114,17 +130,19 @@ class Collecting:
         Args:
             name: ``namespace/name``.
             request_id: the same in repetitions of a request: what it has deleted before is not deleted again.
+            forced: whether it is deleted although adapters are on versions of it, which then say that they lack them.
+            sees: whether the caller may know of a model of this name.
 
         Raises:
             NotFound: no such model.
-            FailedPrecondition: versions are being received.
+            FailedPrecondition: versions are being received, or adapters are on versions of the model.
         """
         model, clock = ModelName.parse(name), self._catalog.readers.clock
         part = None if model.part else self._catalog.heads.history(model.training)
         if part is not None:
             # refuses what would be refused when the model is gone
             delete_model(self._without_given_up(model.training, part.head), clock())
-        deleted = self._delete_model(model, request_id)
+        deleted = self._delete_model(model, request_id, forced=forced, sees=sees)
         if part is not None:
             try:
                 self._delete_model(model.training, request_id)
@@ -132,19 +150,29 @@ class Collecting:
                 log.warning("%s will be deleted later: %s", model.training, error)
         return deleted
 
-    def _delete_model(self, model: ModelName, request_id: str) -> DeletedModel:
+    def _delete_model(
+        self,
+        model: ModelName,
+        request_id: str,
+        *,
+        forced: bool = False,
+        sees: Callable[[str], bool] = sees_all,
+    ) -> DeletedModel:
         clock = self._catalog.readers.clock
         there = self._catalog.heads.read_any(model)
         done = None if there is None else there[0].deletion
         if request_id and done is not None and done.request_id == request_id:
             return DeletedModel(str(model), done.versions)
         known = self._catalog.heads.history(model) or self._catalog.history(model)
-        self._release(model)
+        if not forced:
+            self._release(model)
         count = len(known.versions())
 
         def change(history: History) -> tuple[Head, tuple[History, Head]]:
             head = self._without_given_up(model, history.head)
-            after = delete_model(head, clock(), request_id=request_id, versions=count)
+            after = delete_model(
+                head, clock(), request_id=request_id, versions=count, forced=forced, sees=sees
+            )
             return after, (history, after)
 
         before, after = self._catalog.heads.edit(model, change)

@@ -5,12 +5,11 @@ What needs to know versions that the head itself may not list takes the `History
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
 from weighbridge._core.resources import REF_LATEST, Gate, Retention
-from weighbridge._core.text.counts import named
 from weighbridge._core.text.shortening import shown
 from weighbridge.errors import (
     AlreadyExists,
@@ -23,12 +22,10 @@ from weighbridge_storage.documents.names import check_ref_name
 from weighbridge_storage.head.head import REMEMBERED_WRITES, Deletion, Head, Mark
 from weighbridge_storage.head.history import History
 from weighbridge_storage.head.open_versions import still_open
-from weighbridge_storage.head.pins import pinned_by
+from weighbridge_storage.head.pins import adapters_text, pinned_by, sees_all
 
 MAX_REFS = 1024
 """Most refs of one model."""
-_NAMED = 5
-"""Adapters that an error names."""
 
 
 def publish(history: History, entry: VersionEntry) -> Head:
@@ -104,6 +101,7 @@ def delete_versions(
     *,
     model: object = "MODEL",
     forced: bool = False,
+    sees: Callable[[str], bool] = sees_all,
 ) -> Head:
     """Take versions out of history; their objects may be deleted once nobody reads them any more.
 
@@ -115,6 +113,7 @@ def delete_versions(
         retired_ms: milliseconds since 1970 UTC.
         model: the model's name, for errors.
         forced: whether versions are deleted that adapters are on. Their pins go with them, and the adapters stay without a base.
+        sees: whether the caller may know of an adapter of this name; errors count the others.
 
     Raises:
         NotFound: one of them is not there.
@@ -150,7 +149,7 @@ def delete_versions(
     for number in sorted(gone if not forced else ()):
         if adapters := pinned_by(head, number):
             raise FailedPrecondition(
-                f"version {number} is the base of {named(adapters, _NAMED)}",
+                f"version {number} is the base of {adapters_text(adapters, sees)}",
                 fix="delete the adapters' versions first, and collect; or delete it all the same with --force: they cannot be loaded by it any more",
             )
     return replace(
@@ -186,7 +185,15 @@ def set_gate(head: Head, gate: Gate) -> Head:
     return replace(head, gate=gate)
 
 
-def delete_model(head: Head, now_ms: int, *, request_id: str = "", versions: int = 0) -> Head:
+def delete_model(
+    head: Head,
+    now_ms: int,
+    *,
+    request_id: str = "",
+    versions: int = 0,
+    forced: bool = False,
+    sees: Callable[[str], bool] = sees_all,
+) -> Head:
     """Take a model away with all of its versions, refs and rules. Its numbers go on if the name is registered again.
 
     The objects go with a collection: those of versions once nobody reads them any more.
@@ -196,20 +203,22 @@ def delete_model(head: Head, now_ms: int, *, request_id: str = "", versions: int
         now_ms: milliseconds since 1970 UTC.
         request_id: which request deletes it.
         versions: how many were part of its history.
+        forced: whether it is deleted although adapters are on versions of it, which stay without a base.
+        sees: as for `delete_versions`.
 
     Raises:
-        FailedPrecondition: versions are being received, refs are protected, or adapters are on versions of the model.
+        FailedPrecondition: versions are being received, refs are protected, or adapters are on versions of the model, and it is not ``forced``.
     """
     if head.protected:
         raise FailedPrecondition(
             f"refs of the model are protected: {', '.join(sorted(head.protected)[:5])}",
             fix="protect them no longer first, which takes what it takes to move them: weighbridge gate MODEL --unprotect REF",
         )
-    if head.pins:
+    if head.pins and not forced:
         adapters = sorted({pin.adapter for pin in head.pins})
         raise FailedPrecondition(
-            f"versions of the model are the base of {named(adapters, _NAMED)}",
-            fix="delete these adapters first, and collect the model; or delete those versions with --force: weighbridge delete MODEL@NUMBER --force",
+            f"versions of the model are the base of {adapters_text(adapters, sees)}",
+            fix="delete these adapters first, and collect the model; or delete it all the same with --force: they cannot be loaded by it any more",
         )
     if head.open:
         numbers = ", ".join(map(str, sorted(head.open)[:5]))

@@ -15,14 +15,18 @@ was pinned after the reading has a higher number. So no version is published who
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from weighbridge._core.metadata import BaseVersion, Metadata
-from weighbridge._core.text.counts import counted
+from weighbridge._core.text.counts import counted, named
 from weighbridge.errors import NotFound, ResourceExhausted
 from weighbridge_storage.documents.entries import PinEntry
 from weighbridge_storage.head.head import Head
 from weighbridge_storage.head.history import History
+
+_NAMED = 5
+"""Adapters that an error names."""
 
 
 def pin(history: History, asked: PinEntry, most: int) -> Head:
@@ -72,6 +76,19 @@ def unpin(head: Head, number: int, adapter: str, below: int) -> Head:
 def pinned_by(head: Head, number: int) -> tuple[str, ...]:
     """The adapters that are on a version."""
     return tuple(each.adapter for each in head.pins if each.version == number)
+
+
+def sees_all(_adapter: str) -> bool:
+    """True of each adapter: where there is no policy, or no caller."""
+    return True
+
+
+def adapters_text(adapters: Collection[str], sees: Callable[[str], bool]) -> str:
+    """Adapters in an error: the names of some of those that the caller ``sees``, and how many others there are."""
+    known = [each for each in adapters if sees(each)]
+    hidden = len(adapters) - len(known)
+    others = [counted(hidden, "adapter") + " that you may not look at"] if hidden else []
+    return " and ".join([*([named(known, _NAMED)] if known else []), *others])
 
 
 def is_on(adapter: History, base: str, number: int) -> bool:

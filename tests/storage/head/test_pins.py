@@ -94,7 +94,22 @@ def test_a_pinned_version_is_kept_and_its_deletion_names_the_adapters() -> None:
     forced = delete_versions(history(head), [1], 7, forced=True)
     assert forced.recent[1].retired
     assert not forced.pins
+    assert delete_model(head, 7, forced=True).deleted
     assert pinned_by(head, 1) == ("acme/alice", "acme/bob")
+
+
+def test_refusals_count_adapters_that_the_caller_does_not_see() -> None:
+    head = _pinned(head_with(1, 2), _pin(1), _pin(1, BOB))
+    for refused in (
+        lambda **options: delete_versions(history(head), [1], 7, **options),
+        lambda **options: delete_model(head, 7, **options),
+    ):
+        with pytest.raises(FailedPrecondition) as some:
+            refused(sees=lambda name: name == str(BOB))
+        assert some.value.message.endswith("the base of acme/bob and 1 adapter that you may not look at")
+        with pytest.raises(FailedPrecondition) as none:
+            refused(sees=lambda _: False)
+        assert none.value.message.endswith("the base of 2 adapters that you may not look at")
 
 
 class Interrupted(LocalStore):

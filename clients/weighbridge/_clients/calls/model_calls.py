@@ -116,9 +116,9 @@ def set_gate(model: str, gate: Gate) -> Steps[Gate]:
     return wire.read(Gate, (yield from _call("SetGate", request)).gate)
 
 
-def delete_model(model: str) -> Steps[DeletedModel]:
-    """Take a model away."""
-    request = pb.DeleteModelRequest(model=model, request_id=str(uuid.uuid4()))
+def delete_model(model: str, *, force: bool = False) -> Steps[DeletedModel]:
+    """Take a model away; with ``force``, also if adapters are on versions of it."""
+    request = pb.DeleteModelRequest(model=model, request_id=str(uuid.uuid4()), force=force)
     response = yield from _call("DeleteModel", request, _LONG_SECONDS)
     return DeletedModel(model, response.versions)
 

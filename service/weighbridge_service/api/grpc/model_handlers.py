@@ -262,12 +262,16 @@ class ModelHandlers:
 
     @takes_long
     def DeleteVersion(self, request: pb.DeleteVersionRequest, call: Call) -> pb.DeleteVersionResponse:
-        version = self._collecting.delete_version(request.model, request.number, forced=request.force)
+        version = self._collecting.delete_version(
+            request.model, request.number, forced=request.force, sees=call.peer.sees
+        )
         return pb.DeleteVersionResponse(version=wire.version_to_proto(version))
 
     @takes_long
     def DeleteModel(self, request: pb.DeleteModelRequest, call: Call) -> pb.DeleteModelResponse:
-        found = self._collecting.delete_model(request.model, request.request_id)
+        found = self._collecting.delete_model(
+            request.model, request.request_id, forced=request.force, sees=call.peer.sees
+        )
         return pb.DeleteModelResponse(versions=found.versions)
 
     @takes_long

@@ -169,12 +169,14 @@ def _models_router(service: Weighbridge) -> APIRouter:
     def delete_model(
         namespace: Namespace,
         name: Name,
+        request: Request,
         confirm: Annotated[
             str,
             Query(
                 description="The model's name, as in `acme/smol`. To be said: all of it is deleted for good."
             ),
         ],
+        force: Annotated[bool, Query(description="Also if adapters are on versions of it.")] = False,
     ) -> DeletedModelOut:
         """Take a model away with all of its versions and refs. Its objects go with collections, after the grace time."""
         model = f"{namespace}/{name}"
@@ -183,7 +185,8 @@ def _models_router(service: Weighbridge) -> APIRouter:
                 f"this deletes {model} with all of its versions, and {confirm[:200]!r} was confirmed",
                 fix=f"say ?confirm={model} if that is meant",
             )
-        return DeletedModelOut.model_validate(service.collecting.delete_model(model))
+        deleted = service.collecting.delete_model(model, forced=force, sees=peer_of(request).sees)
+        return DeletedModelOut.model_validate(deleted)
 
     @router.get("/{namespace}/{name}/versions", tags=["versions"])
     def list_versions(
