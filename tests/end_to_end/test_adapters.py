@@ -34,12 +34,17 @@ from weighbridge import (
     Signer,
     TensorParallel,
     TrainerClient,
+    Unavailable,
 )
 from weighbridge._cli import commands
+from weighbridge._core.metadata import BASE as BASE_KEY
 from weighbridge._core.metadata import BaseVersion
-from weighbridge._core.resources import Retention
+from weighbridge._core.resources import Gate, Retention
+from weighbridge._trainers.peft_adapters import AdapterFolder
 from weighbridge.integrations.engine_rank.preparation import check_model
 from weighbridge.integrations.transformers import from_weighbridge
+from weighbridge_service.catalog.bases import Bases
+from weighbridge_storage.head.open_versions import Said
 
 peft = pytest.importorskip("peft")
 BASE, ALICE = "acme/smol", "acme/alice"
@@ -285,12 +290,19 @@ def test_the_base_is_kept_as_long_as_the_adapter_and_deleted_only_by_force(tmp_p
                 other.delete_model(BASE)
         service.push(ALICE, f"{BASE}@3", step=2)
         assert trainer.version(ALICE, 1).error == ""
+        service.push("acme/back", f"{BASE}@1")
+        service.push("acme/back", f"{BASE}@3", step=2)
+        trainer.set_gate("acme/back", Gate(approval_required=True))
+        service.push("acme/back", f"{BASE}@1", step=3)
+        trainer.delete_version("acme/back", 3)
+        assert trainer.model("acme/back").base == f"{BASE}@3"  # not that of a version that is deleted
         trainer.delete_version(BASE, 1, force=True)
         assert trainer.version(ALICE, 1).error == f"its base {BASE}@1 was deleted"
         assert [each.error for each in trainer.versions(ALICE)] == ["", f"its base {BASE}@1 was deleted"]
         with pytest.raises((NotFound, FailedPrecondition)):
             service.push(ALICE, f"{BASE}@1", step=3)
         trainer.delete_model(ALICE)
+        trainer.delete_model("acme/back")
         trainer.collect(BASE)
         assert trainer.model(BASE).adapters == ()
 
@@ -382,6 +394,42 @@ def test_commands_import_list_and_delete(service: Service, tmp_path: Path) -> No
     assert "acme/typed is an adapter" in run("follow", "acme/typed", code=1)
     assert "acme/typed is an adapter" in run("prove", "acme/typed@1", code=1)
     assert "is an adapter" in run("restore", "acme/typed@1", "--out", str(tmp_path / "r"), code=1)
+
+
+def test_ranks_that_name_different_bases_are_refused_wherever_they_open(tmp_path: Path) -> None:
+    def opened_at(running: RunningService, base: str) -> int:
+        asked = {"step": 2, "run": "r", "ranks": 2, "request_id": "q", "client_id": base}
+        return running.service.intake.opener.open_version(
+            ALICE, **asked, said=Said(metadata={BASE_KEY: base})
+        ).number
+
+    with serving(tmp_path) as service, running_service(tmp_path / "store") as second:
+        service.push(ALICE)
+        number = opened_at(service.running, f"{BASE}@1")
+        for running in (service.running, second):
+            with pytest.raises(InvalidArgument, match=f"different bases of version 2: {BASE}@1 and {BASE}@2"):
+                opened_at(running, f"{BASE}@2")
+            assert opened_at(running, f"{BASE}@1") == number == 2
+
+
+def test_a_name_that_becomes_an_adapters_while_a_version_is_opened_gets_none_without_a_base(
+    service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, find = "acme/turned", Bases.find
+    adapted().save_pretrained(tmp_path / "a")
+    folder = AdapterFolder.read(tmp_path / "a")
+    service.trainer.register_model(name, service.base)
+
+    def find_late(self: Bases, *asked: Any) -> BaseVersion | None:
+        found = find(self, *asked)
+        service.trainer._register_adapter(name, folder.config_json, folder.layout)
+        return found
+
+    monkeypatch.setattr(Bases, "find", find_late)
+    with pytest.raises(Unavailable, match=f"{name} was registered anew"):
+        service.running.service.intake.opener.open_version(
+            name, step=1, run="r", ranks=1, request_id="q", client_id="c"
+        )
 
 
 def _rank(rank: int, address: str) -> dict[str, Any]:

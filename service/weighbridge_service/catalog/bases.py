@@ -6,7 +6,7 @@ import logging
 from dataclasses import replace
 
 from weighbridge._core.lru import Cache
-from weighbridge._core.metadata import BaseVersion
+from weighbridge._core.metadata import BaseVersion, Metadata
 from weighbridge._core.references import parse_reference
 from weighbridge._core.resources import REF_LATEST
 from weighbridge.errors import FailedPrecondition, InvalidArgument, NotFound, WeighbridgeError
@@ -108,16 +108,25 @@ class Bases:
 
         return self._digests.get_or_make((model, number), read)
 
-    def check_same(self, entry: OpenEntry, wanted: str) -> None:
-        """Refuse a rank that names another base by its number than the rank that has opened the version. Raises InvalidArgument."""
-        there = BaseVersion.of(entry.metadata)
+    def check_same(self, opened: int, metadata: Metadata, wanted: str) -> None:
+        """Refuse a rank that names another base, or another version of it by its number, than the rank that has opened a version.
+
+        Args:
+            opened: the number of the version that was opened.
+            metadata: its metadata.
+            wanted: the base as the rank names it; empty if it names none.
+
+        Raises:
+            InvalidArgument: it names another one.
+        """
+        there = BaseVersion.of(metadata)
         meant = parse_reference(wanted) if wanted else None
         if there is None or meant is None:
             return
         number = number_in(meant.version)
         if meant.model != there.model or number not in (None, there.number):
             raise InvalidArgument(
-                f"two ranks name different bases of version {entry.number}: {there} and {meant.model}@{meant.version}",
+                f"two ranks name different bases of version {opened}: {there} and {meant.model}@{meant.version}",
                 fix="all ranks of a push name the same base",
             )
 

@@ -285,7 +285,7 @@ def _newest_base(head: Head) -> str:
     """The base of the newest version of an adapter that the head itself lists; empty of other models."""
     if not is_adapter_head(head):
         return ""
-    said = {number: each.metadata for number, each in head.recent.items()}
+    said = {number: each.metadata for number, each in head.recent.items() if not each.retired}
     said |= {number: each.metadata for number, each in head.open.items()}
     return next(
         (str(base) for number in sorted(said, reverse=True) if (base := BaseVersion.of(said[number]))), ""

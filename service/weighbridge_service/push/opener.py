@@ -30,6 +30,7 @@ from weighbridge_service.catalog.catalog import Catalog
 from weighbridge_service.catalog.head_versions import invisible_version
 from weighbridge_service.catalog.holding import HoldReasons
 from weighbridge_service.models.registered_model import RegisteredModel
+from weighbridge_service.models.registration import is_adapter_head
 from weighbridge_service.plan.declarations import alone_at, is_alone_elsewhere
 from weighbridge_service.push.effect_pools import EffectPools
 from weighbridge_service.push.effect_runner import EffectRunner, Facilities
@@ -147,7 +148,7 @@ class Opener:
         said = replace(said, metadata=own)
         identity, called = (EVERYBODY, "") if by is None else (by.identity, by.name)
         asked_for = (step, run, ranks)
-        find = partial(self._opened_before, model_name, asked_for, request_id, client_id, said)
+        find = partial(self._opened_before, model_name, asked_for, request_id, client_id, said, wanted)
         if (there := find()) is not None:
             return there
         if model_name.part and at_least >= self._catalog.register_part(model_name).next_version:
@@ -215,7 +216,7 @@ class Opener:
             NotFound: the base was deleted meanwhile.
             ResourceExhausted: who opens it has adapters on as many versions as they may.
         """
-        self._bases.check_same(entry, wanted)
+        self._bases.check_same(entry.number, entry.metadata, wanted)
         try:
             self._bases.pin(name, entry, most)
         except (NotFound, ResourceExhausted) as error:
@@ -256,7 +257,8 @@ class Opener:
         Raises:
             VersionFailed: it would be a new one, and a rank of the push was refused.
             ResourceExhausted: it is a new one for which the namespace has no room.
-            Unavailable: it would be a new one that is not counted, as the one that was open has just ended.
+            Unavailable: it would be a new one that is not counted, as the one that was open has just ended; or one without a base of what has
+                become an adapter meanwhile, or the other way round.
         """
 
         def open_new(head: Head) -> tuple[Head, tuple[OpenEntry, Head, bool]]:
@@ -266,6 +268,8 @@ class Opener:
                 self.refusals.check(name, asked.request_id, client_id)
                 if not room.new:
                     raise Unavailable(f"the version of {name} that was open has just ended", fix="ask again")
+                if is_adapter_head(head) != (asked.base is not None):
+                    raise Unavailable(f"{name} was registered anew just now", fix="ask again")
             return after, (entry, changed, new)
 
         entry, head, new = self._catalog.heads.update(name, open_new)
@@ -298,7 +302,13 @@ class Opener:
             lock.release()
 
     def _opened_before(
-        self, name: ModelName, asked: tuple[int, str, int], request_id: str, client_id: str, said: Said
+        self,
+        name: ModelName,
+        asked: tuple[int, str, int],
+        request_id: str,
+        client_id: str,
+        said: Said,
+        base: str,
     ) -> Version | None:
         """The version that this request has been given before, if head.json need not be told more of it."""
         push = self._registry.of_request(name, request_id)
@@ -312,6 +322,7 @@ class Opener:
             return None
         check_same_request(version.number, (version.step, version.run, version.ranks), asked)
         check_same_metadata(version.number, version.metadata, said.metadata)
+        self._bases.check_same(version.number, version.metadata, base)
         return version if version.state.visible or is_known(push.state, said) else None
 
     def _check_room(self, by: str) -> None:
