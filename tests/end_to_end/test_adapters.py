@@ -158,6 +158,18 @@ def test_a_version_names_its_base_by_number_and_by_the_digest_of_its_manifest(se
     assert models["acme/named"].base == f"{BASE}@2"
 
 
+def test_a_list_of_versions_reads_the_head_of_their_base_once(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in (1, 2, 3):
+        service.push("acme/listed", f"{BASE}@{number}", step=number)
+    catalog, asked = service.running.service.catalog, []
+    history = catalog.heads.history
+    monkeypatch.setattr(catalog.heads, "history", lambda model: (asked.append(str(model)), history(model))[1])
+    assert [each.error for each in catalog.list_versions("acme/listed")] == ["", "", ""]
+    assert asked.count(BASE) == 1
+
+
 def test_a_folder_is_imported_by_its_base_and_without_one_refused(service: Service, tmp_path: Path) -> None:
     adapted().save_pretrained(tmp_path / "a")
     handle = service.trainer.import_adapter("acme/imported", tmp_path / "a", base=f"{BASE}@3")

@@ -359,18 +359,21 @@ class Catalog:
 
     def _with_lacks(self, versions: list[Version]) -> list[Version]:
         """Versions, of which those say so whose base was deleted."""
-        lacks: dict[BaseVersion, bool] = {}
+        read: dict[str, History | None] = {}
+        unreadable: set[str] = set()
         for index, version in enumerate(versions):
             base = BaseVersion.of(version.metadata)
-            if base is None or version.error:
+            if base is None or version.error or base.model in unreadable:
                 continue
-            if base not in lacks:
-                try:
-                    history = self.heads.history(ModelName.parse(base.model))
-                    lacks[base] = history is None or history.durable(base.number) is None
-                except WeighbridgeError:  # whether it is there cannot be seen now
-                    lacks[base] = False
-            if lacks[base]:
+            try:
+                if base.model not in read:
+                    read[base.model] = self.heads.history(ModelName.parse(base.model))
+                history = read[base.model]
+                lacks = history is None or history.durable(base.number) is None
+            except WeighbridgeError:  # whether it is there cannot be seen now
+                unreadable.add(base.model)
+                continue
+            if lacks:
                 versions[index] = replace(version, error=f"its base {base} was deleted")
         return versions
 
