@@ -346,6 +346,7 @@ def test_the_owner_of_a_base_deletes_it_whole_by_force_and_learns_no_secret_name
             owner.import_folder(BASE, service.base, step=2).wait(timeout=60)
             other.push_adapter("secret/hidden", adapted(), base=f"{BASE}@1", step=1).wait(timeout=60)
             assert owner.model(BASE).adapters == ()
+            assert owner.register_model(BASE, service.base).adapters == ()
             for delete in (lambda: owner.delete_version(BASE, 1), lambda: owner.delete_model(BASE)):
                 with pytest.raises(FailedPrecondition, match="1 adapter that you may not") as hidden:
                     delete()

@@ -130,6 +130,7 @@ class Catalog:
         found: Sequence[TensorSpec] = (),
         *,
         weight_map: bool = True,
+        shown: Callable[[str], bool] = lambda _name: True,
     ) -> Model:
         """Register a model, or replace its files where its tensors stay the same.
 
@@ -139,6 +140,7 @@ class Catalog:
             dtype: of the weights; empty takes what ``found`` says, or else the config.
             found: the tensors in the files of weights, if there are such files.
             weight_map: False registers it by its tensors alone, although there may be a weight map for its model type.
+            shown: whether the caller may know of a model of this name, such as an adapter.
 
         Raises:
             InvalidArgument: the name, a file or the config is wrong, its model type has no weight map and its tensors are not
@@ -177,7 +179,7 @@ class Catalog:
         )
         self.snapshots.forget_deleted(model_name, head)
         self.changes.notify(model_name)
-        return summary_from_head(model_name, head, self.refs_of(model_name, head))
+        return self._summary(model_name, head, shown)
 
     def register_part(self, name: ModelName) -> Head:
         """Register a part of a model, unless it is; gives the model's head.

@@ -81,7 +81,12 @@ class ModelHandlers:
         files = _files(request.files)
         found = wire.specs_from_proto(request.tensors)
         model = self._catalog.register_model(
-            request.model, files, request.dtype, found, weight_map=not request.no_weight_map
+            request.model,
+            files,
+            request.dtype,
+            found,
+            weight_map=not request.no_weight_map,
+            shown=call.peer.sees,
         )
         return pb.RegisterModelResponse(model=wire.write(resources_pb2.Model, model))
 
