@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Callable
 
 _SECONDS = 0.0005
 """A thread of the engine that asks for the interpreter gets it after this time at the latest; Python's own 0.005 s are most of a decoding step."""
 
 
 class ShortTurns:
-    """Block in which threads of this process take short turns: an engine's step asks for the interpreter several times. Blocks may overlap."""
+    """Block in which threads of this process take short turns: an engine's step asks for the interpreter several times. Blocks may overlap.
 
-    def __init__(self) -> None:
+    Args:
+        get: returns the length of a turn, in seconds.
+        set_to: sets it.
+    """
+
+    def __init__(
+        self,
+        get: Callable[[], float] = sys.getswitchinterval,
+        set_to: Callable[[float], None] = sys.setswitchinterval,
+    ) -> None:
+        self._get, self._set_to = get, set_to
         self._lock = threading.Lock()
         self._blocks = 0
         self._usual = 0.0
@@ -20,15 +31,15 @@ class ShortTurns:
     def __enter__(self) -> None:
         with self._lock:
             if not self._blocks:
-                self._usual = sys.getswitchinterval()
-                sys.setswitchinterval(min(self._usual, _SECONDS))
+                self._usual = self._get()
+                self._set_to(min(self._usual, _SECONDS))
             self._blocks += 1
 
     def __exit__(self, *_: object) -> None:
         with self._lock:
             self._blocks -= 1
             if not self._blocks:
-                sys.setswitchinterval(self._usual)
+                self._set_to(self._usual)
 
 
 short_turns = ShortTurns()
