@@ -18,14 +18,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks import pause_decoding, processes
-from benchmarks.pause_models import CONFIGS, MODEL, config_of, shapes_of
+from benchmarks.pause_models import CONFIGS, MODEL, config_of, write_model
 
 _ROOT = Path(__file__).parent.parent
 OURS, OWN = ("early", "auto", "sleep", "fp8"), ("ipc", "reload")
@@ -97,6 +97,11 @@ def peer(command: list[str], log: Path, mark: str = "=") -> Iterator[Peer]:
         yield made
     finally:
         made.close()
+
+
+def trainer_of(server: str, hf: Path, device: str, log: Path) -> AbstractContextManager[Peer]:
+    """The trainer of a model's folder (`benchmarks.pause_trainer`), for as long as the context lasts."""
+    return peer([sys.executable, "-m", "benchmarks.pause_trainer", server, str(hf), device], log, "{")
 
 
 def copy_seconds(nbytes: int, device: str) -> float:
@@ -249,29 +254,16 @@ def loaded_anew(
 
 def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """All that is asked for."""
-    (folder / "hf").mkdir()
-    (folder / "hf" / "config.json").write_text(json.dumps(config_of(arguments.model)))
+    hf, model_bytes = write_model(folder, arguments.model)
     logs = {name: (arguments.logs or folder) / f"{name}.log" for name in ("service", "trainer", "engine")}
     found: dict[str, Any] = {"model": arguments.model}
-    model_bytes = 2 * sum(math.prod(shape) for shape in shapes_of(config_of(arguments.model)).values())
     more = ["--collect-every", "5"]
     if arguments.images:
         more += ["--memory-budget", str(int(arguments.images * model_bytes * 1.1))]
     with (
         logs["service"].open("w") as service_log,
         processes.service(folder, model_bytes, *more, stderr=service_log.fileno()) as service,
-        peer(
-            [
-                sys.executable,
-                "-m",
-                "benchmarks.pause_trainer",
-                service.grpc,
-                str(folder / "hf"),
-                arguments.device,
-            ],
-            logs["trainer"],
-            "{",
-        ) as trainer,
+        trainer_of(service.grpc, hf, arguments.device, logs["trainer"]) as trainer,
     ):
         found["bytes"] = trainer.ask("")["bytes"]
         found["copy"] = copy_seconds(found["bytes"], arguments.device)

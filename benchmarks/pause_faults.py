@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import random
 import sys
 import tempfile
@@ -20,8 +19,8 @@ from typing import Any
 import torch
 
 from benchmarks import processes
-from benchmarks.pause import Peer, peer
-from benchmarks.pause_models import CONFIGS, MODEL, config_of, shapes_of
+from benchmarks.pause import Peer, peer, trainer_of
+from benchmarks.pause_models import CONFIGS, MODEL, write_model
 from tests.support.engine_faults import KEEP, NEXT, RESTORE, WRONG, order, told
 from weighbridge import EngineClient
 from weighbridge._core.engines.facts import FAILED
@@ -127,25 +126,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         logs = arguments.logs or folder
-        (folder / "hf").mkdir()
-        config = config_of(arguments.model)
-        (folder / "hf" / "config.json").write_text(json.dumps(config))
-        nbytes = 2 * sum(math.prod(shape) for shape in shapes_of(config).values())
+        hf, nbytes = write_model(folder, arguments.model)
         with (
             (logs / "service.log").open("w") as log,
             processes.service(folder, nbytes, stderr=log.fileno()) as service,
-            peer(
-                [
-                    sys.executable,
-                    "-m",
-                    "benchmarks.pause_trainer",
-                    service.grpc,
-                    str(folder / "hf"),
-                    arguments.device,
-                ],
-                logs / "trainer.log",
-                "{",
-            ) as trainer,
+            trainer_of(service.grpc, hf, arguments.device, logs / "trainer.log") as trainer,
             peer([arguments.python, "-m", "benchmarks.pause_engine"], logs / "engine.log") as engine,
             EngineClient(service.grpc) as client,
         ):

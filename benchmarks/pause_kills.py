@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import math
 import os
 import shutil
 import signal
@@ -27,8 +26,8 @@ from typing import Any
 import torch
 
 from benchmarks import processes
-from benchmarks.pause import Peer, peer
-from benchmarks.pause_models import CONFIGS, MODEL, config_of, shapes_of
+from benchmarks.pause import Peer, trainer_of
+from benchmarks.pause_models import CONFIGS, MODEL, write_model
 from weighbridge import EngineClient
 from weighbridge.errors import WeighbridgeError
 
@@ -79,10 +78,7 @@ class Stage:
         self._port, http = _free_port(), _free_port()
         self.address, self.url = f"127.0.0.1:{self._port}", f"http://127.0.0.1:{http}"
         self._engine_port = http
-        config = config_of(arguments.model)
-        self._bytes = 2 * sum(math.prod(shape) for shape in shapes_of(config).values())
-        (folder / "hf").mkdir()
-        (folder / "hf" / "config.json").write_text(json.dumps(config))
+        self._hf, self._bytes = write_model(folder, arguments.model)
         self.step = 0
         self._sums: dict[int, dict[str, int]] = {}
         self._client: EngineClient | None = None
@@ -116,14 +112,9 @@ class Stage:
         self._client = self._client or EngineClient(self.address)
 
     def _start_trainer(self, stack: ExitStack) -> None:
-        command = [
-            "-m",
-            "benchmarks.pause_trainer",
-            self.address,
-            str(self._folder / "hf"),
-            self._arguments.device,
-        ]
-        self.trainer = stack.enter_context(peer([sys.executable, *command], self._logs / "trainer.log", "{"))
+        log = self._logs / "trainer.log"
+        started = trainer_of(self.address, self._hf, self._arguments.device, log)
+        self.trainer = stack.enter_context(started)
         self.trainer.ask("")
         self._pids[TRAINER] = self.trainer.pid
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -94,6 +97,15 @@ def shapes_of(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     if not config["tie_word_embeddings"]:
         found["lm_head.weight"] = (config["vocab_size"], hidden)
     return found
+
+
+def write_model(folder: Path, name: str) -> tuple[Path, int]:
+    """The folder ``hf``, made in a folder, with the files of a model; and the bytes of its weights."""
+    config = config_of(name)
+    made = folder / "hf"
+    made.mkdir()
+    (made / "config.json").write_text(json.dumps(config))
+    return made, 2 * sum(math.prod(shape) for shape in shapes_of(config).values())
 
 
 def fused(

@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+ASK_SECONDS = 60.0
+"""For one token: a server that takes longer has too much to do, or is paused."""
 _VLLM_ONE = {"max_tokens": 1, "temperature": 0, "ignore_eos": True}
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from weighbridge.errors import FailedPrecondition, InvalidArgument
 from weighbridge.follow.answers import EngineApi, NoRoute, understood
 from weighbridge.follow.completions import (
+    ASK_SECONDS,
     read_sglang_last,
     read_sglang_whole,
     sglang_last,
@@ -41,8 +42,6 @@ from weighbridge.follow.wanted import (
 )
 
 _INFO, _CONTROL, _GENERATE = "/server_info", "/weights_checker", "/generate"
-_ASK_SECONDS = 60.0
-"""For one token: a server that takes longer has too much to do, or is paused."""
 PAUSE_MODES = ("retract", "in_place", "abort")
 _SEVERAL = {
     "dp_size": "SGLang takes no new weights with data parallelism",
@@ -138,7 +137,7 @@ class SglangServer:
             EngineFailed: it does not answer, or takes no such prompt, as one with ids outside its vocabulary.
         """
         self._check_awake()
-        api = replace(self._api, timeout=min(self.timeout, _ASK_SECONDS))
+        api = replace(self._api, timeout=min(self.timeout, ASK_SECONDS))
         last, whole = (api.call(_GENERATE, body) for body in (sglang_last(tokens), sglang_whole(tokens)))
         with understood(self.url + _GENERATE):
             return {"": Answer(read_sglang_whole(whole, tokens), read_sglang_last(last, tokens[-1]))}

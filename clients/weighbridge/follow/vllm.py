@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from weighbridge.errors import FailedPrecondition
 from weighbridge.follow.answers import EngineApi, NoRoute, understood
-from weighbridge.follow.completions import read_vllm_last, read_vllm_whole, vllm_last, vllm_whole
+from weighbridge.follow.completions import ASK_SECONDS, read_vllm_last, read_vllm_whole, vllm_last, vllm_whole
 from weighbridge.follow.engines import (
     EngineFailed,
     Prepared,
@@ -35,8 +35,6 @@ from weighbridge.follow.status import label as label_of
 PauseMode = Literal["wait", "keep", "abort"]
 _PREPARE_SECONDS = 3600.0
 _LOOK_SECONDS = 0.5
-_ASK_SECONDS = 60.0
-"""For one token: a server that takes longer has too much to do, or is paused."""
 _COMPLETIONS, _RANK = "/v1/completions", "X-data-parallel-rank"
 _WORKERS = "/collective_rpc"
 """Route of calls that all workers answer."""
@@ -201,7 +199,7 @@ class VllmServer:
         """
         self._check_awake()
         count = self._count_engines()
-        api = replace(self._api, timeout=min(self._api.timeout, _ASK_SECONDS))
+        api = replace(self._api, timeout=min(self._api.timeout, ASK_SECONDS))
         if count == 1:
             return {"": _answer(api, tokens)}
         each = {rank: replace(api, headers={**api.headers, _RANK: str(rank)}) for rank in range(count)}
