@@ -123,7 +123,9 @@ def copy_seconds(nbytes: int, device: str) -> float:
 
 def differing(trainer: Peer, engine: Peer) -> list[str]:
     """Names of parameters that are not what the trainer has."""
-    expected, found = trainer.ask("checksums"), engine.ask(json.dumps(["checksums"]))
+    found = engine.ask(json.dumps(["checksums"]))
+    ranks = len({name.rpartition(":")[0] for name in found})
+    expected = trainer.ask(f"checksums {ranks}")
     return sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
 
 

@@ -29,9 +29,12 @@ os.environ |= {
 import torch
 
 from benchmarks.pause_decoding import decode
-from benchmarks.pause_models import MODEL, checksum
+from benchmarks.pause_models import MODEL, checksums, rank_name
 from weighbridge import EngineClient
 from weighbridge._core.resources import RECEIVING
+
+_JOINED = ("failed", "preparing")
+"""What holds of all workers once it holds of one."""
 
 
 class Engine:
@@ -73,10 +76,11 @@ class Engine:
         }
 
     def ask(self, method: str, *arguments: str) -> dict[str, Any]:
-        """What a worker answers to the agent's call, and how long that took."""
+        """What the workers answer to the agent's call, and how long that took: the first worker's answer, and the first failure of any."""
         begun = time.monotonic()
-        (found,) = self.llm.collective_rpc(method, args=arguments)
-        return {**found, "took": time.monotonic() - begun}
+        found = self.llm.collective_rpc(method, args=arguments)
+        joined = {key: next((each[key] for each in found if each[key]), found[0][key]) for key in _JOINED}
+        return {**found[0], **joined, "took": time.monotonic() - begun}
 
     def expect(self) -> dict[str, Any]:
         """Wait until the service receives a version, and bring it to this machine as it arrives, as an agent does."""
@@ -137,13 +141,9 @@ class Engine:
         return text.getvalue()
 
     def checksums(self) -> dict[str, int]:
-        """Of all parameters."""
-
-        def of(model: torch.nn.Module) -> dict[str, int]:
-            return {name.replace(".routed_experts", ""): checksum(p) for name, p in model.named_parameters()}
-
-        found: list[dict[str, int]] = self.llm.apply_model(of)
-        return found[0]
+        """Of all parameters of all workers, by their names; the second worker's and the others' begin with the rank."""
+        ranks: list[dict[str, int]] = self.llm.apply_model(checksums)
+        return {rank_name(rank, name): n for rank, sums in enumerate(ranks) for name, n in sums.items()}
 
     def generate(self) -> list[int]:
         """A few tokens."""

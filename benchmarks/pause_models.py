@@ -145,6 +145,28 @@ def fused(
             yield name, tensor
 
 
+def rank_name(rank: int, name: str) -> str:
+    """The name of a parameter of a worker in what is compared."""
+    return f"{rank}:{name}" if rank else name
+
+
+def rank_parts(
+    config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], ranks: int
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters that the tensor-parallel workers of an engine make of them: rows or columns of each weight in equal parts, norms and routers whole."""
+    for rank in range(ranks):
+
+        def part(name: str, tensor: torch.Tensor, rank: int = rank) -> torch.Tensor:
+            kind = name.removesuffix(".weight").rpartition(".")[2]
+            if kind.endswith("norm") or kind == "gate" or ranks == 1:
+                return tensor
+            return tensor.chunk(ranks, 1 if kind in ("o_proj", "down_proj") else 0)[rank]
+
+        cut = {name: part(name, tensor) for name, tensor in tensors.items()}
+        for name, tensor in fused(config, cut):
+            yield rank_name(rank, name), tensor
+
+
 def checksum(tensor: torch.Tensor) -> int:
     """A number that depends on each element of a 16-bit tensor and on where it is."""
     flat = tensor.detach().contiguous().view(-1).view(torch.int16)
@@ -155,3 +177,8 @@ def checksum(tensor: torch.Tensor) -> int:
             1 << 61
         )
     return found
+
+
+def checksums(model: torch.nn.Module) -> dict[str, int]:
+    """Checksums of an engine's parameters, by name."""
+    return {name.replace(".routed_experts", ""): checksum(each) for name, each in model.named_parameters()}

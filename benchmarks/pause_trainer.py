@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.pause_models import MODEL, checksum, fused, shapes_of
+from benchmarks.pause_models import MODEL, checksum, rank_parts, shapes_of
 from weighbridge import PushHandle, Retention, TrainerClient
 
 
@@ -105,9 +105,10 @@ class Trainer:
         save_file(self._tensors, there / "model.safetensors", {"format": "pt"})
         return {"begun": begun, "held": time.monotonic() - begun}
 
-    def checksums(self) -> dict[str, int]:
-        """Of each parameter as the engine fuses them."""
-        return {name: checksum(tensor) for name, tensor in fused(self._config, self._tensors)}
+    def checksums(self, ranks: str = "1") -> dict[str, int]:
+        """Of each parameter as so many workers of the engine cut and fuse them."""
+        parts = rank_parts(self._config, self._tensors, int(ranks))
+        return {name: checksum(tensor) for name, tensor in parts}
 
 
 def main(server: str, folder: str, device: str) -> None:
