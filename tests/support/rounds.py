@@ -54,7 +54,7 @@ ROUNDS = (
     Rounds("SIEGES", 1, 9, "tests/project/test_siege.py", "an attack of `make bench-siege`"),
     Rounds("EARLY_ROUNDS", 4, 50, "tests/engines/test_early_staging.py", "a push whose rank dies and writes other bytes while an engine stages it"),
     Rounds("PROOF_FAULTS", 20, 1000, "tests/engines/test_proofs.py", "a fault that is put into an engine whose parameters are proved"),
-    Rounds("ENGINE_FAULTS", 8, 1000, "tests/engines/test_engine_faults.py", "a fault that is put into a live vLLM whose parameters are proved, and a proof without one"),
+    Rounds("ENGINE_FAULTS", 8, 1000, "tests/engines/test_engine_faults.py", "a fault that is put into a live vLLM whose parameters are proved, and a proof without one; with an eighth as many stale caches, and engines that an update skips"),
     Rounds("ENGINE_KILLS", 1, 15, "tests/engines/test_engine_kills.py", "a rank of an engine, its agent, the service or the trainer is killed, in each phase of an update"),
     Rounds("FUZZ_SAMPLES", 100, 300, "tests/fuzz/test_targets.py", "an input of each parser, without coverage guidance"),
     Rounds("FUZZ_CALLS", 60, 20_000, "tests/service/api/grpc/test_fuzzing.py", "a call over the network"),
