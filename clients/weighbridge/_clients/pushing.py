@@ -321,16 +321,26 @@ class Pusher:
         _heard(header, terms)
         agreement.done()
 
-    def meet(self, model: str, terms: PushTerms) -> None:
+    def meet(self, model: str, terms: PushTerms, says: bytes = b"") -> list[bytes]:
         """Wait until all ranks have come to what they do together before a push, as a collective: it would wait for one that does not come.
+
+        Args:
+            model: which model.
+            terms: of the push.
+            says: what the other ranks are to know of this one.
+
+        Returns:
+            What the ranks have said, each text once.
 
         Raises:
             VersionFailed: a rank cannot push.
             DeadlineExceeded: not all ranks have come in time; names them.
         """
         if terms.agreement is None:
-            return
+            return [says]
         ahead, give_up = terms.agreement.ahead(), time.monotonic() + min(terms.hold.left, _AGREE_SECONDS)
+        if says:
+            ahead.say(says)
         ahead.come()
         while not ahead.decided(_MEET_SECONDS):
             if problem := terms.agreement.problem():
@@ -342,7 +352,14 @@ class Pusher:
                 break  # the last one has come meanwhile: the others begin, and would wait for this one
         if problem := ahead.problem():
             raise _not_all(model, problem)
+        said = ahead.said() if says else []
         ahead.done()
+        return said
+
+    def forget(self, terms: PushTerms) -> None:
+        """Take away what this rank has said when ranks met before a push that all of them have made."""
+        if terms.agreement is not None:
+            terms.agreement.ahead().forget()
 
     def _expect(self, model: str, layout: Layout, declared: pb.DeclareLayoutResponse) -> None:
         """Take note of what a rank was told to push."""

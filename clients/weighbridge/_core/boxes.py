@@ -1,4 +1,4 @@
-"""Boxes: an offset and an extent inside a tensor, and the arithmetic on them.
+"""Boxes: an offset and an extent inside a tensor, the arithmetic on them, and links of boxes of two tensors.
 
 Pure integer arithmetic on tuples; nothing here knows of dtypes, bytes or files. A box is a named tuple, as are shards, placements,
 links and copies: a large model has hundreds of thousands of each, and tuples are made, compared and hashed three times as fast as
@@ -73,6 +73,69 @@ class Box(NamedTuple):
 
     def __str__(self) -> str:
         return "[" + ", ".join(f"{o}:{o + e}" for o, e in zip(self.offset, self.extent, strict=True)) + "]"
+
+
+class Link(NamedTuple):
+    """A box of a source tensor whose elements are those of a box of a target tensor.
+
+    Attributes:
+        source: name of the source tensor.
+        source_box: which part of it.
+        target: name of the target tensor.
+        target_box: which part of that.
+        axes: for each target axis the source axis that runs along it, or None where the target's extent is one.
+            Source axes that do not occur have extent one. So axes may be permuted, added and taken away.
+    """
+
+    source: str
+    source_box: Box
+    target: str
+    target_box: Box
+    axes: tuple[int | None, ...]
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether each element has the same place on both sides."""
+        return self.source_box == self.target_box and self.axes == tuple(range(len(self.axes)))
+
+    def inverse(self) -> Link:
+        """The same link seen from the other side."""
+        axes: list[int | None] = [None] * len(self.source_box.offset)
+        for target_axis, source_axis in enumerate(self.axes):
+            if source_axis is not None:
+                axes[source_axis] = target_axis
+        return Link(self.target, self.target_box, self.source, self.source_box, tuple(axes))
+
+    def to_target(self, box: Box) -> Box:
+        """Where a part of the source box lies in the target."""
+        offset = list(self.target_box.offset)
+        extent = [1] * len(offset)
+        for axis, source_axis in enumerate(self.axes):
+            if source_axis is not None:
+                offset[axis] += box.offset[source_axis] - self.source_box.offset[source_axis]
+                extent[axis] = box.extent[source_axis]
+        return Box(tuple(offset), tuple(extent))
+
+    def to_source(self, box: Box) -> Box:
+        """Where a part of the target box lies in the source."""
+        offset = list(self.source_box.offset)
+        extent = [1] * len(offset)
+        for axis, source_axis in enumerate(self.axes):
+            if source_axis is not None:
+                offset[source_axis] += box.offset[axis] - self.target_box.offset[axis]
+                extent[source_axis] = box.extent[axis]
+        return Box(tuple(offset), tuple(extent))
+
+    def placed(self, source: str, under: tuple[int, ...], target: str, onto: tuple[int, ...]) -> Link:
+        """The same link between tensors of other names that are stacked under leading axes, at these indexes of them."""
+        source_box, target_box, axes = self.source_box, self.target_box, self.axes
+        if under:
+            source_box = source_box.under(under)
+            axes = tuple([None if axis is None else axis + len(under) for axis in axes])
+        if onto:
+            target_box = target_box.under(onto)
+            axes = (None,) * len(onto) + axes
+        return Link(source, source_box, target, target_box, axes)
 
 
 def subtract(box: Box, others: Iterable[Box]) -> list[Box]:

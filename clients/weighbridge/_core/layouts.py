@@ -17,7 +17,7 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import NamedTuple
 
-from weighbridge._core.boxes import Box
+from weighbridge._core.boxes import Box, Link
 from weighbridge._core.dtypes import DType
 from weighbridge.errors import LayoutError
 
@@ -167,6 +167,21 @@ class Layout:
             placements.append(Placement(shard, STREAM, offset, nbytes))
             offset += nbytes
         return Layout(MappingProxyType(tensors), tuple(placements))
+
+
+@dataclass(frozen=True)
+class WeightLinks:
+    """Places of a trainer's tensors in those of a model.
+
+    Attributes:
+        sources: those of the trainer that are of the model.
+        targets: those of the model, by Hugging Face's names, that have elements of them.
+        links: which elements are where.
+    """
+
+    sources: Mapping[str, TensorSpec]
+    targets: Mapping[str, TensorSpec]
+    links: tuple[Link, ...] = field(repr=False)
 
 
 def check_spec(spec: TensorSpec) -> None:

@@ -154,9 +154,9 @@ def as_registered(
         raise LayoutError(
             counted(len(adapters), "tensor belongs", "tensors belong") + " to LoRA adapters",
             details=first_lines(adapters),
-            fix="fill the model before adapters are added"
+            fix="fill the model before adapters are added; adapters are filled by restore_adapter"
             if filled
-            else "push a copy of the model into which they are merged, as by LoRAMerge of Megatron-Bridge: engines know no adapters",
+            else "push them by push_adapter; or push a copy of the model into which they are merged, as by LoRAMerge of Megatron-Bridge",
         )
     specs: list[TensorSpec] = []
     problems: list[Misfit] = []

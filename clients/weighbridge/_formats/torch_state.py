@@ -111,12 +111,14 @@ def torch_shards(
     return reader.shards(whole=whole, others=others)
 
 
-def adapter_shards(state: Mapping[str, torch.Tensor], *, whole: bool, of: str) -> TorchShards:
+def adapter_shards(
+    state: Mapping[str, torch.Tensor], *, whole: bool, of: str, filled: bool = False
+) -> TorchShards:
     """What a rank holds of an adapter, whose tensors are those of its state dict. Arguments and errors are those of `torch_shards`."""
     specs = [
         TensorSpec(name, dtypes.from_torch(value.dtype), shape_of(value)) for name, value in state.items()
     ]
-    reader = _Reader(TensorForms({spec.name: spec for spec in specs}), NEVER, filled=False, of=of)
+    reader = _Reader(TensorForms({spec.name: spec for spec in specs}), NEVER, filled=filled, of=of)
     for name, value in state.items():
         reader.read(name, value)
     return reader.shards(whole=whole, others=False)

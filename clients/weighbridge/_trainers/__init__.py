@@ -5,7 +5,9 @@ May import: `_clients` and all private folders below it.
 - `trainer`: the client.
 - `importer`: its base, which takes folders in.
 - `peft_adapters`: adapters of peft, in folders and of models that are trained.
-- `push_client`: that one's base, which pushes shards.
+- `megatron_adapters`: adapters of Megatron-core models by the names that peft's files have.
+- `adapter_restores`: whether a version of an adapter fits a model, and shards of it that several layers share.
+- `push_client`: the base of `importer`, which pushes shards.
 - `copies_until_step`: copies of a push that are made while training goes on, until the optimizer's step.
 - `restorer`: that one's base, which restores.
 - `restoring`: the run of a restore.

@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import sys
 import tempfile
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weighbridge._core.layouts import Layout
+from weighbridge._core import dtypes
+from weighbridge._core.layouts import Layout, TensorSpec
+from weighbridge._core.text.counts import counted, first_lines
 from weighbridge._formats.naming.weight_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CONFIG
 from weighbridge._formats.push_sources import MappedSource, OpenSource
 from weighbridge._formats.safetensors_files import layout_of_files, map_file
 from weighbridge._formats.side_files.regular import read_regular
-from weighbridge.errors import InvalidArgument, NotFound
+from weighbridge._formats.zero3 import partitioned_state
+from weighbridge.errors import InvalidArgument, LayoutError, NotFound
 
 if TYPE_CHECKING:
     import torch
 
+PREFIX = "base_model.model."
+"""Beginning of the names of all tensors of peft's adapters."""
 _PICKLE = "adapter_model.bin"
 
 
@@ -85,7 +92,7 @@ class TrainedAdapter:
 
     Attributes:
         config_json: content of its ``adapter_config.json``.
-        state: its tensors, by the names that peft's own file has; DTensors as they are.
+        state: its tensors, by the names that peft's own file has; DTensors, and parameters that ZeRO-3 has partitioned, as they are.
     """
 
     config_json: bytes = field(repr=False)
@@ -103,7 +110,7 @@ class TrainedAdapter:
         Raises:
             InvalidArgument: peft has not wrapped the model, or there is no adapter of this name.
         """
-        peft_model = _peft_model(model)
+        peft_model = wrapped_model(model)
         from peft import get_peft_model_state_dict
 
         if adapter_name not in peft_model.peft_config:
@@ -112,12 +119,130 @@ class TrainedAdapter:
                 fix=f"name one that it has: {', '.join(map(repr, sorted(peft_model.peft_config)))}",
             )
         state = get_peft_model_state_dict(
-            peft_model, adapter_name=adapter_name, save_embedding_layers=save_embedding_layers
+            peft_model,
+            state_dict=partitioned_state(peft_model),
+            adapter_name=adapter_name,
+            save_embedding_layers=save_embedding_layers,
         )
         return TrainedAdapter(_config_json(peft_model, adapter_name), state)
 
 
-def _peft_model(model: Any) -> Any:
+@dataclass(frozen=True)
+class LoraModule:
+    """Scale of the adapter of one layer: its product is multiplied by ``alpha / rank``."""
+
+    rank: int
+    alpha: float
+    dropout: float = 0.0
+
+
+@dataclass(frozen=True)
+class LoraParts:
+    """An adapter as far as one rank knows of it, or all of them together.
+
+    Attributes:
+        tensors: whole, by peft's names.
+        modules: how the adapter of each layer is scaled, by the layer's name.
+    """
+
+    tensors: Mapping[str, TensorSpec]
+    modules: Mapping[str, LoraModule]
+
+    @property
+    def encoded(self) -> bytes:
+        """As the other ranks get it: the same bytes for the same adapter."""
+        tensors = [[each.name, each.dtype.name, list(each.shape)] for _, each in sorted(self.tensors.items())]
+        modules = {name: asdict(module) for name, module in sorted(self.modules.items())}
+        return json.dumps({"tensors": tensors, "modules": modules}, separators=(",", ":")).encode()
+
+    @staticmethod
+    def decode(data: bytes) -> LoraParts:
+        """What another rank has encoded."""
+        found = json.loads(data)
+        specs = [
+            TensorSpec(name, dtypes.from_safetensors(dtype), tuple(shape))
+            for name, dtype, shape in found["tensors"]
+        ]
+        modules = {name: LoraModule(**module) for name, module in found["modules"].items()}
+        return LoraParts({spec.name: spec for spec in specs}, modules)
+
+    @staticmethod
+    def together(parts: Sequence[LoraParts]) -> LoraParts:
+        """What several ranks know. Raises LayoutError if they contradict each other, names the layers and tensors."""
+        tensors: dict[str, TensorSpec] = {}
+        modules: dict[str, LoraModule] = {}
+        wrong: dict[str, None] = {}
+        for part in parts:
+            for name, spec in part.tensors.items():
+                if tensors.setdefault(name, spec) != spec:
+                    wrong[f"{spec} and {tensors[name]}"] = None
+            for name, module in part.modules.items():
+                if modules.setdefault(name, module) != module:
+                    wrong[f"{name}: {module} and {modules[name]}"] = None
+        if wrong:
+            raise LayoutError(
+                counted(len(wrong), "part of the adapter differs", "parts of the adapter differ")
+                + " between ranks",
+                details=first_lines(wrong),
+                fix="give all ranks the same rank, alpha and target modules",
+            )
+        return LoraParts(tensors, modules)
+
+    def config_json(self, base: str, base_tensors: Collection[str]) -> bytes:
+        """The ``adapter_config.json`` that peft needs to load it.
+
+        Layers are named by their last part where all layers of the base that end with it have adapters, and otherwise one by one.
+
+        Args:
+            base: the model that it is on.
+            base_tensors: the names of its tensors.
+        """
+        ranks = Counter(module.rank for _, module in sorted(self.modules.items()))
+        alphas = Counter(module.alpha for _, module in sorted(self.modules.items()))
+        rank, alpha = ranks.most_common(1)[0][0], alphas.most_common(1)[0][0]
+        config = {
+            "alpha_pattern": {
+                name: _number(module.alpha)
+                for name, module in sorted(self.modules.items())
+                if module.alpha != alpha
+            },
+            "base_model_name_or_path": base,
+            "bias": "none",
+            "fan_in_fan_out": False,
+            "inference_mode": True,
+            "init_lora_weights": True,
+            "lora_alpha": _number(alpha),
+            "lora_dropout": max(module.dropout for module in self.modules.values()),
+            "modules_to_save": None,
+            "peft_type": "LORA",
+            "r": rank,
+            "rank_pattern": {
+                name: module.rank for name, module in sorted(self.modules.items()) if module.rank != rank
+            },
+            "target_modules": list(_targets(self.modules, base_tensors)),
+            "task_type": "CAUSAL_LM",
+            "use_dora": False,
+            "use_rslora": False,
+        }
+        return json.dumps(config, indent=2).encode()
+
+
+def _targets(modules: Collection[str], base_tensors: Iterable[str]) -> Iterable[str]:
+    """Names by which peft finds these modules, and no others of the base."""
+    there = {name.removesuffix(".weight") for name in base_tensors if name.endswith(".weight")}
+    partly = {name.rpartition(".")[2] for name in there - set(modules)}
+    leaves = {name.rpartition(".")[2] for name in modules}
+    return [
+        *sorted(leaves - partly),
+        *sorted(name for name in modules if name.rpartition(".")[2] in partly),
+    ]
+
+
+def _number(value: float) -> float:
+    return int(value) if value == int(value) else value
+
+
+def wrapped_model(model: Any) -> Any:
     """The ``PeftModel`` in what wrappers have made of one. Raises InvalidArgument."""
     found = model
     while not _is_peft_model(found):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -13,9 +13,9 @@ from weighbridge._clients.calls import push_calls
 from weighbridge._clients.client import Client
 from weighbridge._clients.filling import fill_tensors
 from weighbridge._clients.transport import ConnectionOptions
-from weighbridge._core.layouts import Layout, TensorSpec
+from weighbridge._core.layouts import Layout, TensorSpec, WeightLinks
 from weighbridge._core.megatron_rank import MegatronRank
-from weighbridge._core.references import Reference, is_training
+from weighbridge._core.references import Reference, is_training, parse_reference
 from weighbridge._core.resources import REF_LATEST, Version
 from weighbridge._core.text.counts import counted, first_lines
 from weighbridge._formats.memory_forms import TensorForms
@@ -40,6 +40,7 @@ class RestoringClient(Client):
         super().__init__(server, **options)
         self._tensors_of: dict[str, TensorForms] = {}
         self._registered_of: dict[tuple[str, frozenset[TensorSpec]], Mapping[str, TensorSpec]] = {}
+        self._links_of: dict[tuple[str, frozenset[TensorSpec]], WeightLinks] = {}
 
     def restore(
         self,
@@ -284,6 +285,19 @@ class RestoringClient(Client):
         except (InvalidArgument, NotFound):
             self._registered_of.pop(key, None)
             raise
+
+    def _links(self, base: str, beside: Collection[TensorSpec]) -> WeightLinks:
+        """Where the elements of tensors, by Megatron-core's names, are in those of a base. Of one that is named by number they are asked for once."""
+        if not beside:
+            return WeightLinks({}, {}, ())
+        meant = parse_reference(base)
+        key = base, frozenset(beside)
+        links = self._links_of.get(key)
+        if links is None:
+            links = self._connection.run(push_calls.weight_links(meant.model, beside))
+            if meant.version.isdecimal():
+                self._links_of[key] = links
+        return links
 
     @contextmanager
     def _tensors(self, model: str) -> Iterator[TensorForms]:

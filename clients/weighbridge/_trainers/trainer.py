@@ -6,16 +6,27 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Unpack
 
+from weighbridge._clients.calls import pull_calls
+from weighbridge._clients.calls.known_layouts import KnownLayouts
+from weighbridge._clients.holding.agreement import RankAgreement
 from weighbridge._clients.push_handle import PushHandle
 from weighbridge._clients.push_options import PushOptions, check_options, say
-from weighbridge._core.metadata import BASE
+from weighbridge._clients.pushing import PushTerms
+from weighbridge._core.layouts import Layout
+from weighbridge._core.metadata import BASE, BaseVersion
+from weighbridge._core.references import Reference, parse_reference
+from weighbridge._core.resources import REF_LATEST, Version
+from weighbridge._core.slices import FullTensors
 from weighbridge._core.tensor_spaces import TensorSpace
+from weighbridge._core.text.counts import counted, first_lines
 from weighbridge._trainers.importer import ImportingClient
+from weighbridge.errors import InvalidArgument, LayoutError
 
 if TYPE_CHECKING:
     import torch
 
     from weighbridge._formats.megatron_state import WeightShards
+    from weighbridge._trainers.megatron_adapters import PlacedAdapters
 
 
 class TrainerClient(ImportingClient):
@@ -186,14 +197,17 @@ class TrainerClient(ImportingClient):
         save_embedding_layers: bool | str = "auto",
         **options: Unpack[PushOptions],
     ) -> PushHandle:
-        """Hand over an adapter of a model that peft has wrapped, as a new version that is a change on a version of another model.
+        """Hand over an adapter of a model that peft has wrapped, or of a Megatron-core model, as a new version that is a change on a version of another model.
 
         The first push registers the model by the adapter's tensors. All ranks call it: under DDP each has an equal copy, of which the service takes one;
         under FSDP2 each has its part. The version's files are those that peft's ``save_pretrained`` writes.
 
+        Of a Megatron-core model to which Megatron-Bridge's ``LoRA`` or ``CanonicalLoRA`` was applied, each rank pushes its shards, by the weight map of the base.
+        They are peft's tensors then, and the config is made of rank and alpha of the layers: all ranks say by the store of torch.distributed which they have.
+
         Args:
             model: ``namespace/name`` of the adapter.
-            peft_model: what ``peft.get_peft_model`` has made, or DDP or torch.compile of it.
+            peft_model: what ``peft.get_peft_model`` has made, or DDP or torch.compile of it; or a model of Megatron-core, or the list of its virtual stages.
             base: the version that it is on, such as ``acme/smol@17``; a ref is resolved once. It is kept as long as versions of the adapter are on it.
             step: the training step.
             adapter_name: which adapter of the model.
@@ -203,8 +217,9 @@ class TrainerClient(ImportingClient):
 
         Raises:
             NotFound: there is no such base.
-            InvalidArgument: that is no model of peft, it has no such adapter, or the base is no model.
-            LayoutError: the base lacks modules of the adapter, or has them with other features.
+            InvalidArgument: that is no model of peft, it has no such adapter, or the base is no model; or it is one of Megatron-core without adapters, or on a base
+                that has no weight map.
+            LayoutError: the base lacks modules of the adapter, or has them with other features; or adapters of Megatron-core are of another kind than LoRA.
             FailedPrecondition: the name is registered for a model, or for an adapter with other tensors: of another rank or other target modules; or the base
                 is not durable.
             PermissionDenied: the caller may not pull the base.
@@ -212,6 +227,7 @@ class TrainerClient(ImportingClient):
         """
         check_options(options)
         from weighbridge._formats.torch_state import TorchShards, adapter_shards, rank_and_world
+        from weighbridge._trainers.megatron_adapters import is_megatron
         from weighbridge._trainers.peft_adapters import TrainedAdapter
         from weighbridge._trainers.states.torch_training import training_tensors
 
@@ -219,7 +235,9 @@ class TrainerClient(ImportingClient):
         opening = self._opening(model, step, run, ranks, request_id)
         opening.metadata[BASE].text = base
 
-        def find() -> TorchShards:
+        def find() -> TorchShards | PlacedAdapters:
+            if is_megatron(peft_model):
+                return self._megatron_adapters(model, peft_model, base, call.terms)
             found = TrainedAdapter.of(peft_model, adapter_name, save_embedding_layers)
             shards = adapter_shards(found.state, whole=ranks == 1, of=model)
             self._register_adapter(model, found.config_json, shards.layout)
@@ -230,7 +248,85 @@ class TrainerClient(ImportingClient):
                 opening, rank, TensorSpace.HUGGING_FACE, find, lambda _: training_tensors(peft_model, None), options, call.terms,
                 until=None, optimizer=None, state=None, rank_state=None,
             )  # fmt: skip
+            if is_megatron(peft_model):
+                self._pusher.forget(call.terms)
         return call.handle
+
+    def restore_adapter(
+        self,
+        model: str,
+        peft_model: Any,
+        *,
+        version: str | int | None = None,
+        adapter_name: str = "default",
+        save_embedding_layers: bool | str = "auto",
+        rank: int | None = None,
+        world_size: int | None = None,
+    ) -> Version:
+        """Fill the adapter of a model in place from any version, whatever parallelism it was pushed with. All ranks call it.
+
+        Only this rank's bytes come over the wire. The model has the adapter already, with the rank, the scales and the target modules of the version.
+
+        Args:
+            model: ``namespace/name`` of the adapter.
+            peft_model, adapter_name, save_embedding_layers, rank, world_size: as for `push_adapter`.
+            version: a number or a ref; by default the latest.
+
+        Returns:
+            The version that was restored.
+
+        Raises:
+            NotFound: no such model or version.
+            InvalidArgument: that is no adapter, no model of peft or Megatron-core, or it has no such adapter.
+            LayoutError: the model's adapter is another one or is merged; names tensors or fields. Or layers that the model fuses have
+                adapters with different A in the version.
+        """
+        from weighbridge._formats.peft_models import merged_layers
+        from weighbridge._formats.torch_state import adapter_shards, check_not_copied, rank_and_world
+        from weighbridge._trainers.adapter_restores import StoredAdapter, apart, fill_shared
+        from weighbridge._trainers.megatron_adapters import MegatronAdapters, is_megatron
+        from weighbridge._trainers.peft_adapters import LoraParts, TrainedAdapter, wrapped_model
+
+        meant = Reference.of(model, version, REF_LATEST)
+        plan = self._connection.run(
+            pull_calls.plan_pull(KnownLayouts(), meant.model, meant.version, FullTensors(), None)
+        )
+        number = plan.version.number
+        files = self.model_files(meant.model, number)
+        stored = StoredAdapter.of(f"{meant.model}@{number}", files, plan.layout.tensors)
+        if not is_megatron(peft_model):
+            if merged := merged_layers(wrapped_model(peft_model)):
+                raise LayoutError(
+                    counted(len(merged), "layer has", "layers have")
+                    + " adapters that are merged into the weights",
+                    details=first_lines(merged),
+                    fix="call model.unmerge_adapter() before",
+                )
+            found = TrainedAdapter.of(peft_model, adapter_name, save_embedding_layers)
+            shards = adapter_shards(found.state, whole=False, of=stored.name, filled=True)
+            stored.check_tensors(shards.layout.tensors)
+            stored.check_config(found.config_json)
+            check_not_copied(wrapped_model(peft_model), shards.layout, shards.tensors)
+            return self.restore_shards(meant.model, shards.layout, shards.tensors, version=number)
+        _, ranks = rank_and_world(rank, world_size)
+        agreement = RankAgreement.of_process_group(meant.model, f"restore/{number}", ranks)
+        terms = PushTerms(agreement=agreement)
+        try:
+            adapters = MegatronAdapters.of(peft_model)
+            base = BaseVersion.of(plan.version.metadata)
+            placed = adapters.placed(self._links(str(base), adapters.beside.values()))
+            own = LoraParts(placed.layout.tensors, placed.modules)
+            said = self._pusher.meet(stored.name, terms, own.encoded)
+            stored.check_tensors(LoraParts.together([LoraParts.decode(each) for each in said]).tensors)
+            stored.check_scales(placed.modules)
+            filled = apart(placed.tensors)
+            self.restore_shards(meant.model, placed.layout, filled, version=number)
+            fill_shared(placed.layout, placed.tensors, filled)
+        except Exception as error:
+            if agreement is not None:
+                agreement.refuse(error)
+            raise
+        return plan.version
 
     def push_gathered(
         self,
@@ -308,6 +404,30 @@ class TrainerClient(ImportingClient):
         if call.handle.skipped is not None:
             _take_all(passing)
         return call.handle
+
+    def _megatron_adapters(
+        self, model: str, megatron_model: Any, base: str, terms: PushTerms
+    ) -> PlacedAdapters:
+        """The adapters of a Megatron-core model's rank by peft's names, registered as all ranks have them together."""
+        from weighbridge._trainers.megatron_adapters import MegatronAdapters
+        from weighbridge._trainers.peft_adapters import LoraParts
+
+        on = parse_reference(base).model
+        found = MegatronAdapters.of(megatron_model)
+        placed = found.placed(self._links(base, found.beside.values()))
+        own = LoraParts(placed.layout.tensors, placed.modules)
+        said = self._pusher.meet(model, terms, own.encoded)
+        parts = LoraParts.together([LoraParts.decode(each) for each in said])
+        if not parts.modules:
+            raise InvalidArgument(
+                "the model has no LoRA adapters of Megatron-Bridge",
+                fix="push the model to which LoRA or CanonicalLoRA was applied",
+            )
+        found.check_frozen()
+        with self._tensors(on) as base_tensors:
+            config_json = parts.config_json(on, base_tensors)
+        self._register_adapter(model, config_json, Layout.stream(parts.tensors.values(), []))
+        return placed
 
     def _weight_shards(self, model: str, sharded_state_dict: Any, cast: str) -> WeightShards:
         from weighbridge._formats.megatron_state import as_registered, sharded_tensors

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from weighbridge._core import dtypes
-from weighbridge._core.boxes import Box
+from weighbridge._core.boxes import Box, Link
 from weighbridge._core.json_values import JsonValue
 from weighbridge._core.layouts import MAX_TENSORS, Layout, Shard, TensorSpec, check_spec
 from weighbridge._core.metadata import Metadata, MetadataValue, checked_metadata
@@ -115,6 +115,41 @@ def layout_from_proto(message: resources_pb2.Layout) -> Layout:
         box = Box(tuple(shard.offset), tuple(shard.extent))
         shards.append(Shard(specs[shard.tensor].name, box, main=not shard.replica))
     return Layout.stream(specs, shards)
+
+
+def links_to_proto(
+    links: Iterable[Link], sources: Iterable[str], targets: Iterable[str]
+) -> list[checkpoint_service_pb2.TensorLink]:
+    """Links as messages, with the numbers of their tensors among these."""
+    numbers = {name: number for number, name in enumerate(sources)}
+    target_numbers = {name: number for number, name in enumerate(targets)}
+    return [
+        checkpoint_service_pb2.TensorLink(
+            source=numbers[link.source],
+            source_offset=link.source_box.offset,
+            source_extent=link.source_box.extent,
+            target=target_numbers[link.target],
+            target_offset=link.target_box.offset,
+            target_extent=link.target_box.extent,
+            axes=[0 if axis is None else axis + 1 for axis in link.axes],
+        )
+        for link in links
+    ]
+
+
+def links_from_proto(
+    messages: Iterable[checkpoint_service_pb2.TensorLink], sources: Sequence[str], targets: Sequence[str]
+) -> list[Link]:
+    """Messages as links of these tensors. Raises LayoutError if one names a tensor that is none of them."""
+    links = []
+    for each in messages:
+        if each.source >= len(sources) or each.target >= len(targets):
+            raise LayoutError(f"a link belongs to tensors number {each.source} and {each.target}")
+        box = Box(tuple(each.source_offset), tuple(each.source_extent))
+        target_box = Box(tuple(each.target_offset), tuple(each.target_extent))
+        axes = tuple([axis - 1 if axis else None for axis in each.axes])
+        links.append(Link(sources[each.source], box, targets[each.target], target_box, axes))
+    return links
 
 
 def request_to_proto(request: LayoutRequest) -> weight_service_pb2.LayoutRequest:

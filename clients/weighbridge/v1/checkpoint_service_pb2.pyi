@@ -772,6 +772,7 @@ class DescribeShardsRequest(_message.Message):
     EXPERT_TENSOR_PARALLEL_RANK_FIELD_NUMBER: _builtins.int
     SPACE_FIELD_NUMBER: _builtins.int
     TENSORS_FIELD_NUMBER: _builtins.int
+    WITH_LINKS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     tensor_parallel_size: _builtins.int
     tensor_parallel_rank: _builtins.int
@@ -784,6 +785,8 @@ class DescribeShardsRequest(_message.Message):
     expert_tensor_parallel_rank: _builtins.int
     space: _resources_pb2.TensorSpace.ValueType
     """Whose tensors. Unspecified stands for Megatron-core's; with Hugging Face's, sizes and ranks mean nothing."""
+    with_links: _builtins.bool
+    """With `tensors`: say, too, where the elements of each are in the model's tensors by Hugging Face's names."""
     @_builtins.property
     def tensors(self) -> _resources_pb2.Layout:
         """Tensors of a trainer, without shards, by Megatron-core's names in any of their forms. The answer has those of them that are of the model, with the
@@ -804,10 +807,11 @@ class DescribeShardsRequest(_message.Message):
         expert_tensor_parallel_rank: _builtins.int = ...,
         space: _resources_pb2.TensorSpace.ValueType = ...,
         tensors: _resources_pb2.Layout | None = ...,
+        with_links: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["tensors", b"tensors"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["expert_parallel_rank", b"expert_parallel_rank", "expert_parallel_size", b"expert_parallel_size", "expert_tensor_parallel_rank", b"expert_tensor_parallel_rank", "expert_tensor_parallel_size", b"expert_tensor_parallel_size", "model", b"model", "pipeline_parallel_rank", b"pipeline_parallel_rank", "pipeline_parallel_size", b"pipeline_parallel_size", "space", b"space", "tensor_parallel_rank", b"tensor_parallel_rank", "tensor_parallel_size", b"tensor_parallel_size", "tensors", b"tensors"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expert_parallel_rank", b"expert_parallel_rank", "expert_parallel_size", b"expert_parallel_size", "expert_tensor_parallel_rank", b"expert_tensor_parallel_rank", "expert_tensor_parallel_size", b"expert_tensor_parallel_size", "model", b"model", "pipeline_parallel_rank", b"pipeline_parallel_rank", "pipeline_parallel_size", b"pipeline_parallel_size", "space", b"space", "tensor_parallel_rank", b"tensor_parallel_rank", "tensor_parallel_size", b"tensor_parallel_size", "tensors", b"tensors", "with_links", b"with_links"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -818,17 +822,77 @@ class DescribeShardsResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     LAYOUT_FIELD_NUMBER: _builtins.int
+    TARGETS_FIELD_NUMBER: _builtins.int
+    LINKS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def layout(self) -> _resources_pb2.Layout: ...
+    @_builtins.property
+    def targets(self) -> _resources_pb2.Layout:
+        """With links: the model's tensors that they lead to, without shards, by Hugging Face's names."""
+
+    @_builtins.property
+    def links(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorLink]: ...
     def __init__(
         self,
         *,
         layout: _resources_pb2.Layout | None = ...,
+        targets: _resources_pb2.Layout | None = ...,
+        links: _abc.Iterable[Global___TensorLink] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "targets", b"targets"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "links", b"links", "targets", b"targets"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DescribeShardsResponse: _TypeAlias = DescribeShardsResponse  # noqa: Y015
+
+@_typing.final
+class TensorLink(_message.Message):
+    """A box of one tensor whose elements are those of a box of another one."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SOURCE_FIELD_NUMBER: _builtins.int
+    SOURCE_OFFSET_FIELD_NUMBER: _builtins.int
+    SOURCE_EXTENT_FIELD_NUMBER: _builtins.int
+    TARGET_FIELD_NUMBER: _builtins.int
+    TARGET_OFFSET_FIELD_NUMBER: _builtins.int
+    TARGET_EXTENT_FIELD_NUMBER: _builtins.int
+    AXES_FIELD_NUMBER: _builtins.int
+    source: _builtins.int
+    """Index into DescribeShardsResponse.layout.tensors."""
+    target: _builtins.int
+    """Index into DescribeShardsResponse.targets.tensors."""
+    @_builtins.property
+    def source_offset(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """First element and number of elements on each axis of the global tensor."""
+
+    @_builtins.property
+    def source_extent(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def target_offset(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def target_extent(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def axes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """For each axis of the target, the source's axis that runs along it, counted from 1; 0 where the extent is one."""
+
+    def __init__(
+        self,
+        *,
+        source: _builtins.int = ...,
+        source_offset: _abc.Iterable[_builtins.int] | None = ...,
+        source_extent: _abc.Iterable[_builtins.int] | None = ...,
+        target: _builtins.int = ...,
+        target_offset: _abc.Iterable[_builtins.int] | None = ...,
+        target_extent: _abc.Iterable[_builtins.int] | None = ...,
+        axes: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["axes", b"axes", "source", b"source", "source_extent", b"source_extent", "source_offset", b"source_offset", "target", b"target", "target_extent", b"target_extent", "target_offset", b"target_offset"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TensorLink: _TypeAlias = TensorLink  # noqa: Y015

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from weighbridge._core.block_scales import SCALE_SUFFIX
-from weighbridge._core.boxes import Box
+from weighbridge._core.boxes import Box, Link
 from weighbridge._core.layouts import Layout, TensorSpec
 from weighbridge._core.slices import MAX_VOCAB_MULTIPLE
 from weighbridge._core.text.counts import counted
@@ -52,7 +52,7 @@ from weighbridge_service.models.library_models import check_library_model
 from weighbridge_service.models.model_tensors import tensors_found
 from weighbridge_service.models.weight_maps import derive_weight_map
 from weighbridge_service.plan.planning import Plan, make_plan
-from weighbridge_service.plan.relations import Link, WeightMap
+from weighbridge_service.plan.relations import WeightMap
 
 Kind = Literal["hugging_face", "torch_dist", "rank_files"]
 """Of a source: a Hugging Face folder; a checkpoint of Megatron-core, or of torch (DCP); one of FSDP with a file for each rank."""

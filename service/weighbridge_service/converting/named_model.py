@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from weighbridge._core.boxes import Box
+from weighbridge._core.boxes import Box, Link
 from weighbridge._core.dtypes import DType
 from weighbridge._core.layouts import Layout, Placement, Shard, TensorSpec
 from weighbridge._core.text.counts import counted
@@ -32,7 +32,6 @@ from weighbridge.errors import DataLoss, LayoutError, NotFound
 from weighbridge_service.converting.checkpoint_model import is_megatron
 from weighbridge_service.families import has_weight_map
 from weighbridge_service.models.bridges import bridge_for, parse_config
-from weighbridge_service.plan.relations import Link
 
 _STATES = re.compile(
     r"^(optim\w*|\w*scheduler|train_state|dataloader|loader|rng\w*|rank_state|scaler|ema)(?=\.|/|$)"

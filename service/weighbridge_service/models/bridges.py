@@ -14,12 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from weighbridge._core.boxes import Box
+from weighbridge._core.boxes import Box, Link
 from weighbridge._core.text.counts import counted
 from weighbridge.errors import InvalidArgument, LayoutError, WeighbridgeError
 from weighbridge_service.families import Family, Rule, family_of
 from weighbridge_service.families.rules import WHOLE, Shape
-from weighbridge_service.plan.relations import Link
 
 _FIELD = re.compile(r"\{(layer|expert)(?:\+(\d+))?\}")
 _INDEXED = re.compile(r"^(.+)\[(.+)\]$")

@@ -15,9 +15,8 @@ from types import MappingProxyType
 
 import torch
 
-from weighbridge._core.boxes import Box
+from weighbridge._core.boxes import Box, Link
 from weighbridge.errors import LayoutError
-from weighbridge_service.plan.relations import Link
 
 Conversion = Callable[[torch.Tensor], Sequence[tuple[str, torch.Tensor]]]
 _SCALE, _SHIFT = 2, 1_000_003

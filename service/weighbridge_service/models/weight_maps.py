@@ -13,14 +13,14 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from weighbridge._core.boxes import Box, subtract
+from weighbridge._core.boxes import Box, Link, subtract
 from weighbridge._core.dtypes import DType
 from weighbridge._core.layouts import TensorSpec
 from weighbridge._core.text.counts import counted
 from weighbridge.errors import LayoutError
 from weighbridge_service.families.rules import Shape
 from weighbridge_service.models.bridges import Bridge, MegatronTensor
-from weighbridge_service.plan.relations import Link, WeightMap
+from weighbridge_service.plan.relations import WeightMap
 
 _LAYERS = re.compile(r"^(.*\b(?:layers|deepstack_merger_list)\.)(?!\d)(.+)$")
 _EXPERTS = re.compile(r"^(.*\.experts\.experts\.)(?!\d)(.+)$")

@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
 
-from weighbridge._core.boxes import Box, first_overlap, gaps
+from weighbridge._core.boxes import Box, Link, first_overlap, gaps
 from weighbridge._core.layouts import Layout, Placement, TensorSpec
 from weighbridge._core.text.counts import counted, first_lines
 from weighbridge.errors import LayoutError
-from weighbridge_service.plan.relations import Link
 
 _COUNTED = 1000
 """How many it counts."""

@@ -23,8 +23,9 @@ from weighbridge_service.catalog.catalog import AWAY, Catalog
 from weighbridge_service.catalog.store_readers import StoreReaders, reading_since
 from weighbridge_service.models.megatron_layouts import megatron_layout
 from weighbridge_service.models.registered_model import RegisteredModel
-from weighbridge_service.models.weight_maps import registered_specs
+from weighbridge_service.models.weight_maps import derive_weight_map, registered_specs
 from weighbridge_service.plan.casting import Casting, cast_specs
+from weighbridge_service.plan.relations import WeightMap
 from weighbridge_service.plan.transfers import Transfer
 from weighbridge_service.pull.read_ahead import StreamReader
 from weighbridge_service.pull.reading import OpenedVersion, Reading
@@ -226,6 +227,12 @@ class Serving:
         model = self._mapped(ModelName.parse(name))
         found = registered_specs(model.bridge, model.tensors, declared.tensors.values())
         return Layout.stream(found, [])
+
+    def weight_map(self, name: str, declared: Layout) -> WeightMap:
+        """Where the elements of a trainer's tensors are in those of the model; of those that are the model's, as by `registered_tensors`."""
+        model = self._mapped(ModelName.parse(name))
+        found = registered_specs(model.bridge, model.tensors, declared.tensors.values())
+        return derive_weight_map(model.bridge, model.tensors, {spec.name: spec for spec in found})
 
     def describe_tensors(self, name: str) -> Layout:
         """All tensors of a registered model, whole, by their names in its safetensors files."""

@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError
 from tests.fuzz import mutators
 from tests.fuzz.target import Bounds, Target, stateless
 from weighbridge._core import dtypes
-from weighbridge._core.boxes import Box
+from weighbridge._core.boxes import Box, Link
 from weighbridge._core.layouts import Layout, Shard, TensorSpec
 from weighbridge._core.tensor_spaces import TensorSpace
 from weighbridge._formats.safetensors_files import lay_out_files
@@ -23,7 +23,7 @@ from weighbridge.errors import LayoutError, WeighbridgeError
 from weighbridge.v1 import resources_pb2
 from weighbridge_service.plan.planning import make_plan
 from weighbridge_service.plan.push_plan import prepare_push
-from weighbridge_service.plan.relations import Link, WeightMap, identity_links
+from weighbridge_service.plan.relations import WeightMap, identity_links
 from weighbridge_service.plan.transfers import Transfer
 
 _FP32 = dtypes.parse("fp32")

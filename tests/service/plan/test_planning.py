@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 
 from tests.support.raw_clients import mapped_files
 from weighbridge._core import dtypes
-from weighbridge._core.boxes import Box
+from weighbridge._core.boxes import Box, Link
 from weighbridge._core.layouts import Layout, Shard, TensorSpec
 from weighbridge._formats.safetensors_files import lay_out_files
 from weighbridge.errors import LayoutError
 from weighbridge_service.plan.planning import join_streams, make_plan, share_out
-from weighbridge_service.plan.relations import Link, identity_links
+from weighbridge_service.plan.relations import identity_links
 from weighbridge_service.plan.transfers import Transfer
 
 DTYPES = [dtypes.parse(name) for name in ("bf16", "fp32", "fp8_e4m3", "i64")]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 from weighbridge._clients.calls.steps import Pause, Steps, call_method
-from weighbridge._core.layouts import Layout, TensorSpec
+from weighbridge._core.layouts import Layout, TensorSpec, WeightLinks
 from weighbridge._core.megatron_rank import MegatronRank
 from weighbridge._core.metadata import OTHER_WRITER
 from weighbridge._core.references import Reference
@@ -208,6 +208,19 @@ def registered_specs(model: str, specs: Iterable[TensorSpec]) -> Steps[Mapping[s
         model=model, tensors=held, tensor_parallel_size=1, pipeline_parallel_size=1
     )
     return wire.layout_from_proto((yield from _call("DescribeShards", request)).layout).tensors
+
+
+def weight_links(model: str, specs: Iterable[TensorSpec]) -> Steps[WeightLinks]:
+    """Where the elements of a trainer's tensors are in those of the model. Tensors that the model does not have are left out."""
+    held = wire.layout_to_proto(Layout.stream(specs, []), TensorSpace.MEGATRON)
+    request = pb.DescribeShardsRequest(
+        model=model, tensors=held, with_links=True, tensor_parallel_size=1, pipeline_parallel_size=1
+    )
+    response = yield from _call("DescribeShards", request)
+    sources = wire.layout_from_proto(response.layout).tensors
+    targets = wire.layout_from_proto(response.targets).tensors
+    links = wire.links_from_proto(response.links, list(sources), list(targets))
+    return WeightLinks(sources, targets, tuple(links))
 
 
 def describe_tensors(model: str) -> Steps[Layout]:

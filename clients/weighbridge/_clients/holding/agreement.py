@@ -4,12 +4,14 @@ It is no collective: it needs no GPU, no order among other collectives and no pa
 for no longer than they allow. Each rank adds itself to a count; the one that completes it writes the verdict ``go``. A rank that cannot push,
 or waits no longer, writes another verdict. The first verdict stands, for the store compares and sets, so all ranks read the same.
 
-Keys, below ``weighbridge/<model>/<request>/<attempt>``: ``count``, ``here/<rank>`` until the verdict, ``verdict``.
+Keys, below ``weighbridge/<model>/<request>/<attempt>``: ``count``, ``here/<rank>`` until the verdict, ``verdict``,
+``says/<rank>``; and for all pushes ``weighbridge/said/<digest>``.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import threading
 import time
 from collections import Counter
@@ -106,6 +108,23 @@ class RankAgreement:
         if isinstance(error, WeighbridgeError) and error.details:
             said += f"; {'; '.join(error.details)}"
         return self._decide(_NO + shortened(f"rank {self.rank}: {said}", _MOST_REASON).encode())
+
+    def say(self, data: bytes) -> None:
+        """Have the other ranks know this, before coming. What several of them say is kept once."""
+        digest = hashlib.sha256(data).hexdigest()
+        with contextlib.suppress(_GONE):
+            self.store.set(f"weighbridge/said/{digest}", data)
+            self.store.set(self._key(f"says/{self.rank}"), digest)
+
+    def said(self) -> list[bytes]:
+        """All that ranks have said, each text once; all of them, once the verdict is that all have come."""
+        digests = {self.store.get(self._key(f"says/{rank}")).decode() for rank in range(self.ranks)}
+        return [bytes(self.store.get(f"weighbridge/said/{digest}")) for digest in sorted(digests)]
+
+    def forget(self) -> None:
+        """Take away what this rank has said, which all ranks have read by now."""
+        with contextlib.suppress(_GONE):
+            self.store.delete_key(self._key(f"says/{self.rank}"))
 
     def come(self) -> None:
         """Say that this rank can push."""

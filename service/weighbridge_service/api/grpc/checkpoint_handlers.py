@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from weighbridge._core import dtypes
+from weighbridge._core.layouts import Layout
 from weighbridge._core.megatron_rank import MegatronRank
 from weighbridge._core.resources import Version
 from weighbridge._core.tensor_spaces import TensorSpace
@@ -22,6 +23,7 @@ from weighbridge_service.api.grpc.call import Call
 from weighbridge_service.api.grpc.method import streamed
 from weighbridge_service.api.grpc.methods import Methods
 from weighbridge_service.core import Core
+from weighbridge_service.plan.relations import WeightMap
 from weighbridge_service.push.machine.answers import Declared
 from weighbridge_service.push.pending import Pending
 from weighbridge_service.push.replica_checksums import ReplicaChecksum
@@ -204,6 +206,8 @@ class CheckpointHandlers:
             return checkpoint_service_pb2.DescribeShardsResponse(layout=wire.layout_to_proto(layout, space))
         if request.HasField("tensors"):
             declared = wire.layout_from_proto(request.tensors)
+            if request.with_links:
+                return _linked(self._serving.weight_map(request.model, declared))
             layout = self._serving.registered_tensors(request.model, declared)
             return checkpoint_service_pb2.DescribeShardsResponse(layout=wire.layout_to_proto(layout, space))
         layout = self._serving.describe_shards(
@@ -216,6 +220,19 @@ class CheckpointHandlers:
             ),
         )
         return checkpoint_service_pb2.DescribeShardsResponse(layout=wire.layout_to_proto(layout, space))
+
+
+def _linked(weight_map: WeightMap) -> checkpoint_service_pb2.DescribeShardsResponse:
+    """Tensors of a trainer, those of the model in which their elements are, and where; none of those that files have in other axes."""
+    links = [link for link in weight_map.links if link.target not in weight_map.seen]
+    targets = {link.target: weight_map.hugging_face[link.target] for link in links}
+    held = Layout.stream(weight_map.megatron.values(), [])
+    there = Layout.stream(targets.values(), [])
+    return checkpoint_service_pb2.DescribeShardsResponse(
+        layout=wire.layout_to_proto(held, TensorSpace.MEGATRON),
+        targets=wire.layout_to_proto(there, TensorSpace.HUGGING_FACE),
+        links=wire.links_to_proto(links, held.tensors, there.tensors),
+    )
 
 
 def _leave(asked: Future[Pending[Any]]) -> None:

@@ -1,0 +1,130 @@
+"""Does an adapter that ranks of one kind have pushed come back into ranks of another kind, and from ranks that hold ranges of parameters?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.support.reference import tiny_config, tiny_model
+from tests.support.services import RunningService, running_service
+from tests.support.torch_ranks import run_ranks
+from tests.support.zero3_ranges import gathered, partition
+from weighbridge import EngineClient, InvalidArgument, LayoutError, TrainerClient
+
+peft = pytest.importorskip("peft")
+BASE = "acme/smol"
+CONFIG = tiny_config("llama", tied=False, num_hidden_layers=2, vocab_size=131)
+
+
+def adapted(seed: int = 3, **options: Any) -> Any:
+    """A model with an adapter; the same at each call with the same seed."""
+    given = {"r": 4, "target_modules": ["q_proj", "down_proj"], "init_lora_weights": False, **options}
+    torch.manual_seed(seed)
+    return peft.get_peft_model(tiny_model(CONFIG, seed=1), peft.LoraConfig(**given))
+
+
+def tensors_of(model: Any) -> dict[str, torch.Tensor]:
+    return dict(peft.get_peft_model_state_dict(model, save_embedding_layers=False))
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningService]:
+    folder = tmp_path_factory.mktemp("ranks")
+    tiny_model(CONFIG, seed=1).save_pretrained(folder / "base")
+    with running_service(folder / "store") as running, TrainerClient(running.address) as trainer:
+        trainer.import_folder(BASE, folder / "base").wait(timeout=60)
+        yield running
+
+
+def _sharded(seed: int) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model, mesh = adapted(seed), init_device_mesh("cpu", (2,))
+    for layer in model.base_model.model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def _rank(rank: int, address: str, pushed: str) -> dict[str, torch.Tensor]:
+    """Restore one adapter into FSDP2 ranks, then push another from there."""
+    model = _sharded(seed=5)
+    with TrainerClient(address) as trainer:
+        trainer.restore_adapter("acme/one", model)
+        restored = {name: each.full_tensor() for name, each in tensors_of(model).items()}
+        trainer.push_adapter(pushed, _sharded(seed=7), base=f"{BASE}@1", step=1).wait(timeout=60)
+    return restored
+
+
+def test_an_adapter_goes_from_one_process_to_fsdp2_ranks_and_back(service: RunningService) -> None:
+    with TrainerClient(service.address) as trainer:
+        trainer.push_adapter("acme/one", adapted(), base=f"{BASE}@1", step=1).wait(timeout=60)
+        for restored in run_ranks(2, _rank, service.address, "acme/sharded"):
+            assert same(restored, tensors_of(adapted()))
+        back = adapted(seed=5)
+        assert trainer.restore_adapter("acme/sharded", back).number == 1
+        assert same(tensors_of(back), tensors_of(adapted(seed=7)))
+
+
+def test_ranges_that_zero3_gives_ranks_are_one_adapter_and_are_filled_again(
+    service: RunningService, tmp_path: Path
+) -> None:
+    def ranks(seed: int) -> list[Any]:
+        models = [adapted(seed) for _ in range(3)]
+        for rank, model in enumerate(models):
+            for parameter in model.parameters():
+                partition(parameter, rank, 3)
+        return models
+
+    def push(rank: int, model: Any) -> None:
+        with TrainerClient(service.address) as trainer:
+            given = {"step": 1, "rank": rank, "world_size": 3}
+            trainer.push_adapter("acme/zero3", model, base=f"{BASE}@1", **given).wait(timeout=60)
+
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(push, range(3), ranks(seed=3)))
+    with EngineClient(service.address) as engine:
+        engine.export("acme/zero3", "latest", tmp_path / "out")
+    assert same(load_file(tmp_path / "out" / "adapter_model.safetensors"), tensors_of(adapted()))
+    filled = ranks(seed=5)
+    with TrainerClient(service.address) as trainer:
+        for rank, model in enumerate(filled):
+            trainer.restore_adapter("acme/zero3", model, rank=rank, world_size=3)
+    parameters = [dict(model.named_parameters()) for model in filled]
+    for name, expected in adapted().named_parameters():
+        if "lora_" in name:
+            assert torch.equal(gathered([each[name] for each in parameters]), expected), name
+
+
+def test_a_model_with_another_adapter_is_refused_and_stays_as_it_was(service: RunningService) -> None:
+    with TrainerClient(service.address) as trainer:
+        trainer.push_adapter("acme/kept", adapted(), base=f"{BASE}@1", step=1).wait(timeout=60)
+        others = {
+            "is missing in the model": {"target_modules": ["q_proj"]},
+            "has no such tensor": {"target_modules": ["q_proj", "down_proj", "v_proj"]},
+            "acme/kept@1 has base_model": {"r": 8},
+            "lora_alpha: 8": {"lora_alpha": 3},
+            "use_rslora": {"use_rslora": True},
+        }
+        for said, options in others.items():
+            model = adapted(seed=5, **options)
+            with pytest.raises(LayoutError) as refused:
+                trainer.restore_adapter("acme/kept", model)
+            assert said in str(refused.value)
+            assert same(tensors_of(model), tensors_of(adapted(seed=5, **options)))
+        merged = adapted()
+        merged.merge_adapter()
+        with pytest.raises(LayoutError, match="are merged into the weights"):
+            trainer.restore_adapter("acme/kept", merged)
+        with pytest.raises(InvalidArgument, match="acme/smol@1 is no adapter"):
+            trainer.restore_adapter(BASE, adapted())
