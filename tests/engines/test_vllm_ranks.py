@@ -146,6 +146,18 @@ def test_updated_ranks_compute_as_if_they_had_been_loaded_anew(ranks: Ranks, tp:
             assert rank["served"] == f"tests/{job['of']}@2"
 
 
+@pytest.mark.parametrize("tp", [1, 2])
+def test_layers_that_are_wrapped_for_lora_are_updated_as_others_are(ranks: Ranks, tp: int) -> None:
+    jobs = [{"do": "update", "of": name, "wrapped": True} for name in ("llama", "qwen2_tied")]
+    jobs += [{"do": "update", "of": "llama", "wrapped": True, "started_elsewhere": True}]
+    jobs += [{"do": "update", "of": "llama", "wrapped": True, "as_loaded": True}]
+    for job, said in ranks.run(tp, jobs):
+        for rank in said:
+            assert set(map(tuple, rank["different"].values())) == {()}, (job, rank)
+            assert rank["moved"] == [], job
+            assert rank["served"] == f"tests/{job['of']}@2"
+
+
 def test_layers_that_compute_with_weights_as_loaded_are_filled_in_place(ranks: Ranks) -> None:
     jobs = [{"do": "update", "of": name, "as_loaded": True} for name in ("llama", "qwen2_tied", "qwen3_moe")]
     for job, [rank] in ranks.run(1, jobs):
@@ -211,7 +223,7 @@ def test_sessions_of_vllms_own_worker_update_all_ranks_or_none_and_leave_the_mod
         assert (rank["served"], rank["different"]) == ("tests/llama@2", [])
 
 
-def test_an_engine_that_has_wrapped_its_layers_is_refused_before_anything_is_touched(ranks: Ranks) -> None:
+def test_an_engine_that_has_renamed_its_layers_is_refused_before_anything_is_touched(ranks: Ranks) -> None:
     [(_, [said])] = ranks.run(1, [{"do": "wrap", "of": "llama"}])
     assert (
         "1 parameter that weights go to is not in the model any more: model.layers.1.mlp.down_proj.weight"

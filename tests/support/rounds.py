@@ -56,6 +56,8 @@ ROUNDS = (
     Rounds("PROOF_FAULTS", 20, 1000, "tests/engines/test_proofs.py", "a fault that is put into an engine whose parameters are proved"),
     Rounds("ENGINE_FAULTS", 8, 1000, "tests/engines/test_engine_faults.py", "a fault that is put into a live vLLM whose parameters are proved, and a proof without one; with an eighth as many stale caches, and engines that an update skips"),
     Rounds("ENGINE_KILLS", 1, 15, "tests/engines/test_engine_kills.py", "a rank of an engine, its agent, the service or the trainer is killed, in each phase of an update"),
+    Rounds("SERVED_ADAPTERS", 3, 50, "tests/engines/test_vllm_adapters.py", "an adapter that a live vLLM serves"),
+    Rounds("SERVED_VERSIONS", 3, 20, "tests/engines/test_vllm_adapters.py", "a version of each of these, pushed while clients ask"),
     Rounds("FUZZ_SAMPLES", 100, 300, "tests/fuzz/test_targets.py", "an input of each parser, without coverage guidance"),
     Rounds("FUZZ_CALLS", 60, 20_000, "tests/service/api/grpc/test_fuzzing.py", "a call over the network"),
     Rounds("FUZZ_REQUESTS", 60, 20_000, "tests/service/api/http/test_fuzzing.py", "a request over the network"),

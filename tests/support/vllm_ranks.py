@@ -38,6 +38,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from weighbridge.integrations.engine_rank.source import ModelSource
 from weighbridge.integrations.vllm import layers
 from weighbridge.integrations.vllm.model import VllmModel, vllm_rank
+from weighbridge.integrations.vllm.wrapped import unwrapped
 
 
 def engine_config(job: dict[str, Any], **changes: Any) -> Any:
@@ -176,6 +177,8 @@ def update(job: dict[str, Any]) -> dict[str, Any]:
     if not (different(expected[1], expected[2]) and compute_differently(expected[1], expected[2])):
         raise AssertionError("the versions cannot be told apart")
     where = {name: p.data_ptr() for name, p in model.named_parameters()}
+    if job.get("wrapped"):
+        wrap_for_lora(model, config)
     rank = vllm_rank(model, config)
     rank.connect(ModelSource(job["model"], job["server"]))
     found = {}
@@ -183,11 +186,13 @@ def update(job: dict[str, Any]) -> dict[str, Any]:
         counts: dict[str, int] = {}
         with counted(counts):
             rank.apply(number)
-        found[f"{turn}: version {number}"] = [
-            *different(model, expected[number]),
-            *compute_differently(model, expected[number]),
-        ]
-    moved = [name for name, p in model.named_parameters() if p.data_ptr() != where.get(name)]
+        with unwrapped(model):
+            found[f"{turn}: version {number}"] = [
+                *different(model, expected[number]),
+                *compute_differently(model, expected[number]),
+            ]
+    with unwrapped(model):
+        moved = [name for name, p in model.named_parameters() if p.data_ptr() != where.get(name)]
     status = rank.status()
     rank.close()
     attention = sum(isinstance(layer, Attention) for layer in model.modules())
@@ -289,14 +294,37 @@ def kernels_of(job: dict[str, Any]) -> Any:
         _custom_ops._supports_onednn = supported
 
 
+def wrap_for_lora(model: Any, config: Any) -> None:
+    """Wrap linear layers as vLLM does for adapters."""
+    from vllm.lora.layers import (
+        MergedColumnParallelLinearWithLoRA,
+        MergedQKVParallelLinearWithLoRA,
+        RowParallelLinearWithLoRA,
+    )
+
+    kinds = {
+        "MergedColumnParallelLinear": MergedColumnParallelLinearWithLoRA,
+        "QKVParallelLinear": MergedQKVParallelLinearWithLoRA,
+        "RowParallelLinear": RowParallelLinearWithLoRA,
+    }
+    count = 0
+    for name, layer in list(model.named_modules()):
+        if (kind := kinds.get(type(layer).__name__)) is not None:
+            parent, _, own = name.rpartition(".")
+            with set_current_vllm_config(config):
+                setattr(model.get_submodule(parent), own, kind(layer))
+            count += 1
+    assert count, "nothing was wrapped"
+
+
 def wrap(job: dict[str, Any]) -> str:
-    """What is said of an engine that has wrapped a layer after loading, as vLLM does for LoRA."""
+    """What is said of an engine that has renamed a layer after loading."""
     from weighbridge.errors import WeighbridgeError
 
     config = engine_config(job)
     model = processed(config, by_weighbridge(config, job, 1))
     mlp = model.get_submodule("model.layers.1.mlp")
-    mlp.down_proj = torch.nn.ModuleDict({"base_layer": mlp.down_proj})
+    mlp.down_proj = torch.nn.ModuleDict({"other": mlp.down_proj})
     rank = vllm_rank(model, config)
     rank.connect(ModelSource(job["model"], job["server"]))
     try:

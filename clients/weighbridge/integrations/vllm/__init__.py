@@ -22,11 +22,16 @@ imported when vLLM asks for it by name: a vLLM that does not use weighbridge pay
 # - `kept_results`: places outside an engine where results of old weights stay.
 # - `settings`: where weights come from.
 # - `sleeping`: what the engine's core does when it sleeps and wakes up.
+# - `wrapped`: layers that are wrapped for LoRA.
 # - `releases`: what vLLM's releases call it.
 
 from __future__ import annotations
 
 import logging
+import os
+import sys
+
+from weighbridge.integrations.vllm_adapters.settings import VARIABLE
 
 NAME = "weighbridge"
 """Of the load format, and of the weight-transfer backend."""
@@ -48,6 +53,7 @@ def register() -> None:
                 NAME, "weighbridge.integrations.vllm.transfer", "WeighbridgeTransferEngine"
             )
         startup.install()
+        _serve_adapters()
     except (ImportError, AttributeError) as error:
         import vllm
 
@@ -55,3 +61,15 @@ def register() -> None:
         logging.getLogger(f"vllm.plugins.{__name__}").warning(
             "weighbridge does not work in vLLM %s, which goes on without it: %s", release, error
         )
+
+
+def _serve_adapters() -> None:
+    """Have this process serve adapters, if its environment names any. After all else: what guards an engine's adapters sees each call that brings a version."""
+    if not os.environ.get(VARIABLE):
+        return
+    from weighbridge.integrations.vllm_adapters import guard, workers
+
+    workers.install()
+    core = getattr(sys.modules.get("vllm.v1.engine.core"), "EngineCore", None)
+    if core is not None:  # other processes have none
+        guard.install(core)

@@ -19,6 +19,7 @@ from weighbridge.integrations.vllm import layers
 from weighbridge.integrations.vllm.releases import LEFT_IN_PLACE, NOT_MADE_ANEW, is_deferred
 from weighbridge.integrations.vllm.shadows import Shadows, Subject
 from weighbridge.integrations.vllm.watching import Unsuitable, storage_of
+from weighbridge.integrations.vllm.wrapped import named_layers
 
 log = init_logger(f"vllm.plugins.{__name__}")
 
@@ -70,7 +71,7 @@ class Ahead:
         """
         subjects = [
             (prefix, layer)
-            for prefix, layer in self._model.named_modules()
+            for prefix, layer in named_layers(self._model)
             if _method(layer) is not None and layer not in leave and not is_deferred(layer)
         ]
         staged = next(iter(update.staged.values()), None)
@@ -102,7 +103,7 @@ class Ahead:
             return {}
         return {
             layers.full_name(prefix, name): tensor
-            for prefix, layer in self._model.named_modules()
+            for prefix, layer in named_layers(self._model)
             for name, tensor in layers.own_tensors(layer).items()
             if layers.full_name(prefix, name) in update.made
         }

@@ -26,11 +26,10 @@ from weighbridge.integrations.engine_rank.drafting import WithDrafter, of_drafte
 from weighbridge.integrations.vllm import layers, watching
 from weighbridge.integrations.vllm.ahead import Ahead
 from weighbridge.integrations.vllm.releases import LEFT_IN_PLACE, is_deferred
+from weighbridge.integrations.vllm.wrapped import named_layers
 
 log = init_logger(f"vllm.plugins.{__name__}")
 
-_WRAPPED = ".base_layer"
-"""Part of the name of a layer that vLLM has wrapped for LoRA."""
 Fill = Callable[[torch.Tensor], None]
 Borrowed = list[tuple[torch.Tensor, dict[str, Any]]]
 """Parameters, and the attributes that they had."""
@@ -72,7 +71,7 @@ class Applier:
             raise FailedPrecondition(
                 counted(len(missing), "parameter that weights go to is", "parameters that weights go to are")
                 + f" not in the model any more: {', '.join(sorted(missing)[:3])}",
-                fix="vLLM has wrapped or renamed layers after loading, as it does for LoRA: updates of such engines are not supported",
+                fix="vLLM has renamed layers after loading: updates of such engines are not supported",
             )
 
     @torch.no_grad()
@@ -147,7 +146,7 @@ class Applier:
     def live(self, recording: lazy.Recording) -> layers.Tensors:
         """Tensors that the layers have as they were loaded, by the names of the recording's targets."""
         found: layers.Tensors = {}
-        for layer, names in self._wanted(recording, named=_unwrapped):
+        for layer, names in self._wanted(recording):
             own, processed = layers.own_tensors(layer), self._is_processed(layer)
             found |= {
                 full: own[name]
@@ -159,7 +158,7 @@ class Applier:
 
     def also_made(self, recording: lazy.Recording) -> set[str]:
         """Names of targets of layers whose kernels compute with something made of them, too."""
-        wanted = self._wanted(recording, named=_unwrapped)
+        wanted = self._wanted(recording)
         return {full for layer, names in wanted if self._is_processed(layer) for full in names.values()}
 
     def _is_processed(self, layer: torch.nn.Module) -> bool:
@@ -186,18 +185,16 @@ class Applier:
         self,
         recording: lazy.Recording,
         replaced: Collection[str] = (),
-        named: Callable[[str], str] = str,
     ) -> list[tuple[torch.nn.Module, dict[str, str]]]:
         """The layers that are to be filled, and for each of their tensors its full name.
 
         Args:
             recording: of the loader.
             replaced: names of tensors that are left out, as something was made in their place.
-            named: gives the name by which the recording has a layer of some name.
         """
         found = []
-        for prefix, layer in self._model.named_modules():
-            full = {name: layers.full_name(named(prefix), name) for name in layers.own_tensors(layer)}
+        for prefix, layer in named_layers(self._model):
+            full = {name: layers.full_name(prefix, name) for name in layers.own_tensors(layer)}
             names = {
                 name: each
                 for name, each in full.items()
@@ -260,11 +257,6 @@ class Applier:
                 continue
             if any(owners.get(id(t), layer) is not layer for t in layers.own_tensors(layer).values()):
                 method.process_weights_after_loading(layer)
-
-
-def _unwrapped(name: str) -> str:
-    """Name that a layer had before it was wrapped for LoRA."""
-    return name.replace(_WRAPPED, "")
 
 
 def _let_pack_again(method: Any) -> None:

@@ -19,6 +19,7 @@ from weighbridge import _lazy as lazy
 from weighbridge.integrations.engine_rank import storageless
 from weighbridge.integrations.vllm import watching
 from weighbridge.integrations.vllm.releases import is_deferred, put_back
+from weighbridge.integrations.vllm.wrapped import named_layers
 
 Tensors = watching.Tensors
 PACKED = " (packed)"
@@ -32,7 +33,7 @@ def tensors_of(model: torch.nn.Module) -> Tensors:
     """
     found: Tensors = {}
     seen: set[int] = set()
-    for prefix, layer in model.named_modules():
+    for prefix, layer in named_layers(model):
         if is_deferred(layer):
             continue
         for name, tensor in own_tensors(layer).items():
@@ -46,7 +47,7 @@ def names_loaded(model: torch.nn.Module) -> set[str]:
     """Names of the tensors that layers have in the format of checkpoints, or have now."""
     return {
         full_name(prefix, name)
-        for prefix, layer in model.named_modules()
+        for prefix, layer in named_layers(model)
         for names in (*get_layerwise_info(layer).restore_metadata, own_tensors(layer))
         for name in names
     }
@@ -58,7 +59,7 @@ def packed_weights(model: torch.nn.Module) -> Tensors:
     They are seen by the products with rows of an identity matrix: all but one of the summands are zeros, so that nothing is rounded.
     """
     found: Tensors = {}
-    for prefix, layer in model.named_modules():
+    for prefix, layer in named_layers(model):
         loaded = get_layerwise_info(layer).restore_metadata[0].get("weight")
         if loaded is None or loaded.ndim != 2 or not hasattr(layer, "cpu_linear"):
             continue

@@ -23,6 +23,7 @@ from weighbridge.integrations.engine_rank.rank import EngineRank, known_rank, ra
 from weighbridge.integrations.vllm import NAME, layers
 from weighbridge.integrations.vllm.applying import Applier
 from weighbridge.integrations.vllm.kept_results import check_updatable
+from weighbridge.integrations.vllm.wrapped import check_wrapped, name_before, unwrapped
 
 logger = init_logger(f"vllm.plugins.{__name__}")
 
@@ -114,6 +115,7 @@ class VllmModel(EngineModel):
         """The tensors as the loader finds them when the model has just been made."""
         with (
             set_current_vllm_config(self._vllm_config),
+            unwrapped(self.model),
             layers.without_storage(self.model, self._model_config) as targets,
         ):
             yield targets
@@ -131,11 +133,12 @@ class VllmModel(EngineModel):
         return self.record_on(self.targets(), source, None)
 
     def check(self, recording: lazy.Recording) -> None:
-        """Refuse a model of which vLLM has wrapped or renamed layers, and an engine that would go on with results of old weights.
+        """Refuse a model of which vLLM has renamed layers, and an engine that would go on with results of old weights.
 
         How parameters lie is seen when layers are made anew.
         """
         check_updatable(self._vllm_config)
+        check_wrapped(self.model)
         self.applier.check(recording)
 
     def live(self, recording: lazy.Recording) -> tuple[Mapping[str, torch.Tensor], Mapping[str, str]]:
@@ -143,11 +146,17 @@ class VllmModel(EngineModel):
         seen = self.applier.live(recording)
         made = sorted(self.applier.also_made(recording) & seen.keys())
         also = dict.fromkeys(made, "it was compared, but the engine computes with something made of it, too")
-        return seen, {**unseen(self.model, recording, seen), **also}
+        others = {
+            name: why
+            for name, why in unseen(self.model, recording, seen).items()
+            if name == (before := name_before(name)) or before not in recording.targets
+        }
+        return seen, {**others, **also}
 
     def computed_with(self) -> Mapping[str, torch.Tensor]:
         """All tensors, and what vLLM's kernels for processors multiply by where they have packed it out of sight."""
-        return {**super().computed_with(), **layers.packed_weights(self.model)}
+        seen = {name_before(name): tensor for name, tensor in super().computed_with().items()}
+        return {**seen, **layers.packed_weights(self.model)}
 
     def hidden(self) -> Mapping[str, str]:
         """Weights that vLLM's kernels for processors have packed out of sight, and whose products do not show them."""
@@ -160,7 +169,7 @@ class VllmModel(EngineModel):
 
     def load_again(self, source: lazy.Source) -> None:
         """Through vLLM's layerwise reloading, as ``reload_weights`` does."""
-        with set_current_vllm_config(self._vllm_config), torch.no_grad():
+        with set_current_vllm_config(self._vllm_config), unwrapped(self.model), torch.no_grad():
             self.applier.load_again(source)
 
     def watch_processing(self) -> None:
@@ -227,7 +236,7 @@ class VllmModel(EngineModel):
 
     def fill(self, update: lazy.Update, recording: lazy.Recording, rest: Rest) -> None:
         """Through vLLM's layerwise reloading, where kernels compute with something else than what a loader fills."""
-        with set_current_vllm_config(self._vllm_config):
+        with set_current_vllm_config(self._vllm_config), unwrapped(self.model):
             self.applier.apply(update, recording, rest)
 
 

@@ -1,0 +1,66 @@
+"""Layers that vLLM has wrapped for LoRA: the names that they had before, and the model without the wrappers for as long as weights are brought to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from weighbridge.errors import FailedPrecondition
+
+_WRAPPED = ".base_layer"
+"""Part of the name of a layer that vLLM has wrapped."""
+
+
+def name_before(name: str) -> str:
+    """Name that a layer, or a tensor of it, had before it was wrapped."""
+    return name.replace(_WRAPPED, "")
+
+
+def named_layers(model: Any) -> Iterator[tuple[str, Any]]:
+    """Layers of a model by the names that they had before they were wrapped. A wrapper has no tensors, and the name of what it wraps."""
+    for name, layer in model.named_modules():
+        yield name_before(name), layer
+
+
+def check_wrapped(model: Any) -> None:
+    """Refuse a model with wrapped experts: their wrapper changes what it wraps, and cannot be taken off.
+
+    Raises:
+        FailedPrecondition: names them.
+    """
+    for _, name, wrapper in _wrappers(model):
+        if "MoE" in type(wrapper).__name__:
+            raise FailedPrecondition(
+                f"{name}: vLLM has wrapped experts for LoRA, and updates of such engines are not supported",
+                fix="start the engine with --lora-target-modules that are no experts, or again on the new version",
+            )
+
+
+@contextmanager
+def unwrapped(model: Any) -> Iterator[None]:
+    """The model without wrappers, as its loader knows it. It must not compute meanwhile: nothing would add an adapter."""
+    taken = list(_wrappers(model))
+    for parent, name, wrapper in taken:
+        parent._modules[name] = wrapper._modules["base_layer"]
+    try:
+        yield
+    finally:
+        for parent, name, wrapper in taken:
+            parent._modules[name] = wrapper
+
+
+def _wrappers(model: Any) -> Iterator[tuple[torch.nn.Module, str, torch.nn.Module]]:
+    """Each wrapper, the module that has it, and its name there."""
+    for _, parent in list(model.named_modules()):
+        for name, child in parent._modules.items():
+            if _is_wrapper(child) and not _is_wrapper(parent):
+                yield parent, name, child
+
+
+def _is_wrapper(module: Any) -> bool:
+    return isinstance(module, torch.nn.Module) and any(
+        each.__name__ == "BaseLayerWithLoRA" for each in type(module).__mro__
+    )

@@ -1,0 +1,210 @@
+"""ASGI middleware of vLLM's API servers (``--middleware weighbridge.integrations.vllm_adapters.middleware.Adapters``).
+
+The ``model`` in the body of a request that names an adapter becomes one version of it. vLLM sees nothing else, so its answer names that version, and
+so do its caches. It stands behind vLLM's own check of API keys: who may not ask this server has it fetch nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Awaitable, Callable, MutableMapping
+from http import HTTPStatus
+from typing import Any
+
+from weighbridge.errors import FailedPrecondition, InvalidArgument, WeighbridgeError
+from weighbridge.integrations.vllm_adapters.admission import Admission, Loaded
+from weighbridge.integrations.vllm_adapters.names import Order
+from weighbridge.integrations.vllm_adapters.settings import VARIABLE, AdapterSettings
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
+
+_BEHIND = "AuthenticationMiddleware"
+_HEADER = b"x-weighbridge-adapter"
+_FAILED = (b'data: {"error"', b"event: error")
+"""Beginnings of the event by which a stream fails."""
+
+
+class Adapters:
+    """Resolves adapters, for the app behind it.
+
+    Args:
+        app: vLLM's, with middleware that was added before.
+
+    Raises:
+        InvalidArgument: nothing says which adapters are served.
+    """
+
+    def __init__(self, app: App) -> None:
+        settings = AdapterSettings.of(os.environ)
+        if settings is None:
+            raise InvalidArgument(
+                f"{VARIABLE} does not say which adapters this server serves",
+                fix=f"set it in the environment of vLLM, as in {VARIABLE}='acme/*'",
+            )
+        behind: Any = app
+        while behind is not None and type(behind).__name__ != _BEHIND:
+            behind = getattr(behind, "app", None)
+        if behind is None:
+            self.app: App = Resolving(app, settings)
+        else:
+            behind.app = Resolving(behind.app, settings)
+            self.app = app
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        """Serve one connection."""
+        await self.app(scope, receive, send)
+
+
+class Resolving:
+    """The middleware itself, at its place.
+
+    Args:
+        app: what is behind it.
+        settings: which adapters are served.
+    """
+
+    def __init__(self, app: App, settings: AdapterSettings) -> None:
+        self.app = app
+        self._settings = settings
+        self._admission: Admission | None = None
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        """Serve one connection."""
+        if scope["type"] != "http" or scope.get("method") != "POST" or not _is_json(scope):
+            return await self.app(scope, receive, send)
+        body, more = await _read(receive)
+        if body is None:  # the client has gone
+            return None
+        said = _parsed(body)
+        name = said.get("model") if isinstance(said, dict) else None
+        try:
+            named = (
+                self._of(scope).names_adapter(name) if isinstance(name, str) and self._may_be(name) else None
+            )
+            if named is None:
+                return await self.app(scope, _Replay(body, more), send)
+            async with self._of(scope).serving(named) as loaded:
+                body = json.dumps({**said, "model": loaded.version.name}).encode()
+                answer = _Answer(send, loaded, self._of(scope))
+                await self.app(_with_length(scope, len(body)), _Replay(body, more), answer.send)
+        except WeighbridgeError as error:
+            await _refuse(send, error)
+        return None
+
+    def _may_be(self, name: str) -> bool:
+        return self._settings.serves(name.partition("@")[0])
+
+    def _of(self, scope: MutableMapping[str, Any]) -> Admission:
+        if self._admission is None:
+            state = scope["app"].state
+            self._admission = Admission(
+                self._settings, state.engine_client, state.openai_serving_models, request_of()
+            )
+        return self._admission
+
+
+class _Answer:
+    """An answer of vLLM, whose beginning is held back until it is seen that the engine has not refused the adapter's base. A stream that the engine ends
+    for that later says so in its last event."""
+
+    def __init__(self, send: Send, loaded: Loaded, admission: Admission) -> None:
+        self._send, self._loaded, self._admission = send, loaded, admission
+        self._start: Message | None = None
+        self._replaced = False
+
+    async def send(self, message: Message) -> None:
+        if self._replaced:
+            return
+        if message["type"] == "http.response.start":
+            headers = [*message.get("headers", []), (_HEADER, self._loaded.version.name.encode())]
+            self._start = {**message, "headers": headers}
+            return
+        start, self._start = self._start, None
+        if start is not None:
+            body = message.get("body", b"")
+            if not body and message.get("more_body"):
+                self._start = start
+                return
+            failed = start["status"] >= HTTPStatus.INTERNAL_SERVER_ERROR or body.startswith(_FAILED)
+            if failed and (refusal := await self._refusal()):
+                self._replaced = True
+                await _refuse(self._send, refusal)
+                return
+            await self._send(start)
+        elif message.get("body", b"").startswith(_FAILED) and (refusal := await self._refusal()):
+            message = {**message, "body": b"data: " + _said(refusal) + b"\n\n"}
+        await self._send(message)
+
+    async def _refusal(self) -> FailedPrecondition | None:
+        """The error by which the engine's own is replaced; None if that was not for the base."""
+        problem = await self._admission.base_changed(self._loaded)
+        return FailedPrecondition(problem, fix="send the request again") if problem else None
+
+
+class _Replay:
+    """A body that was read, and then whatever comes after it, such as that the client goes away."""
+
+    def __init__(self, body: bytes, receive: Receive) -> None:
+        self._body: bytes | None = body
+        self._receive = receive
+
+    async def __call__(self) -> Message:
+        body, self._body = self._body, None
+        if body is None:
+            return await self._receive()
+        return {"type": "http.request", "body": body, "more_body": False}
+
+
+def request_of() -> Callable[[Order], Any]:
+    """A function that makes vLLM's form of an order."""
+    from weighbridge.integrations.vllm_adapters.workers import lora_request
+
+    return lora_request
+
+
+async def _read(receive: Receive) -> tuple[bytes | None, Receive]:
+    parts = []
+    while True:
+        message = await receive()
+        if message["type"] != "http.request":
+            return None, receive
+        parts.append(message.get("body", b""))
+        if not message.get("more_body"):
+            return b"".join(parts), receive
+
+
+def _is_json(scope: MutableMapping[str, Any]) -> bool:
+    kinds = [value for name, value in scope["headers"] if name == b"content-type"]
+    return bool(kinds) and b"json" in kinds[0].lower()
+
+
+def _parsed(body: bytes) -> Any:
+    """The body, if it is JSON that may name a model; whether it is right is for vLLM to say."""
+    if b'"model"' not in body:
+        return None
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _with_length(scope: MutableMapping[str, Any], length: int) -> MutableMapping[str, Any]:
+    headers = [(name, value) for name, value in scope["headers"] if name != b"content-length"]
+    return {**scope, "headers": [*headers, (b"content-length", str(length).encode())]}
+
+
+async def _refuse(send: Send, error: WeighbridgeError) -> None:
+    """Answer by an error, in the form of vLLM's own."""
+    body = _said(error)
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": error.http_status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+def _said(error: WeighbridgeError) -> bytes:
+    said = {"message": str(error), "type": type(error).__name__, "param": "model", "code": error.http_status}
+    return json.dumps({"error": said}).encode()

@@ -1,0 +1,106 @@
+"""Names of adapters: what a request asks for, the number by which vLLM knows a version, and the folder that has it. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import PurePath
+
+from weighbridge._core.metadata import BaseVersion
+from weighbridge._core.references import Reference, parse_reference
+from weighbridge._core.resources import REF_LATEST, Version
+from weighbridge.errors import InvalidArgument
+
+FOLDER = "vllm-adapters"
+"""Folder of adapters among what clients can make again. An adapter's path in it says that it is one of these."""
+_MOST_DIGITS = 20
+_LEAST, _NUMBERS = 1 << 30, 1 << 30
+"""Numbers of adapters have 31 bits: vLLM keeps them in arrays of int32. Those that vLLM gives itself count from 1."""
+
+
+@dataclass(frozen=True)
+class AdapterVersion:
+    """One version of an adapter.
+
+    Attributes:
+        name: such as ``acme/alice@18``; never with a ref.
+        base: the version that it is on, such as ``acme/smol@17``.
+        key: name of its folder: the same for the same push of that version.
+        created_ms: when it was opened, as Unix time in milliseconds; 0 if no longer known.
+    """
+
+    name: str
+    base: str
+    key: str
+    created_ms: int = 0
+
+    @staticmethod
+    def of(version: Version) -> AdapterVersion | None:
+        """An adapter's version; None if the version is no adapter's."""
+        base = BaseVersion.of(version.metadata)
+        if base is None:
+            return None
+        name = f"{version.model}@{version.number}"
+        said = "\0".join((name, str(base), base.digest, str(version.create_time_ms)))
+        return AdapterVersion(
+            name, str(base), hashlib.sha256(said.encode()).hexdigest()[:32], version.create_time_ms
+        )
+
+    @property
+    def reference(self) -> Reference:
+        """Model and version apart."""
+        return parse_reference(self.name)
+
+
+@dataclass(frozen=True)
+class Order:
+    """An adapter's version that all workers of an engine are to load.
+
+    Attributes:
+        name: such as ``acme/alice@18``.
+        number: by which vLLM knows it.
+        path: of its folder on the host of the API server.
+        base: the version that it is on.
+        server, lane: of the service that has it.
+    """
+
+    name: str
+    number: int
+    path: str
+    base: str
+    server: str | None = None
+    lane: str | None = None
+
+
+def asked(name: str) -> Reference | None:
+    """Model and version that a request names; ``latest`` if it names no version; None if this is the name of no version."""
+    try:
+        found = parse_reference(name, need_version=False)
+    except InvalidArgument:
+        return None
+    if found.model.count("/") != 1:
+        return None
+    if is_number(found.version):
+        return Reference(found.model, str(int(found.version[:_MOST_DIGITS])))
+    return Reference(found.model, found.version or REF_LATEST)
+
+
+def is_number(version: str) -> bool:
+    """Whether a version is named by its number."""
+    return version.isascii() and version.isdecimal()
+
+
+def numbers(name: str) -> Iterator[int]:
+    """Numbers that vLLM may know a version by, the first of which that no other name has is taken: the same everywhere, without asking anyone."""
+    salt = 0
+    while True:
+        digest = hashlib.sha256(f"{salt}\0{name}".encode()).digest()
+        yield _LEAST + int.from_bytes(digest[:4], "little") % _NUMBERS
+        salt += 1
+
+
+def key_in(path: str) -> str:
+    """The `AdapterVersion.key` in the path of an adapter; empty if it is no path of these."""
+    parts = PurePath(path).parts
+    return parts[-1] if len(parts) > 1 and parts[-2] == FOLDER else ""

@@ -1,0 +1,144 @@
+"""Decisions on adapters: what an engine can serve, and on which base. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from weighbridge._core.text.counts import counted
+
+LORA_CONFIG = "adapter_config.json"
+_CHANGES = (
+    ("use_dora", "DoRA"),
+    ("lora_bias", "biases of LoRA (lora_bias)"),
+    ("alora_invocation_tokens", "activated LoRA (alora_invocation_tokens)"),
+    ("layer_replication", "replicated layers (layer_replication)"),
+    ("use_bdlora", "block-diagonal LoRA (use_bdlora)"),
+    ("use_qalora", "QALoRA"),
+    ("modules_to_save", "modules that are saved whole (modules_to_save)"),
+    ("trainable_token_indices", "single trained tokens (trainable_token_indices)"),
+    ("use_rslora", "rsLoRA"),
+    ("rank_pattern", "ranks by pattern (rank_pattern)"),
+    ("alpha_pattern", "alphas by pattern (alpha_pattern)"),
+)
+"""Keys of a config that change what is computed, and what they are."""
+_NEVER = frozenset(key for key, _ in _CHANGES[:8])
+"""Those that no release of vLLM computes with in a language model."""
+_KEEPS_BASE = ("gaussian", "eva", "orthogonal", "mica", "lora_ga", "true", "false")
+"""Ways to begin an adapter that leave the base's weights as they are."""
+_PARTS = frozenset(("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B"))
+
+
+@dataclass(frozen=True)
+class EngineState:
+    """Facts of an engine of which adapters depend.
+
+    Attributes:
+        base: the version in its parameters, such as ``acme/smol@17``; empty if that is not known.
+        created_ms: when that version was opened, as Unix time in milliseconds; 0 if not known.
+        why: reason why the version is not known.
+        modules: last parts of the names of modules that take LoRA.
+        max_rank: greatest rank.
+        known: keys of a config that this release of vLLM reads.
+    """
+
+    base: str = ""
+    created_ms: int = 0
+    why: str = ""
+    modules: tuple[str, ...] = ()
+    max_rank: int = 0
+    known: tuple[str, ...] = ()
+
+    @staticmethod
+    def of(said: Mapping[str, Any]) -> EngineState:
+        """A state from its fields, as another process has sent them."""
+        return EngineState(
+            str(said["base"]), int(said["created_ms"]), str(said["why"]), tuple(said["modules"]), int(said["max_rank"]),
+            tuple(said["known"]),
+        )  # fmt: skip
+
+    @property
+    def can(self) -> str:
+        """Adapters that this engine takes, in words."""
+        return f"this engine takes LoRA and rsLoRA of rank up to {self.max_rank} on {', '.join(self.modules)}"
+
+
+def config_problems(config: Mapping[str, Any], engine: EngineState) -> list[str]:
+    """Reasons why an engine cannot serve an adapter of this config; none if it can."""
+    kind = str(config.get("peft_type", "LORA"))
+    if kind.upper() != "LORA":
+        return [f"it is an adapter of type {kind}, and vLLM takes LoRA alone"]
+    found = [
+        f"it has {what}" + ("" if key in _NEVER else ", which this release of vLLM does not read")
+        for key, what in _CHANGES
+        if config.get(key) and (key in _NEVER or key not in engine.known)
+    ]
+    if config.get("bias", "none") != "none":
+        found.append(f"it has biases (bias={config['bias']!r})")
+    begun = config.get("init_lora_weights", True)
+    if isinstance(begun, str) and begun.lower() not in _KEEPS_BASE:
+        found.append(f"it was begun by {begun}, which changes the weights of the base")
+    others = [each for each in config.get("target_parameters") or () if "experts" not in str(each)]
+    if others:
+        found.append(f"it changes parameters ({', '.join(map(str, others[:3]))}), and not modules")
+    ranks = [config.get("r"), *dict(config.get("rank_pattern") or {}).values()]
+    wrong = [each for each in ranks if type(each) is not int or each < 1]
+    if wrong:
+        found.append(f"its rank is {wrong[0]!r}")
+    elif max(ranks) > engine.max_rank:
+        found.append(f"its rank is {max(ranks)}, above --max-lora-rank {engine.max_rank}")
+    return found
+
+
+def tensor_problems(names: Iterable[str], modules: Collection[str]) -> list[str]:
+    """Reasons why an engine cannot serve an adapter with these tensors; none if it can.
+
+    Args:
+        names: of its tensors, by peft.
+        modules: last parts of the names of modules that take LoRA.
+    """
+    others, unfit = [], set()
+    for name in names:
+        parts = name.split(".")
+        at = next((i for i, part in enumerate(parts) if part in _PARTS), None)
+        if at is None:
+            others.append(name)
+        elif "experts" not in parts and parts[at - 1] not in modules:
+            unfit.add(parts[at - 1])
+    found = []
+    if others:
+        found.append(f"{counted(len(others), 'tensor is', 'tensors are')} not of LoRA, such as {min(others)}")
+    if unfit:
+        found.append(f"this engine puts no LoRA on {', '.join(sorted(unfit))}")
+    return found
+
+
+def together(states: Sequence[EngineState]) -> EngineState:
+    """State of several engines behind one server, or of the workers of one: what is the same for all of them, and the modules of any."""
+    first = states[0]
+    named = {each.base for each in states}
+    modules = tuple(sorted({module for each in states for module in each.modules}))
+    if len(named) > 1:
+        said = " and ".join(sorted(each or "no known version" for each in named))
+        return EngineState("", 0, f"its engines serve {said}", modules, first.max_rank, first.known)
+    why = next((each.why for each in states if each.why), "")
+    return EngineState(first.base, first.created_ms, why, modules, first.max_rank, first.known)
+
+
+def base_problem(name: str, base: str, engine: EngineState, created_ms: int = 0) -> str:
+    """Reason why an adapter must not be computed with on the base that an engine has; empty if it may.
+
+    Args:
+        name: of the adapter's version.
+        base: the version that it is on.
+        engine: what the engine has.
+        created_ms: when the version that is called so at the service now was opened, as Unix time in milliseconds; 0 if not known.
+    """
+    if not engine.base:
+        return f"{name} is on {base}, and it is not known which version this engine serves: {engine.why}"
+    if engine.base != base:
+        return f"{name} is on {base}, and this engine serves {engine.base}"
+    if created_ms and engine.created_ms and created_ms != engine.created_ms:
+        return f"{name} is on {base}, and this engine serves another {base}, which was deleted: the number was given again"
+    return ""
