@@ -42,7 +42,6 @@ from weighbridge._core.metadata import BaseVersion
 from weighbridge._core.resources import Gate, Retention
 from weighbridge._trainers.peft_adapters import AdapterFolder
 from weighbridge.integrations.engine_rank.preparation import check_model
-from weighbridge.integrations.transformers import from_weighbridge
 from weighbridge_service.catalog.bases import Bases
 from weighbridge_storage.head.open_versions import Said
 
@@ -252,8 +251,6 @@ def test_engines_refuse_a_version_of_an_adapter(service: Service) -> None:
     ):
         check_model(None, client, version)
     assert "peft" in refused.value.fix
-    with pytest.raises(FailedPrecondition, match="acme/engined is an adapter on acme/smol@1"):
-        from_weighbridge("acme/engined", server=service.running.address)
     with (
         EngineClient(service.running.address) as client,
         pytest.raises(InvalidArgument, match="acme/engined is an adapter"),

@@ -96,10 +96,11 @@ class Engine:
     def of(self, service: str, model: str) -> SglangServer:
         return SglangServer(self.url, service, model, timeout=120)
 
-    def says(self) -> tuple[list[int], str]:
-        """What it answers to the prompt, and the version that it says it has answered with."""
+    def says(self, adapter: str | None = None) -> tuple[list[int], str]:
+        """What it answers to the prompt, perhaps with an adapter, and the version that it says it has answered with."""
         body = {
             "input_ids": PROMPT,
+            "lora_path": adapter,
             "sampling_params": {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True},
         }
         request = urllib.request.Request(
@@ -124,7 +125,7 @@ def with_faults(variables: dict[str, str], folder: Path) -> dict[str, str]:
 
 
 @contextmanager
-def live(service: KillableService, tp: int, log: Path) -> Iterator[Engine]:
+def live(service: KillableService, tp: int, log: Path, *options: str) -> Iterator[Engine]:
     port = quiet_port()
     with log.open("w") as file:
         process = subprocess.Popen(
@@ -140,6 +141,7 @@ def live(service: KillableService, tp: int, log: Path) -> Iterator[Engine]:
                 # SGLang counts as its own what other processes take of the memory while it loads; the tokens bound what it takes itself
                 *("--mem-fraction-static", "0.5", "--max-total-tokens", "2048", "--disable-overlap-schedule"),
                 *("--skip-tokenizer-init", "--skip-server-warmup"),
+                *options,
             ],
             env=with_faults(environment(tp, log.parent), log.parent),
             cwd=log.parent,  # in a checkout, what a build has left there may be taken for the package
@@ -357,5 +359,5 @@ def test_a_request_that_says_nothing_is_refused_and_does_not_end_the_engine(engi
         payload = base64.b64encode(pickle.dumps(named_tensors)).decode()
         request = {**engine.driver._request(1), "serialized_named_tensors": [payload] * 2}
         with engine.driver._session(), pytest.raises(EngineFailed, match="wanted"):
-            engine.driver._api.call("/update_weights_from_tensor", request)
+            engine.driver.api.call("/update_weights_from_tensor", request)
     assert engine.says()[1] == f"{MODEL}@1"

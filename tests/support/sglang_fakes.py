@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 import json
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,6 +32,9 @@ class FakeSglang:
         holds: bytes of its slices.
         paused: whether it stands still.
         refuse: what it is to refuse, by the version's number: ``prepare`` or ``apply``.
+        info: what it says of itself besides ``tp_size``.
+        adapters: tensors and config of each adapter that it has, by its name; of one from a folder, the folder.
+        loading: is called when an adapter is loaded.
     """
 
     def __init__(self, tp: int) -> None:
@@ -41,6 +44,9 @@ class FakeSglang:
         self.holds = 0
         self.paused = False
         self.refuse: dict[str, str] = {}
+        self.info: dict[str, Any] = {}
+        self.adapters: dict[str, Any] = {}
+        self.loading: Callable[[], None] = lambda: None
         self._tp = tp
         self._served = self._prepared = ""
         self._slices: list[Slices] = []
@@ -51,7 +57,21 @@ class FakeSglang:
         self.calls.append(path if path != "/weights_checker" else body["action"].partition(" ")[0])
         match path:
             case "/server_info":
-                return 200, {"tp_size": self._tp}
+                return 200, {"tp_size": self._tp, **self.info}
+            case "/v1/models":
+                cards = [
+                    {"id": "fake", "parent": None},
+                    *({"id": each, "parent": "fake"} for each in self.adapters),
+                ]
+                return 200, {"data": cards}
+            case "/load_lora_adapter_from_tensors" if "from_tensors" not in self.refuse:
+                payloads = [pickle.loads(base64.b64decode(each)) for each in body["serialized_named_tensors"]]
+                return self._adapter(body["lora_name"], (payloads, body["config_dict"]))
+            case "/load_lora_adapter":
+                return self._adapter(body["lora_name"], body["lora_path"])
+            case "/unload_lora_adapter":
+                known = self.adapters.pop(body["lora_name"], None) is not None
+                return 200 if known else 400, {"success": known, "error_message": "does not exist"}
             case "/weights_checker":
                 return self._checker(body)
             case "/pause_generation":
@@ -65,6 +85,17 @@ class FakeSglang:
             case _:
                 return 404, {}
         return _said(True, "")
+
+    def _adapter(self, name: str, found: Any) -> tuple[int, dict[str, Any]]:
+        if name in self.adapters:
+            return 400, {"success": False, "error_message": "already loaded"}
+        self.adapters[name] = found
+        self.loading()
+        return 200, {"success": True}
+
+    def serve(self, label: str) -> None:
+        """Say from now on that all ranks serve this version."""
+        self._served = label
 
     def _checker(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         action, _, order = body["action"].partition(" ")

@@ -70,6 +70,7 @@ _SECTIONS = {
         "engines": "following",
         "prove": "showing.proving",
         "golden": "showing.golden",
+        "adapters": "showing.engine_adapters",
         "relay": "relaying",
     },
     "Which version is served": {

@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from weighbridge._clients.adapter_filling import adapter_target
 from weighbridge._clients.calls import pull_calls, version_calls
 from weighbridge._clients.calls.known_layouts import KnownLayouts
 from weighbridge._clients.calls.pull_calls import PullPlan
@@ -69,8 +70,12 @@ class Pull:
         *,
         cast: str = "exact",
         strict: bool = True,
+        adapter_name: str = "default",
     ) -> Filled:
         """Fill a model in place. Nothing of it is changed unless all of it fits.
+
+        A version of an adapter fills an adapter of a model that peft has wrapped. Whether the model below is the base that the version names is not known
+        here.
 
         Args:
             target: a module, or a state dict; its tensors are plain ones of the slices' shapes on any device, or DTensors, of which each
@@ -79,15 +84,18 @@ class Pull:
             cast: ``exact`` casts to a wider floating-point dtype, and refuses others; ``allow`` casts to any; ``never`` to none. To have
                 the service cast, which takes fewer bytes on the way, name the ``dtype`` of the pull.
             strict: whether target and pull must have the same tensors. If not, those are filled that both have.
+            adapter_name: which adapter of a model that peft has wrapped.
 
         Returns:
             What was filled, from which version.
 
         Raises:
-            InvalidArgument: ``target`` is neither, or there is no such ``cast``.
-            LayoutError: tensors are missing, unexpected, or of another shape or dtype; or LoRA adapters are not merged. Names each.
+            InvalidArgument: ``target`` is neither, there is no such ``cast``, or the model has no such adapter.
+            LayoutError: tensors are missing, unexpected, or of another shape or dtype; LoRA adapters are not merged, or, of an adapter, are. Names each.
+            FailedPrecondition: the version is an adapter, and the module has none, or one that computes otherwise, as with another ``lora_alpha``.
         """
-        fill = fit(self._plan, target, cast=cast, strict=strict)
+        adapter = self._connection.run(adapter_target(self._plan, target, adapter_name))
+        fill = fit(self._plan, target, cast=cast, strict=strict, adapter=adapter)
         pull = self
         if fill.boxes is not None:
             plan = self._connection.run(pull_calls.plan_boxes(self._plan, fill.boxes))

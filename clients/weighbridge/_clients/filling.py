@@ -65,9 +65,14 @@ class Fill:
 
 
 def fit(
-    plan: PullPlan, target: torch.nn.Module | Mapping[str, torch.Tensor], *, cast: str, strict: bool
+    plan: PullPlan,
+    target: torch.nn.Module | Mapping[str, torch.Tensor],
+    *,
+    cast: str,
+    strict: bool,
+    adapter: Mapping[str, torch.Tensor] | None = None,
 ) -> Fill:
-    """Find the tensors of a model that a pull fills; see `Pull.into`.
+    """Find the tensors of a model that a pull fills; see `Pull.into`. If it fills an adapter of the model, ``adapter`` has its tensors.
 
     Raises:
         InvalidArgument: ``target`` is no module or state dict, or ``cast`` is none.
@@ -75,7 +80,7 @@ def fit(
     """
     import torch
 
-    from weighbridge._formats.torch_state import check_not_copied, torch_shards
+    from weighbridge._formats.torch_state import adapter_targets, check_not_copied, torch_shards
 
     offsets: dict[str, tuple[int, ...]] = {}
     slices: dict[str, TensorSpec] = {}
@@ -88,14 +93,11 @@ def fit(
         offsets[shard.tensor] = shard.box.offset
         spec = plan.layout.tensors[shard.tensor]
         slices[shard.tensor] = TensorSpec(shard.tensor, spec.dtype, shard.box.extent)
-    held = torch_shards(
-        target,
-        slices,
-        cast=cast,
-        whole=strict,
-        others=not strict,
-        filled=True,
-        of=f"{plan.version.model}@{plan.version.number}",
+    version = f"{plan.version.model}@{plan.version.number}"
+    held = (
+        torch_shards(target, slices, cast=cast, whole=strict, others=not strict, filled=True, of=version)
+        if adapter is None
+        else adapter_targets(adapter, slices, cast=cast, strict=strict, of=version)
     )
     if isinstance(target, torch.nn.Module):
         check_not_copied(target, held.layout, held.tensors)

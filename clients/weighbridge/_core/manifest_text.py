@@ -58,6 +58,11 @@ class ManifestText:
     provenance: Mapping[str, Any]
     metadata: Mapping[str, Any]
 
+    @property
+    def digest(self) -> str:
+        """The digest with which its text ends, as 64 hex digits; empty if there is none."""
+        return str(json.loads(self.text).get("digest", ""))
+
     @staticmethod
     def read(text: bytes) -> ManifestText:
         """The manifest of this text. Raises DataLoss if it is none."""

@@ -158,11 +158,15 @@ class Version(JsonValue):
         """From its opening until it was in the object store; None if that is not known."""
         return _seconds(self.create_time_ms, self.durable_time_ms)
 
+    @property
+    def base(self) -> BaseVersion | None:
+        """Of an adapter, the version that it is on; None of any other."""
+        return BaseVersion.of(self.metadata)
+
     def check_whole(self) -> None:
         """Refuse a version of an adapter where one of a whole model is needed. Raises FailedPrecondition."""
-        base = BaseVersion.of(self.metadata)
-        if base is not None:
-            raise _no_whole_model(self.model, str(base))
+        if self.base is not None:
+            raise _no_whole_model(self.model, str(self.base))
 
     @property
     def approval_text(self) -> str:

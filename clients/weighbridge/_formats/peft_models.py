@@ -38,6 +38,19 @@ def has_adapters(module: torch.nn.Module) -> bool:
     return any(isinstance(each, PeftModel | BaseTunerLayer) for each in module.modules())
 
 
+def peft_model_in(module: Any) -> Any:
+    """The ``PeftModel`` that a module is, or in what DDP or torch.compile have made of one; None if there is none."""
+    if "peft" not in sys.modules:  # it has made none in this process
+        return None
+    from peft import PeftModel
+
+    found = module
+    while found is not None and not isinstance(found, PeftModel):
+        inner = getattr(found, "module", None)
+        found = getattr(found, "_orig_mod", None) if inner is None else inner
+    return found
+
+
 def merged_entries(
     module: torch.nn.Module, entries: Iterable[tuple[str, torch.Tensor]], *, merge: bool = True
 ) -> Iterator[tuple[str, torch.Tensor]]:

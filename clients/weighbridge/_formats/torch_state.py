@@ -124,6 +124,21 @@ def adapter_shards(
     return reader.shards(whole=whole, others=False)
 
 
+def adapter_targets(
+    state: Mapping[str, torch.Tensor], adapter: Mapping[str, TensorSpec], *, cast: str, strict: bool, of: str
+) -> TorchShards:
+    """The tensors of an adapter in memory that take those of an ``adapter`` that is kept. Arguments and errors are those of `torch_shards`."""
+    check_cast(cast)
+    reader = _Reader(TensorForms.of(adapter), cast, filled=True, of=of)
+    for name, value in state.items():
+        reader.read(name, value)
+    return reader.shards(
+        whole=strict,
+        others=not strict,
+        fix=f"fill an adapter that is made with the adapter_config.json of {of}; strict=False fills what both have",
+    )
+
+
 def tensor_specs(state: Any) -> list[TensorSpec]:
     """The tensors that a state dict has by itself, for a model that is registered by them.
 
@@ -260,8 +275,8 @@ class _Reader:
                 for part in form.parts(box, swapped=swapped)
             ]
 
-    def shards(self, *, whole: bool, others: bool) -> TorchShards:
-        """What was read. Raises LayoutError if anything is wrong with it."""
+    def shards(self, *, whole: bool, others: bool, fix: str = "") -> TorchShards:
+        """What was read. Raises LayoutError if anything is wrong with it, which says the ``fix`` if there is one besides casts."""
         import torch
 
         problems, unknown, foreign = self._problems, [], []
@@ -290,9 +305,12 @@ class _Reader:
                 details=first_lines(told(problems)),
                 fix=f"cast='allow' casts them{'; ' + _ASKS if self._filled else ', and the report says how many'}"
                 if for_casts
-                else f"fill a model that is built from the config.json of {self._of}; strict=False fills what both have"
-                if self._filled
-                else "give what the model's safetensors files hold, by the same names and in the same shapes, and nothing else",
+                else fix
+                or (
+                    f"fill a model that is built from the config.json of {self._of}; strict=False fills what both have"
+                    if self._filled
+                    else "give what the model's safetensors files hold, by the same names and in the same shapes, and nothing else"
+                ),
             )
         names = dict.fromkeys(shard.tensor for shard, _ in self._shards)
         layout = Layout.stream([self._model[name] for name in names], [shard for shard, _ in self._shards])

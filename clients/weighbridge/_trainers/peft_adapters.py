@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import os
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -17,6 +16,7 @@ from weighbridge._core import dtypes
 from weighbridge._core.layouts import Layout, TensorSpec
 from weighbridge._core.text.counts import counted, first_lines
 from weighbridge._formats.naming.weight_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CONFIG
+from weighbridge._formats.peft_models import peft_model_in
 from weighbridge._formats.push_sources import MappedSource, OpenSource
 from weighbridge._formats.safetensors_files import layout_of_files, map_file
 from weighbridge._formats.side_files.regular import read_regular
@@ -244,24 +244,13 @@ def _number(value: float) -> float:
 
 def wrapped_model(model: Any) -> Any:
     """The ``PeftModel`` in what wrappers have made of one. Raises InvalidArgument."""
-    found = model
-    while not _is_peft_model(found):
-        inner = getattr(found, "module", None)
-        found = getattr(found, "_orig_mod", None) if inner is None else inner
-        if found is None:
-            raise InvalidArgument(
-                f"a {type(model).__name__} is no model of peft",
-                fix="push what get_peft_model or PeftModel.from_pretrained has made; a whole model is pushed by push_state_dict",
-            )
+    found = peft_model_in(model)
+    if found is None:
+        raise InvalidArgument(
+            f"a {type(model).__name__} is no model of peft",
+            fix="push what get_peft_model or PeftModel.from_pretrained has made; a whole model is pushed by push_state_dict",
+        )
     return found
-
-
-def _is_peft_model(model: Any) -> bool:
-    if "peft" not in sys.modules:  # it has made none in this process
-        return False
-    from peft import PeftModel
-
-    return isinstance(model, PeftModel)
 
 
 def _config_json(peft_model: Any, adapter_name: str) -> bytes:

@@ -11,6 +11,7 @@ from itertools import chain
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
+from weighbridge._clients.adapter_filling import adapter_target
 from weighbridge._clients.calls.pull_calls import PullPlan, described, plan_boxes
 from weighbridge._clients.calls.steps import Steps
 from weighbridge._clients.filling import Filled, fill_tensors, fit
@@ -124,11 +125,13 @@ class AsyncPull:
         *,
         cast: str = "exact",
         strict: bool = True,
+        adapter_name: str = "default",
     ) -> Filled:
         """Fill a model in place, as `weighbridge.Pull.into` does: nothing of it is changed unless all of it fits."""
         plan = await self.plan()
+        adapter = await self._connection.run(adapter_target(plan, target, adapter_name))
         found = await self._carrier.threads.run(
-            partial(fit, plan, target, cast=cast, strict=strict), lambda: None
+            partial(fit, plan, target, cast=cast, strict=strict, adapter=adapter), lambda: None
         )
         if found.boxes is not None:
             plan = await self._connection.run(plan_boxes(plan, found.boxes))

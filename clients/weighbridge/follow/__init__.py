@@ -16,4 +16,4 @@
 # - `status_file`: how the engine stands, in a file.
 # - `wanted`: the version that a request to SGLang names.
 # - `vllm`: vLLM over HTTP.
-# - `sglang`: SGLang over HTTP.
+# - `sglang`: SGLang over HTTP; `sglang_adapters`: adapters in it.

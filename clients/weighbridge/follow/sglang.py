@@ -7,9 +7,11 @@ import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from weighbridge.errors import FailedPrecondition, InvalidArgument
+from weighbridge.follow import sglang_adapters
 from weighbridge.follow.answers import EngineApi, NoRoute, understood
 from weighbridge.follow.completions import (
     ASK_SECONDS,
@@ -29,6 +31,7 @@ from weighbridge.follow.engines import (
 )
 from weighbridge.follow.evidence import Evidence, RankProof
 from weighbridge.follow.golden import Answer
+from weighbridge.follow.sglang_adapters import LoadedAdapter
 from weighbridge.follow.status import Status
 from weighbridge.follow.wanted import (
     COMPARE,
@@ -40,6 +43,9 @@ from weighbridge.follow.wanted import (
     STATUS,
     Wanted,
 )
+
+if TYPE_CHECKING:
+    from weighbridge._clients.engine import EngineClient
 
 _INFO, _CONTROL, _GENERATE = "/server_info", "/weights_checker", "/generate"
 PAUSE_MODES = ("retract", "in_place", "abort")
@@ -97,7 +103,7 @@ class SglangServer:
         self._requests: dict[int, dict[str, Any]] = {}
         self._wanted = Wanted(service, model, lane=lane, stale_drafter=stale_drafter)
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._api = EngineApi(self.url, timeout, _OTHER, headers)
+        self.api = EngineApi(self.url, timeout, _OTHER, headers)
 
     def connect(self) -> None:
         """Nothing has to be told before an update.
@@ -137,10 +143,37 @@ class SglangServer:
             EngineFailed: it does not answer, or takes no such prompt, as one with ids outside its vocabulary.
         """
         self._check_awake()
-        api = replace(self._api, timeout=min(self.timeout, ASK_SECONDS))
+        api = replace(self.api, timeout=min(self.timeout, ASK_SECONDS))
         last, whole = (api.call(_GENERATE, body) for body in (sglang_last(tokens), sglang_whole(tokens)))
         with understood(self.url + _GENERATE):
             return {"": Answer(read_sglang_whole(whole, tokens), read_sglang_last(last, tokens[-1]))}
+
+    def load_adapter(
+        self, client: EngineClient, adapter: str, version: str | int | None = None, folder: Path | None = None
+    ) -> LoadedAdapter:
+        """Load a version of an adapter, which requests name ``acme/alice@18`` from then on, whatever they were told to load: a ref is resolved once.
+
+        Args:
+            client: of the service.
+            adapter: ``namespace/name``.
+            version: a number or a ref; by default the latest.
+            folder: a folder that this process and the engine see, to which the adapter is exported. Without one its tensors go with the request.
+
+        Raises:
+            NotFound: no such adapter or version.
+            FailedPrecondition: the engine serves another version than the adapter is on (names both), takes no adapters, or cannot serve this one;
+                says why, before anything is loaded.
+            EngineFailed: it cannot be reached, or refuses.
+        """
+        return sglang_adapters.load(self, client, adapter, version, folder)
+
+    def unload_adapter(self, adapter: str, version: int) -> None:
+        """Unload a version of an adapter; what is being answered with it ends before. Raises EngineFailed."""
+        sglang_adapters.unload(self, f"{adapter}@{version}")
+
+    def adapters(self) -> tuple[str, ...]:
+        """The adapters that the server has, such as ``acme/alice@18``. Raises EngineFailed."""
+        return sglang_adapters.loaded(self)
 
     def _check_awake(self) -> None:
         """Raise FailedPrecondition if memory of the engine is released: SGLang takes requests then, and may end by them. One without weighbridge does not
@@ -184,7 +217,7 @@ class SglangServer:
 
     def pause(self) -> None:
         """Stop generating. Requests that come meanwhile wait."""
-        self._api.call("/pause_generation", {"mode": self.pause_mode})
+        self.api.call("/pause_generation", {"mode": self.pause_mode})
 
     def apply(self, version: int, label: str) -> None:
         """Put a version into the parameters of all ranks, best while the engine is paused. Answers name it from then on, as their
@@ -195,33 +228,33 @@ class SglangServer:
         """
         request = {**self._request(version), "weight_version": label}
         with self._session():
-            self._api.call("/update_weights_from_tensor", request)
+            self.api.call("/update_weights_from_tensor", request)
 
     def resume(self) -> None:
         """Go on generating."""
-        self._api.call("/continue_generation", {"torch_empty_cache": False})
+        self.api.call("/continue_generation", {"torch_empty_cache": False})
 
     def label(self, label: str) -> None:
         """Set SGLang's ``weight_version``; what is being answered goes on."""
-        self._api.call("/update_weight_version", {"new_version": label, "abort_all_requests": False})
+        self.api.call("/update_weight_version", {"new_version": label, "abort_all_requests": False})
 
     @contextmanager
     def _session(self) -> Iterator[None]:
         """SGLang's own session around an update, for as long as it lasts. Releases up to 0.5.15 have none."""
         try:
-            self._api.call("/begin_weight_update", {"selector": "target"})
+            self.api.call("/begin_weight_update", {"selector": "target"})
         except NoRoute:
             yield
             return
         try:
             yield
         finally:
-            self._api.call("/end_weight_update", {})
+            self.api.call("/end_weight_update", {})
 
     def _request(self, version: int) -> dict[str, Any]:
         """The request that brings a version. To make it can take seconds (torch is imported), so it is made before the engine is paused."""
         if version not in self._requests:
-            payload, info = _payload(self._order(version)), self._api.call(_INFO)
+            payload, info = _payload(self._order(version)), self.api.call(_INFO)
             with understood(self.url + _INFO):
                 ranks = int(info["tp_size"])
             self._requests = {
@@ -247,7 +280,7 @@ class SglangServer:
 
     def _check_single(self) -> None:
         """Refuse a server of which a request reaches one part, while others may go on with other weights or another label."""
-        info = self._api.call(_INFO)
+        info = self.api.call(_INFO)
         with understood(self.url + _INFO):
             counts = {setting: int(info.get(setting) or 1) for setting in _SEVERAL}
         for setting, why in _SEVERAL.items():
@@ -259,7 +292,7 @@ class SglangServer:
                 )
 
     def _control(self, action: str) -> Any:
-        answer = self._api.call(_CONTROL, {"action": action})
+        answer = self.api.call(_CONTROL, {"action": action})
         with understood(self.url + _CONTROL):
             message = str(answer["message"])
         try:

@@ -211,6 +211,28 @@ class Catalog:
         found = summary_from_head(name, head, self.refs_of(name, head))
         return replace(found, adapters=tuple(filter(shown, found.adapters))) if found.adapters else found
 
+    def adapters(
+        self, name: str, version: str = "", shown: Callable[[str], bool] = lambda _name: True
+    ) -> dict[str, tuple[int, ...]]:
+        """The adapters that are on versions of a model, by name, each with the numbers of these. Only the model's head is read.
+
+        Args:
+            name: ``namespace/name``.
+            version: a number or a ref, for the adapters on that version alone.
+            shown: whether the caller may know of a model.
+
+        Raises:
+            NotFound: no such model or version.
+        """
+        model_name = ModelName.parse(name)
+        history = self.history(model_name)
+        number = self.resolve(model_name, version, history).number if version else None
+        found: dict[str, list[int]] = {}
+        for pin in history.head.pins:
+            if number in (None, pin.version) and shown(pin.adapter):
+                found.setdefault(pin.adapter, []).append(pin.version)
+        return {adapter: tuple(sorted(found[adapter])) for adapter in sorted(found)}
+
     def list_models(
         self, after: str = "", limit: int = 100, shown: Callable[[str], bool] = lambda _name: True
     ) -> list[Model]:

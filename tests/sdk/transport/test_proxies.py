@@ -160,5 +160,5 @@ def test_agents_ask_engines_without_a_proxy_of_the_environment(refusing: Connect
 
     with json_server(answer) as url:
         assert VllmServer(url, MODEL, "127.0.0.1:1")._api.call("/x") == {"path": "/x"}
-        assert SglangServer(url, "127.0.0.1:1", MODEL)._api.call("/x") == {"path": "/x"}
+        assert SglangServer(url, "127.0.0.1:1", MODEL).api.call("/x") == {"path": "/x"}
     assert refusing.asked == []

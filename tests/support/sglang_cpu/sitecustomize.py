@@ -6,6 +6,7 @@ these names fails; constructing a model, loading its weights and everything that
 
 from __future__ import annotations
 
+import functools
 import importlib.abc
 import importlib.machinery
 import sys
@@ -48,4 +49,36 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         pass
 
 
+class _BeforeAdapters(importlib.abc.MetaPathFinder):
+    """Sees SGLang import its layers with adapters, and finds nothing."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> None:
+        if name == "sglang.srt.lora.layers":
+            _unpinned()
+
+
+def _unpinned() -> None:
+    """Let torch take no notice of ``pin_memory``: SGLang's layers with adapters pin memory on any machine, and torch refuses to without an accelerator."""
+    import torch
+
+    for name in ("arange", "empty", "empty_like", "full", "ones", "tensor", "zeros", "zeros_like"):
+        setattr(torch, name, _without_pinning(getattr(torch, name)))
+    torch.Tensor.pin_memory = _itself  # type: ignore[method-assign]
+
+
+def _without_pinning(make: Any) -> Any:
+    @functools.wraps(make)
+    def made(*args: Any, pin_memory: bool = False, **options: Any) -> Any:
+        return make(*args, **options)
+
+    return made
+
+
+def _itself(tensor: Any, *_: Any) -> Any:
+    return tensor
+
+
 sys.meta_path.append(_Finder())
+sys.meta_path.insert(0, _BeforeAdapters())

@@ -5,6 +5,7 @@ May import: as `weighbridge._cli`.
 - `comparing`: diff.
 - `proving`: prove.
 - `golden`: golden.
+- `engine_adapters`: adapters.
 - `top`: top.
 - `gathering`: what it reads of a service.
 - `overview`: what that says.

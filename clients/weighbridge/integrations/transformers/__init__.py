@@ -11,6 +11,7 @@
 
 # May import: `engine_rank`, `guarded_pushes`, `_lazy`, `_clients` and folders below, and transformers.
 #
+# - `adapters`: adapters of peft on such models.
 # - `building`: which tensors become which parameters.
 # - `options`: what ``from_pretrained`` takes besides.
 # - `model`: a rank's model, to the contract.
@@ -19,6 +20,7 @@
 
 from __future__ import annotations
 
+import logging
 import tempfile
 import threading
 import weakref
@@ -29,14 +31,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weighbridge._clients.engine import EngineClient
+from weighbridge._core.metadata import BaseVersion
 from weighbridge._core.resources import Version
 from weighbridge._formats.hf_folder import write_side_files
 from weighbridge._formats.side_files.carried import has_tokenizer
 from weighbridge._lazy import Source
-from weighbridge.errors import FailedPrecondition, NotFound
+from weighbridge.errors import FailedPrecondition, InvalidArgument, NotFound
 from weighbridge.integrations.engine_rank.agreement import RanksFailed, from_first
 from weighbridge.integrations.engine_rank.rank import EngineRank
 from weighbridge.integrations.engine_rank.source import ModelSource
+from weighbridge.integrations.transformers.adapters import (
+    AttachedAdapter,
+    attached,
+    check_attachable,
+    check_base,
+)
 from weighbridge.integrations.transformers.building import Recipe, concrete_class, materialise, weights_of
 from weighbridge.integrations.transformers.model import TransformersModel, ranks_of
 from weighbridge.integrations.transformers.options import (
@@ -50,7 +59,10 @@ from weighbridge.integrations.transformers.options import (
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
+logger = logging.getLogger(__name__)
+
 _live: weakref.WeakKeyDictionary[Any, LiveModel] = weakref.WeakKeyDictionary()
+_adapters: weakref.WeakKeyDictionary[Any, dict[str, AttachedAdapter]] = weakref.WeakKeyDictionary()
 
 
 def from_weighbridge(
@@ -66,9 +78,13 @@ def from_weighbridge(
     tp_size: int | None = None,
     strict: bool = True,
     lane: str | None = None,
+    base: Any = None,
+    adapter_name: str = "default",
     **options: Any,
 ) -> PreTrainedModel:
     """A model with the weights of a version, as ``from_pretrained`` would make it of that version's folder.
+
+    Of an adapter's version, that is the ``PeftModel`` on the base version that it names; the further arguments are those of the base.
 
     Args:
         name: ``namespace/name@version``; without a version the latest.
@@ -84,13 +100,16 @@ def from_weighbridge(
         strict: refuse a version that lacks something of the model, or has something that the model has no place for; otherwise the
             first is initialised by transformers, the second left out.
         lane: as for `EngineClient`.
+        base: a model that is there already, to which an adapter is attached instead of its base version: one of transformers, or a ``PeftModel``, which
+            gets a further adapter. Which version it is is compared if it came from the service, and not known otherwise, which is logged.
+        adapter_name: what peft calls the adapter.
         options: further arguments of ``from_pretrained``, such as ``attn_implementation``. Those that are attributes of the version's config, such as
             ``use_cache`` or ``num_labels``, replace what it says, unless ``config`` is given.
 
     Raises:
         InvalidArgument: an option asks for what a version does not have, such as ``subfolder``, or the model would be spread over devices; names it.
-        NotFound: no such model or version.
-        FailedPrecondition: the version does not fit the model; names the tensors. Or the model is quantised.
+        NotFound: no such model or version; or the base of an adapter was deleted.
+        FailedPrecondition: the version does not fit the model; names the tensors. Or the model is quantised; or the adapter is on another version than ``base``.
         WeighbridgeError: the service could not be reached, or has gone.
     """
     options = supported(options)
@@ -98,7 +117,17 @@ def from_weighbridge(
     model_name, _, asked = name.partition("@")
     several = tp_plan is not None
     version = from_first(ranks_of(several), lambda: client.version(model_name, asked or "latest"))
-    version.check_whole()
+    on = BaseVersion.of(version.metadata)
+    if on is not None:
+        if base is None:
+            check_base(client, version, on)
+            base = from_weighbridge(
+                str(on), client, model_class=model_class, config=config, dtype=dtype, torch_dtype=torch_dtype, device_map=device_map,
+                tp_plan=tp_plan, tp_size=tp_size, strict=strict, **options,
+            )  # fmt: skip
+        return _with_adapter(client, version, on, base, adapter_name)
+    if base is not None:
+        raise InvalidArgument(f"{model_name}@{version.number} is no adapter", fix="leave base out")
     remote = {"trust_remote_code": options["trust_remote_code"]} if "trust_remote_code" in options else {}
     with _side_files(client, model_name, version.number) as folder:
         if config is None:
@@ -144,9 +173,48 @@ def attach(
     return live
 
 
-def update(model: PreTrainedModel, version: str | int = "latest") -> Version:
-    """Take a live model to a version, in place; as `LiveModel.update`."""
-    return live_model(model).update(version)
+def _with_adapter(
+    client: EngineClient, version: Version, on: BaseVersion, base: Any, adapter_name: str
+) -> Any:
+    """A model with the adapter of a version, that is on the version ``on``."""
+    check_attachable(base, adapter_name)
+    below = _live.get(getattr(base, "get_base_model", lambda: base)())
+    held = below.version if below is not None else None
+    known = None if held is None else BaseVersion(held.model, held.number)
+    if known is None:
+        logger.warning(
+            "%s@%d is on %s; whether the model to which it is attached is that version is not known",
+            version.model,
+            version.number,
+            on,
+        )
+    elif (known.model, known.number) != (on.model, on.number):
+        raise FailedPrecondition(
+            f"{version.model}@{version.number} is on {on}, and this model is {known}",
+            fix="leave base out, and the base comes from the service; or take another version of the adapter",
+        )
+    model = attached(client, version, base, adapter_name)
+    _adapters.setdefault(model, {})[adapter_name] = AttachedAdapter(client, version, known)
+    return model
+
+
+def update(
+    model: PreTrainedModel, version: str | int = "latest", *, adapter_name: str = "default"
+) -> Version:
+    """Take a live model to a version, in place; as `LiveModel.update`.
+
+    Of a model with an adapter from the service, that adapter goes to another version of its own on the same base. Let nothing compute meanwhile.
+
+    Args:
+        model: what `from_weighbridge` gave, or `attach` was given.
+        version: a number or a ref.
+        adapter_name: which adapter of a model with adapters.
+
+    Raises:
+        FailedPrecondition: the version of an adapter is on another base, names both; or as for `LiveModel.update`.
+    """
+    found = _adapters.get(model, {}).get(adapter_name)
+    return live_model(model).update(version) if found is None else found.update(model, adapter_name, version)
 
 
 def live_model(model: PreTrainedModel) -> LiveModel:

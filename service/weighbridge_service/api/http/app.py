@@ -40,6 +40,8 @@ from weighbridge_service.api.http.problems import Problem, on_error
 from weighbridge_service.api.http.ranges import ContentChanged, RangeNotSatisfiable
 from weighbridge_service.api.http.refs import refs_router
 from weighbridge_service.api.http.resources import (
+    AdapterOut,
+    AdaptersOut,
     ApproveIn,
     CollectIn,
     CollectionOut,
@@ -83,6 +85,7 @@ _VERBS = {
     "read_metrics": Verb.OBSERVE,
     "list_models": Verb.LOOK,
     "get_model": Verb.LOOK,
+    "list_adapters": Verb.LOOK,
     "delete_model": Verb.MANAGE,
     "list_versions": Verb.LOOK,
     "get_version": Verb.LOOK,
@@ -164,6 +167,24 @@ def _models_router(service: Weighbridge) -> APIRouter:
         """One model."""
         sees = peer_of(request).sees
         return ModelOut.model_validate(service.catalog.get_model(f"{namespace}/{name}", sees))
+
+    @router.get("/{namespace}/{name}/adapters", tags=["models"])
+    def list_adapters(
+        namespace: Namespace,
+        name: Name,
+        request: Request,
+        version: Annotated[
+            str, Query(description="A number or a ref: only the adapters on this version.", max_length=128)
+        ] = "",
+        after: Annotated[str, Query(description="Begin behind the adapter of this name.")] = "",
+        limit: Annotated[
+            int, Query(ge=1, le=_LARGEST_PAGE, description="Largest number of adapters.")
+        ] = _PAGE,
+    ) -> AdaptersOut:
+        """Adapters on versions of a model, by name, of those that you may look at. Give the last name of a page as `after` to get the next one."""
+        found = service.catalog.adapters(f"{namespace}/{name}", version, peer_of(request).sees)
+        page = [AdapterOut(model=each, versions=list(on)) for each, on in found.items() if each > after]
+        return AdaptersOut(adapters=page[:limit])
 
     @router.delete("/{namespace}/{name}", tags=["models"])
     def delete_model(
@@ -275,9 +296,18 @@ def _models_router(service: Weighbridge) -> APIRouter:
         )
 
     @router.delete("/{namespace}/{name}/versions/{version}", tags=["versions"])
-    def delete_version(namespace: Namespace, name: Name, version: Number) -> VersionOut:
+    def delete_version(
+        namespace: Namespace,
+        name: Name,
+        version: Number,
+        request: Request,
+        force: Annotated[bool, Query(description="Also if adapters are on it.")] = False,
+    ) -> VersionOut:
         """Take a version out of history that no ref names. It can be read by its number for a grace time."""
-        return VersionOut.model_validate(service.collecting.delete_version(f"{namespace}/{name}", version))
+        deleted = service.collecting.delete_version(
+            f"{namespace}/{name}", version, forced=force, sees=peer_of(request).sees
+        )
+        return VersionOut.model_validate(deleted)
 
     @router.get("/{namespace}/{name}/gate", tags=["gate"])
     def get_gate(namespace: Namespace, name: Name) -> GateOut:

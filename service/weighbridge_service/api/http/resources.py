@@ -53,12 +53,41 @@ class ModelOut(Out):
     weight_map: bool = Field(
         description="Whether its tensors have Megatron-core's names, too; otherwise they have those of its files alone."
     )
+    adapters: list[str] = Field(
+        description="Adapters that are on versions of it, of those that you may look at.",
+        examples=[["acme/alice"]],
+    )
+    base: str = Field(
+        description="Of an adapter, the version that its newest version is on; empty of any other model.",
+        examples=["acme/smol@17"],
+    )
 
 
 class ModelsOut(Out):
     """A page of models."""
 
     models: list[ModelOut] = Field(description="Models, by name.")
+
+
+class BaseOut(Out):
+    """The version that a version of an adapter is a change on."""
+
+    model: str = Field(description="`namespace/name`.", examples=["acme/smol"])
+    number: int = Field(description="Of its version.", examples=[17])
+    digest: str = Field(description="Of its manifest.")
+
+
+class AdapterOut(Out):
+    """An adapter that is on versions of a model."""
+
+    model: str = Field(description="`namespace/name` of the adapter.", examples=["acme/alice"])
+    versions: list[int] = Field(description="The versions that it is on.", examples=[[17, 18]])
+
+
+class AdaptersOut(Out):
+    """A page of adapters."""
+
+    adapters: list[AdapterOut] = Field(description="Adapters, by name.")
 
 
 class VersionOut(Out):
@@ -103,6 +132,9 @@ class VersionOut(Out):
         "A replica that no rank of it pushes to does not know."
     )
     traceparent: str = Field(description="Of the push, by W3C Trace Context; empty if it is not traced.")
+    base: BaseOut | None = Field(
+        description="Of an adapter, the version that it is on; null of any other. `error` says so if that was deleted."
+    )
 
 
 class DeletedModelOut(Out):

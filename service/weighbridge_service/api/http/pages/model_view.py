@@ -28,6 +28,9 @@ from weighbridge_service.api.http.pages.version_summary import LastPush, last_pu
 from weighbridge_service.api.http.pages.viewer import Viewer
 from weighbridge_service.exports.jobs import ExportJob
 
+_ADAPTERS = 20
+"""Adapters of a model that its page names."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
@@ -62,6 +65,8 @@ class Summary:
         name: of the model.
         part_of: the model whose training states these are; empty for a model itself.
         training: name of its training states; empty if there are none.
+        base: of an adapter, the version that its newest version is on, as ``acme/smol@17``; empty of any other model.
+        adapters: the first adapters that are on versions of it, and how many there are more.
         facts: its type, dtype and so on.
         live, latest: the versions that these refs name, with their states; None if they name none that is on the page.
         live_number, latest_number: their numbers; 0 if none.
@@ -72,6 +77,9 @@ class Summary:
     name: str
     part_of: str
     training: str
+    base: str
+    adapters: tuple[str, ...]
+    more_adapters: int
     facts: tuple[str, ...]
     live: Version | None
     latest: Version | None
@@ -150,6 +158,9 @@ def _summary(facts: ModelFacts) -> Summary:
         name=model.name,
         part_of=name if part else "",
         training=f"{name}:training" if facts.training else "",
+        base=model.base,
+        adapters=model.adapters[:_ADAPTERS],
+        more_adapters=max(len(model.adapters) - _ADAPTERS, 0),
         facts=described,
         live=by_number.get(live),
         latest=by_number.get(latest),

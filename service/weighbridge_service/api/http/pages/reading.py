@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 from weighbridge._core.engines.facts import Engine
@@ -88,8 +88,8 @@ class Reader:
         )
         return FoundModels(found, len(shown) > MODELS)
 
-    def model(self, name: str, before: int) -> model_view.ModelFacts:
-        """A model, with versions from below number ``before`` on.
+    def model(self, name: str, before: int, sees: _Sees) -> model_view.ModelFacts:
+        """A model, with versions from below number ``before`` on, and those of its adapters that somebody may look at.
 
         Raises:
             NotFound: there is no such model.
@@ -100,8 +100,9 @@ class Reader:
         history = service.catalog.history(model)
         head = history.head
         versions = page_of(model, history, known, before, VERSIONS + 1, include_invisible=True)
+        found = summary_from_head(model, head, service.catalog.refs_of(model, head))
         return model_view.ModelFacts(
-            model=summary_from_head(model, head, service.catalog.refs_of(model, head)),
+            model=replace(found, adapters=tuple(filter(sees, found.adapters))),
             training=not model.part and service.catalog.heads.read(model.training) is not None,
             page=VersionPage(
                 tuple(versions[:VERSIONS]),

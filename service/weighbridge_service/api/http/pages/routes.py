@@ -190,7 +190,7 @@ class _Pages:
 
     def model(self, viewer: Viewer, model: str, before: int) -> tuple[model_view.ModelView, Fragments]:
         """The page of a model."""
-        view = model_view.model_view(self.reader.model(model, before), viewer, unix_ms())
+        view = model_view.model_view(self.reader.model(model, before, viewer.sees), viewer, unix_ms())
         return view, self._fragments("model", view, busy=model_view.is_busy(view))
 
     def version(

@@ -1,0 +1,74 @@
+"""Command that loads adapters into a running engine, unloads them, and lists them: adapters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from weighbridge._cli.output import print_result
+from weighbridge._cli.parsing import checked_url, model_perhaps_at_version
+from weighbridge._cli.running import Command, client_options, engine_of
+from weighbridge._cli.showing import completing
+from weighbridge._core.metadata import BaseVersion
+from weighbridge._core.references import Reference
+from weighbridge._core.text.sizes import readable_size
+from weighbridge.errors import FailedPrecondition, InvalidArgument
+
+
+@click.command("adapters", cls=Command)
+@completing.reference("ADAPTER[@VERSION]", model_perhaps_at_version)
+@click.option(
+    "--url",
+    default="http://127.0.0.1:30000",
+    show_default=True,
+    help="The HTTP address of the SGLang server.",
+)
+@click.option(
+    "--engine-key", envvar="WEIGHBRIDGE_ENGINE_KEY", default="", help="SGLang's admin key, if it has one."
+)
+@click.option(
+    "--folder",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Export the adapter to this folder, which the engine sees by the same path. Without it the tensors go with the request.",
+)
+@click.option("--unload", is_flag=True, help="Unload this version instead.")
+@client_options
+def adapters_command(
+    reference: Reference,
+    url: str,
+    engine_key: str,
+    folder: Path | None,
+    unload: bool,
+    server: str,
+    as_json: bool,
+) -> None:
+    """Load a version of an adapter into a running SGLang server.
+
+    Requests name it by its number, as in acme/alice@18, also if VERSION is a ref, which is resolved once: without VERSION the latest. The engine must serve the
+    base version that the adapter names, and be able to serve the adapter: otherwise nothing is loaded, and the error says why.
+    """
+    from weighbridge.follow.sglang import SglangServer, is_sglang
+
+    url = checked_url(url)
+    if not is_sglang(url, engine_key):
+        raise FailedPrecondition(
+            f"{url} is no SGLang", fix="docs/adapters.md says how adapters get to other engines"
+        )
+    with engine_of(server) as client:
+        version = client.version(reference.model, reference.version or None)
+        base = BaseVersion.of(version.metadata)
+        if base is None:
+            raise InvalidArgument(
+                f"{version.model}@{version.number} is no adapter",
+                fix="weighbridge follow serves whole models",
+            )
+        engine = SglangServer(url, server, base.model, api_key=engine_key)
+        if unload:
+            engine.unload_adapter(version.model, version.number)
+            name = f"{version.model}@{version.number}"
+            print_result({"name": name, "unloaded": True}, as_json, f"{url} has {name} no more")
+            return
+        found = engine.load_adapter(client, version.model, version.number, folder)
+    how = f", {readable_size(found.nbytes)} by {found.way}" if found.way else ", which was there already"
+    print_result(found, as_json, f"{url} serves {found.name} on {found.base}{how}")

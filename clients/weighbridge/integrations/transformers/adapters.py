@@ -1,0 +1,101 @@
+"""Adapter from the service on a model of transformers: on the base version that it names, or on a model that is there already."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from typing import Any
+
+from weighbridge._clients.calls.version_calls import get_manifest
+from weighbridge._clients.engine import EngineClient
+from weighbridge._core.metadata import BaseVersion
+from weighbridge._core.resources import Version
+from weighbridge.errors import FailedPrecondition, InvalidArgument, NotFound
+
+
+@dataclass
+class AttachedAdapter:
+    """An adapter that was attached to a model.
+
+    Attributes:
+        client: of the service.
+        version: which version of it the model has.
+        base: the version of the model below, if that came from the service.
+    """
+
+    client: EngineClient
+    version: Version
+    base: BaseVersion | None
+
+    def update(self, model: Any, adapter_name: str, version: str | int) -> Version:
+        """Fill the adapter in place from another version on the same base.
+
+        Raises:
+            FailedPrecondition: that is on another base; names both.
+            WeighbridgeError: as for `Pull.into`.
+        """
+        pull = self.client.pull(self.version.model, version)
+        asked, ours = (
+            BaseVersion.of(pull.version.metadata),
+            self.base or BaseVersion.of(self.version.metadata),
+        )
+        if asked is None or ours is None or (asked.model, asked.number) != (ours.model, ours.number):
+            raise FailedPrecondition(
+                f"{pull.version.model}@{pull.version.number} is on {asked}, and this model is {ours}",
+                fix="take it anew, with its base: from_weighbridge",
+            )
+        pull.into(model, adapter_name=adapter_name)
+        self.version = pull.version
+        return pull.version
+
+
+def check_base(client: EngineClient, version: Version, base: BaseVersion) -> None:
+    """Refuse an adapter whose base is not there any more, or is another version by now.
+
+    Raises:
+        NotFound: the base was deleted; or the model of its name was, and registered anew.
+    """
+    named = f"{version.model}@{version.number}"
+    fix = f"push the adapter on a version that is there, or attach it to a model that you have: from_weighbridge({named!r}, base=model)"
+    try:
+        found = client.version(base.model, base.number)
+        # one that was deleted can be read until its objects go
+        there = found.state.stored and not found.error
+        digest = client._connection.run(get_manifest(base.model, base.number)).digest if there else ""
+    except NotFound:
+        there, digest = False, ""
+    if not there:
+        raise NotFound(f"{named} is on {base}, which was deleted", fix=fix)
+    if base.digest and digest != base.digest:
+        raise NotFound(
+            f"{named} is on {base} with the digest {base.digest}, and what is called so now has the digest {digest}",
+            fix=fix,
+        )
+
+
+def check_attachable(base: Any, adapter_name: str) -> None:
+    """Refuse a model to which an adapter cannot be attached. Raises InvalidArgument."""
+    import torch
+    from peft import PeftModel
+
+    if not isinstance(base, torch.nn.Module):
+        raise InvalidArgument(f"base is a {type(base).__name__}", fix="pass a model of transformers or peft")
+    if isinstance(base, PeftModel) and adapter_name in base.peft_config:
+        raise InvalidArgument(
+            f"the model has an adapter {adapter_name!r} already",
+            fix="name another adapter_name; to fill that one anew: client.pull(name).into(model, adapter_name=...)",
+        )
+
+
+def attached(client: EngineClient, version: Version, base: Any, adapter_name: str) -> Any:
+    """A model of peft with the adapter of a version, which peft itself makes of the version's folder; ``base`` itself if it is one already."""
+    from peft import PeftModel
+
+    with tempfile.TemporaryDirectory(prefix="weighbridge-") as made:
+        folder = f"{made}/adapter"
+        client.export(version.model, version.number, folder)
+        if isinstance(base, PeftModel):
+            base.load_adapter(folder, adapter_name)
+            base.set_adapter(adapter_name)
+            return base
+        return PeftModel.from_pretrained(base, folder, adapter_name=adapter_name)
