@@ -71,7 +71,7 @@ TEST_SECONDS ?= 3600
 ARGS ?=
 STORE ?= .weighbridge
 
-.PHONY: help docs pictures release distributions install install-vllm install-sglang demo demo-s3 demo-vllm serve test test-long test-fast test-hub test-rolling test-transformers test-newest test-vllm test-vllm-newest test-sglang test-engines-older test-frameworks test-page bench-frameworks bench-slime bench bench-peers bench-nodes bench-asyncio bench-reading bench-planning bench-convert bench-upload bench-vllm bench-pause bench-history bench-counting bench-ranks bench-control bench-siege bench-first bench-torch bench-training bench-tls bench-quotas bench-tracing bench-page fuzz audit lock lint format protos protos-check protos-baseline clean
+.PHONY: help docs pictures release distributions install install-vllm install-sglang demo demo-s3 demo-vllm serve test test-long test-fast test-hub test-rolling test-transformers test-newest test-vllm test-vllm-newest test-sglang test-engines-older test-frameworks test-page bench-frameworks bench-slime bench bench-peers bench-nodes bench-asyncio bench-reading bench-planning bench-convert bench-upload bench-vllm bench-pause bench-history bench-adapters bench-counting bench-ranks bench-control bench-siege bench-first bench-torch bench-training bench-tls bench-quotas bench-tracing bench-page fuzz audit lock lint format protos protos-check protos-baseline clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -346,6 +346,9 @@ bench-pause: $(STAMP) $(VLLM_STAMP) ## time how long a real vLLM stands still fo
 
 bench-history: $(STAMP) ## what the last of many versions, and of many models, costs next to the first; ARGS="--versions 10000 --models 1000 --s3"
 	@$(BIN)/python -W ignore -m benchmarks.history $(ARGS)
+
+bench-adapters: $(STAMP) ## what an adapter costs next to a thousand others on its base; ARGS="--adapters 1000 --versions 20 --json FILE"
+	@$(BIN)/python -W ignore -m benchmarks.adapters $(ARGS)
 
 bench-counting: $(STAMP) ## what the count of non-finite elements adds to copies, casts and streams; ARGS="--mb 512 --rounds 30"
 	@$(BIN)/python -W ignore -m benchmarks.counting $(ARGS)

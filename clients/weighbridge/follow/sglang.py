@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from weighbridge._core.text.counts import named
 from weighbridge.errors import FailedPrecondition, InvalidArgument
 from weighbridge.follow import sglang_adapters
 from weighbridge.follow.answers import EngineApi, NoRoute, understood
@@ -101,6 +102,7 @@ class SglangServer:
         self.timeout = timeout
         self._status = f"{STATUS} {REPORTED}" if reported else STATUS
         self._requests: dict[int, dict[str, Any]] = {}
+        self._takes_adapters = False
         self._wanted = Wanted(service, model, lane=lane, stale_drafter=stale_drafter)
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self.api = EngineApi(self.url, timeout, _OTHER, headers)
@@ -127,11 +129,12 @@ class SglangServer:
         """Bring a version to the engine's machines while it serves; returns when it is there.
 
         Raises:
-            FailedPrecondition: a rank cannot take it, or its bytes did not come; says why.
+            FailedPrecondition: a rank cannot take it, or its bytes did not come; says why. Or adapters are loaded, which are on another version.
             DeadlineExceeded: not in time.
             EngineFailed: the server cannot be reached, or refuses.
         """
         self._request(version)
+        self._check_no_adapters(version)
         told = self._named(self._control(f"{PREPARE} {self._order(version)}"))
         return wait_prepared(told, self._ranks, self.model, version, self.timeout)
 
@@ -224,9 +227,11 @@ class SglangServer:
         ``weight_version``, and prefixes that the old weights have computed are forgotten.
 
         Raises:
+            FailedPrecondition: adapters are loaded; names them.
             EngineFailed: the server cannot be reached; or it refuses, as while another update is under way, and keeps what it has.
         """
         request = {**self._request(version), "weight_version": label}
+        self._check_no_adapters(version)
         with self._session():
             self.api.call("/update_weights_from_tensor", request)
 
@@ -256,7 +261,7 @@ class SglangServer:
         if version not in self._requests:
             payload, info = _payload(self._order(version)), self.api.call(_INFO)
             with understood(self.url + _INFO):
-                ranks = int(info["tp_size"])
+                ranks, self._takes_adapters = int(info["tp_size"]), bool(info.get("enable_lora"))
             self._requests = {
                 version: {
                     "serialized_named_tensors": [payload] * ranks,
@@ -267,6 +272,16 @@ class SglangServer:
                 }
             }
         return self._requests[version]
+
+    def _check_no_adapters(self, version: int) -> None:
+        """Refuse to put a version below adapters, which are on another one. SGLang would compute with them. Raises FailedPrecondition."""
+        there = self.adapters() if self._takes_adapters else ()
+        if there and (known := self.serving()).version != version:
+            of = f", on {self.model}@{known.version}" if known.version else ""
+            raise FailedPrecondition(
+                f"{self.url} has {named(there)}{of}, and an update to {self.model}@{version} would take their base away",
+                fix=f"unload them before: weighbridge adapters {there[0]} --url {self.url} --unload",
+            )
 
     def _order(self, version: int | str) -> str:
         return replace(self._wanted, version=str(version)).to_json()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import random
+import uuid
 from dataclasses import replace
 
 from weighbridge._core.lru import Cache
@@ -21,7 +23,7 @@ from weighbridge_service.models.registration import is_adapter_head
 from weighbridge_storage.documents import document_digests
 from weighbridge_storage.documents.entries import OpenEntry, PinEntry
 from weighbridge_storage.documents.names import MANIFEST_FILE, ModelName, version_key
-from weighbridge_storage.head.pins import is_on, pin, unpin
+from weighbridge_storage.head.pins import doubt, is_on, pin, place, unpin
 from weighbridge_storage.versions.manifest import FORMAT
 
 log = logging.getLogger(__name__)
@@ -146,48 +148,57 @@ class Bases:
         if base is None:
             return
         model = ModelName.parse(base.model)
-        asked = PinEntry(base.number, str(adapter), entry.number, entry.by)
+        asked = PinEntry(base.number, str(adapter), entry.by)
         limit = DEFAULT_ADAPTERS if most is None else most
         self._catalog.heads.edit(model, lambda history: (pin(history, asked, limit), None))
 
-    def release(self, model: ModelName) -> int:
+    def release(self, model: ModelName, number: int | None = None, most: int | None = None) -> int:
         """Give versions of a model free on which no version of an adapter is any more; how many pins went. May be repeated, and broken off anywhere.
 
-        An adapter whose head cannot be read keeps its pins.
+        An adapter whose head cannot be read keeps its pins. Nothing is written if no pin goes.
+
+        Args:
+            model: the base.
+            number: of the version that is concerned; None for all.
+            most: pins that are looked at, drawn at random if there are more: the head of each one's adapter is read. None for all.
         """
-        heads, gone = self._catalog.heads, 0
+        heads = self._catalog.heads
         found = heads.read(model)
-        for each in () if found is None else found[0].pins:
-            try:
-                adapter = heads.history_of_any(ModelName.parse(each.adapter))
-                if adapter is None or is_on(adapter, str(model), each.version):
-                    continue
-                below = adapter.head.next_version
-                number, name = each.version, each.adapter
-                heads.update(model, lambda head: (unpin(head, number, name, below), None))  # noqa: B023
-                gone += 1
-            except WeighbridgeError as error:
-                log.warning(
-                    "whether %s is still on %s@%d cannot be seen: %s",
-                    each.adapter,
-                    model,
-                    each.version,
-                    error,
-                )
-        return gone
+        pins = [each for each in (() if found is None else found[0].pins) if number in (None, each.version)]
+        if most is not None and len(pins) > most:
+            pins = random.sample(pins, most)
+        unused = [place(each) for each in pins if not self._is_needed(model, each)]
+        if not unused:
+            return 0
+        mark = uuid.uuid4().hex
+        heads.update(model, lambda head: (doubt(head, unused, mark), None))
+        # read again, now that a push would find the doubt
+        gone = [place(each) for each in pins if place(each) in unused and not self._is_needed(model, each)]
+        count: int = heads.update(
+            model, lambda head: ((after := unpin(head, gone, mark)), len(head.pins) - len(after.pins))
+        )
+        return count
+
+    def _is_needed(self, model: ModelName, pin: PinEntry) -> bool:
+        """Whether a version of the adapter is on the version that is pinned for it, or its head cannot be read."""
+        try:
+            adapter = self._catalog.heads.history_of_any(ModelName.parse(pin.adapter))
+            return adapter is None or is_on(adapter, str(model), pin.version)
+        except WeighbridgeError as error:
+            log.warning(
+                "whether %s is still on %s@%d cannot be seen: %s", pin.adapter, model, pin.version, error
+            )
+            return True
 
     def renew(self, adapter: ModelName) -> None:
         """Pin the bases of an adapter's versions that are not pinned, as where the base's head was lost and rebuilt. One that was deleted stays so."""
         history = self._catalog.heads.history(adapter)
         if history is None or not is_adapter_head(history.head):
             return
-        newest: dict[tuple[str, int], int] = {}
-        for entry in history.versions().values():
-            if (base := BaseVersion.of(entry.metadata)) is not None:
-                newest[base.model, base.number] = entry.number
-        for (model, number), version in newest.items():
+        bases = (BaseVersion.of(entry.metadata) for entry in history.versions().values())
+        for model, number in sorted({(base.model, base.number) for base in bases if base is not None}):
             name = ModelName.parse(model)
-            asked = PinEntry(number, str(adapter), version)
+            asked = PinEntry(number, str(adapter))
             try:
                 self._catalog.heads.edit(name, lambda h: (pin(h, asked, len(h.head.pins) + 1), None))  # noqa: B023
             except NotFound:

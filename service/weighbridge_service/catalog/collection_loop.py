@@ -26,6 +26,9 @@ from weighbridge_storage.head.pins import sees_all
 
 log = logging.getLogger(__name__)
 
+_LOOKED_AT = 100
+"""Pins of a base of which a collection looks whether they are still needed: it reads the head of each one's adapter."""
+
 
 class Collecting:
     """Retention of versions. Thread-safe; any number of replicas may do it at a time.
@@ -105,7 +108,7 @@ class Collecting:
         """
         model, clock = ModelName.parse(name), self._catalog.readers.clock
         if not forced:
-            self._release(model)
+            self._release(model, number)
 
         def change(history: History) -> tuple[Head, None]:
             return delete_versions(history, [number], clock(), model=model, forced=forced, sees=sees), None
@@ -201,7 +204,7 @@ class Collecting:
         """
         catalog, model = self._catalog, ModelName.parse(name)
         if not dry_run:
-            self._release(model, renew=True)
+            self._release(model, most=_LOOKED_AT, renew=True)
         report = collect(
             catalog.store,
             catalog.heads,
@@ -224,13 +227,15 @@ class Collecting:
             catalog.changes.notify(model)
         return report
 
-    def _release(self, model: ModelName, *, renew: bool = False) -> None:
+    def _release(
+        self, model: ModelName, number: int | None = None, most: int | None = None, *, renew: bool = False
+    ) -> None:
         """Give versions free that no adapter is on any more; and pin again those on which versions of this adapter are, if that is asked for.
 
         What fails is left to another time: a pin that stays keeps a version that need not be kept, and the retention decides by no head but the model's own.
         """
         try:
-            self._bases.release(model)
+            self._bases.release(model, number, most)
             if renew:
                 self._bases.renew(model)
         except WeighbridgeError as error:

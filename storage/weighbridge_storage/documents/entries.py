@@ -245,20 +245,19 @@ class PinEntry:
     Attributes:
         version: the number of the version that is kept.
         adapter: ``namespace/name`` of the adapter.
-        newest: the highest number of a version of the adapter for which the pin was asked. A pin that is removed by what the adapter's head had said before
-            that version was opened would be removed from under it.
         by: the identity that has pinned it first; empty if it has no name.
+        doubt: the mark of a collection that looks whether a version of the adapter is still on this one; empty if none does.
         extra: the fields that this release does not know.
     """
 
     version: int
     adapter: str
-    newest: int
     by: str = ""
+    doubt: str = ""
     extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        check_fields(self, version=_NUMBER, newest=_NUMBER)
+        check_fields(self, version=_NUMBER)
         ModelName.parse(self.adapter)
 
 

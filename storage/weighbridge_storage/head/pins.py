@@ -1,16 +1,16 @@
 """Pins of a model's versions by adapters: those that are on a version keep it. Pure.
 
 A version of an adapter names its base from its opening on, in the adapter's head; the pin is in the base's head. No write changes both, so
-the order of writes has to do:
+the order of reads and writes has to do:
 
 1. The version is opened: the adapter's head names its number and its base.
-2. The base is pinned for that number (`pin`), unless it is pinned for a higher one already. Nothing is received before.
+2. The base's head is read. If it has a pin that no collection doubts, that is the pin; otherwise one is written, without doubt (`pin`). Nothing is received before.
 3. It is received and published, or given up.
 
-A pin is removed (`unpin`) by what one reading of the adapter's head says: that no version is on the base any more, and which number is the next one. A
-pin for a number below that was asked by a version which that reading has seen ended. One for that number or a higher one stays. Both are
-changes of the base's head, which compare and swap: a version whose pin was removed before step 2 pins again there, and one that
-was pinned after the reading has a higher number. So no version is published whose base has no pin, unless the base was deleted by force.
+A collection removes a pin in three steps: it marks it with a doubt of its own (`doubt`), then reads the adapter's head, and, if no version there is on the base,
+removes the pin if it still has that mark (`unpin`). A version whose step 2 comes before the mark was opened before the adapter's head was read, which therefore names it; one whose step 2
+comes later finds the doubt, or no pin, and writes. Its write takes the mark away, so the pin stays. All are changes of the base's head, which compare and swap. So no version is published
+whose base has no pin, unless the base was deleted by force; and a push to a base that is pinned already reads one head, and writes none but its own.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def pin(history: History, asked: PinEntry, most: int) -> Head:
 
     Args:
         history: of the base.
-        asked: the pin. One that is there for a version of the adapter as new, or newer, changes nothing.
+        asked: the pin. One that is there and that no collection doubts changes nothing.
         most: pins that the identity ``asked.by`` may have in this head.
 
     Raises:
@@ -42,9 +42,9 @@ def pin(history: History, asked: PinEntry, most: int) -> Head:
         ResourceExhausted: the identity has as many pins as it may.
     """
     head = history.head
-    others = tuple(each for each in head.pins if _place(each) != _place(asked))
-    there = next((each for each in head.pins if _place(each) == _place(asked)), None)
-    if there is not None and there.newest >= asked.newest:
+    others = tuple(each for each in head.pins if place(each) != place(asked))
+    there = next((each for each in head.pins if place(each) == place(asked)), None)
+    if there is not None and not there.doubt:
         return head
     if history.durable(asked.version) is None:
         raise NotFound(
@@ -56,21 +56,33 @@ def pin(history: History, asked: PinEntry, most: int) -> Head:
             f"{asked.by or 'those without a name'} may have adapters on {counted(most, 'version')} of this model, each adapter counted apart",
             fix="delete adapters that are not needed any more, and collect the base; or let the service's policy give more `adapters`",
         )
-    now = asked if there is None else replace(there, newest=asked.newest)
-    return replace(head, pins=tuple(sorted((*others, now), key=_place)))
+    now = asked if there is None else replace(there, doubt="")
+    return replace(head, pins=tuple(sorted((*others, now), key=place)))
 
 
-def unpin(head: Head, number: int, adapter: str, below: int) -> Head:
-    """Keep a version for an adapter no more, unless it is pinned for a version of the adapter that was not seen.
+def doubt(head: Head, places: Collection[tuple[int, str]], mark: str) -> Head:
+    """Mark pins of which it will be looked whether they are still needed.
 
     Args:
         head: of the base.
-        number: of its version.
-        adapter: ``namespace/name`` of the adapter, of which no version was on it when its head was read.
-        below: the number that the adapter's next version was to get then.
+        places: number of the base's version and name of the adapter of each.
+        mark: of this look alone. It takes the place of another one's, which then removes nothing.
     """
-    gone = [each for each in head.pins if _place(each) == (number, adapter) and each.newest < below]
-    return replace(head, pins=tuple(each for each in head.pins if each not in gone)) if gone else head
+    marked = tuple(replace(each, doubt=mark) if place(each) in places else each for each in head.pins)
+    return replace(head, pins=marked)
+
+
+def unpin(head: Head, places: Collection[tuple[int, str]], mark: str) -> Head:
+    """Keep versions for adapters no more that were on none of them when their heads were read after the mark was set. Pins without the mark stay.
+
+    Args:
+        head: of the base.
+        places: as for `doubt`.
+        mark: the mark that was set.
+    """
+    return replace(
+        head, pins=tuple(each for each in head.pins if each.doubt != mark or place(each) not in places)
+    )
 
 
 def pinned_by(head: Head, number: int) -> tuple[str, ...]:
@@ -104,5 +116,6 @@ def is_on(adapter: History, base: str, number: int) -> bool:
     )
 
 
-def _place(entry: PinEntry) -> tuple[int, str]:
+def place(entry: PinEntry) -> tuple[int, str]:
+    """The place of a pin: the number of the base's version, and the adapter's name."""
     return entry.version, entry.adapter

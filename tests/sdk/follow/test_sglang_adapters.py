@@ -45,9 +45,9 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
         yield found
 
 
-@pytest.fixture
-def engine() -> Iterator[FakeSglang]:
-    with fake_sglang() as engine:
+@pytest.fixture(params=[2])
+def engine(request: pytest.FixtureRequest) -> Iterator[FakeSglang]:
+    with fake_sglang(request.param) as engine:
         engine.info = {
             "enable_lora": True,
             "max_lora_rank": 16,
@@ -179,6 +179,25 @@ def test_an_engine_that_takes_none_or_not_this_one_is_not_asked_to_load_it(
     with pytest.raises(FailedPrecondition, match="--dp-size 2"):
         server.load_adapter(client, ALICE)
     assert not any(call.startswith("/load") for call in engine.calls)
+
+
+@pytest.mark.parametrize("engine", [1], indirect=True)  # the vocabulary cannot be cut
+def test_an_update_of_the_base_is_refused_as_long_as_adapters_are_on_another_version(
+    engine: FakeSglang, service: Service, client: EngineClient
+) -> None:
+    server = driver(engine, service)
+    server.load_adapter(client, ALICE, 1)
+    for step in (lambda: server.prepare(3), lambda: server.apply(3, f"{BASE}@3")):
+        with pytest.raises(FailedPrecondition, match=f"has {ALICE}@1, on {BASE}@2") as refused:
+            step()
+        assert f"weighbridge adapters {ALICE}@1 --url {engine.url} --unload" in refused.value.fix
+    assert "/update_weights_from_tensor" not in engine.calls
+    server.unload_adapter(ALICE, 1)
+    server.prepare(3)
+    server.pause()
+    server.apply(3, f"{BASE}@3")
+    server.resume()
+    assert server.serving().version == 3
 
 
 def test_the_command_loads_and_unloads(engine: FakeSglang, service: Service) -> None:

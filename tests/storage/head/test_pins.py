@@ -23,7 +23,7 @@ from weighbridge_storage.documents.names import ModelName
 from weighbridge_storage.head.head import PINNED, Head
 from weighbridge_storage.head.head_changes import delete_model, delete_versions, forget_versions
 from weighbridge_storage.head.open_versions import give_up_version
-from weighbridge_storage.head.pins import is_on, pin, pinned_by, unpin
+from weighbridge_storage.head.pins import doubt, is_on, pin, pinned_by, unpin
 from weighbridge_storage.head.retention import decide, retire
 from weighbridge_storage.stores.local import LocalStore
 
@@ -33,8 +33,8 @@ BASES = range(1, 3)
 """Versions of the base that may be deleted; the one behind them is the latest."""
 
 
-def _pin(version: int, adapter: ModelName = ALICE, newest: int = 1, by: str = "") -> PinEntry:
-    return PinEntry(version, str(adapter), newest, by)
+def _pin(version: int, adapter: ModelName = ALICE, by: str = "", doubt: str = "") -> PinEntry:
+    return PinEntry(version, str(adapter), by, doubt)
 
 
 def _pinned(head: Head, *pins: PinEntry, most: int = 10) -> Head:
@@ -44,9 +44,9 @@ def _pinned(head: Head, *pins: PinEntry, most: int = 10) -> Head:
 
 
 def test_a_pin_is_read_back_and_needs_a_release_that_knows_pins() -> None:
-    head = replace(_pinned(head_with(1, 2), _pin(2, BOB, 4, "b"), _pin(1)), generation=1)
+    head = replace(_pinned(head_with(1, 2), _pin(2, BOB, "b"), _pin(1)), generation=1)
     again = Head.from_json(head.to_json())
-    assert again.pins == (_pin(1), _pin(2, BOB, 4, "b"))
+    assert again.pins == (_pin(1), _pin(2, BOB, "b"))
     assert PINNED in again.requires
     assert PINNED not in head_with(1, 2).requires
 
@@ -58,13 +58,44 @@ def test_pins_out_of_order_or_of_versions_that_there_never_were_are_refused() ->
         replace(head_with(1, 2), pins=(_pin(3),))
 
 
-def test_a_pin_stays_for_what_the_reading_of_the_adapter_has_not_seen() -> None:
-    head = _pinned(head_with(1, 2), _pin(1, newest=5))
-    assert unpin(head, 1, str(ALICE), below=5) == head
-    assert unpin(head, 1, str(BOB), below=9) == head
-    assert not unpin(head, 1, str(ALICE), below=6).pins
-    assert _pinned(head, _pin(1, newest=4)) == head
-    assert _pinned(head, _pin(1, newest=6)).pins == (_pin(1, newest=6),)
+def test_a_pin_goes_by_the_mark_of_who_has_doubted_it_last_and_stays_if_it_was_asked_for_since() -> None:
+    head = _pinned(head_with(1, 2), _pin(1), _pin(2))
+    here = [(1, str(ALICE))]
+    assert unpin(head, here, "mine") == head
+    doubted = doubt(head, here, "mine")
+    assert doubted.pins == (_pin(1, doubt="mine"), _pin(2))
+    assert unpin(doubted, here, "mine").pins == (_pin(2),)
+    assert unpin(doubted, [(2, str(ALICE))], "mine") == doubted
+    asked = _pinned(doubted, _pin(1))
+    assert asked.pins == head.pins
+    assert unpin(asked, here, "mine") == asked
+    again = doubt(asked, here, "another's")
+    assert unpin(again, here, "mine") == again
+
+
+def test_a_push_to_a_base_that_is_pinned_already_writes_no_head_but_its_own(tmp_path: Path) -> None:
+    world = World(tmp_path, random.Random(1))
+    world.store.between = lambda: None
+    list(world.push(ALICE, number=1, given_up=False))
+    base, own = world.heads.read(SMOL), world.heads.read(ALICE)
+    list(world.push(ALICE, number=1, given_up=False))
+    assert world.heads.read(SMOL) == base
+    assert world.heads.read(ALICE) != own
+    world.bases.release(SMOL)
+    assert world.heads.read(SMOL) == base, "a pin that is needed is not written anew"
+
+
+def test_a_collection_looks_at_so_many_pins_and_leaves_the_others_for_the_next_ones(tmp_path: Path) -> None:
+    world = World(tmp_path, random.Random(1))
+    world.store.between = lambda: None
+    for model in (ALICE, BOB):
+        for number in BASES:
+            list(world.push(model, number=number, given_up=True))
+    assert [world.bases.release(SMOL, most=1) for _ in range(2)] == [1, 1]
+    assert world.bases.release(SMOL, number=BASES[0]) + world.bases.release(SMOL, number=BASES[1]) == 2
+    found = world.heads.read(SMOL)
+    assert found is not None
+    assert not found[0].pins
 
 
 def test_a_version_that_is_not_there_is_not_pinned() -> None:
@@ -79,7 +110,7 @@ def test_an_identity_has_as_many_pins_as_it_may_and_leaves_others_theirs() -> No
     head = _pinned(head_with(1, 2), _pin(1, by="a"), _pin(2, by="a"), most=2)
     with pytest.raises(ResourceExhausted, match="a may have adapters on 2 versions"):
         _pinned(head, _pin(1, BOB, by="a"), most=2)
-    assert len(_pinned(head, _pin(1, BOB, by="b"), _pin(2, newest=9, by="a"), most=2).pins) == 3
+    assert len(_pinned(head, _pin(1, BOB, by="b"), _pin(2, by="a"), most=2).pins) == 3
 
 
 def test_a_pinned_version_is_kept_and_its_deletion_names_the_adapters() -> None:
@@ -260,7 +291,7 @@ class World:
         return is_on(adapter, str(SMOL), number)
 
 
-@pytest.mark.parametrize("before", [1, 2, 3])
+@pytest.mark.parametrize("before", [1, 2, 3, 4, 5])
 def test_a_push_in_the_middle_of_a_release_keeps_its_base(before: int, tmp_path: Path) -> None:
     """``before`` says before which reading of a head in the release the push opens its version and pins."""
     world = World(tmp_path, random.Random(1))
