@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from weighbridge._core.engines.status import AgentStatus
     from weighbridge._core.layouts import Layout, Placement, Shard, TensorSpec
     from weighbridge._core.megatron_rank import MegatronRank
-    from weighbridge._core.metadata import Metadata
+    from weighbridge._core.metadata import BaseVersion, Metadata
     from weighbridge._core.reports.collection import (
         Collection,
         DeletedVersion,
@@ -132,6 +132,7 @@ __all__ = [
     "AlreadyExists",
     "AsyncEngineClient",
     "AsyncPull",
+    "BaseVersion",
     "Box",
     "Boxes",
     "CheckpointManager",
@@ -245,7 +246,7 @@ _MODULES = {
         "TensorSpec",
     ),
     "_core.megatron_rank": ("MegatronRank",),
-    "_core.metadata": ("Metadata",),
+    "_core.metadata": ("BaseVersion", "Metadata"),
     "_core.resources": (
         "HELD_CANDIDATE",
         "HELD_NONFINITE",

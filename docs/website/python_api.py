@@ -53,7 +53,7 @@ PAGES: Mapping[str, Page] = {
         "What clients take and give: frozen dataclasses.",
         {
             "Models, versions and refs": _public(
-                "Model", "Version", "VersionState", "Metadata", "Verification", "DeletedModel", "REF_LIVE", "REF_LATEST"
+                "Model", "Version", "VersionState", "Metadata", "BaseVersion", "Verification", "DeletedModel", "REF_LIVE", "REF_LATEST"
             ),
             "Layouts": _public("Box", "DType", "TensorSpec", "TensorSpace", "Shard", "Placement", "Layout", "MegatronRank"),
             "What a pull asks for": _public("LayoutRequest", "FullTensors", "TensorParallel", "ExpertParallel", "Boxes"),

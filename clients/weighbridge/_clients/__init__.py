@@ -16,5 +16,5 @@ May import: all private folders below it, not `_lazy`, `_cli`, `aio`, `follow` o
 - `push_routes`: which part of a push goes to which replica.
 - `pulling`: the run of a pull.
 - `attempts`: attempts at a version that a ref names.
-- `filling`: a torch model that a pull fills.
+- `filling`: a torch model that a pull fills; `adapter_filling`: an adapter of peft in it.
 """
