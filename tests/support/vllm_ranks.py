@@ -253,7 +253,7 @@ def ahead(job: dict[str, Any]) -> dict[str, Any]:
         proof = rank.compare_with_load()
         found["proof"] = [*proof.wrong, *different(model, expected[2])]
     moved = [name for name, p in model.named_parameters() if p.data_ptr() != where.get(name)]
-    left = rank.engine._applier.ahead.left
+    left = rank.engine.applier.ahead.left
     rank.close()
     return {"different": found, "counts": counts, "moved": moved, "left": left}
 
