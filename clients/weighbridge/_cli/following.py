@@ -325,7 +325,7 @@ def engines_command(model: str | None, server: str, as_json: bool) -> None:
     """Show what engines serve, and how far behind they are.
 
     Those of MODEL, or of all models, as their agents report. An engine is stale when its agent was not heard for three reports (15 s), and
-    gone after a minute. What engines serve that are not gone is kept, whatever the retention says.
+    gone after a minute. What engines that are not gone serve or draft by is kept, whatever the retention says.
     """
     with client_of(server) as client:
         found = client.engines(model)

@@ -280,8 +280,8 @@ def standing(entry: Entry, named: int, now_s: float, leases: Leases) -> str:
     return STANDING_CURRENT if report.version == named else STANDING_BEHIND
 
 
-def served(entries: Iterable[Entry], now_s: float, leases: Leases) -> dict[int, tuple[str, ...]]:
-    """The versions that engines of one model serve or are being taken to, by number, and which engines these are, for people.
+def served(entries: Iterable[Entry], model: str, now_s: float, leases: Leases) -> dict[int, tuple[str, ...]]:
+    """The versions of one model that engines serve, or are being taken to, or draft by, by number, and which engines these are, for people.
 
     Of each owner's those that most engines serve, and of those the newest, `MOST_KEPT` at most. What another replica has told counts until
     it would be forgotten: if that one is cut off, its engines serve all the same.
@@ -290,14 +290,23 @@ def served(entries: Iterable[Entry], now_s: float, leases: Leases) -> dict[int, 
     for entry in entries:
         last_s = leases.gone_s if entry.here else leases.forgotten_s
         if not entry.report.ended and now_s - entry.heard_s < last_s:
-            own = of_owner.setdefault(entry.owner.quota, {})
-            for number in {entry.report.version, entry.report.target} - {0}:
+            for number in versions_had(entry.report, model):
+                own = of_owner.setdefault(entry.owner.quota, {})
                 own.setdefault(number, []).append(entry.report.label)
     found: dict[int, list[str]] = {}
     for own in of_owner.values():
         for number in sorted(own, key=lambda each: (len(own[each]), each), reverse=True)[:MOST_KEPT]:
             found.setdefault(number, []).extend(own[number])
     return {number: _named(labels) for number, labels in sorted(found.items())}
+
+
+def versions_had(report: EngineReport, model: str) -> set[int]:
+    """The versions of a model that an engine serves, is being taken to, or drafts by."""
+    found = {report.version, report.target} if report.model == model else set()
+    of, _, number = report.drafter.rpartition("@")
+    if of == model and number.isdecimal():
+        found.add(int(number))
+    return found - {0}
 
 
 def _named(labels: list[str]) -> tuple[str, ...]:

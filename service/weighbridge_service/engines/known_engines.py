@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from itertools import groupby
 
 from prometheus_client.registry import Collector
@@ -63,8 +64,15 @@ class KnownEngines:
         """Instruments of what agents report to this process."""
         return self.steps, self.proofs
 
-    def report(self, owner: Owner, said: EngineReport) -> Engine:
+    def report(
+        self, owner: Owner, said: EngineReport, pulls: Callable[[str], bool] = lambda _model: True
+    ) -> Engine:
         """Take note of what an agent says of its engine; the engine as all see it now.
+
+        Args:
+            owner: whose agent it is.
+            said: by the agent.
+            pulls: whether the agent may pull a model: the drafter's version is left out if it may not, as collections keep what engines draft by.
 
         Raises:
             InvalidArgument: a field of it cannot be.
@@ -72,6 +80,8 @@ class KnownEngines:
             ResourceExhausted: too many engines have reported.
         """
         report = checked_report(said)
+        if report.drafter and not pulls(report.drafter.rpartition("@")[0]):
+            report = replace(report, drafter="")
         name = ModelName.parse(report.model)
         refs = self._refs(name)
         entry, news = self.registry.take(owner, report)
@@ -145,9 +155,9 @@ class KnownEngines:
         return found
 
     def served(self, name: ModelName) -> dict[int, tuple[str, ...]]:
-        """The versions of a model that live engines serve or are being taken to, and which engines these are."""
+        """The versions of a model that live engines serve, are being taken to or draft by, and which engines these are."""
         registry = self.registry
-        return served(registry.of_model(str(name)), registry.clock(), registry.leases)
+        return served(registry.all(), str(name), registry.clock(), registry.leases)
 
     def fleets(self) -> list[Fleet]:
         """The engines of each model that report to this process, in a few figures. Heads are not read for it: reports have

@@ -106,9 +106,20 @@ def test_what_engines_serve_or_are_taken_to_is_named_until_they_are_gone() -> No
     two = heard(1000.0, engine_id="e2", address="http://node8:8000", target=17, state="updating")
     none = heard(1000.0, engine_id="e3", version=0)
     first, second = "vllm at http://node7:8000", "vllm at http://node8:8000"
-    assert served([one, two, none], 1059.0, LEASES) == {16: (first, second), 17: (second,)}
-    assert served([one, two, none], 1060.0, LEASES) == {}
-    assert served([heard(state="ended")], 1000.0, LEASES) == {}
+    assert served([one, two, none], REPORT.model, 1059.0, LEASES) == {16: (first, second), 17: (second,)}
+    assert served([one, two, none], REPORT.model, 1060.0, LEASES) == {}
+    assert served([heard(state="ended")], REPORT.model, 1000.0, LEASES) == {}
+
+
+def test_what_an_engine_drafts_by_is_kept_of_the_drafters_model_and_of_no_other() -> None:
+    drafted = heard(drafter="acme/smol-eagle@5")
+    label = "vllm at http://node7:8000"
+    assert served([drafted], "acme/smol-eagle", 1000.0, LEASES) == {5: (label,)}
+    assert served([drafted], REPORT.model, 1000.0, LEASES) == {16: (label,)}
+    for odd in ("acme/smol-eagle", "acme/smol-eagle@latest", "@5", "acme/smol-eagle@0"):
+        assert served([heard(drafter=odd)], "acme/smol-eagle", 1000.0, LEASES) == {}
+    of_many = [heard(engine_id=f"e{n}", drafter=f"acme/smol-eagle@{n}") for n in range(1, 1001)]
+    assert len(served(of_many, "acme/smol-eagle", 1000.0, LEASES)) == MOST_KEPT
 
 
 def test_a_clock_that_is_set_back_ends_no_lease_and_is_followed() -> None:
@@ -123,13 +134,13 @@ def test_a_clock_that_is_set_back_ends_no_lease_and_is_followed() -> None:
 def test_what_another_replica_told_is_kept_while_that_one_may_be_cut_off() -> None:
     told = after_report(None, OWNER, REPORT, 1000.0, ms(1000), here=False)
     assert standing(told, 16, 1060.0, LEASES) == "gone"
-    assert served([told], 1599.0, LEASES) == {16: ("vllm at http://node7:8000",)}
-    assert served([told], 1600.0, LEASES) == {}
+    assert served([told], REPORT.model, 1599.0, LEASES) == {16: ("vllm at http://node7:8000",)}
+    assert served([told], REPORT.model, 1600.0, LEASES) == {}
 
 
 def test_of_a_fleet_some_are_named_and_the_others_counted() -> None:
     fleet = [heard(engine_id=f"e{n}", address=f"http://node{n:03}:8000") for n in range(1000)]
-    named = served(fleet, 1000.0, LEASES)[16]
+    named = served(fleet, REPORT.model, 1000.0, LEASES)[16]
     assert len(named) == 17
     assert (named[0], named[-1]) == ("vllm at http://node000:8000", "984 more")
 
@@ -137,9 +148,14 @@ def test_of_a_fleet_some_are_named_and_the_others_counted() -> None:
 def test_who_may_only_pull_does_not_keep_ever_more_versions() -> None:
     greedy = [heard(engine_id=f"g{number}", version=number) for number in range(1, 1001)]
     fleet = [heard(engine_id=f"f{n}", version=3) for n in range(2)]
-    assert list(served([*greedy, *fleet], 1000.0, LEASES)) == [3, *range(1002 - MOST_KEPT, 1001)]
+    assert list(served([*greedy, *fleet], REPORT.model, 1000.0, LEASES)) == [
+        3,
+        *range(1002 - MOST_KEPT, 1001),
+    ]
     other = after_report(None, Owner("other", "10.0.0.8"), replace(REPORT, version=5), 1000.0, ms(1000))
-    assert 5 in served([*greedy, other], 1000.0, LEASES), "each owner's engines count by themselves"
+    assert 5 in served([*greedy, other], REPORT.model, 1000.0, LEASES), (
+        "each owner's engines count by themselves"
+    )
 
 
 PARTS = {"wait": 0.1, "stage": 2.0, "agree": 0.2, "pause": 0.3, "apply": 0.4, "resume": 0.5, "confirm": 0.5}

@@ -298,6 +298,35 @@ def test_what_a_live_engine_serves_is_kept_until_it_is_gone(
     assert client.collect(MODEL).retired == (1, 2)
 
 
+def test_what_a_live_engine_drafts_by_is_kept_for_agents_that_may_pull_it(
+    tmp_path: Path, source: TinyModel
+) -> None:
+    given = {name: tokens.new_token() for name in ("owner", "both", "policy")}
+    drafter = "acme/eagle"
+    policy = policy_file(
+        tmp_path,
+        identity("owner", ["admin"], token=given["owner"]),
+        identity("both", [f"pull:{MODEL}", f"pull:{drafter}"], token=given["both"]),
+        identity("policy", [f"pull:{MODEL}"], token=given["policy"]),
+    )
+    with running_service(tmp_path / "store", policy=policy) as running:
+        credentials = {name: Credentials(token=token, insecure=True) for name, token in given.items()}
+        with TrainerClient(running.address, credentials=credentials["owner"]) as owner:
+            for model in (MODEL, drafter):
+                owner.import_folder(model, source.folder).wait(timeout=60)
+            for step in (2, 3):
+                owner.push_folder(drafter, source.folder, step=step).wait(timeout=60)
+            owner.set_retention(drafter, Retention(keep_last=1))
+            with EngineClient(running.address, credentials=credentials["policy"]) as agent:
+                report(agent, replace(REPORT, drafter=f"{drafter}@2"))
+                assert only(agent).drafter == "", "an agent that may not pull it keeps nothing of it"
+            with EngineClient(running.address, credentials=credentials["both"]) as agent:
+                report(agent, replace(REPORT, drafter=f"{drafter}@1"))
+                assert {each.drafter for each in agent.engines(MODEL)} == {"", f"{drafter}@1"}
+            kept = owner.collect(drafter, dry_run=True).kept
+            assert {each.number: each.engines for each in kept} == {1: (REPORT.label,), 3: ()}
+
+
 def test_engines_of_a_model_that_was_deleted_are_shown_until_they_are_gone(client: EngineClient) -> None:
     report(client, REPORT)
     client.delete_model(MODEL)

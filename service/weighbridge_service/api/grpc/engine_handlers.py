@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from weighbridge._core.engines.facts import EngineReport
 from weighbridge._transport import wire
 from weighbridge._transport.wire_engines import engine_to_proto
 from weighbridge.v1 import engine_service_pb2 as pb
+from weighbridge_service.access.scopes import Verb
 from weighbridge_service.api.grpc.call import Call
 from weighbridge_service.engines.entries import Owner
 from weighbridge_service.engines.known_engines import KnownEngines
@@ -26,7 +28,8 @@ class EngineHandlers:
 
     def ReportEngine(self, request: pb.ReportEngineRequest, call: Call) -> pb.ReportEngineResponse:
         owner = Owner(call.peer.name, call.peer.host)
-        engine = self._engines.report(owner, wire.read(EngineReport, request.report))
+        pulls = partial(call.peer.identity.may, Verb.PULL)
+        engine = self._engines.report(owner, wire.read(EngineReport, request.report), pulls)
         report_ms = round(self._engines.report_seconds * 1000)
         return pb.ReportEngineResponse(engine=engine_to_proto(engine), report_ms=report_ms)
 
