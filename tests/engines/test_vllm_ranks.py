@@ -251,3 +251,10 @@ def test_a_version_that_does_not_fit_the_engine_is_refused_by_what_differs(ranks
     assert "model.layers.1.mlp.gate_up_proj.weight: 32768 of 65536 elements" in gate
     assert "model.layers.2.block_sparse_moe.experts" in expert
     assert "model.norm.weight" in norm
+
+
+def test_what_a_loader_makes_of_parameters_is_kept_while_it_is_recorded_and_made_anew_by_updates(
+    ranks: Ranks,
+) -> None:
+    [(_, [rank])] = ranks.run(1, [{"do": "derived", "of": "llama"}])
+    assert rank == {"kept": True, "right": True}

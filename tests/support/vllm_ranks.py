@@ -205,6 +205,34 @@ def update(job: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def derived(job: dict[str, Any]) -> dict[str, Any]:
+    """Recording and update of a model whose loader makes something of its parameters in the end, as loaders of DFlash drafters do."""
+
+    def load_weights(self: Any, tensors: Any) -> Any:
+        loaded = original(self, tensors)
+        self.model.stacked = torch.stack([each.input_layernorm.weight.data for each in self.model.layers])
+        return loaded
+
+    config = engine_config(job)
+    kind: Any = type(made(config))
+    original, kind.load_weights = kind.load_weights, load_weights
+    try:
+        model, expected = (
+            processed(config, by_vllm(engine_config({**job, "folder": folder})))
+            for folder in (job["folder"], job["folder2"])
+        )
+        before = model.model.stacked
+        rank = vllm_rank(model, config)
+        rank.connect(ModelSource(job["model"], job["server"]))
+        kept = model.model.stacked is before
+        rank.apply(2)
+        rank.close()
+    finally:
+        kind.load_weights = original
+    made_anew = model.model.stacked
+    return {"kept": kept, "right": not made_anew.is_meta and torch.equal(made_anew, expected.model.stacked)}
+
+
 def ahead(job: dict[str, Any]) -> dict[str, Any]:
     """Updates of a model whose linear layers vLLM quantises while it loads them, in a place as a card's: to version 2, 1, 2, and by vLLM's own reload."""
     from weighbridge import _lazy as lazy

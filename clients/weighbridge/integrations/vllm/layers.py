@@ -24,6 +24,8 @@ from weighbridge.integrations.vllm.wrapped import named_layers
 Tensors = watching.Tensors
 PACKED = " (packed)"
 _ROWS_AT_ONCE = 512
+_OF_EACH_MODULE = frozenset(vars(torch.nn.Module()))
+"""Attributes in which torch keeps what a module consists of."""
 
 
 def tensors_of(model: torch.nn.Module) -> Tensors:
@@ -174,7 +176,27 @@ def without_storage(model: torch.nn.Module, model_config: Any) -> Iterator[Tenso
                 # not by setattr: what vLLM leaves as it is may be a tensor that modules do not take for a parameter
                 where: Any = layer._parameters if name in layer._parameters else layer._buffers
                 where[name] = bare[key]
-        yield tensors_of(model)
+        with _attributes_kept(model):
+            yield tensors_of(model)
+
+
+@contextmanager
+def _attributes_kept(model: torch.nn.Module) -> Iterator[None]:
+    """Block after which all layers have the attributes that they had, but for parameters, buffers and layers inside them: loaders of some models put there
+    what they make of parameters, as those of DFlash drafters do, and here these have no storage.
+    """
+    before = [(vars(layer), _plain_attributes(layer)) for layer in model.modules()]
+    try:
+        yield
+    finally:
+        for attributes, kept in before:
+            for name in attributes.keys() - kept.keys() - _OF_EACH_MODULE:
+                del attributes[name]
+            attributes.update(kept)
+
+
+def _plain_attributes(layer: torch.nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in vars(layer).items() if name not in _OF_EACH_MODULE}
 
 
 def _bare(tensor: Any) -> Any:
