@@ -462,7 +462,7 @@ def test_an_engine_that_sleeps_through_an_update_owes_its_proof_until_it_wakes(
     proofs = due_proofs.DueProofs(
         client, MODEL, Driver(ranks, lambda: None), 1, lambda **each: said.append(each)
     )
-    assert proofs.after_update(2, waits=True).verdict == NOT_PROVED
+    assert proofs.after_update(2, later="the engine sleeps").verdict == NOT_PROVED
     assert said[-1]["proof_error"] == "version 2 is not proved: the engine sleeps"
     assert proofs.owed is None, "it is not asked again at once"
     assert proofs.make(2).verdict == PROVED
@@ -506,6 +506,34 @@ def test_a_version_that_is_not_signed_as_required_is_not_brought_for_a_proof_tha
     assert (done.error, done.proof) == ("", PROVED)
 
 
+def test_a_version_that_a_wake_up_brings_again_is_proved_again(
+    ranks: list[EngineRank], client: EngineClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(due_proofs, "_FIRST_PAUSE_SECONDS", 0.0)
+    engine = Driver(ranks, lambda: None)
+    run = Follower(client, MODEL, engine, look_seconds=0.01, prove_every=1).run()
+    assert next(run).proof == PROVED
+    for rank in ranks:
+        rank.when_asleep = "wait"
+        before = rank.status().brought
+        rank.wake(lost=True, last=True)
+        assert (rank.status().served, rank.status().brought) == (f"{MODEL}@2", before + 1)
+    flip(ranks[1], random.Random(7))
+    found, again = next(run), next(run)
+    assert (found.proof, again.proof, again.error) == (FAILED, PROVED, "")
+
+
+def test_an_engine_that_was_left_paused_goes_on_before_it_is_proved(
+    ranks: list[EngineRank], client: EngineClient
+) -> None:
+    engine, asked = Driver(ranks, lambda: None), list[str]()
+    resume, evidence = engine.resume, engine.evidence
+    engine.resume = lambda: (asked.append("resume"), resume())[1]  # type: ignore[method-assign]
+    engine.evidence = lambda known=(): (asked.append("evidence"), evidence(known))[1]  # type: ignore[method-assign]
+    assert next(Follower(client, MODEL, engine, prove_every=1).run()).proof == PROVED
+    assert asked[:2] == ["resume", "evidence"]
+
+
 def test_an_engine_that_was_started_again_is_proved_whatever_is_due(
     ranks: list[EngineRank], client: EngineClient
 ) -> None:
@@ -541,7 +569,7 @@ def test_an_engine_of_which_nothing_can_be_compared_is_not_proved(
     assert "none of its parameters can be compared" in str(said[-1]["proof_error"])
     assert "proofs" not in said[-1], "it does not count as one"
     assert (proofs.owed, engine.loads) == (None, 0)
-    proofs.after_update(2, waits=True)
+    proofs.after_update(2, later="the engine sleeps")
     assert proofs.make(2).verdict == NOT_PROVED  # behind the wake-up
     assert proofs.owed is None, "else the engine makes digests with each look"
 

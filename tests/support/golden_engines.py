@@ -37,6 +37,7 @@ class StandIn:
         model: that answers.
         cached: that has computed the cached prefixes; the model itself if None.
         asleep: whether it sleeps.
+        paused: whether it is paused.
         key: that requests must bring.
         served: label of the version that its one worker says it serves; None for a vLLM without weighbridge.
         asked: paths of requests, with their bodies.
@@ -45,6 +46,7 @@ class StandIn:
     model: PreTrainedModel
     cached: PreTrainedModel | None = None
     asleep: bool = False
+    paused: bool = False
     key: str = ""
     served: str | None = None
     asked: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
@@ -58,8 +60,10 @@ class StandIn:
         self.asked.append((path, body))
         if path == "/is_sleeping":
             return 200, {"is_sleeping": self.asleep}
+        if path == "/is_paused":
+            return 200, {"is_paused": self.paused}
         if path == "/v1/completions":
-            assert not self.asleep
+            assert not (self.asleep or self.paused)
             return 200, {"choices": [self._vllm(body)]}
         if path == "/collective_rpc" and self.served is not None:
             place = {"engine": 0, "rank": 0, "ranks": 1, "engines": 1, "group": 1}
@@ -113,11 +117,12 @@ class Vllm(VllmServer):
         self.has: int | None = None
         self.waiting: int | None = None
         self.applied: list[int] = []
+        self.brought = 0
 
     def connect(self) -> None: ...
 
     def serving(self) -> Serving:
-        return Serving(self.has, model=self._name, waiting=self.waiting)
+        return Serving(self.has, model=self._name, waiting=self.waiting, brought=self.brought)
 
     def prepare(self, version: int) -> Prepared:
         return Prepared(1, 0.0)

@@ -210,14 +210,15 @@ class Follower:
         number = version.number
         self._heard_s, self._news = time.monotonic(), version
         if self._engine_has(number):
+            # an agent before this one may have ended while the engine was paused
+            self._engine.label(label(self._model, number, self._drafter))
+            self._engine.resume()
             problem = self._unsigned(number)
             # of a version that is not signed as required nothing is fetched, not to compare it either
             proved = Proved() if problem else self._proofs.after_update(number)
             if proved.problem:
                 yield from self._insist(version)
                 return
-            self._engine.label(label(self._model, number, self._drafter))
-            self._engine.resume()  # an agent before this one may have ended while it was paused
             asked = self._ask_golden(number)
             if not asked.problem:
                 self._say(state=ENGINE_SERVING, version=number, target=0, error=problem or self._stale)
@@ -244,6 +245,9 @@ class Follower:
             return False
         if before.waiting is not None and serving.version == before.waiting:
             self._say(state=ENGINE_SERVING, version=serving.version, target=0, error=serving.stale)
+            self._unanswered = serving.version, ""
+        elif serving.version is not None and _has_got_it_again(before, serving):
+            self._proofs.after_update(serving.version, later="a wake-up has brought it again")
             self._unanswered = serving.version, ""
         elif serving.version != before.version:
             had = "no version" if before.version is None else f"version {before.version}"
@@ -388,7 +392,11 @@ class Follower:
         if serving is not None and not waits and (serving.broken or version not in (None, number)):
             problem = _with_what_is_served(problem, number, serving)
         laps.end("confirm")
-        proof = Proved() if problem else self._proofs.after_update(number, waits=waits)
+        proof = (
+            Proved()
+            if problem
+            else self._proofs.after_update(number, later="the engine sleeps" if waits else "")
+        )
         problem = problem or proof.problem
         asked = Asked() if problem or waits else self._ask_golden(number)
         problem = problem or asked.problem
@@ -517,6 +525,12 @@ class Follower:
             return serving.version == number and drafts and serving.waiting in (None, number)
         except WeighbridgeError:
             return False
+
+
+def _has_got_it_again(before: Serving, now: Serving) -> bool:
+    """Test whether the engine has got anew, and not from an agent, the version that it had: a wake-up brings what sleep has discarded."""
+    same = now.version == before.version and now.instances == before.instances
+    return same and now.brought != before.brought
 
 
 def _golden_of(asked: Asked) -> dict[str, Any]:

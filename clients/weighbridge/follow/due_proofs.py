@@ -86,19 +86,19 @@ class DueProofs:
         self._until = min(self._every, 1)
         self._not_loaded = ""
 
-    def after_update(self, number: int, *, waits: bool = False) -> Proved:
+    def after_update(self, number: int, *, later: str = "") -> Proved:
         """Prove that the engine computes with the bytes of a version, if that is due after this update or start.
 
         Args:
             number: of the version.
-            waits: whether the engine sleeps, and its wake-up brings the version: then the proof is owed.
+            later: why the proof cannot be made now, and is owed; empty if it can be.
         """
         self._owed = None
         self._until -= 1
         if self._until > 0 or not self._every:
             return Proved()
         self._pause_s = _FIRST_PAUSE_SECONDS
-        return self._owe(number, "the engine sleeps") if waits else self.make(number)
+        return self._owe(number, later) if later else self.make(number)
 
     def make(self, number: int) -> Proved:
         """Make a proof that is due, or owe it."""

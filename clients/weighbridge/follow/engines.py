@@ -101,6 +101,7 @@ class Serving:
         waiting: number of the version that the engine's wake-up will bring; None if there is none.
         stale: weights of the engine that are not of that version, as a drafter's; empty if there are none.
         draft: the version of the drafter, if that is a model of its own which the engine has from the service, as ``acme/smol-eagle@5``; empty without.
+        brought: how many versions its ranks have got since they were started, all of them together; 0 for an engine that does not say.
     """
 
     version: int | None
@@ -110,6 +111,7 @@ class Serving:
     waiting: int | None = None
     stale: str = ""
     draft: str = ""
+    brought: int = field(default=0, compare=False)
 
 
 class Engine(Protocol):
@@ -193,7 +195,8 @@ def serving_of(ranks: Ranks, model: str) -> Serving:
     served = found.pop()
     stale = next((status.stale for status in ranks.values() if status.stale), "")
     of = policy_in(served).rpartition("@")[0]
-    return Serving(_number(served, model), broken, of, instances, waiting, stale, drafter_in(served))
+    brought = sum(status.brought for status in ranks.values())
+    return Serving(_number(served, model), broken, of, instances, waiting, stale, drafter_in(served), brought)
 
 
 def check_same_ranks(asked: Ranks, answered: Ranks) -> None:

@@ -53,6 +53,7 @@ class Status(JsonValue):
         instance: which start of this rank answers: two servers behind one address, and a server before and after a restart, have different ones.
         waiting: the version that the wake-up of the engine will bring; empty if there is none.
         stale: weights of the engine that are not of the version served, as a drafter's, and why; empty if there are none.
+        brought: how many versions were brought to the parameters since this rank was started; a wake-up may bring the one that it had.
     """
 
     served: str = ""
@@ -66,6 +67,7 @@ class Status(JsonValue):
     waiting: str = ""
     early_seconds: float = 0.0
     stale: str = ""
+    brought: int = field(default=0, compare=False)
 
     @staticmethod
     def from_json(found: Mapping[str, Any]) -> Status:

@@ -194,10 +194,10 @@ class VllmServer:
         """Log probabilities that each engine behind the server gives the tokens of a prompt.
 
         Raises:
-            FailedPrecondition: the engine sleeps.
+            FailedPrecondition: the engine sleeps, or is paused.
             EngineFailed: it does not answer, or takes no such prompt, as one with ids outside its vocabulary.
         """
-        self._check_awake()
+        self._check_goes_on()
         count = self._count_engines()
         api = replace(self._api, timeout=min(self._api.timeout, ASK_SECONDS))
         if count == 1:
@@ -205,12 +205,18 @@ class VllmServer:
         each = {rank: replace(api, headers={**api.headers, _RANK: str(rank)}) for rank in range(count)}
         return {f"engine {rank}": _answer(one, tokens) for rank, one in each.items()}
 
-    def _check_awake(self) -> None:
-        """Raise FailedPrecondition if the engine sleeps: a request would wait for its wake-up, or end it."""
+    def _check_goes_on(self) -> None:
+        """Raise FailedPrecondition if the engine sleeps or is paused: a request would wait for its wake-up, or end it, or wait until it goes on."""
+        if self._says("is_sleeping"):
+            raise FailedPrecondition("the engine sleeps", fix="wake it up: POST /wake_up")
+        if self._says("is_paused"):
+            raise FailedPrecondition("the engine is paused", fix="let it go on: POST /resume")
+
+    def _says(self, what: str) -> bool:
         with contextlib.suppress(NoRoute):
-            said = self._api.call("/is_sleeping")
-            if isinstance(said, dict) and said.get("is_sleeping"):
-                raise FailedPrecondition("the engine sleeps", fix="wake it up: POST /wake_up")
+            said = self._api.call(f"/{what}")
+            return isinstance(said, dict) and bool(said.get(what))
+        return False
 
     def _count_engines(self) -> int:
         """Number of engines behind the server; one, if it was not started with weighbridge."""

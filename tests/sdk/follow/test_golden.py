@@ -370,6 +370,33 @@ def test_an_engine_that_sleeps_is_sent_no_prompt(
         assert engine_of(kind, url).answer([1, 2])
 
 
+def test_an_engine_that_is_paused_is_sent_no_prompt_that_would_wait_until_it_goes_on(
+    weights: tuple[dict[int, PreTrainedModel], dict[int, Path]],
+) -> None:
+    engine = StandIn(weights[0][1], paused=True)
+    with engine.serving() as url:
+        with pytest.raises(FailedPrecondition, match="the engine is paused"):
+            engine_of("vllm", url).answer([1, 2])
+        assert "/v1/completions" not in {path for path, _ in engine.asked}
+        engine.paused = False
+        assert engine_of("vllm", url).answer([1, 2])
+
+
+def test_a_version_that_a_wake_up_has_brought_again_is_asked_again(place: Place) -> None:
+    number = place.push(1, golden=golden(place.models[1]), max_drift=EXACT)
+    engine = StandIn(place.models[1])
+    with engine.serving() as url:
+        driver = Vllm(url, MODEL)
+        updates = follow(place, driver, GoldenChecks())
+        assert next(updates).golden == WITHIN
+        engine.asked.clear()
+        driver.brought += 1  # as a rank says it behind a wake-up from level 2
+        done = next(updates)
+        assert (done.version, done.serves, done.golden, done.nbytes) == (number, number, WITHIN, 0)
+        assert "/v1/completions" in {path for path, _ in engine.asked}
+        assert driver.applied == [number]
+
+
 def test_a_version_that_waits_for_the_wake_up_is_asked_behind_it(place: Place) -> None:
     number = place.push(1, golden=golden(place.models[1]), max_drift=EXACT)
     engine = StandIn(place.models[1], asleep=True)

@@ -91,6 +91,7 @@ class EngineRank:
         self._left_behind = False
         """Whether the last update has named no version of a drafter that has versions of its own."""
         self._instance = secrets.token_hex(8)
+        self._brought = 0
         self._reported = bool(engine.kind)
         self._reporter: EngineReporter | None = None
 
@@ -504,7 +505,12 @@ class EngineRank:
         served = self.held.label if self.held is not None else ""
         waiting = self._waiting[0].label(self._waiting[1]) if self._waiting is not None else ""
         found = Status(
-            served=served, broken=self._broken, instance=self._instance, waiting=waiting, stale=self._stale
+            served=served,
+            broken=self._broken,
+            instance=self._instance,
+            waiting=waiting,
+            stale=self._stale,
+            brought=self._brought,
         )
         there = self._preparation
         if there is None:
@@ -684,6 +690,7 @@ class EngineRank:
         finally:
             self.discard()
         self.held, self._broken, self._lost = held, "", None
+        self._brought += 1
         self._drafter_lost &= not held.source.draft
 
     def _filled(self, there: Preparation) -> Held:
