@@ -183,6 +183,8 @@ def test_layers_that_are_quantized_while_they_load_are_quantized_before_the_paus
         for rank in said:
             assert set(map(tuple, rank["different"].values())) == {()}, (job, rank)
             assert rank["moved"] == []
+            [reserved] = set(rank["room"])  # the same with a drafter, and when that is left again
+            assert reserved > 0
             if "share" in job:
                 assert all(0 < counts["replaced"] < 16 for counts in rank["counts"].values())
                 assert any("has room in the reserved memory" in why for why in rank["left"].values())

@@ -282,8 +282,13 @@ def ahead(job: dict[str, Any]) -> dict[str, Any]:
         found["proof"] = [*proof.wrong, *different(model, expected[2])]
     moved = [name for name, p in model.named_parameters() if p.data_ptr() != where.get(name)]
     left = rank.engine.applier.ahead.left
+    room = [rank.engine.applier.ahead.reserve(torch.device("cpu"))]
+    rank.engine.join(torch.nn.Linear(1, 1))
+    room.append(rank.engine.applier.ahead._room.numel())
+    rank.engine.part()
+    room.append(rank.engine.applier.ahead._room.numel())
     rank.close()
-    return {"different": found, "counts": counts, "moved": moved, "left": left}
+    return {"different": found, "counts": counts, "moved": moved, "left": left, "room": room}
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from weighbridge import _lazy as lazy
 from weighbridge.integrations.vllm import layers
 from weighbridge.integrations.vllm.releases import LEFT_IN_PLACE, NOT_MADE_ANEW, is_deferred
 from weighbridge.integrations.vllm.shadows import Shadows, Subject
-from weighbridge.integrations.vllm.watching import Unsuitable, storage_of
+from weighbridge.integrations.vllm.watching import Tensors, Unsuitable, own_tensors, storage_of
 from weighbridge.integrations.vllm.wrapped import named_layers
 
 log = init_logger(f"vllm.plugins.{__name__}")
@@ -59,6 +59,11 @@ class Ahead:
             self._take_room(device)
         return self._room_bytes
 
+    def take_over(self, before: Ahead) -> None:
+        """Go on with what was reserved for another model, of which this one has all layers."""
+        self._stream, self._room_bytes, self._room = before._stream, before._room_bytes, before._room
+        before._room = None
+
     def process(
         self, update: lazy.Update, recording: lazy.Recording, leave: Container[torch.nn.Module]
     ) -> int:
@@ -81,30 +86,32 @@ class Ahead:
         owners = Counter(
             storage
             for each in self._model.modules()
-            for storage in {storage_of(tensor) for tensor in layers.own_tensors(each).values()} - {0}
+            for storage in {storage_of(tensor) for tensor in own_tensors(each).values()} - {0}
         )
         with lazy.on_stream_of(staged.device, self._own_stream(staged.device)), torch.no_grad():
             self._room = None
-            for prefix, layer in subjects:
-                try:
-                    count += self._process(update, recording, owners, prefix, layer)
-                except Unsuitable as error:
-                    self._say(layer, str(error))
-            self._take_room(staged.device)
+            try:
+                for prefix, layer in subjects:
+                    try:
+                        count += self._process(update, recording, owners, prefix, layer)
+                    except Unsuitable as error:
+                        self._say(layer, str(error))
+            finally:
+                self._take_room(staged.device)
         log.info(
             "%s: %d of %d layers processed before the pause, in %.3f s",
             update.version, count, len(subjects), time.monotonic() - begun,
         )  # fmt: skip
         return count
 
-    def made(self, update: lazy.Update) -> layers.Tensors:
+    def made(self, update: lazy.Update) -> Tensors:
         """The live tensors for which something was made, by full name."""
         if not update.replaced:
             return {}
         return {
             layers.full_name(prefix, name): tensor
             for prefix, layer in named_layers(self._model)
-            for name, tensor in layers.own_tensors(layer).items()
+            for name, tensor in own_tensors(layer).items()
             if layers.full_name(prefix, name) in update.made
         }
 
@@ -116,7 +123,7 @@ class Ahead:
         prefix: str,
         layer: torch.nn.Module,
     ) -> bool:
-        own, remade = layers.own_tensors(layer), layers.as_made(layer)
+        own, remade = own_tensors(layer), layers.as_made(layer)
         full = {name: layers.full_name(prefix, name) for name in own.keys() | remade.keys()}
         filled = {name for name, each in full.items() if each in recording.targets}
         if not filled:
@@ -179,7 +186,7 @@ def _method(layer: torch.nn.Module) -> Any:
 
 
 def _nbytes_of(layer: torch.nn.Module) -> int:
-    return sum(map(_nbytes, layers.own_tensors(layer).values()))
+    return sum(map(_nbytes, own_tensors(layer).values()))
 
 
 def _nbytes(tensor: torch.Tensor) -> int:

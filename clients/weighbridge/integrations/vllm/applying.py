@@ -143,11 +143,11 @@ class Applier:
         self._process_shared([*self._model.modules()][::-1])
         self._all_as_loaded = None
 
-    def live(self, recording: lazy.Recording) -> layers.Tensors:
+    def live(self, recording: lazy.Recording) -> watching.Tensors:
         """Tensors that the layers have as they were loaded, by the names of the recording's targets."""
-        found: layers.Tensors = {}
+        found: watching.Tensors = {}
         for layer, names in self._wanted(recording):
-            own, processed = layers.own_tensors(layer), self._is_processed(layer)
+            own, processed = watching.own_tensors(layer), self._is_processed(layer)
             found |= {
                 full: own[name]
                 for name, full in names.items()
@@ -175,7 +175,7 @@ class Applier:
         for layer, names in wanted:
             if self._is_processed(layer):
                 return False
-            own = layers.own_tensors(layer)
+            own = watching.own_tensors(layer)
             if any(lazy.Shape.of(own[name]) != recording.targets[full] for name, full in names.items()):
                 return False
         filled = {full for _, names in wanted for full in names.values()}
@@ -194,7 +194,7 @@ class Applier:
         """
         found = []
         for prefix, layer in named_layers(self._model):
-            full = {name: layers.full_name(prefix, name) for name in layers.own_tensors(layer)}
+            full = {name: layers.full_name(prefix, name) for name in watching.own_tensors(layer)}
             names = {
                 name: each
                 for name, each in full.items()
@@ -220,7 +220,7 @@ class Applier:
         with self._watched(layer):
             for name, fill in fills.items():
                 if name in LEFT_IN_PLACE:  # vLLM leaves them in place
-                    fill(layers.own_tensors(layer)[name])
+                    fill(watching.own_tensors(layer)[name])
                 else:
                     _load(layer, name, fill, borrowed)
         return False
@@ -229,7 +229,7 @@ class Applier:
         """Whether the tensors that the layer computes with are those that a loader fills."""
         if self._is_processed(layer):
             return False
-        live, loaded = _live_tensors(layer), layers.own_tensors(layer)
+        live, loaded = _live_tensors(layer), watching.own_tensors(layer)
         return live.keys() == loaded.keys() and all(
             watching.lies(live[name]) == watching.lies(tensor) for name, tensor in loaded.items()
         )
@@ -250,12 +250,12 @@ class Applier:
 
     def _process_shared(self, filled: Sequence[torch.nn.Module]) -> None:
         """Process layers that were not filled themselves but share a tensor with one that was, as a tied output layer does."""
-        owners = {id(tensor): layer for layer in filled for tensor in layers.own_tensors(layer).values()}
+        owners = {id(tensor): layer for layer in filled for tensor in watching.own_tensors(layer).values()}
         for layer in self._model.modules():
             method = getattr(layer, "quant_method", None)
             if not isinstance(method, QuantizeMethodBase) or layer in self._unprocessed:
                 continue
-            if any(owners.get(id(t), layer) is not layer for t in layers.own_tensors(layer).values()):
+            if any(owners.get(id(t), layer) is not layer for t in watching.own_tensors(layer).values()):
                 method.process_weights_after_loading(layer)
 
 
@@ -271,9 +271,9 @@ def _fill_together(
     wanted: Sequence[tuple[torch.nn.Module, Mapping[str, str]]],
 ) -> None:
     """Fill what layers compute with, in one go but for what processing has cast."""
-    together: layers.Tensors = {}
+    together: watching.Tensors = {}
     for layer, names in wanted:
-        own = layers.own_tensors(layer)
+        own = watching.own_tensors(layer)
         for name, full in names.items():
             if own[name].dtype == recording.targets[full].dtype:
                 together[full] = own[name].detach()
@@ -324,7 +324,7 @@ def _borrowed_loaders() -> Iterator[Borrowed]:
             vars(parameter).update(attributes)
 
 
-def _live_tensors(layer: torch.nn.Module) -> layers.Tensors:
+def _live_tensors(layer: torch.nn.Module) -> watching.Tensors:
     """What a layer computes with, while it is in the format of checkpoints."""
     kept = get_layerwise_info(layer).kernel_tensors
     return {**kept[0], **kept[1]} if kept is not None else {}

@@ -17,11 +17,10 @@ from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 
 from weighbridge import _lazy as lazy
 from weighbridge.integrations.engine_rank import storageless
-from weighbridge.integrations.vllm import watching
 from weighbridge.integrations.vllm.releases import is_deferred, put_back
+from weighbridge.integrations.vllm.watching import Tensors, own_tensors
 from weighbridge.integrations.vllm.wrapped import named_layers
 
-Tensors = watching.Tensors
 PACKED = " (packed)"
 _ROWS_AT_ONCE = 512
 _OF_EACH_MODULE = frozenset(vars(torch.nn.Module()))
@@ -77,11 +76,6 @@ def packed_weights(model: torch.nn.Module) -> Tensors:
 def full_name(prefix: str, name: str) -> str:
     """The name in the model of a layer's tensor."""
     return f"{prefix}.{name}" if prefix else name
-
-
-def own_tensors(layer: torch.nn.Module) -> Tensors:
-    """Parameters and buffers of one layer, without those of layers inside it."""
-    return watching.own_tensors(layer)
 
 
 def shapes_loaded(model: torch.nn.Module) -> list[lazy.Shape]:

@@ -55,7 +55,7 @@ class VllmModel(EngineModel):
     def join(self, drafter: torch.nn.Module, name: str = "the drafter") -> None:
         """Fill the drafter, too, and reserve for it what share of the card's memory is reserved for the model."""
         super().join(drafter, name)
-        self.applier = Applier(self.model, self._model_config, self.applier, applier_of(drafter))
+        self._apply_by(Applier(self.model, self._model_config, self.applier, applier_of(drafter)))
         if self.place is not None:
             own = [tensor for name, tensor in self.targets().items() if name.startswith(PREFIX)]
             nbytes = self.place.nbytes + int(
@@ -67,7 +67,11 @@ class VllmModel(EngineModel):
     def part(self) -> None:
         """Fill the drafter no more."""
         super().part()
-        self.applier = Applier(self.model, self._model_config, self.applier)
+        self._apply_by(Applier(self.model, self._model_config, self.applier))
+
+    def _apply_by(self, applier: Applier) -> None:
+        applier.ahead.take_over(self.applier.ahead)
+        self.applier = applier
 
     @property
     def ranks(self) -> Ranks:
