@@ -2,7 +2,7 @@
 
 The config is data: texts in it that are regular expressions are bounded, and never executed. Names of peft's LoRA tensors are
 ``base_model.model.<module>.lora_A.weight``. A module is looked for among the base's tensors by its whole name, and then by what follows from its first
-numbered layer on, because transformers names what is around the layers differently in memory and in files.
+numbered layer on, or by its last name if it is in none, because transformers names what is around the layers differently in memory and in files.
 """
 
 from __future__ import annotations
@@ -139,16 +139,16 @@ class _Modules:
         self._modules: set[str] = set()
         self._tails: defaultdict[str, list[TensorSpec]] = defaultdict(list)
         for name, spec in base.items():
-            parts = name.split(".")
-            self._modules.update(".".join(parts[:end]) for end in range(1, len(parts)))
-            self._tails[_tail(parts)].append(spec)
+            *module, kind = name.split(".")
+            self._modules.update(".".join(module[:end]) for end in range(1, len(module) + 1))
+            if kind == "weight":
+                self._tails[_tail(module)].append(spec)
         self._modules.update([_tail(module.split(".")) for module in self._modules])
 
     def weight(self, module: str) -> TensorSpec | None:
         """The weight of a module; None if none is called so, or several are."""
-        name = f"{module}.weight"
-        alike = self._tails.get(_tail(name.split(".")), [])
-        return self._base.get(name) or (alike[0] if len(alike) == 1 else None)
+        alike = self._tails.get(_tail(module.split(".")), [])
+        return self._base.get(f"{module}.weight") or (alike[0] if len(alike) == 1 else None)
 
     def may_have(self, module: str) -> bool:
         """Whether the base may have a module by other names of its tensors."""
@@ -160,6 +160,6 @@ class _Modules:
 
 
 def _tail(parts: Sequence[str]) -> str:
-    """A name from its first numbered layer on, ``layers.0.mlp``; all of it if it is in none."""
-    at = next((i for i, part in enumerate(parts) if i and part.isdecimal()), 1)
+    """A module's name from its first numbered layer on, ``layers.0.mlp``; its last name, ``embed_tokens``, if it is in none."""
+    at = next((i for i, part in enumerate(parts) if i and part.isdecimal()), len(parts))
     return ".".join(parts[at - 1 :])

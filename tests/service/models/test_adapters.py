@@ -85,6 +85,24 @@ def test_names_are_found_behind_what_is_around_the_layers() -> None:
         _fits(vision, _spec(name, 4, 9))
 
 
+@pytest.mark.parametrize(
+    ("in_files", "in_memory"),
+    [
+        ("wte", "transformer.wte"),  # openai-community/gpt2
+        ("language_model.model.embed_tokens", "model.language_model.embed_tokens"),  # files of LLaVA
+        ("language_model.lm_head", "lm_head"),
+    ],
+)
+def test_modules_outside_the_layers_are_found_by_their_last_names(in_files: str, in_memory: str) -> None:
+    base = _base(_spec(f"{in_files}.weight", 40, 8), _spec(f"{LAYER}.weight", 12, 8))
+    name = f"base_model.model.{in_memory}.lora_embedding_B"
+    _fits(base, _spec(name, 8, 4))
+    with pytest.raises(LayoutError, match="does not fit"):
+        _fits(base, _spec(name, 9, 4))
+    with pytest.raises(LayoutError, match="lacks 1 module"):
+        _fits(PLAIN, _spec("base_model.model.model.embed_tokens.lora_embedding_B", 8, 4))
+
+
 def test_packed_weights_and_other_tensors_are_not_compared() -> None:
     packed = _base(
         _spec(f"{LAYER}.weight", 48, 1, dtype="uint8"), _spec(f"{LAYER}.qweight", 2, 2, dtype="uint8")
