@@ -20,8 +20,9 @@ from weighbridge import EngineClient, TrainerClient
 from weighbridge import _lazy as lazy
 from weighbridge.errors import FailedPrecondition, Unavailable, WeighbridgeError
 from weighbridge.follow.proving import prove
-from weighbridge.follow.status import label
+from weighbridge.follow.status import label, policy_in
 from weighbridge.integrations.engine_rank.agreement import OneRank
+from weighbridge.integrations.engine_rank.model import EngineAsleep
 from weighbridge.integrations.engine_rank.rank import EngineRank
 from weighbridge.integrations.engine_rank.source import ModelSource
 
@@ -314,6 +315,25 @@ def test_sleep_that_has_discarded_both_is_followed_by_a_wake_up_that_brings_both
     rank.wake(lost=True, last=True)
     place.check(rank, 2, 1)
     assert rank.status().stale == ""
+
+
+@pytest.mark.parametrize("names", [False, True])
+def test_a_drafter_that_a_version_behind_a_wake_up_leaves_is_stale_and_one_that_it_names_is_not(
+    place: Place, rank: EngineRank, monkeypatch: pytest.MonkeyPatch, names: bool
+) -> None:
+    rank.when_asleep, rank.stale_drafter = "wait", "allow"
+
+    def asleep() -> None:
+        raise EngineAsleep("the engine sleeps")
+
+    with monkeypatch.context() as during:
+        during.setattr(rank.engine, "check_awake", asleep)
+        rank.apply(2, place.both(1) if names else rank.source)
+    assert policy_in(rank.status().waiting) == f"{POLICY}@2"
+    rank.wake(lost=False, last=True)
+    place.check(rank, 2, 1)
+    assert rank.status().waiting == ""
+    assert ("is stale" in rank.status().stale) == (not names)
 
 
 def test_the_proof_covers_both_each_by_its_own_version(place: Place, rank: EngineRank) -> None:

@@ -63,7 +63,8 @@ class StandIn:
         if path == "/is_paused":
             return 200, {"is_paused": self.paused}
         if path == "/v1/completions":
-            assert not (self.asleep or self.paused)
+            assert not self.asleep
+            assert not self.paused
             return 200, {"choices": [self._vllm(body)]}
         if path == "/collective_rpc" and self.served is not None:
             place = {"engine": 0, "rank": 0, "ranks": 1, "engines": 1, "group": 1}

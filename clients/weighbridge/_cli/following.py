@@ -190,8 +190,8 @@ def follow_command(
     from weighbridge.follow.status_file import status_file
 
     model, ref = reference.model, ref_of(reference, ref, REF_LATEST)
-    if is_training(model):
-        raise click.UsageError(f"engines take no training states: follow {model.partition(':')[0]}")
+    for each in filter(is_training, (model, *(draft or ())[:1])):
+        raise click.UsageError(f"engines take no training states: follow {each.partition(':')[0]}")
     if len(urls) > 1:
         raise click.UsageError(f"--url names {len(urls)} servers: run one agent beside each")
     url = checked_url(urls[0]) if urls else None

@@ -206,6 +206,7 @@ def test_where_signatures_are_required_a_drafter_without_one_keeps_both_back(
     [
         (["--draft", f"{DRAFTER}@7"], "is one version, and no other one will come"),
         (["--draft", MODEL], "which is the model that the engine answers by"),
+        (["--draft", f"{DRAFTER}:training"], f"engines take no training states: follow {DRAFTER}"),
         (["--draft", DRAFTER, "--engine", "sglang"], "--engine sglang has no --draft"),
     ],
 )

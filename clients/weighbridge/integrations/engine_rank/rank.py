@@ -308,7 +308,8 @@ class EngineRank:
             self.stage(number, source)
             known = self._known(source)
             if self._sleeps(number, source):
-                self._waiting = known, number
+                # without a drafter's version that was not named: that one is left behind, now or then
+                self._waiting = source or known.with_draft(""), number
                 self._say(
                     state=ENGINE_WAITING,
                     target=number,
@@ -480,7 +481,7 @@ class EngineRank:
         if self._waiting is not None:
             source, number = self._waiting
             try:
-                if self.held is None or self.held.label != source.label(number):
+                if self.held is None or self.held.label != self._known(source).label(number):
                     self._bring(source, number)
                 elif self._preparation is not None and self._preparation.number == number:
                     self.discard()
@@ -650,7 +651,7 @@ class EngineRank:
     def _bring(self, source: ModelSource, number: int) -> None:
         """`apply`, whatever else is being prepared, which begins anew behind it. Collective."""
         there = self._preparation
-        if there is None or (there.source, there.number) == (source, number):
+        if there is None or (there.source, there.number) == (self._known(source), number):
             self.apply(number, source)
             return
         self.discard()
