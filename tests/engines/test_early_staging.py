@@ -251,6 +251,24 @@ def test_what_is_staged_is_processed_when_it_is_known_to_be_the_version_s_and_ag
     assert engine.processed == [number, 1, number]
 
 
+def test_a_version_whose_processing_ends_with_any_error_is_applied_from_where_it_was_staged(
+    rank: EngineRank, model: Llama, arrays: Arrays, monkeypatch: pytest.MonkeyPatch, raw: RawClient
+) -> None:
+    def fails(update: lazy.Update, recording: lazy.Recording) -> int:
+        assert update.staged
+        raise AttributeError("made up")
+
+    monkeypatch.setattr(rank.engine, "process_staged", fails)
+    new = others(arrays, 2)
+    number, [stream] = begin(raw, new, 2)
+    raw.push(MODEL, number, cut(stream))
+    raw.seal(MODEL, number)
+    rank.apply(number)
+    assert rank.status().served == f"{MODEL}@{number}"
+    for name, tensor in expected(new).items():
+        assert torch.equal(model.get_parameter(name), tensor), name
+
+
 def test_a_step_of_an_engine_that_began_early_has_waited_less_than_nothing(
     rank: EngineRank, service: RunningService, raw: RawClient, arrays: Arrays
 ) -> None:

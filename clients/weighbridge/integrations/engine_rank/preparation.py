@@ -312,7 +312,7 @@ class Preparation:
             update.stage(place, there)
             self._note("staged")
             if place is engine.place:
-                engine.process_staged(update, self.recorded.recording)
+                self._process(engine, update)
                 self._note("processed")
             if early is not None:
                 log.info(
@@ -321,6 +321,12 @@ class Preparation:
                 )  # fmt: skip
         except RuntimeError as error:  # of torch: the bytes are here, and can be applied from where they are
             log.warning("%s is not brought to the place that is reserved for it: %s", self.label, error)
+
+    def _process(self, engine: EngineModel, update: lazy.Update) -> None:
+        try:
+            engine.process_staged(update, self.recorded.recording)
+        except Exception:  # whichever: what is not made here is made in the pause
+            log.exception("%s is not processed before the pause", self.label)
 
     def _note(self, what: str) -> None:
         log.debug("%s: %s after %.4f s", self.label, what, time.monotonic() - self._begun)
