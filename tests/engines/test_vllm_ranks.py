@@ -40,6 +40,13 @@ UNMAPPED: dict[str, dict[str, Any]] = {
     "olmo2": {**_UNMAPPED_SIZES, "num_key_value_heads": 4, "pad_token_id": 0},
     "starcoder2": {**_UNMAPPED_SIZES, "num_key_value_heads": 4},
 }
+MIXED = {
+    "mamba2": {
+        "hidden_size": 256, "num_hidden_layers": 2, "num_heads": 16, "head_dim": 32, "n_groups": 1, "state_size": 16, "vocab_size": 128,
+        "tie_word_embeddings": False,
+    }
+}  # fmt: skip
+"""Models of which a layer has both parameters that are copied and such as vLLM's loader computes."""
 """Model types without a weight map: fields of their configs."""
 COMPUTED = {"gpt_neox": "attention.query_key_value."}
 """Names of tensors that the loader of some release reorders before it copies them: vLLM 0.31's does, 0.32 has no model of its own for them."""
@@ -103,7 +110,7 @@ def ranks(service: RunningService, tmp_path_factory: pytest.TempPathFactory) -> 
     folders = tmp_path_factory.mktemp("models")
     with TrainerClient(service.address) as trainer:
         configs = {name: tiny_config(**fields) for name, fields in MODELS.items()}
-        configs |= {name: CONFIG_MAPPING[name](**fields) for name, fields in UNMAPPED.items()}
+        configs |= {name: CONFIG_MAPPING[name](**fields) for name, fields in {**UNMAPPED, **MIXED}.items()}
         for name, config in configs.items():
             for number in (1, 2):
                 folder = folders / f"{name}-{number}"
@@ -259,4 +266,15 @@ def test_what_a_loader_makes_of_parameters_is_kept_while_it_is_recorded_and_made
     ranks: Ranks,
 ) -> None:
     [(_, [rank])] = ranks.run(1, [{"do": "derived", "of": "llama"}])
-    assert rank == {"kept": True, "right": True}
+    assert rank == {"kept": True, "right": [True, True]}
+
+
+def test_a_layer_gets_what_is_copied_to_it_and_what_the_loader_computes(ranks: Ranks) -> None:
+    jobs = [
+        {"do": "update", "of": name, "started_elsewhere": elsewhere}
+        for name in MIXED
+        for elsewhere in (False, True)
+    ]
+    for job, [rank] in ranks.run(1, jobs):
+        assert set(map(tuple, rank["different"].values())) == {()}, (job, rank)
+        assert rank["moved"] == [], job

@@ -211,6 +211,7 @@ def derived(job: dict[str, Any]) -> dict[str, Any]:
     def load_weights(self: Any, tensors: Any) -> Any:
         loaded = original(self, tensors)
         self.model.stacked = torch.stack([each.input_layernorm.weight.data for each in self.model.layers])
+        self.model.alias = self.model.norm.weight.data
         return loaded
 
     config = engine_config(job)
@@ -229,8 +230,14 @@ def derived(job: dict[str, Any]) -> dict[str, Any]:
         rank.close()
     finally:
         kind.load_weights = original
-    made_anew = model.model.stacked
-    return {"kept": kept, "right": not made_anew.is_meta and torch.equal(made_anew, expected.model.stacked)}
+    right = [
+        not mine.is_meta and torch.equal(mine, of_fresh)
+        for mine, of_fresh in (
+            (model.model.stacked, expected.model.stacked),
+            (model.model.alias, expected.model.alias),
+        )
+    ]
+    return {"kept": kept, "right": right}
 
 
 def ahead(job: dict[str, Any]) -> dict[str, Any]:

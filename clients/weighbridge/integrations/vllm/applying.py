@@ -20,16 +20,17 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
 from weighbridge import _lazy as lazy
-from weighbridge._core.text.counts import counted
+from weighbridge._core.text.counts import counted, named
 from weighbridge.errors import FailedPrecondition
 from weighbridge.integrations.engine_rank.drafting import WithDrafter, of_drafter, unshared
 from weighbridge.integrations.vllm import layers, watching
 from weighbridge.integrations.vllm.ahead import Ahead
-from weighbridge.integrations.vllm.releases import LEFT_IN_PLACE, is_deferred
+from weighbridge.integrations.vllm.releases import LEFT_IN_PLACE, is_deferred, put_back
 from weighbridge.integrations.vllm.wrapped import named_layers
 
 log = init_logger(f"vllm.plugins.{__name__}")
 
+_MOST_NAMED = 3
 Fill = Callable[[torch.Tensor], None]
 Borrowed = list[tuple[torch.Tensor, dict[str, Any]]]
 """Parameters, and the attributes that they had."""
@@ -95,12 +96,15 @@ class Applier:
             in_place = not update.replaced
             with layers.reloading(self._model, self._model_config), _borrowed_loaders() as borrowed:
                 wanted = self._wanted(recording, update.replaced)  # layers have other tensors now
-                if rest:
-                    self._model.load_weights(iter(rest))
+                _check_complete(recording, wanted, update)
                 for layer, names in wanted:
                     fills = {name: _filler(update, recording, full) for name, full in names.items()}
-                    in_place &= self._fill(layer, fills, borrowed)
+                    # else the loader has something for it, too
+                    alone = not rest or _parameters_of(layer) <= fills.keys()
+                    in_place &= self._fill(layer, fills, borrowed, alone=alone)
                 update.fill_made(made)
+                if rest:  # behind all that is filled, of which it may make something in the end
+                    self._model.load_weights(iter(rest))
             self._all_as_loaded = recording if in_place and not rest else None
         self._process_shared([layer for layer, _ in wanted])
 
@@ -210,12 +214,15 @@ class Applier:
             if is_deferred(layer):
                 layer.process_weights_after_loading(self._model_config.dtype)
 
-    def _fill(self, layer: torch.nn.Module, fills: Mapping[str, Fill], borrowed: Borrowed) -> bool:
-        """Fill one layer; says whether it was done in place."""
-        if self._is_as_loaded(layer):
+    def _fill(
+        self, layer: torch.nn.Module, fills: Mapping[str, Fill], borrowed: Borrowed, *, alone: bool
+    ) -> bool:
+        """Fill one layer, alone if nothing else goes to it; says whether it was done in place."""
+        if alone and self._is_as_loaded(layer):
             live = _live_tensors(layer)
             for name, fill in fills.items():
                 fill(live[name])
+            put_back(layer)
             return True
         with self._watched(layer):
             for name, fill in fills.items():
@@ -257,6 +264,26 @@ class Applier:
                 continue
             if any(owners.get(id(t), layer) is not layer for t in watching.own_tensors(layer).values()):
                 method.process_weights_after_loading(layer)
+
+
+def _parameters_of(layer: torch.nn.Module) -> set[str]:
+    return {name for name, parameter in layer._parameters.items() if parameter is not None}
+
+
+def _check_complete(
+    recording: lazy.Recording,
+    wanted: Sequence[tuple[torch.nn.Module, Mapping[str, str]]],
+    update: lazy.Update,
+) -> None:
+    """Refuse an update by which a tensor that was recorded would keep what it has, before anything is filled."""
+    filled = {full for _, names in wanted for full in names.values()}
+    missing = sorted(recording.targets.keys() - filled - update.replaced)
+    if missing:
+        raise FailedPrecondition(
+            counted(len(missing), "tensor", "tensors")
+            + f" of the model would keep what was loaded before: {named(missing, _MOST_NAMED)}",
+            fix="start the engine again from the new version",
+        )
 
 
 def _let_pack_again(method: Any) -> None:

@@ -32,7 +32,8 @@ def tensors_of(model: torch.nn.Module) -> Tensors:
 
     Those of attention layers (scales of the KV cache) are not among them: vLLM loads them in a way of its own.
     """
-    found: Tensors = {}
+    parameters: Tensors = {}
+    buffers: Tensors = {}
     seen: set[int] = set()
     for prefix, layer in named_layers(model):
         if is_deferred(layer):
@@ -40,8 +41,10 @@ def tensors_of(model: torch.nn.Module) -> Tensors:
         for name, tensor in own_tensors(layer).items():
             if id(tensor) not in seen:
                 seen.add(id(tensor))
-                found[full_name(prefix, name)] = tensor
-    return found
+                kind = parameters if name in layer._parameters else buffers
+                kind[full_name(prefix, name)] = tensor
+    # parameters first: a buffer may be a view of another layer's, as in mixers of Mamba, and reloading knows none of these
+    return {**parameters, **buffers}
 
 
 def names_loaded(model: torch.nn.Module) -> set[str]:
