@@ -6,7 +6,7 @@ import json
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,7 @@ from weighbridge._core.resources import Gate, Retention
 from weighbridge._trainers.peft_adapters import AdapterFolder
 from weighbridge.integrations.engine_rank.preparation import check_model
 from weighbridge_service.catalog.bases import Bases
+from weighbridge_storage.documents.names import ModelName
 from weighbridge_storage.head.open_versions import Said
 
 peft = pytest.importorskip("peft")
@@ -474,5 +475,17 @@ def test_heads_that_are_rebuilt_name_the_base_and_pin_it_again(tmp_path: Path) -
     assert done.exit_code == 0, done.output
     with running_service(tmp_path / "store") as running, TrainerClient(running.address) as trainer:
         assert trainer.model(ALICE).base == f"{BASE}@2"
-        trainer.collect(ALICE)
         assert trainer.model(BASE).adapters == (ALICE,)
+        with pytest.raises(FailedPrecondition, match=f"version 2 is the base of {ALICE}"):
+            trainer.delete_version(BASE, 2)
+
+
+def test_a_head_that_has_lost_its_pins_has_them_again_after_a_collection_of_the_adapter(
+    tmp_path: Path,
+) -> None:
+    with serving(tmp_path) as service:
+        service.push(ALICE, f"{BASE}@2")
+        heads = service.running.service.catalog.heads
+        heads.update(ModelName.parse(BASE), lambda head: (replace(head, pins=()), None))
+        service.trainer.collect(ALICE)
+        assert service.trainer.model(BASE).adapters == (ALICE,)

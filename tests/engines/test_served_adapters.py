@@ -586,7 +586,15 @@ def test_vllm_sees_the_version_and_nothing_else_of_a_body_is_changed(
     assert found.status == 200
     assert json.loads(behind.seen[0]) == {**body, "model": name}
     assert (b"x-weighbridge-adapter", name.encode()) in found.sent[0]["headers"]
-    for other in (b'{"model": "acme/smol", "x":  1}', b"no json", b'{"model": 5}', b"[" * 100_000):
+    surrogate, twice = rb'{"model": "acme/body@\ud800"}', b'{"model": "acme/body", "model": "acme/smol"}'
+    for other in (
+        b'{"model": "acme/smol", "x":  1}',
+        b"no json",
+        b'{"model": 5}',
+        b"[" * 100_000,
+        surrogate,
+        twice,
+    ):
         asyncio.run(Request(other).run(app, server))
         assert behind.seen[-1] == other
 

@@ -11,7 +11,7 @@ from weighbridge._core.lru import Cache
 from weighbridge._core.metadata import BaseVersion, Metadata
 from weighbridge._core.references import parse_reference
 from weighbridge._core.resources import REF_LATEST
-from weighbridge.errors import FailedPrecondition, InvalidArgument, NotFound, WeighbridgeError
+from weighbridge.errors import FailedPrecondition, InvalidArgument, WeighbridgeError
 from weighbridge_service.access.peer import Peer, authorize
 from weighbridge_service.access.scopes import Verb
 from weighbridge_service.catalog.catalog import Catalog
@@ -24,6 +24,7 @@ from weighbridge_storage.documents import document_digests
 from weighbridge_storage.documents.entries import OpenEntry, PinEntry
 from weighbridge_storage.documents.names import MANIFEST_FILE, ModelName, version_key
 from weighbridge_storage.head.pins import doubt, is_on, pin, place, unpin
+from weighbridge_storage.head.repinning import repin
 from weighbridge_storage.versions.manifest import FORMAT
 
 log = logging.getLogger(__name__)
@@ -193,13 +194,5 @@ class Bases:
     def renew(self, adapter: ModelName) -> None:
         """Pin the bases of an adapter's versions that are not pinned, as where the base's head was lost and rebuilt. One that was deleted stays so."""
         history = self._catalog.heads.history(adapter)
-        if history is None or not is_adapter_head(history.head):
-            return
-        bases = (BaseVersion.of(entry.metadata) for entry in history.versions().values())
-        for model, number in sorted({(base.model, base.number) for base in bases if base is not None}):
-            name = ModelName.parse(model)
-            asked = PinEntry(number, str(adapter))
-            try:
-                self._catalog.heads.edit(name, lambda h: (pin(h, asked, len(h.head.pins) + 1), None))  # noqa: B023
-            except NotFound:
-                continue
+        if history is not None and is_adapter_head(history.head):
+            repin(self._catalog.heads, adapter, history)

@@ -6,6 +6,7 @@ done again, and fails where a service changes the model meanwhile.
 
 from __future__ import annotations
 
+import logging
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -23,6 +24,7 @@ from weighbridge_service.models.registered_model import RegisteredModel
 from weighbridge_service.models.registration import (
     files_identity,
     files_key,
+    is_adapter_head,
     model_for_registration,
     registration_of,
     with_part,
@@ -39,10 +41,13 @@ from weighbridge_storage.documents.names import (
 from weighbridge_storage.head.head import Head
 from weighbridge_storage.head.head_changes import stamp
 from weighbridge_storage.head.head_store import HeadStore
+from weighbridge_storage.head.repinning import repin
 from weighbridge_storage.stores.objects import IfMatch, ObjectStore, PutMode
 from weighbridge_storage.versions.digests import digest_bytes
 from weighbridge_storage.versions.reading import read_manifest, side_files, tensors_of_files
 from weighbridge_storage.versions.verifying import digest_object
+
+log = logging.getLogger(__name__)
 
 _DELETIONS = 8
 """Requests at a time."""
@@ -127,6 +132,7 @@ def check_store(
         WeighbridgeError: the store cannot be read.
     """
     heads = HeadStore(store)
+    mended = False
     for model in heads.everything():
         survey = survey_model(store, heads, model, on_progress)
         now_ms = int(time.time() * 1000)
@@ -136,12 +142,26 @@ def check_store(
         else:
             findings = tuple(Checked(finding) for finding in diagnosis.findings)
         left = {checked.finding.mend for checked in findings if not checked.repaired}
+        mended = mended or any(each.repaired and each.finding.mend is Mend.HEAD for each in findings)
         whole = {
             number: folder.described.nbytes
             for number, folder in survey.versions.items()
             if folder.whole and folder.described is not None and number in survey.entries
         }
         yield CheckedModel(str(model), len(survey.versions), findings, fix_for(left, repair), whole)
+    if mended:
+        _repin_all(heads)
+
+
+def _repin_all(heads: HeadStore) -> None:
+    """Pin the bases of all adapters again: a head that was made anew from manifests has lost its pins, and its versions could be deleted under them."""
+    for model in heads.models():
+        try:
+            history = heads.history(model)
+            if history is not None and is_adapter_head(history.head):
+                repin(heads, model, history)
+        except WeighbridgeError as error:  # a collection of the adapter does it again
+            log.warning("the bases of %s are not pinned again: %s", model, error)
 
 
 class _Repair:

@@ -7,6 +7,7 @@ numbered layer on, or by its last name if it is in none, because transformers na
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -36,23 +37,27 @@ _FIX = "name the base that the adapter was trained on"
 
 
 def check_adapter_config(config: Mapping[str, Any]) -> None:
-    """Refuse a config that is none of peft's, or has texts that are too long. Raises InvalidArgument."""
+    """Refuse a config that is none of peft's, or has texts that are too long or numbers that are not finite. Raises InvalidArgument."""
     kind = config.get("peft_type")
     if not isinstance(kind, str) or not kind or len(kind) > 64:
         raise InvalidArgument(
             f"adapter_config.json has the peft_type {shown(kind)}",
             fix="give the folder that peft's save_pretrained has written",
         )
-    for path, text in _texts(config, ""):
-        if len(text) > MAX_TEXT:
+    for path, text in _scalars(config, ""):
+        if isinstance(text, float) and not math.isfinite(text):
+            raise InvalidArgument(
+                f"{path} in adapter_config.json is {text}", fix="give it a number; JSON has no other"
+            )
+        if isinstance(text, str) and len(text) > MAX_TEXT:
             raise InvalidArgument(
                 f"{path} in adapter_config.json has {len(text)} characters, more than {MAX_TEXT}",
                 fix="list modules by name, or write a shorter expression",
             )
 
 
-def _texts(value: Any, path: str) -> Iterator[tuple[str, str]]:
-    """All texts in a JSON value, keys of objects too, each with its place.
+def _scalars(value: Any, path: str) -> Iterator[tuple[str, str | float]]:
+    """All texts and numbers in a JSON value, keys of objects too, each with its place.
 
     A place is bounded: a config of 1 MiB may be a thousand objects deep, and have a hundred thousand values down there.
     """
@@ -60,7 +65,7 @@ def _texts(value: Any, path: str) -> Iterator[tuple[str, str]]:
     while waiting:
         path, value = waiting.pop()
         match value:
-            case str():
+            case str() | float():
                 yield path or "a text", value
             case list():
                 waiting += ((path, each) for each in value)

@@ -112,7 +112,7 @@ def test_packed_weights_and_other_tensors_are_not_compared() -> None:
     _fits(PLAIN, _spec("base_model.model.lm_head.lora_A.weight", 4, 8))
 
 
-def test_a_config_is_data_whose_texts_are_bounded() -> None:
+def test_a_config_is_data_whose_texts_are_bounded_and_whose_numbers_are_finite() -> None:
     check_adapter_config({"peft_type": "LORA", "target_modules": "(a+)+$" * 100})
     nested: Any = {
         "peft_type": "LORA",
@@ -123,6 +123,10 @@ def test_a_config_is_data_whose_texts_are_bounded() -> None:
         check_adapter_config(nested)
     with pytest.raises(InvalidArgument, match=r"target_modules in adapter_config\.json has"):
         check_adapter_config({"peft_type": "LORA", "target_modules": "a" * (MAX_TEXT + 1)})
+    for number in ("NaN", "-Infinity", "1e999"):
+        for place in ('"lora_alpha": %s', '"alpha_pattern": {"q_proj": [%s]}'):
+            with pytest.raises(InvalidArgument, match=r"alpha.* in adapter_config\.json is (nan|-?inf)"):
+                check_adapter_config(json.loads('{"peft_type": "LORA", ' + place % number + "}"))
     for wrong in ({}, {"peft_type": 3}, {"peft_type": "x" * 99}):
         with pytest.raises(InvalidArgument, match="peft_type"):
             check_adapter_config(wrong)

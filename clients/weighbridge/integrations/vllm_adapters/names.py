@@ -74,7 +74,12 @@ class Order:
 
 
 def asked(name: str) -> Reference | None:
-    """Model and version that a request names; ``latest`` if it names no version; None if this is the name of no version."""
+    """Model and version that a request names; ``latest`` if it names no version; None if this is the name of no version.
+
+    Names of the service are ASCII. A text of JSON may have characters that no request to the service can carry, such as half of a surrogate pair.
+    """
+    if not name.isascii():
+        return None
     try:
         found = parse_reference(name, need_version=False)
     except InvalidArgument:
