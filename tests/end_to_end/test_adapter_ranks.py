@@ -15,7 +15,7 @@ from tests.support.reference import tiny_config, tiny_model
 from tests.support.services import RunningService, running_service
 from tests.support.torch_ranks import run_ranks
 from tests.support.zero3_ranges import gathered, partition
-from weighbridge import EngineClient, InvalidArgument, LayoutError, TrainerClient
+from weighbridge import EngineClient, InvalidArgument, LayoutError, TrainerClient, WeighbridgeError
 
 peft = pytest.importorskip("peft")
 BASE = "acme/smol"
@@ -56,21 +56,31 @@ def _sharded(seed: int) -> Any:
     return fully_shard(model, mesh=mesh)
 
 
-def _rank(rank: int, address: str, pushed: str) -> dict[str, torch.Tensor]:
-    """Restore one adapter into FSDP2 ranks, then push another from there."""
-    model = _sharded(seed=5)
-    with TrainerClient(address) as trainer:
+def _rank(rank: int, address: str, pushed: str) -> list[dict[str, torch.Tensor]]:
+    """Restore one adapter into FSDP2 ranks, and pull it into others and under DDP; then push another from there."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    model, filled, replicated = (
+        _sharded(seed=5),
+        _sharded(seed=6),
+        DistributedDataParallel(adapted(seed=8)),
+    )
+    with TrainerClient(address) as trainer, EngineClient(address) as engine:
         trainer.restore_adapter("acme/one", model)
-        restored = {name: each.full_tensor() for name, each in tensors_of(model).items()}
+        for each in (filled, replicated):
+            engine.pull("acme/one", 1).into(each)
         trainer.push_adapter(pushed, _sharded(seed=7), base=f"{BASE}@1", step=1).wait(timeout=60)
-    return restored
+    whole = [
+        {name: each.full_tensor() for name, each in tensors_of(ours).items()} for ours in (model, filled)
+    ]
+    return [*whole, tensors_of(replicated.module)]
 
 
 def test_an_adapter_goes_from_one_process_to_fsdp2_ranks_and_back(service: RunningService) -> None:
     with TrainerClient(service.address) as trainer:
         trainer.push_adapter("acme/one", adapted(), base=f"{BASE}@1", step=1).wait(timeout=60)
-        for restored in run_ranks(2, _rank, service.address, "acme/sharded"):
-            assert same(restored, tensors_of(adapted()))
+        for found in run_ranks(2, _rank, service.address, "acme/sharded"):
+            assert all(same(each, tensors_of(adapted())) for each in found)
         back = adapted(seed=5)
         assert trainer.restore_adapter("acme/sharded", back).number == 1
         assert same(tensors_of(back), tensors_of(adapted(seed=7)))
@@ -128,3 +138,37 @@ def test_a_model_with_another_adapter_is_refused_and_stays_as_it_was(service: Ru
             trainer.restore_adapter("acme/kept", merged)
         with pytest.raises(InvalidArgument, match="acme/smol@1 is no adapter"):
             trainer.restore_adapter(BASE, adapted())
+
+
+def test_ranks_with_different_configs_push_no_version_with_one_of_them(service: RunningService) -> None:
+    def push(rank: int) -> BaseException | None:
+        model = adapted(lora_alpha=8 + rank)
+        try:
+            with TrainerClient(service.address) as trainer:
+                handle = trainer.push_adapter(
+                    "acme/mixed", model, base=f"{BASE}@1", step=1, rank=rank, world_size=2
+                )
+                handle.wait(timeout=60)
+        except WeighbridgeError as error:
+            return error
+        return None
+
+    with ThreadPoolExecutor(2) as pool:
+        errors = list(pool.map(push, range(2)))
+    assert all(errors)
+    assert any("different adapter_config.json" in str(error) for error in errors)
+    with TrainerClient(service.address) as trainer:
+        assert not [each for each in trainer.versions("acme/mixed") if each.state.visible]
+        again = trainer.push_adapter("acme/mixed", adapted(), base=f"{BASE}@1", step=2)
+        assert again.wait(timeout=60).state.visible
+
+
+def test_a_base_that_is_no_text_is_refused_by_name(service: RunningService, tmp_path: Path) -> None:
+    model = adapted()
+    model.save_pretrained(tmp_path)
+    with TrainerClient(service.address) as trainer:
+        for base in (None, 17):
+            with pytest.raises(InvalidArgument, match="the base is"):
+                trainer.push_adapter("acme/based", model, base=base, step=1)  # type: ignore[arg-type]
+            with pytest.raises(InvalidArgument, match="the base is"):
+                trainer.import_adapter("acme/based", tmp_path, base=base)  # type: ignore[arg-type]

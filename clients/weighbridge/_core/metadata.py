@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from weighbridge._core.text.shortening import shown
 from weighbridge.errors import InvalidArgument
 
 MetadataValue: TypeAlias = str | int | float | bool
@@ -21,7 +22,11 @@ OTHER_WRITER = "weighbridge.other_writer"
 BASE, BASE_DIGEST = "weighbridge.base", "weighbridge.base_digest"
 """What the service says of an adapter's version: on which version of which model it is, such as ``acme/smol@17``, and the digest in that version's manifest. Of
 an opening, `BASE` is the base that a rank names, by a number or a ref."""
-_OF_SERVICE = frozenset((OTHER_WRITER, BASE, BASE_DIGEST))
+ADAPTER_CONFIG_DIGEST = "weighbridge.adapter_config"
+"""Of an opening, the SHA-256 of the ``adapter_config.json`` that a rank has registered, as hex digits. It is compared and not kept."""
+OF_OPENING = frozenset((BASE, BASE_DIGEST, ADAPTER_CONFIG_DIGEST))
+"""Names in the metadata of an opening that are not metadata of the version."""
+_OF_SERVICE = frozenset((OTHER_WRITER, *OF_OPENING))
 MAX_KEYS = 32
 MAX_BYTES = 4096
 """Most bytes of the metadata of a version, as JSON."""
@@ -63,6 +68,14 @@ def checked_metadata(metadata: Mapping[str, object]) -> dict[str, MetadataValue]
 def by_trainer(metadata: Metadata) -> Metadata:
     """Metadata without what the service says itself."""
     return {key: value for key, value in metadata.items() if key not in _OF_SERVICE}
+
+
+def check_base(base: object) -> None:
+    """Refuse a base that is no text. Raises InvalidArgument."""
+    if not isinstance(base, str):
+        raise InvalidArgument(
+            f"the base is {shown(base)}, and no text", fix="name a version of a model, like acme/smol@17"
+        )
 
 
 @dataclass(frozen=True, slots=True)

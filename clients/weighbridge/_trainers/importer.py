@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import sys
@@ -15,7 +16,7 @@ from weighbridge._clients.push_options import PushOptions, check_options
 from weighbridge._core import dtypes
 from weighbridge._core.dtypes import DType
 from weighbridge._core.layouts import Layout, TensorSpec
-from weighbridge._core.metadata import BASE
+from weighbridge._core.metadata import ADAPTER_CONFIG_DIGEST, BASE, check_base
 from weighbridge._core.references import training_of
 from weighbridge._core.resources import Model
 from weighbridge._core.tensor_spaces import TensorSpace
@@ -161,17 +162,21 @@ class ImportingClient(PushingClient):
         """
         check_options(options)
         found = AdapterFolder.read(Path(folder))
-        self._register_adapter(model, found.config_json, found.layout)
-        options["metadata"] = {**(options.get("metadata") or {}), BASE: base}
+        check_base(base)
+        digest = self._register_adapter(model, found.config_json, found.layout)
+        said = {BASE: base, ADAPTER_CONFIG_DIGEST: digest}
+        options["metadata"] = {**(options.get("metadata") or {}), **said}
         return self.push_shards(
             model, found.layout, TensorSpace.HUGGING_FACE, found.open_source, step=step, rank=0, world_size=1, run=run,
             request_id=str(uuid.uuid4()), **options,
         )  # fmt: skip
 
-    def _register_adapter(self, model: str, config_json: bytes, layout: Layout) -> None:
+    def _register_adapter(self, model: str, config_json: bytes, layout: Layout) -> str:
+        """Register an adapter; the digest of its config, by which its version is opened."""
         self.register_files(
             model, {ADAPTER_CONFIG: config_json}, "", layout.tensors.values(), weight_map=False
         )
+        return hashlib.sha256(config_json).hexdigest()
 
     def import_training(
         self,

@@ -254,8 +254,14 @@ def wrapped_model(model: Any) -> Any:
 
 
 def _config_json(peft_model: Any, adapter_name: str) -> bytes:
-    """The config as peft writes it beside the weights: for inference, and without a task with the class of the model."""
+    """The config as peft writes it beside the weights: for inference, and without a task with the class of the model.
+
+    Sets, such as target modules, are sorted: their order differs between processes, and all ranks register one config.
+    """
     config = copy.deepcopy(peft_model.peft_config[adapter_name])
+    for name, value in vars(config).items():
+        if isinstance(value, set | frozenset):
+            setattr(config, name, sorted(value))
     config.inference_mode = True
     base = type(peft_model.get_base_model())
     mapping = {"base_model_class": base.__name__, "parent_library": base.__module__}

@@ -13,7 +13,7 @@ from weighbridge._clients.push_handle import PushHandle
 from weighbridge._clients.push_options import PushOptions, check_options, say
 from weighbridge._clients.pushing import PushTerms
 from weighbridge._core.layouts import Layout
-from weighbridge._core.metadata import BASE, BaseVersion
+from weighbridge._core.metadata import ADAPTER_CONFIG_DIGEST, BASE, BaseVersion, check_base
 from weighbridge._core.references import Reference, parse_reference
 from weighbridge._core.resources import REF_LATEST, Version
 from weighbridge._core.slices import FullTensors
@@ -231,6 +231,7 @@ class TrainerClient(ImportingClient):
         from weighbridge._trainers.peft_adapters import TrainedAdapter
         from weighbridge._trainers.states.torch_training import training_tensors
 
+        check_base(base)
         rank, ranks = rank_and_world(rank, world_size)
         opening = self._opening(model, step, run, ranks, request_id)
         opening.metadata[BASE].text = base
@@ -240,7 +241,8 @@ class TrainerClient(ImportingClient):
                 return self._megatron_adapters(model, peft_model, base, call.terms)
             found = TrainedAdapter.of(peft_model, adapter_name, save_embedding_layers)
             shards = adapter_shards(found.state, whole=ranks == 1, of=model)
-            self._register_adapter(model, found.config_json, shards.layout)
+            digest = self._register_adapter(model, found.config_json, shards.layout)
+            opening.metadata[ADAPTER_CONFIG_DIGEST].text = digest
             return shards
 
         with self._on_terms(opening, options) as call:

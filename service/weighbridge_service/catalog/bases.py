@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import random
 import uuid
@@ -196,3 +197,21 @@ class Bases:
         history = self._catalog.heads.history(adapter)
         if history is not None and is_adapter_head(history.head):
             repin(self._catalog.heads, adapter, history)
+
+
+def check_same_config(opened: int, config_json: bytes, digest: str) -> None:
+    """Refuse a rank that has registered another config than the one with which a version was opened.
+
+    Args:
+        opened: the number of the version.
+        config_json: content of its ``adapter_config.json``.
+        digest: SHA-256 of what the rank has registered, as hex digits.
+
+    Raises:
+        InvalidArgument: it is another one.
+    """
+    if hashlib.sha256(config_json).hexdigest() != digest:
+        raise InvalidArgument(
+            f"two ranks have different adapter_config.json, and version {opened} was opened with one of them",
+            fix="give the adapters of all ranks the same config, such as lora_alpha; change it between pushes only when all ranks have ended the one before",
+        )

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 
-from weighbridge._core.metadata import BASE, BASE_DIGEST
+from weighbridge._core.metadata import ADAPTER_CONFIG_DIGEST, BASE, OF_OPENING
 from weighbridge._core.resources import Version, VersionState, why_failed
 from weighbridge._core.text.counts import counted
 from weighbridge.errors import (
@@ -25,7 +25,7 @@ from weighbridge_service.access.peer import Peer
 from weighbridge_service.admission.identity_quotas import Opening
 from weighbridge_service.admission.policy_quotas import Quotas
 from weighbridge_service.admission.quotas import may_have
-from weighbridge_service.catalog.bases import Bases
+from weighbridge_service.catalog.bases import Bases, check_same_config
 from weighbridge_service.catalog.catalog import Catalog
 from weighbridge_service.catalog.head_versions import invisible_version
 from weighbridge_service.catalog.holding import HoldReasons
@@ -144,11 +144,14 @@ class Opener:
         for what, text in (("run", run), ("request_id", request_id), ("client_id", client_id)):
             check_text(what, text)
         wanted = str(said.metadata.get(BASE, ""))
-        own = {key: value for key, value in said.metadata.items() if key not in (BASE, BASE_DIGEST)}
+        config = str(said.metadata.get(ADAPTER_CONFIG_DIGEST, ""))
+        own = {key: value for key, value in said.metadata.items() if key not in OF_OPENING}
         said = replace(said, metadata=own)
         identity, called = (EVERYBODY, "") if by is None else (by.identity, by.name)
         asked_for = (step, run, ranks)
-        find = partial(self._opened_before, model_name, asked_for, request_id, client_id, said, wanted)
+        find = partial(
+            self._opened_before, model_name, asked_for, request_id, client_id, said, wanted, config
+        )
         if (there := find()) is not None:
             return there
         if model_name.part and at_least >= self._catalog.register_part(model_name).next_version:
@@ -193,6 +196,10 @@ class Opener:
             with self._quotas.opening(identity, model_name, nbytes, is_open) as room:
                 entry, head = self._open(model_name, asked, client_id, room)
                 self._pin(model_name, entry, wanted, identity.limits.adapters)
+            if config:
+                with suppress(NotFound):  # what it was opened with is not registered any more: `_begin`
+                    opened = self._catalog.model_opened(model_name, head, entry.files_id)
+                    check_same_config(entry.number, opened.config_json, config)
             if is_alone_elsewhere(entry, self._home):  # its ranks are sent there when they declare
                 return replace(version_opened(model, entry), held=entry.held)
             if (
@@ -309,6 +316,7 @@ class Opener:
         client_id: str,
         said: Said,
         base: str,
+        config: str,
     ) -> Version | None:
         """The version that this request has been given before, if head.json need not be told more of it."""
         push = self._registry.of_request(name, request_id)
@@ -323,6 +331,8 @@ class Opener:
         check_same_request(version.number, (version.step, version.run, version.ranks), asked)
         check_same_metadata(version.number, version.metadata, said.metadata)
         self._bases.check_same(version.number, version.metadata, base)
+        if config and isinstance(push, PushSession):
+            check_same_config(version.number, push.model.config_json, config)
         return version if version.state.visible or is_known(push.state, said) else None
 
     def _check_room(self, by: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tracemalloc
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -160,3 +161,18 @@ def test_a_trained_adapter_is_what_peft_would_save_under_any_name(tmp_path: Path
         (tmp_path / "second" / "adapter_config.json").read_text()
     )
     assert not model.peft_config["second"].inference_mode
+
+
+def test_the_config_of_a_trained_adapter_is_the_same_whatever_the_order_of_its_sets() -> None:
+    class Backwards(set[str]):
+        def __iter__(self) -> Iterator[str]:
+            return iter(sorted(super().__iter__(), reverse=True))
+
+    model = peft.get_peft_model(
+        tiny_model(tiny_config("llama", tied=True), seed=1),
+        peft.LoraConfig(r=2, target_modules=["q_proj", "k_proj", "v_proj"]),
+    )
+    first = TrainedAdapter.of(model, "default").config_json
+    model.peft_config["default"].target_modules = Backwards(["q_proj", "k_proj", "v_proj"])
+    assert TrainedAdapter.of(model, "default").config_json == first
+    assert json.loads(first)["target_modules"] == ["k_proj", "q_proj", "v_proj"]
