@@ -71,7 +71,7 @@ TEST_SECONDS ?= 3600
 ARGS ?=
 STORE ?= .weighbridge
 
-.PHONY: help docs pictures release distributions install install-vllm install-sglang demo demo-s3 demo-vllm serve test test-long test-fast test-hub test-rolling test-transformers test-newest test-vllm test-vllm-newest test-sglang test-engines-older test-frameworks test-page bench-frameworks bench-slime bench bench-peers bench-nodes bench-asyncio bench-reading bench-planning bench-convert bench-upload bench-vllm bench-pause bench-history bench-adapters bench-counting bench-ranks bench-control bench-siege bench-first bench-torch bench-training bench-tls bench-quotas bench-tracing bench-page fuzz audit lock lint format protos protos-check protos-baseline clean
+.PHONY: help docs pictures release distributions install install-vllm install-sglang demo demo-s3 demo-vllm serve test test-long test-fast test-hub test-rolling test-transformers test-newest test-vllm test-vllm-newest test-sglang test-engines-older test-frameworks test-page bench-frameworks bench-slime bench bench-peers bench-nodes bench-asyncio bench-reading bench-planning bench-convert bench-upload bench-vllm bench-pause bench-history bench-adapters bench-vllm-adapters bench-counting bench-ranks bench-control bench-siege bench-first bench-torch bench-training bench-tls bench-quotas bench-tracing bench-page fuzz audit lock lint format protos protos-check protos-baseline clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -349,6 +349,9 @@ bench-history: $(STAMP) ## what the last of many versions, and of many models, c
 
 bench-adapters: $(STAMP) ## what an adapter costs next to a thousand others on its base; ARGS="--adapters 1000 --versions 20 --json FILE"
 	@$(BIN)/python -W ignore -m benchmarks.adapters $(ARGS)
+
+bench-vllm-adapters: $(STAMP) $(VLLM_STAMP) ## time the first token of an adapter that a real vLLM has not seen, next to the same one from a folder; ARGS="--rounds 20 --json FILE"
+	@WEIGHBRIDGE_VLLM_PYTHON=$(VLLM_BIN)/python $(BIN)/python -W ignore -m benchmarks.vllm_adapters $(ARGS)
 
 bench-counting: $(STAMP) ## what the count of non-finite elements adds to copies, casts and streams; ARGS="--mb 512 --rounds 30"
 	@$(BIN)/python -W ignore -m benchmarks.counting $(ARGS)

@@ -18,8 +18,10 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from safetensors.torch import load_file
 
+from tests.support.json_servers import json_server
 from tests.support.reference import tiny_config, tiny_model
 from tests.support.services import RunningService, running_service
 from weighbridge import (
@@ -31,11 +33,15 @@ from weighbridge import (
     Unavailable,
     WeighbridgeError,
 )
+from weighbridge._cli import commands
 from weighbridge._core.resources import Version, VersionState
+from weighbridge.follow.engines import EngineFailed
+from weighbridge.follow.vllm import VllmServer
+from weighbridge.follow.vllm_adapters import ROUTE
 from weighbridge.integrations.vllm.wrapped import check_wrapped, name_before, unwrapped
 from weighbridge.integrations.vllm_adapters import admission as admissions
 from weighbridge.integrations.vllm_adapters.admission import Admission, Unknown
-from weighbridge.integrations.vllm_adapters.guard import LOAD, Guard
+from weighbridge.integrations.vllm_adapters.guard import LOAD, NAMES, STATE, UNLOAD, Guard
 from weighbridge.integrations.vllm_adapters.middleware import Adapters
 from weighbridge.integrations.vllm_adapters.names import (
     AdapterVersion,
@@ -45,6 +51,7 @@ from weighbridge.integrations.vllm_adapters.names import (
     numbers,
 )
 from weighbridge.integrations.vllm_adapters.serving import (
+    BaseNow,
     EngineState,
     base_problem,
     config_problems,
@@ -68,11 +75,15 @@ class Engine:
     Attributes:
         state: what its workers say.
         loaded: names, each with its tensors and number, in the order of loading.
+        reads: names, each time that the workers have read its files.
+        memory: numbers that the workers have now.
     """
 
     state: EngineState = ENGINE
     loaded: dict[str, tuple[int, Mapping[str, Any]]] = field(default_factory=dict)
     broken: str = ""
+    reads: list[str] = field(default_factory=list)
+    memory: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.guard = Guard(self, lambda: asdict(self.state), self.take)  # type: ignore[arg-type]
@@ -82,12 +93,20 @@ class Engine:
 
     def take(self, order: Mapping[str, Any]) -> str:
         known = Order(**order)
-        if not self.broken:
+        if not self.broken and known.number not in self.memory:
+            self.memory.add(known.number)
+            self.reads.append(known.name)
             self.loaded[known.name] = (
                 known.number,
                 load_file(Path(known.path) / "adapter_model.safetensors"),
             )
         return self.broken
+
+    def list_loras(self) -> set[int]:
+        return set(self.memory)
+
+    def remove_lora(self, number: int) -> bool:
+        return bool(self.memory.discard(number) is None)
 
     def become(self, **state: Any) -> None:
         self.state = replace(self.state, **state)
@@ -124,7 +143,8 @@ class Server:
 
     async def _call_utility_async(self, method: str, *args: Any, engine: int) -> Any:
         guard = self.engines[engine].guard
-        return json.loads(json.dumps(guard.load(*args) if method == LOAD else guard.answer_state()))
+        calls = {LOAD: guard.load, STATE: guard.answer_state, NAMES: guard.answer_names, UNLOAD: guard.unload}
+        return json.loads(json.dumps(calls[method](*args)))
 
 
 @dataclass
@@ -196,6 +216,77 @@ def test_all_engines_load_the_version_that_a_ref_names_when_a_request_is_admitte
             assert all(tensors[each].equal(wanted[each]) for each in wanted)
             assert number == next(numbers(name))
     assert second in server.models.lora_requests
+
+
+def test_after_an_order_to_one_api_server_another_fetches_and_loads_nothing(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, engines = place.push("acme/ahead"), [Engine(), Engine()]
+    exports: list[str] = []
+    export = EngineClient.export
+
+    def counted(self: EngineClient, model: str, *more: Any, **named: Any) -> Any:
+        exports.append(model)
+        return export(self, model, *more, **named)
+
+    monkeypatch.setattr(EngineClient, "export", counted)
+
+    async def run() -> None:
+        one, other = (place.admission(Server(engines)) for _ in range(2))
+        named = one.names_adapter("acme/ahead@latest")
+        assert named is not None
+        found, had = await one.load_ahead(named)
+        assert (found.version.name, had) == (name, False)
+        assert await other.in_memory() == {name}
+        assert await admitted(other, "acme/ahead") == name
+        assert (await other.load_ahead(named))[1]
+
+    asyncio.run(run())
+    assert exports == ["acme/ahead"]
+    assert [each.reads for each in engines] == [[name], [name]]
+
+
+def test_an_order_loads_again_what_engines_have_let_go_and_an_unloaded_version_is_served_again(
+    place: Place,
+) -> None:
+    name, engines = place.push("acme/again"), [Engine(), Engine()]
+    server = Server(engines)
+
+    async def run() -> None:
+        admission = place.admission(server)
+        named = admission.names_adapter(name)
+        assert named is not None
+        await admission.load_ahead(named)
+        engines[1].memory.clear()  # vLLM keeps --max-cpu-loras
+        assert not await admission.in_memory()
+        assert not (await admission.load_ahead(named))[1]
+        assert await admission.in_memory() == {name}
+        async with admission.serving(named):
+            assert await admission.unload(named) == (name, True)
+            assert name in server.models.lora_requests, "vLLM answers by it"
+        assert await admission.unload(named) == (name, False)
+        assert not server.models.lora_requests
+        assert await admitted(admission, name) == name
+
+    asyncio.run(run())
+    assert [each.reads for each in engines] == [[name] * 2, [name] * 3]
+
+
+def test_an_adapter_is_refused_if_its_digest_of_the_base_is_not_that_of_the_version_that_is_called_so(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, engine = place.push("acme/digested"), Engine()
+    with EngineClient(place.running.address) as client:
+        version = client.version(name)
+    other = replace(version, metadata={**version.metadata, "weighbridge.base_digest": "ab" * 32})
+    monkeypatch.setattr(admissions, "AdapterVersion", SimpleNamespace(of=lambda _: AdapterVersion.of(other)))
+    with pytest.raises(
+        FailedPrecondition, match=f"with the digest {'ab' * 6}, .* serves another acme/smol@1"
+    ):
+        asyncio.run(admitted(place.admission(Server([engine])), name))
+    assert not engine.reads
+    monkeypatch.setattr(admissions, "AdapterVersion", AdapterVersion)
+    assert asyncio.run(admitted(place.admission(Server([engine])), name)) == name
 
 
 def test_two_api_servers_give_a_name_the_same_number_though_another_has_its_first_one(
@@ -456,7 +547,9 @@ def test_a_push_under_a_number_that_was_given_again_has_a_folder_of_its_own() ->
     assert found.name == later.name == "acme/alice@3"
     assert found.key != later.key
     assert AdapterVersion.of(replace(version, metadata={})) is None
-    assert "deleted" in base_problem(found.name, found.base, replace(ENGINE, created_ms=5), created_ms=6)
+    assert "deleted" in base_problem(
+        found.name, found.base, replace(ENGINE, created_ms=5), BaseNow(found.base, 6)
+    )
 
 
 def test_engines_together_have_what_all_of_them_have() -> None:
@@ -514,6 +607,8 @@ class Request:
         (b"authorization", b"Bearer k"),
     )
     sent: list[Any] = field(default_factory=list)
+    path: str = "/v1/completions"
+    method: str = "POST"
 
     async def run(self, app: Any, server: Server) -> Request:
         state = SimpleNamespace(engine_client=server, openai_serving_models=server.models)
@@ -530,7 +625,7 @@ class Request:
             self.sent.append(message)
 
         scope = {
-            "type": "http", "method": "POST", "path": "/v1/completions", "headers": list(self.headers),
+            "type": "http", "method": self.method, "path": self.path, "headers": list(self.headers),
             "app": SimpleNamespace(state=state),
         }  # fmt: skip
         await app(scope, receive, send)
@@ -625,6 +720,82 @@ def test_an_error_of_an_engine_whose_base_has_changed_is_a_conflict_and_any_othe
         assert found.status == 409
         assert "is on acme/smol@1, and this engine serves acme/smol@2" in found.text
         assert len(found.sent) == 2
+
+
+def test_adapters_are_loaded_listed_and_unloaded_by_a_route_behind_the_key(
+    asks: tuple[Behind, Any, Server], place: Place
+) -> None:
+    behind, app, server = asks
+    [engine], name = server.engines, place.push("acme/routed")
+
+    def order(method: str = "POST", **said: Any) -> tuple[int, Any]:
+        request = Request(json.dumps(said).encode() if said else b"", method=method, path=ROUTE)
+        found = asyncio.run(request.run(app, server))
+        return found.status, json.loads(found.text)
+
+    closed = Request(json.dumps({"model": name}).encode(), (), path=ROUTE)
+    assert asyncio.run(closed.run(app, server)).status == 401
+    assert not engine.reads
+    status, said = order(model="acme/routed@latest")
+    assert (status, said["name"], said["base"], said["way"]) == (200, name, "acme/smol@1", "files")
+    assert said["nbytes"] > 0
+    assert order(model=name)[1]["way"] == ""
+    assert order("GET") == (200, {"base": "acme/smol@1", "adapters": [name]})
+    assert order(model="acme/routed", unload=True) == (200, {"name": name, "unloaded": True})
+    assert order("GET")[1]["adapters"] == []
+    for refused, status, text in (
+        ({"model": "other/alice"}, 400, "acme/*"),
+        ({"model": 5}, 400, "no order"),
+        ({"model": name, "unload": "yes"}, 400, "no order"),
+        ({"model": "acme/missing"}, 404, "acme/missing"),
+        ({"model": "acme/smol@1"}, 400, "whole model"),
+    ):
+        found = order(**refused)
+        assert found[0] == status, found
+        assert text in json.dumps(found[1])
+    engine.become(base="acme/smol@2")
+    assert order(model=name)[0] == 409
+    assert not behind.seen
+    assert engine.reads == [name]
+
+
+def test_the_command_loads_into_a_vllm_what_it_serves_and_unloads_it(
+    asks: tuple[Behind, Any, Server], place: Place
+) -> None:
+    _, app, server = asks
+    name = place.push("acme/commanded")
+
+    def answer(path: str, said: dict[str, Any]) -> tuple[int, Any]:
+        if path != ROUTE:
+            return 404, {"detail": "Not Found"}
+        body, method = (json.dumps(said).encode(), "POST") if said else (b"", "GET")
+        found = asyncio.run(Request(body, path=path, method=method).run(app, server))
+        return found.status, json.loads(found.text)
+
+    with json_server(answer, key=lambda: "k") as url:
+        where = ["--url", url, "--server", place.running.address, "--engine-key", "k", "--json"]
+        loaded = CliRunner().invoke(commands, ["adapters", "acme/commanded@latest", *where])
+        assert loaded.exit_code == 0, loaded.output
+        assert json.loads(loaded.output)["name"] == name
+        driver = VllmServer(url, "acme/smol", place.running.address, api_key="k")
+        assert driver.adapters() == (name,)
+        gone = CliRunner().invoke(commands, ["adapters", name, *where, "--unload"])
+        assert (gone.exit_code, driver.adapters()) == (0, ()), gone.output
+        other = place.push("acme/commanded-too", r=32)
+        refused = CliRunner().invoke(commands, ["adapters", other, *where])
+        assert refused.exit_code != 0
+        assert "--max-lora-rank 16" in refused.output
+        with EngineClient(place.running.address) as client:
+            with pytest.raises(InvalidArgument, match="fetches adapters itself"):
+                driver.load_adapter(client, "acme/commanded", 1, Path())
+            with pytest.raises(EngineFailed, match="has no version 9"):
+                driver.load_adapter(client, "acme/commanded", 9)
+    with json_server(lambda _path, _said: (404, {"detail": "Not Found"})) as url:
+        refused = CliRunner().invoke(
+            commands, ["adapters", name, "--url", url, "--server", place.running.address]
+        )
+        assert refused.exit_code != 0
+        assert "--middleware" in refused.output
 
 
 def test_errors_have_the_form_of_vllms_own(asks: tuple[Behind, Any, Server]) -> None:

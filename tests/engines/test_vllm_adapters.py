@@ -6,8 +6,10 @@ API servers, and of two tensor-parallel ranks, in float32 with a cache of prefix
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
+import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +21,18 @@ import pytest
 
 from tests.support.gate import Gate
 from tests.support.rounds import first_seed, rounds
-from tests.support.vllm_adapters import BASE, PROMPTS, Adapters, Refused, Said, adapted, ask, keeping, serving
+from tests.support.vllm_adapters import (
+    BASE,
+    PROMPTS,
+    Adapters,
+    Refused,
+    Said,
+    adapted,
+    ask,
+    engine_of,
+    keeping,
+    serving,
+)
 from tests.support.vllm_environment import HAS_KERNELS, needs_vllm
 from tests.support.word_models import LONG_PROMPT, PROMPT
 from weighbridge.follow import vllm as vllm_driver
@@ -143,6 +156,10 @@ def test_every_answer_is_that_of_the_merged_model_of_the_version_that_it_names(
         for number in range(adapters):
             push(there, names, f"acme/a{number}", number, 1)
         server.wait_ready(START_SECONDS)
+        engine = vllm_driver.VllmServer(server.url, BASE, there.running.address, pause_mode=pause_mode)
+        assert engine.load_adapter(there.client, "acme/a0").way == "files"
+        assert engine.load_adapter(there.client, "acme/a0", 1).way == ""
+        assert engine.adapters() == ("acme/a0@1",)
         with asking(there, server, names) as clients:
             for version in range(1, versions):
                 for number in range(adapters):
@@ -156,13 +173,13 @@ def test_every_answer_is_that_of_the_merged_model_of_the_version_that_it_names(
 
         # the base is updated under requests
         second = there.push_base(2)
-        engine = vllm_driver.VllmServer(server.url, BASE, there.running.address, pause_mode=pause_mode)
         engine.connect()
         with asking(there, server, names) as clients:
             done = Follower(there.client, BASE, engine).take_to(second)
             assert done.serves == second, done
             refused = ask(server, "acme/a0@1")
-            push(there, names, "acme/a0", 5, second)
+            newest = push(there, names, "acme/a0", 5, second)
+            assert engine.load_adapter(there.client, "acme/a0").name == newest
             found = ask(server, "acme/a0")
         assert refused == Refused(409, refused.text)  # type: ignore[union-attr]
         assert f"acme/a0@1 is on {BASE}@1, and this engine serves {BASE}@{second}" in refused.text  # type: ignore[union-attr]
@@ -223,3 +240,21 @@ def test_an_adapter_says_the_same_as_from_a_local_path_and_what_cannot_be_served
             assert isinstance(unseen, Refused), unseen
             assert unseen.status == 503, unseen
             assert "cannot be reached" in unseen.text
+            gate.open()
+            assert ask(server, "acme/b5@latest") == texts[versions[-1]]
+
+            engine = vllm_driver.VllmServer(server.url, BASE, there.running.address)
+            assert versions[-1] in engine.adapters()
+            engine.unload_adapter("acme/b5", 1)
+            assert versions[-1] not in engine.adapters()
+            assert ask(server, versions[-1]) == texts[versions[-1]]
+
+            os.kill(engine_of(server), signal.SIGKILL)
+            killed = ask(server, versions[0])
+            assert isinstance(killed, Refused), "an answer without an engine"
+        with serving(
+            there, "--dtype", "bfloat16", from_folder=there.bases[1], settings={"base": f"{BASE}@1"},
+            name="again",
+        ) as server:  # fmt: skip
+            server.wait_ready(START_SECONDS)
+            assert {each: ask(server, each) for each in versions} == texts

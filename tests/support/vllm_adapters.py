@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ class Refused:
     """An answer that is an error.
 
     Attributes:
-        status: of HTTP.
+        status: of HTTP; 0 if no answer came.
         text: the message.
     """
 
@@ -195,6 +196,15 @@ def serving(
         yield found
 
 
+def engine_of(server: VllmServer) -> int:
+    """The process of the core of a server's engine."""
+    for each in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if os.getsid(int(each.name)) == server.pid and b"EngineCore" in (each / "cmdline").read_bytes():
+                return int(each.name)
+    raise AssertionError("the server has no engine")
+
+
 def ask(
     server: VllmServer, model: str, path: str = "/v1/completions", prompt: str = PROMPT, **more: Any
 ) -> Said | Refused:
@@ -213,6 +223,8 @@ def ask(
             found = json.load(answer)
     except urllib.error.HTTPError as error:
         return Refused(error.code, error.read().decode())
+    except OSError as error:  # the server ends
+        return Refused(0, str(error))
     [choice] = found["choices"]
     logprobs = choice.get("logprobs") or {}
     return Said(found["model"], choice["text"].strip(), tuple(logprobs.get("token_logprobs", ())))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import time
-from contextlib import closing
+from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -94,6 +95,14 @@ def _draft(ctx: click.Context, param: click.Parameter, text: str | None) -> tupl
     "stays as it is.",
 )
 @click.option(
+    "--adapters",
+    "chosen",
+    multiple=True,
+    metavar="PATTERN[@REF]",
+    help="Adapters on the model that the engine is to load before a request names them (vLLM with weighbridge's middleware), as 'acme/*': those versions that the ref names, by default latest, "
+    "when it moves and after each update.",
+)
+@click.option(
     "--engine-server",
     metavar="HOST:PORT",
     help="The service's address as the engine reaches it; as --server if not given.",
@@ -163,6 +172,7 @@ def follow_command(
     draft: tuple[str, str] | None,
     stale_drafter: StaleDrafter | None,
     engine_key: str,
+    chosen: tuple[str, ...],
     engine_server: str | None,
     lane: str | None,
     count: int | None,
@@ -184,6 +194,7 @@ def follow_command(
     when it is.
     """
     from weighbridge._reporting.reporter import EngineReporter
+    from weighbridge.follow.adapters import Chosen, LoadsAhead
     from weighbridge.follow.agent import Follower
     from weighbridge.follow.golden import GoldenChecks
     from weighbridge.follow.reaching import ReachWatch
@@ -199,6 +210,11 @@ def follow_command(
         raise click.UsageError(f"--engine {kind} has no --draft")
     if draft is not None and draft[0] == model:
         raise click.UsageError(f"--draft names {model}, which is the model that the engine answers by")
+    ahead = [Chosen.read(each) for each in chosen]
+    if ahead and kind != "vllm":
+        raise click.UsageError(
+            f"--engine {kind} has no --adapters: its base takes no update as long as adapters are loaded"
+        )
     checks = GoldenChecks(golden, max_drift, approve)
     end_tidily()  # else the engine would stay paused
     trusts = trusted(required)
@@ -213,7 +229,12 @@ def follow_command(
                 found.check_whole()
         done = None
         reporter = EngineReporter(client, model, kind=kind, address=engine.url, ref=ref, listener=listener)
-        with closing(reporter), closing(ReachWatch(engine.url)):
+        with ExitStack() as beside:
+            beside.enter_context(closing(reporter))
+            beside.enter_context(closing(ReachWatch(engine.url)))
+            if ahead:
+                loads = LoadsAhead(client, model, engine, ahead, partial(say, err=True))
+                beside.enter_context(closing(loads))
             follower = Follower(
                 client,
                 model,

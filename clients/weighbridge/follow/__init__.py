@@ -15,5 +15,6 @@
 # - `answers`: calls of an engine's HTTP API, and what it answers.
 # - `status_file`: how the engine stands, in a file.
 # - `wanted`: the version that a request to SGLang names.
-# - `vllm`: vLLM over HTTP.
+# - `adapters`: adapters beside an engine's model, and which are loaded ahead.
+# - `vllm`: vLLM over HTTP; `vllm_adapters`: adapters in it.
 # - `sglang`: SGLang over HTTP; `sglang_adapters`: adapters in it.

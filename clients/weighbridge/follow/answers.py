@@ -21,6 +21,8 @@ from weighbridge.errors import WeighbridgeError
 from weighbridge.follow.engines import EngineFailed
 
 _MOST_SAID, _LONGEST_PAGE = 200, 500
+_NOT_FOUND = b'"type": "NotFound"'
+"""In the answer of a route of weighbridge that is there, and finds no such thing: the name of its error."""
 _FORM = ValueError, TypeError, LookupError, AttributeError, RecursionError, OverflowError
 """Errors of code that reads an answer which has another form."""
 
@@ -183,7 +185,7 @@ def refused(path: str, status: int, body: bytes, other: str) -> EngineFailed:
         status, body: of the answer.
         other: what to do if the server lacks the route.
     """
-    if status == 404:
+    if status == 404 and _NOT_FOUND not in body:
         return NoRoute(f"the engine has no {path}", fix=other)
     text = shortened(body.decode(errors="replace"), _LONGEST_PAGE)
     with suppress(ValueError):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from weighbridge._core.text.counts import named
 from weighbridge.errors import FailedPrecondition, InvalidArgument
 from weighbridge.follow import sglang_adapters
+from weighbridge.follow.adapters import LoadedAdapter
 from weighbridge.follow.answers import EngineApi, NoRoute, understood
 from weighbridge.follow.completions import (
     ASK_SECONDS,
@@ -32,7 +33,6 @@ from weighbridge.follow.engines import (
 )
 from weighbridge.follow.evidence import Evidence, RankProof
 from weighbridge.follow.golden import Answer
-from weighbridge.follow.sglang_adapters import LoadedAdapter
 from weighbridge.follow.status import Status
 from weighbridge.follow.wanted import (
     COMPARE,

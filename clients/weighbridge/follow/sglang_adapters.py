@@ -10,16 +10,15 @@ import base64
 import json
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from weighbridge._core.json_values import JsonValue
 from weighbridge._core.metadata import BaseVersion
 from weighbridge._core.text.counts import counted, first_lines
 from weighbridge._core.text.shortening import shown
 from weighbridge._formats.naming.weight_files import ADAPTER_CONFIG
 from weighbridge.errors import FailedPrecondition
+from weighbridge.follow.adapters import LoadedAdapter
 from weighbridge.follow.answers import EngineApi, NoRoute, understood
 from weighbridge.follow.engines import EngineFailed, Serving
 
@@ -71,23 +70,6 @@ class Server(Protocol):
     def serving(self) -> Serving:
         """What all ranks say they have."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedAdapter(JsonValue):
-    """An adapter that an engine has.
-
-    Attributes:
-        name: what requests call it: ``acme/alice@18``.
-        base: the version that it is on and that the engine serves.
-        nbytes: of its tensors.
-        way: `TENSORS` or `FILES`; empty if the engine had it already.
-    """
-
-    name: str
-    base: str
-    nbytes: int
-    way: str
 
 
 def unserved(

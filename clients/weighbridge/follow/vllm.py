@@ -11,9 +11,12 @@ import json
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
-from weighbridge.errors import FailedPrecondition
+from weighbridge.errors import FailedPrecondition, InvalidArgument
+from weighbridge.follow import vllm_adapters
+from weighbridge.follow.adapters import LoadedAdapter
 from weighbridge.follow.answers import EngineApi, NoRoute, understood
 from weighbridge.follow.completions import ASK_SECONDS, read_vllm_last, read_vllm_whole, vllm_last, vllm_whole
 from weighbridge.follow.engines import (
@@ -31,6 +34,9 @@ from weighbridge.follow.evidence import Evidence, RankProof
 from weighbridge.follow.golden import Answer
 from weighbridge.follow.status import Status, drafter_in, is_version
 from weighbridge.follow.status import label as label_of
+
+if TYPE_CHECKING:
+    from weighbridge._clients.engine import EngineClient
 
 PauseMode = Literal["wait", "keep", "abort"]
 _PREPARE_SECONDS = 3600.0
@@ -204,6 +210,40 @@ class VllmServer:
             return {"": _answer(api, tokens)}
         each = {rank: replace(api, headers={**api.headers, _RANK: str(rank)}) for rank in range(count)}
         return {f"engine {rank}": _answer(one, tokens) for rank, one in each.items()}
+
+    def load_adapter(
+        self, client: EngineClient, adapter: str, version: str | int | None = None, folder: Path | None = None
+    ) -> LoadedAdapter:
+        """Have all engines load a version of an adapter before a request names it. The server has to have weighbridge's middleware for adapters, and fetches
+        the adapter itself.
+
+        Args:
+            client: of the service.
+            adapter: ``namespace/name``.
+            version: a number or a ref, which is resolved once; by default the latest.
+            folder: not taken: the server has one of its own.
+
+        Raises:
+            NotFound: no such adapter or version.
+            InvalidArgument: a folder is named.
+            EngineFailed: the server has no such middleware, cannot be reached, or refuses, as it does if the adapter is on another version than it serves; says
+                why.
+        """
+        if folder is not None:
+            raise InvalidArgument(
+                "vLLM's server fetches adapters itself",
+                fix="name no folder: WEIGHBRIDGE_CACHE of the server says where",
+            )
+        number = version if isinstance(version, int) else client.version(adapter, version).number
+        return vllm_adapters.load(self._api, f"{adapter}@{number}")
+
+    def unload_adapter(self, adapter: str, version: int) -> None:
+        """Have all engines unload a version of an adapter; requests that name it, also such as are being answered, have it loaded again. Raises EngineFailed."""
+        vllm_adapters.unload(self._api, f"{adapter}@{version}")
+
+    def adapters(self) -> tuple[str, ...]:
+        """Adapters of the service that all engines have in memory, such as ``acme/alice@18``. Raises EngineFailed."""
+        return vllm_adapters.loaded(self._api)
 
     def _check_goes_on(self) -> None:
         """Raise FailedPrecondition if the engine sleeps or is paused: a request would wait for its wake-up, or end it, or wait until it goes on."""

@@ -10,10 +10,9 @@ from weighbridge._cli.output import print_result
 from weighbridge._cli.parsing import checked_url, model_perhaps_at_version
 from weighbridge._cli.running import Command, client_options, engine_of
 from weighbridge._cli.showing import completing
-from weighbridge._core.metadata import BaseVersion
 from weighbridge._core.references import Reference
 from weighbridge._core.text.sizes import readable_size
-from weighbridge.errors import FailedPrecondition, InvalidArgument
+from weighbridge.errors import InvalidArgument
 
 
 @click.command("adapters", cls=Command)
@@ -22,15 +21,18 @@ from weighbridge.errors import FailedPrecondition, InvalidArgument
     "--url",
     default="http://127.0.0.1:30000",
     show_default=True,
-    help="The HTTP address of the SGLang server.",
+    help="The HTTP address of the vLLM or SGLang server.",
 )
 @click.option(
-    "--engine-key", envvar="WEIGHBRIDGE_ENGINE_KEY", default="", help="SGLang's admin key, if it has one."
+    "--engine-key",
+    envvar="WEIGHBRIDGE_ENGINE_KEY",
+    default="",
+    help="SGLang's admin key, or vLLM's API key, if it has one.",
 )
 @click.option(
     "--folder",
     type=click.Path(path_type=Path, file_okay=False),
-    help="Export the adapter to this folder, which the engine sees by the same path. Without it the tensors go with the request.",
+    help="Export the adapter to this folder, which the engine sees by the same path (SGLang). Without it the tensors go with the request.",
 )
 @click.option("--unload", is_flag=True, help="Unload this version instead.")
 @client_options
@@ -43,27 +45,23 @@ def adapters_command(
     server: str,
     as_json: bool,
 ) -> None:
-    """Load a version of an adapter into a running SGLang server.
+    """Load a version of an adapter into a running vLLM or SGLang server.
 
-    Requests name it by its number, as in acme/alice@18, also if VERSION is a ref, which is resolved once: without VERSION the latest. The engine must serve the
-    base version that the adapter names, and be able to serve the adapter: otherwise nothing is loaded, and the error says why.
+    Requests to an SGLang name it by its number, as in acme/alice@18, also if VERSION is a ref, which is resolved once: without VERSION the latest. A vLLM with
+    weighbridge's middleware loads what requests name by itself; this spares the first of them the wait. The engine must serve the base version that the adapter names, and be able to
+    serve the adapter: otherwise nothing is loaded, and the error says why.
     """
-    from weighbridge.follow.sglang import SglangServer, is_sglang
+    from weighbridge._cli.showing.proving import engine_at
 
     url = checked_url(url)
-    if not is_sglang(url, engine_key):
-        raise FailedPrecondition(
-            f"{url} is no SGLang", fix="docs/adapters.md says how adapters get to other engines"
-        )
     with engine_of(server) as client:
         version = client.version(reference.model, reference.version or None)
-        base = BaseVersion.of(version.metadata)
-        if base is None:
+        if version.base is None:
             raise InvalidArgument(
                 f"{version.model}@{version.number} is no adapter",
                 fix="weighbridge follow serves whole models",
             )
-        engine = SglangServer(url, server, base.model, api_key=engine_key)
+        engine = engine_at(url, version.base.model, server, engine_key)
         if unload:
             engine.unload_adapter(version.model, version.number)
             name = f"{version.model}@{version.number}"

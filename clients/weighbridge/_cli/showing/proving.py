@@ -35,7 +35,10 @@ _NAMED = 10
     help="The HTTP address of the vLLM or SGLang server.",
 )
 @click.option(
-    "--engine-key", envvar="WEIGHBRIDGE_ENGINE_KEY", default="", help="SGLang's admin key, if it has one."
+    "--engine-key",
+    envvar="WEIGHBRIDGE_ENGINE_KEY",
+    default="",
+    help="SGLang's admin key, or vLLM's API key, if it has one.",
 )
 @click.option(
     "--engine-server",
@@ -74,7 +77,7 @@ def prove_command(
     url = checked_url(url)
     with engine_of(server) as client:
         client.model(model).check_whole()
-        engine = _engine_at(url, model, engine_server or server, engine_key)
+        engine = engine_at(url, model, engine_server or server, engine_key)
         engine.connect()
         number = (
             client.version(model, reference.version).number if reference.version else engine.serving().version
@@ -91,13 +94,21 @@ def prove_command(
     ctx.exit(proof.verdict in (FAILED, NOT_PROVED))
 
 
-def _engine_at(url: str, model: str, server: str, key: str) -> VllmServer | SglangServer:
+def engine_at(url: str, model: str, server: str, key: str) -> VllmServer | SglangServer:
+    """Driver of the server at an address, whichever engine it is.
+
+    Args:
+        url: of the server.
+        model: ``namespace/name`` of what it serves.
+        server: the service's address as the engine reaches it.
+        key: the server's key; empty without one.
+    """
     from weighbridge.follow.sglang import SglangServer, is_sglang
     from weighbridge.follow.vllm import VllmServer
 
     if is_sglang(url, key):
         return SglangServer(url, server, model, api_key=key)
-    return VllmServer(url, model, server)
+    return VllmServer(url, model, server, api_key=key)
 
 
 def _lines(proof: Proof) -> Iterator[str]:

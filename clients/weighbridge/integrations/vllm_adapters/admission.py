@@ -7,25 +7,27 @@ import json
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 from safetensors import safe_open
 
+from weighbridge._clients.calls.version_calls import get_manifest
 from weighbridge._clients.engine import EngineClient
 from weighbridge._core.references import Reference, parse_reference
 from weighbridge._core.resources import Version
 from weighbridge._lazy.caching import cache_folder
 from weighbridge.errors import FailedPrecondition, InvalidArgument, NotFound, PermissionDenied
-from weighbridge.integrations.vllm_adapters.guard import LOAD, STATE
+from weighbridge.integrations.vllm_adapters.guard import LOAD, NAMES, STATE, UNLOAD
 from weighbridge.integrations.vllm_adapters.names import AdapterVersion, Order, asked, is_number, numbers
 from weighbridge.integrations.vllm_adapters.serving import (
     LORA_CONFIG,
+    BaseNow,
     EngineState,
     base_problem,
     config_problems,
@@ -113,6 +115,7 @@ class Admission:
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._unknown = Unknown(settings.unknown_seconds)
         self._state: EngineState | None = None
+        self._base: BaseNow | None = None
 
     def names_adapter(self, name: object) -> Reference | None:
         """Model and version that the model of a request names, if that is an adapter of these; None of any other, which vLLM is left."""
@@ -146,6 +149,40 @@ class Admission:
         finally:
             found.requests -= 1
 
+    async def load_ahead(self, named: Reference) -> tuple[Loaded, bool]:
+        """A version that all engines have in memory now, also one that they have let go since a request has named it; and whether they had it before.
+
+        Args, Raises: as `serving`.
+        """
+        before = await self.in_memory()
+        async with self.serving(named) as found:
+            name = found.version.name
+            if name not in before and name not in await self.in_memory():
+                await self._order(found.version, found.hold)
+            return found, name in before
+
+    async def unload(self, named: Reference) -> tuple[str, bool]:
+        """Have all engines let a version go from memory; its name, and whether one had it. A request that names it loads it again.
+
+        Raises:
+            NotFound: the service does not know the ref.
+        """
+        name = f"{named.model}@{named.version}"
+        if not is_number(named.version):
+            version = await self._find(name)
+            name = f"{version.model}@{version.number}"
+        async with self._turn(name):
+            had = await self._ask_engines(UNLOAD, name)
+            found = self._loaded.get(name)
+            if found is not None and not found.requests:
+                self._forget(name)
+        return name, any(had)
+
+    async def in_memory(self) -> frozenset[str]:
+        """Names of the versions that all engines have in memory, by themselves: whichever API server has had them loaded."""
+        first, *others = [frozenset(each) for each in await self._ask_engines(NAMES)]
+        return first.intersection(*others)
+
     async def base_changed(self, loaded: Loaded) -> str:
         """Reason why engines have refused to compute with an adapter that they had before; empty if that was not for its base."""
         return base_problem(loaded.version.name, loaded.version.base, await self.engine_state())
@@ -162,10 +199,7 @@ class Admission:
 
     async def _have(self, name: str, version: Version | None) -> Loaded:
         """A version that is loaded, with one request more."""
-        turn = self._turns.get(name)
-        if turn is None:
-            turn = self._turns[name] = asyncio.Lock()
-        async with turn:
+        async with self._turn(name):
             found = self._loaded.get(name)
             if found is None:
                 found = await self._load(name, version)
@@ -177,6 +211,13 @@ class Admission:
         self._forget_oldest()
         return found
 
+    def _turn(self, name: str) -> asyncio.Lock:
+        """Lock of a version: it is loaded once, however many requests name it."""
+        turn = self._turns.get(name)
+        if turn is None:
+            turn = self._turns[name] = asyncio.Lock()
+        return turn
+
     async def _load(self, name: str, version: Version | None) -> Loaded:
         begun = time.monotonic()
         version = version or await self._find(name)
@@ -185,12 +226,12 @@ class Admission:
             raise InvalidArgument(
                 f"{name} is a whole model and no adapter", fix="ask an engine that serves it"
             )
-        state, created_ms, files = await asyncio.gather(
+        state, now, files = await asyncio.gather(
             self.engine_state(),
-            self._base_created(found.base),
+            self._base_now(found.base),
             self._call(self._service.model_files, *_apart(name)),
         )
-        self._check_base(found, state, created_ms)
+        self._check_base(found, state, now)
         _check_servable(name, config_problems(json.loads(files[LORA_CONFIG]), state), state)
         fetching = time.monotonic()
         hold = await self._call(self._store.hold, found.key, partial(self._service.export, *_apart(name)))
@@ -228,7 +269,7 @@ class Admission:
             return order
         raise AssertionError("numbers end")
 
-    async def _ask_engines(self, method: str, *args: Any) -> list[Mapping[str, Any]]:
+    async def _ask_engines(self, method: str, *args: Any) -> list[Any]:
         engines = self._engines
         try:
             return list(
@@ -245,8 +286,8 @@ class Admission:
                 fix="set WEIGHBRIDGE_ADAPTERS in the environment of all engines, too, and serve adapters with vLLM 0.32",
             ) from error
 
-    def _check_base(self, version: AdapterVersion, state: EngineState, created_ms: int = 0) -> None:
-        if problem := base_problem(version.name, version.base, state, created_ms):
+    def _check_base(self, version: AdapterVersion, state: EngineState, now: BaseNow | None = None) -> None:
+        if problem := base_problem(version.name, version.base, state, now, version.base_digest):
             raise FailedPrecondition(
                 problem,
                 fix=f"ask for a version of {version.reference.model} on the engine's version, or an engine that serves {version.base}",
@@ -260,12 +301,21 @@ class Admission:
             self._unknown.note(name, error)
             raise
 
-    async def _base_created(self, base: str) -> int:
-        """When the version that is called so now was opened; 0 if it is not there any more, or not for this engine to look at."""
+    async def _base_now(self, base: str) -> BaseNow | None:
+        """The version that is called so now; None if it is not there any more, or not for this engine to look at."""
         try:
-            return (await self._call(self._service.version, base)).create_time_ms
+            there = await self._call(self._service.version, base)
+            found = BaseNow(base, there.create_time_ms)
+            known = self._base
+            if known is not None and (known.name, known.created_ms) == (found.name, found.created_ms):
+                return known
+            if there.state.stored and not there.error:
+                run = self._service._connection.run
+                manifest = await self._call(run, get_manifest(*_apart(base)))
+                found = self._base = replace(found, digest=manifest.digest)
         except (NotFound, PermissionDenied):
-            return 0
+            return None
+        return found
 
     async def _call(self, function: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, partial(function, *args))
@@ -280,11 +330,15 @@ class Admission:
             if over <= 0 and nbytes <= self.settings.keep_bytes:
                 break
             if not each.requests:
-                del self._loaded[name]
-                self._models.lora_requests.pop(name, None)
-                each.hold.release()
+                self._forget(name)
                 over, nbytes = over - 1, nbytes - each.hold.nbytes
         self._threads.submit(self._store.prune)
+
+    def _forget(self, name: str) -> None:
+        """Let go of a version that no request needs."""
+        found = self._loaded.pop(name)
+        self._models.lora_requests.pop(name, None)
+        found.hold.release()
 
 
 def _apart(name: str) -> tuple[str, int]:

@@ -19,6 +19,7 @@ from weighbridge.integrations.vllm_adapters.serving import EngineState, base_pro
 log = logging.getLogger(f"vllm.plugins.{__name__}")
 
 STATE, LOAD = "weighbridge_adapter_state", "weighbridge_load_adapter"
+NAMES, UNLOAD = "weighbridge_adapter_names", "weighbridge_unload_adapter"
 """Calls of API servers that the core gets beside vLLM's own."""
 _GUARD = "_weighbridge_guard"
 _MARK = "_weighbridge_guarded"
@@ -40,7 +41,10 @@ def install(core: Any) -> None:
     """
     if hasattr(core, _MARK):
         return
-    if not all(hasattr(core, each) for each in ("add_request", "collective_rpc", "wake_up")):
+    if not all(
+        hasattr(core, each)
+        for each in ("add_request", "collective_rpc", "wake_up", "list_loras", "remove_lora")
+    ):
         raise FailedPrecondition("the core of this vLLM is not known", fix="serve adapters with vLLM 0.32")
     setattr(core, _MARK, True)
     add, call, wake = core.add_request, core.collective_rpc, core.wake_up
@@ -69,6 +73,8 @@ def install(core: Any) -> None:
     core.add_request, core.collective_rpc, core.wake_up = add_request, collective_rpc, wake_up
     setattr(core, STATE, lambda self: guard_of(self).answer_state())
     setattr(core, LOAD, lambda self, order: guard_of(self).load(order))
+    setattr(core, NAMES, lambda self: guard_of(self).answer_names())
+    setattr(core, UNLOAD, lambda self, name: guard_of(self).unload(name))
 
 
 class Guard:
@@ -122,6 +128,16 @@ class Guard:
             answers = self._core.model_executor.collective_rpc(self._load_adapter, args=(dict(order),))
             found["failed"] = next((each for each in answers if each), "")
         return found
+
+    def answer_names(self) -> list[str]:
+        """Names of adapters of weighbridge that the workers have in memory."""
+        return sorted(self._names[each] for each in self._core.list_loras() if each in self._names)
+
+    def unload(self, name: str) -> bool:
+        """Have all workers let an adapter go from memory; whether they had it. A request that is being computed with it loads it again: vLLM has its folder."""
+        had = self._core.list_loras()
+        found = next((each for each, other in self._names.items() if other == name and each in had), None)
+        return found is not None and bool(self._core.remove_lora(found))
 
     def parameters_changed(self) -> None:
         """Refuse what still waits, or was being computed, with an adapter whose base the engine does not have any more."""

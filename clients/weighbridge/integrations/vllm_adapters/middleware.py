@@ -13,6 +13,7 @@ from http import HTTPStatus
 from typing import Any
 
 from weighbridge.errors import FailedPrecondition, InvalidArgument, WeighbridgeError
+from weighbridge.follow.vllm_adapters import ROUTE
 from weighbridge.integrations.vllm_adapters.admission import Admission, Loaded
 from weighbridge.integrations.vllm_adapters.names import Order
 from weighbridge.integrations.vllm_adapters.settings import VARIABLE, AdapterSettings
@@ -74,6 +75,8 @@ class Resolving:
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         """Serve one connection."""
+        if _asks_route(scope):
+            return await self._answer_route(scope, receive, send)
         if scope["type"] != "http" or scope.get("method") != "POST" or not _is_json(scope):
             return await self.app(scope, receive, send)
         body, more = await _read(receive)
@@ -94,6 +97,50 @@ class Resolving:
         except WeighbridgeError as error:
             await _refuse(send, error)
         return None
+
+    async def _answer_route(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        """Load an adapter before a request names it, unload one, or say which are loaded."""
+        body, _ = await _read(receive)
+        if body is None:  # the client has gone
+            return
+        try:
+            said = await (self._listed(scope) if scope["method"] == "GET" else self._ordered(scope, body))
+        except WeighbridgeError as error:
+            await _refuse(send, error)
+        else:
+            await _send_json(send, HTTPStatus.OK, json.dumps(said).encode())
+
+    async def _listed(self, scope: MutableMapping[str, Any]) -> dict[str, Any]:
+        admission = self._of(scope)
+        state = await admission.engine_state()
+        return {"base": state.base, "adapters": sorted(await admission.in_memory())}
+
+    async def _ordered(self, scope: MutableMapping[str, Any], body: bytes) -> dict[str, Any]:
+        said, admission = _parsed(body), self._of(scope)
+        said = said if isinstance(said, dict) else {}
+        name, unload = said.get("model"), said.get("unload", False)
+        if not isinstance(name, str) or not isinstance(unload, bool):
+            raise InvalidArgument(
+                "the body is no order", fix='send {"model": "acme/alice@live"}, or "unload": true beside it'
+            )
+        named = admission.names_adapter(name)
+        if named is None:
+            patterns = ", ".join(self._settings.patterns)
+            raise InvalidArgument(
+                f"{name} is none of the adapters that this server serves",
+                fix=f"name one of {patterns}, or change {VARIABLE} of the server",
+            )
+        if unload:
+            gone, had = await admission.unload(named)
+            return {"name": gone, "unloaded": had}
+        loaded, had = await admission.load_ahead(named)
+        version, nbytes = loaded.version, loaded.hold.nbytes
+        return {
+            "name": version.name,
+            "base": version.base,
+            "nbytes": nbytes,
+            "way": "" if had else "files",
+        }
 
     def _may_be(self, name: str) -> bool:
         return self._settings.serves(name.partition("@")[0])
@@ -177,6 +224,12 @@ async def _read(receive: Receive) -> tuple[bytes | None, Receive]:
             return b"".join(parts), receive
 
 
+def _asks_route(scope: MutableMapping[str, Any]) -> bool:
+    if scope["type"] != "http" or scope.get("method") not in ("GET", "POST"):
+        return False
+    return bool(scope["path"].removeprefix(scope.get("root_path", "")) == ROUTE)
+
+
 def _is_json(scope: MutableMapping[str, Any]) -> bool:
     kinds = [value for name, value in scope["headers"] if name == b"content-type"]
     return bool(kinds) and b"json" in kinds[0].lower()
@@ -199,9 +252,12 @@ def _with_length(scope: MutableMapping[str, Any], length: int) -> MutableMapping
 
 async def _refuse(send: Send, error: WeighbridgeError) -> None:
     """Answer by an error, in the form of vLLM's own."""
-    body = _said(error)
+    await _send_json(send, error.http_status, _said(error))
+
+
+async def _send_json(send: Send, status: int, body: bytes) -> None:
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": error.http_status, "headers": headers})
+    await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 
 

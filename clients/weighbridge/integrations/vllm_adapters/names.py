@@ -28,12 +28,14 @@ class AdapterVersion:
         base: the version that it is on, such as ``acme/smol@17``.
         key: name of its folder: the same for the same push of that version.
         created_ms: when it was opened, as Unix time in milliseconds; 0 if no longer known.
+        base_digest: of the base's manifest, as the adapter names it; empty if it names none.
     """
 
     name: str
     base: str
     key: str
     created_ms: int = 0
+    base_digest: str = ""
 
     @staticmethod
     def of(version: Version) -> AdapterVersion | None:
@@ -44,7 +46,11 @@ class AdapterVersion:
         name = f"{version.model}@{version.number}"
         said = "\0".join((name, str(base), base.digest, str(version.create_time_ms)))
         return AdapterVersion(
-            name, str(base), hashlib.sha256(said.encode()).hexdigest()[:32], version.create_time_ms
+            name,
+            str(base),
+            hashlib.sha256(said.encode()).hexdigest()[:32],
+            version.create_time_ms,
+            base.digest,
         )
 
     @property

@@ -126,19 +126,44 @@ def together(states: Sequence[EngineState]) -> EngineState:
     return EngineState(first.base, first.created_ms, why, modules, first.max_rank, first.known)
 
 
-def base_problem(name: str, base: str, engine: EngineState, created_ms: int = 0) -> str:
+@dataclass(frozen=True)
+class BaseNow:
+    """A version of a base as the service has it now.
+
+    Attributes:
+        name: such as ``acme/smol@17``. In another store, or one that was set back, another version may have it.
+        created_ms: when it was opened, as Unix time in milliseconds; 0 if not known.
+        digest: of its manifest; empty if not known.
+    """
+
+    name: str
+    created_ms: int = 0
+    digest: str = ""
+
+
+def base_problem(
+    name: str, base: str, engine: EngineState, now: BaseNow | None = None, digest: str = ""
+) -> str:
     """Reason why an adapter must not be computed with on the base that an engine has; empty if it may.
+
+    An engine knows when its version was opened, and an adapter the digest of its base: the service, which knows both of what is called so now, says whether
+    they are one version.
 
     Args:
         name: of the adapter's version.
         base: the version that it is on.
         engine: what the engine has.
-        created_ms: when the version that is called so at the service now was opened, as Unix time in milliseconds; 0 if not known.
+        now: the version that is called as the base at the service now; None if that is not known.
+        digest: of the manifest of the base, as the adapter names it; empty if that is not known.
     """
     if not engine.base:
         return f"{name} is on {base}, and it is not known which version this engine serves: {engine.why}"
     if engine.base != base:
         return f"{name} is on {base}, and this engine serves {engine.base}"
-    if created_ms and engine.created_ms and created_ms != engine.created_ms:
+    if now is None:
+        return ""
+    if now.created_ms and engine.created_ms and now.created_ms != engine.created_ms:
         return f"{name} is on {base}, and this engine serves another {base}, which was deleted: the number was given again"
+    if now.digest and digest and now.digest != digest:
+        return f"{name} is on {base} with the digest {digest[:12]}, and this engine serves another {base}, with the digest {now.digest[:12]}"
     return ""

@@ -1,0 +1,201 @@
+"""Adapters beside an engine's model: what drivers do with them, and which of them an agent has loaded before a request names them."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from weighbridge._core.json_values import JsonValue
+from weighbridge._core.metadata import BaseVersion
+from weighbridge._core.resources import REF_LATEST, Model
+from weighbridge.errors import InvalidArgument, WeighbridgeError
+from weighbridge.follow.updates import quietly
+
+if TYPE_CHECKING:
+    from weighbridge._clients.engine import EngineClient
+    from weighbridge.follow.engines import Serving
+
+log = logging.getLogger(__name__)
+
+LOOK_SECONDS = 5.0
+"""Between two looks at the adapters of the service, and at what the engine serves."""
+_END_SECONDS = 2.0
+_MOST_KNOWN = 4096
+"""Versions whose base is remembered."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedAdapter(JsonValue):
+    """An adapter that an engine has.
+
+    Attributes:
+        name: what requests call it: ``acme/alice@18``.
+        base: the version that it is on and that the engine serves.
+        nbytes: of its tensors, or of its files where the engine has fetched them.
+        way: how it came to the engine now, ``tensors`` or ``files``; empty if the engine had it already.
+    """
+
+    name: str
+    base: str
+    nbytes: int
+    way: str
+
+
+class ServesAdapters(Protocol):
+    """Driver of an engine that computes with adapters beside its model. Every method raises `WeighbridgeError` if it cannot do what it should."""
+
+    def serving(self) -> Serving:
+        """What the engine has."""
+        ...
+
+    def load_adapter(
+        self, client: EngineClient, adapter: str, version: str | int | None = None, folder: Path | None = None
+    ) -> LoadedAdapter:
+        """Have the engine load a version of an adapter."""
+        ...
+
+    def unload_adapter(self, adapter: str, version: int) -> None:
+        """Have the engine unload one."""
+        ...
+
+    def adapters(self) -> tuple[str, ...]:
+        """Adapters that the engine has, such as ``acme/alice@18``."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """Adapters that are to be loaded ahead.
+
+    Attributes:
+        pattern: of their names, such as ``acme/*``.
+        ref: which ref of each.
+    """
+
+    pattern: str
+    ref: str = REF_LATEST
+
+    @staticmethod
+    def read(text: str) -> Chosen:
+        """A choice as a user has written it: ``PATTERN`` or ``PATTERN@REF``. Raises InvalidArgument."""
+        pattern, apart, ref = text.partition("@")
+        if not pattern or (apart and not ref) or ref.isdecimal():
+            raise InvalidArgument(f"{text!r} names no adapters", fix="write 'acme/*', or 'acme/*@live'")
+        return Chosen(pattern, ref or REF_LATEST)
+
+
+def named_by(chosen: Sequence[Chosen], models: Sequence[Model]) -> dict[tuple[str, str], int]:
+    """Numbers of the versions that the chosen refs name now, by adapter and ref; in the order of the choices.
+
+    Args:
+        chosen: by a user.
+        models: of the service. Which version of a base an adapter's version is on, only that version says.
+    """
+    return {
+        (model.name, each.ref): model.refs[each.ref]
+        for each in chosen
+        for model in models
+        if model.is_adapter and each.ref in model.refs and fnmatchcase(model.name, each.pattern)
+    }
+
+
+def due(
+    wanted: Mapping[tuple[str, str], int], done: Mapping[tuple[str, str], int]
+) -> Iterator[tuple[tuple[str, str], int]]:
+    """What is to be looked at now: refs that have moved since they were last looked at. What the engine has let go since is not loaded again: which adapters
+    stay is for the engine to decide, by their use."""
+    for key, number in wanted.items():
+        if done.get(key) != number:
+            yield key, number
+
+
+class LoadsAhead:
+    """Loads adapters into an engine before a request names them, beside the agent that takes it to versions of its base; until it is closed.
+
+    Each version is tried once on each version of the base that the engine serves: a request that names it tries again. Adapters on other versions of the base
+    are passed by, until the engine serves theirs.
+
+    Args:
+        client: of the service.
+        model: of the base, ``namespace/name``.
+        engine: the engine.
+        chosen: which adapters.
+        say: gets one line for each adapter that was loaded, or that could not be.
+        every: seconds between two looks.
+    """
+
+    def __init__(
+        self,
+        client: EngineClient,
+        model: str,
+        engine: ServesAdapters,
+        chosen: Sequence[Chosen],
+        say: Callable[[str], object],
+        every: float = LOOK_SECONDS,
+    ) -> None:
+        self._client = client
+        self._model = model
+        self._engine = engine
+        self._chosen = chosen
+        self._say = say
+        self._every = every
+        self._served: int | None = None
+        self._done: dict[tuple[str, str], int] = {}
+        self._bases: dict[tuple[str, int], BaseVersion | None] = {}
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="adapters-ahead", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Load no more."""
+        self._ended.set()
+        self._thread.join(_END_SECONDS)
+
+    def _run(self) -> None:
+        while True:
+            try:
+                self._look()
+            except WeighbridgeError as error:  # the agent says that the service cannot be reached
+                log.debug("no adapters were loaded ahead: %s", error)
+            if self._ended.wait(self._every):
+                return
+
+    def _look(self) -> None:
+        """Load what is due now. Raises WeighbridgeError if the service cannot be asked."""
+        serving = quietly(self._engine.serving)
+        served = None if serving is None else serving.version
+        if served != self._served:  # an engine that was started again served none in between
+            self._done.clear()
+        self._served = served
+        if served is None:
+            return
+        wanted = named_by(self._chosen, self._client.models())
+        for (adapter, ref), number in due(wanted, self._done):
+            if self._ended.is_set():
+                return
+            self._done[adapter, ref] = number
+            self._load(adapter, number, f"{self._model}@{served}")
+
+    def _load(self, adapter: str, number: int, served: str) -> None:
+        try:
+            if str(self._base_of(adapter, number)) != served:
+                return
+            found = self._engine.load_adapter(self._client, adapter, number)
+        except WeighbridgeError as error:
+            self._say(f"{adapter}@{number}: not loaded ahead: {error}")
+            return
+        if found.way:
+            self._say(f"{found.name}: loaded ahead, on {found.base}")
+
+    def _base_of(self, adapter: str, number: int) -> BaseVersion | None:
+        key = adapter, number
+        if key not in self._bases:
+            self._bases[key] = self._client.version(adapter, number).base
+            while len(self._bases) > _MOST_KNOWN:
+                del self._bases[next(iter(self._bases))]
+        return self._bases[key]
