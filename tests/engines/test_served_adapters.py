@@ -87,7 +87,9 @@ class Engine:
 
     def __post_init__(self) -> None:
         self.guard = Guard(self, lambda: asdict(self.state), self.take)  # type: ignore[arg-type]
-        self.model_executor = SimpleNamespace(collective_rpc=lambda what, args=(): [what(*args)])
+        self.model_executor = SimpleNamespace(
+            collective_rpc=lambda what, args=(): [what(*args)], is_sleeping=False
+        )
         self.scheduler = SimpleNamespace(requests={})
         self.refused: list[str] = []
 
@@ -270,6 +272,17 @@ def test_an_order_loads_again_what_engines_have_let_go_and_an_unloaded_version_i
 
     asyncio.run(run())
     assert [each.reads for each in engines] == [[name] * 2, [name] * 3]
+
+
+def test_an_engine_that_sleeps_loads_nothing(place: Place) -> None:
+    name, engine = place.push("acme/asleep"), Engine()
+    admission = place.admission(Server([engine]))
+    engine.model_executor.is_sleeping = True
+    with pytest.raises(FailedPrecondition, match=f"sleeps, and does not load {name}"):
+        asyncio.run(admitted(admission, name))
+    assert not engine.reads
+    engine.model_executor.is_sleeping = False
+    assert asyncio.run(admitted(admission, name)) == name
 
 
 def test_an_adapter_is_refused_if_its_digest_of_the_base_is_not_that_of_the_version_that_is_called_so(

@@ -194,7 +194,7 @@ def follow_command(
     when it is.
     """
     from weighbridge._reporting.reporter import EngineReporter
-    from weighbridge.follow.adapters import Chosen, LoadsAhead
+    from weighbridge.follow.adapters import Chosen, LoadsAhead, TakesAdapters
     from weighbridge.follow.agent import Follower
     from weighbridge.follow.golden import GoldenChecks
     from weighbridge.follow.reaching import ReachWatch
@@ -211,10 +211,6 @@ def follow_command(
     if draft is not None and draft[0] == model:
         raise click.UsageError(f"--draft names {model}, which is the model that the engine answers by")
     ahead = [Chosen.read(each) for each in chosen]
-    if ahead and kind != "vllm":
-        raise click.UsageError(
-            f"--engine {kind} has no --adapters: its base takes no update as long as adapters are loaded"
-        )
     checks = GoldenChecks(golden, max_drift, approve)
     end_tidily()  # else the engine would stay paused
     trusts = trusted(required)
@@ -222,6 +218,10 @@ def follow_command(
     engine = _engine(
         kind, url, model, engine_server or server, lane, pause_mode, when_asleep, engine_key, stale_drafter
     )
+    if ahead and not isinstance(engine, TakesAdapters):
+        raise click.UsageError(
+            f"--engine {kind} has no --adapters: its base takes no update as long as adapters are loaded"
+        )
     with engine_of(server) as client:
         for followed in filter(None, ((model, ref), draft)):
             found = say_if_absent(client, *followed)
@@ -232,7 +232,7 @@ def follow_command(
         with ExitStack() as beside:
             beside.enter_context(closing(reporter))
             beside.enter_context(closing(ReachWatch(engine.url)))
-            if ahead:
+            if ahead and isinstance(engine, TakesAdapters):
                 loads = LoadsAhead(client, model, engine, ahead, partial(say, err=True))
                 beside.enter_context(closing(loads))
             follower = Follower(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from weighbridge._core.json_values import JsonValue
 from weighbridge._core.metadata import BaseVersion
@@ -46,8 +46,9 @@ class LoadedAdapter(JsonValue):
     way: str
 
 
-class ServesAdapters(Protocol):
-    """Driver of an engine that computes with adapters beside its model. Every method raises `WeighbridgeError` if it cannot do what it should."""
+@runtime_checkable
+class TakesAdapters(Protocol):
+    """Driver of an engine that loads adapters beside its model. Every method raises `WeighbridgeError` if it cannot do what it should."""
 
     def serving(self) -> Serving:
         """What the engine has."""
@@ -59,12 +60,8 @@ class ServesAdapters(Protocol):
         """Have the engine load a version of an adapter."""
         ...
 
-    def unload_adapter(self, adapter: str, version: int) -> None:
-        """Have the engine unload one."""
-        ...
-
-    def adapters(self) -> tuple[str, ...]:
-        """Adapters that the engine has, such as ``acme/alice@18``."""
+    def takes_adapters(self) -> bool:
+        """Whether the engine loads any now."""
         ...
 
 
@@ -133,7 +130,7 @@ class LoadsAhead:
         self,
         client: EngineClient,
         model: str,
-        engine: ServesAdapters,
+        engine: TakesAdapters,
         chosen: Sequence[Chosen],
         say: Callable[[str], object],
         every: float = LOOK_SECONDS,
@@ -175,7 +172,10 @@ class LoadsAhead:
         if served is None:
             return
         wanted = named_by(self._chosen, self._client.models())
-        for (adapter, ref), number in due(wanted, self._done):
+        now = list(due(wanted, self._done))
+        if not (now and self._engine.takes_adapters()):  # the next look loads them
+            return
+        for (adapter, ref), number in now:
             if self._ended.is_set():
                 return
             self._done[adapter, ref] = number

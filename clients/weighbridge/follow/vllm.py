@@ -241,6 +241,10 @@ class VllmServer:
         """Have all engines unload a version of an adapter; requests that name it, also such as are being answered, have it loaded again. Raises EngineFailed."""
         vllm_adapters.unload(self._api, f"{adapter}@{version}")
 
+    def takes_adapters(self) -> bool:
+        """Whether the engines load adapters now: not while they are paused, or sleep. Raises EngineFailed."""
+        return not self._says("is_sleeping")
+
     def adapters(self) -> tuple[str, ...]:
         """Adapters of the service that all engines have in memory, such as ``acme/alice@18``. Raises EngineFailed."""
         return vllm_adapters.loaded(self._api)

@@ -31,12 +31,14 @@ class Engine:
         asked: names, in their order.
         looks: gets an entry with each look at what it serves, after the first one has found something to do.
         refused: names that it does not load.
+        awake: whether it takes any.
     """
 
     served: int | None = 2
     asked: list[str] = field(default_factory=list)
     looks: queue.SimpleQueue[int] = field(default_factory=queue.SimpleQueue)
     refused: tuple[str, ...] = ()
+    awake: bool = True
 
     def serving(self) -> Serving:
         self.looks.put(len(self.asked))
@@ -53,11 +55,8 @@ class Engine:
             raise FailedPrecondition(f"vLLM cannot serve {name}: it has DoRA")
         return LoadedAdapter(name, f"{BASE}@{self.served}", 1, "files")
 
-    def unload_adapter(self, adapter: str, version: int) -> None:
-        raise AssertionError("what stays is for the engine to decide")
-
-    def adapters(self) -> tuple[str, ...]:
-        raise AssertionError("what stays is for the engine to decide")
+    def takes_adapters(self) -> bool:
+        return self.awake
 
     def wait_looked(self) -> None:
         """Return when a look that began after this call has ended."""
@@ -132,6 +131,18 @@ def test_adapters_on_the_served_base_are_loaded_once_and_again_after_an_update_o
         f"{ALICE}@2: loaded ahead, on {BASE}@2",
         *[f"{BOB}@1: loaded ahead, on {BASE}@3"] * 2,
     ]
+
+
+def test_an_engine_that_sleeps_is_asked_for_nothing_until_it_is_awake(
+    service: Service, client: EngineClient
+) -> None:
+    engine = Engine(3, awake=False)
+    with closing(LoadsAhead(client, BASE, engine, [Chosen(BOB)], lambda _: None, every=0.01)):
+        engine.wait_looked()
+        assert not engine.asked
+        engine.awake = True
+        engine.wait_looked()
+        assert engine.asked == [f"{BOB}@1"]
 
 
 def test_an_adapter_that_cannot_be_loaded_is_said_once_and_others_are_loaded(

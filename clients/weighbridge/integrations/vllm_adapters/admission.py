@@ -262,6 +262,8 @@ class Admission:
             if any(each["taken"] for each in answers):
                 continue
             for each in answers:
+                if each["asleep"]:
+                    raise FailedPrecondition(each["asleep"], fix="wake it up: POST /wake_up")
                 if each["base"]:
                     raise FailedPrecondition(each["base"])
                 if each["failed"]:

@@ -117,10 +117,17 @@ class Guard:
             order: the fields of a `names.Order`.
 
         Returns:
-            Texts that are empty if all went well: ``base``, of a base that differs; ``taken``, the name that has the number; ``failed``.
+            Texts that are empty if all went well: ``base``, of a base that differs; ``asleep``; ``taken``, the name that has the number; ``failed``.
         """
         name, number = str(order["name"]), int(order["number"])
-        found = {"base": base_problem(name, str(order["base"]), self.state), "taken": "", "failed": ""}
+        found = {
+            "base": base_problem(name, str(order["base"]), self.state),
+            "asleep": "",
+            "taken": "",
+            "failed": "",
+        }
+        if self._core.model_executor.is_sleeping:  # its memory may not be there to be written to
+            return {**found, "asleep": f"the engine sleeps, and does not load {name}"}
         other = self._names.setdefault(number, name)
         if other != name:
             found["taken"] = other
