@@ -13,6 +13,7 @@ May import: `stores`, `documents`, `weighbridge`.
 - `history_tree`: queries and edits of that tree.
 - `history_store`: reads and writes of nodes.
 - `ledger`: what the models of a namespace hold.
+- `repinning`: pins of the bases of adapters, written again.
 - `leases`: readers of versions that were taken out of history.
 - `retention`: decision which versions are kept; pure.
 - `collecting`: collection of what is not kept.
