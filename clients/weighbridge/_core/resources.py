@@ -272,7 +272,7 @@ class Model(JsonValue):
 def _no_whole_model(name: str, base: str) -> FailedPrecondition:
     return FailedPrecondition(
         f"{name} is an adapter{f' on {base}' if base else ''}",
-        fix="load it with peft (docs/adapters.md), or push the merged model under another name (docs/recipes/lora.md) and take that",
+        fix="load it beside its base, with peft, vLLM or SGLang, and import it with --base (docs/adapters.md); or push the merged model under another name (docs/recipes/lora.md) and take that",
     )
 
 
