@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from weighbridge._core.json_values import JsonValue
 from weighbridge._core.text.shortening import shown
 from weighbridge.errors import InvalidArgument
 
@@ -79,7 +80,7 @@ def check_base(base: object) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class BaseVersion:
+class BaseVersion(JsonValue):
     """The version that a version of an adapter is on.
 
     Attributes:

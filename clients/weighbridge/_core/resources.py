@@ -5,8 +5,9 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from weighbridge._core.json_values import JsonValue
+from weighbridge._core.json_values import JsonValue, json_value
 from weighbridge._core.metadata import BaseVersion, Metadata
 from weighbridge._core.text.counts import counted
 from weighbridge._core.text.durations import readable_duration
@@ -162,6 +163,10 @@ class Version(JsonValue):
     def base(self) -> BaseVersion | None:
         """Of an adapter, the version that it is on; None of any other."""
         return BaseVersion.of(self.metadata)
+
+    def to_json(self) -> dict[str, Any]:
+        """Its fields and its base as JSON values, by name."""
+        return {**JsonValue.to_json(self), "base": json_value(self.base)}
 
     def check_whole(self) -> None:
         """Refuse a version of an adapter where one of a whole model is needed. Raises FailedPrecondition."""

@@ -264,7 +264,7 @@ def version_to_proto(version: Version) -> resources_pb2.Version:
     """A version as a message."""
     metadata = metadata_to_proto(version.metadata)
     return resources_pb2.Version(
-        **{**version.to_json(), "state": _STATES[version.state], "metadata": metadata}
+        **{**JsonValue.to_json(version), "state": _STATES[version.state], "metadata": metadata}
     )
 
 
