@@ -14,7 +14,14 @@ import click
 from weighbridge._cli.looking import say_if_absent
 from weighbridge._cli.output import print_json, print_result, print_table, say
 from weighbridge._cli.parsing import WholeNumber, checked_url, model_perhaps_at_version, ref_of
-from weighbridge._cli.running import Command, client_of, client_options, end_tidily, engine_of
+from weighbridge._cli.running import (
+    Command,
+    client_of,
+    client_options,
+    end_tidily,
+    engine_key_option,
+    engine_of,
+)
 from weighbridge._cli.showing import completing
 from weighbridge._cli.signing import FILE, trusted
 from weighbridge._core.engines.step_parts import step_text
@@ -75,12 +82,7 @@ def _draft(ctx: click.Context, param: click.Parameter, text: str | None) -> tupl
     help="What becomes of a version while the engine's weights sleep (vLLM): it waits until they wake up, which brings it before anything is answered "
     "(default), or it is refused.",
 )
-@click.option(
-    "--engine-key",
-    envvar="WEIGHBRIDGE_ENGINE_KEY",
-    default="",
-    help="SGLang's admin key, or vLLM's API key, if it has one.",
-)
+@engine_key_option
 @click.option(
     "--draft",
     metavar="MODEL[@REF]",

@@ -79,6 +79,15 @@ def client_options(function: F) -> F:
     return server(as_json(function))
 
 
+engine_key_option = click.option(
+    "--engine-key",
+    envvar="WEIGHBRIDGE_ENGINE_KEY",
+    default="",
+    help="SGLang's admin key, or vLLM's API key, if it has one.",
+)
+"""Option ``--engine-key`` of commands that talk to one kind of engine or the other."""
+
+
 def end_tidily() -> None:
     """Let SIGTERM end the command as an error would: what it has begun is undone."""
 

@@ -8,7 +8,7 @@ import click
 
 from weighbridge._cli.output import print_result
 from weighbridge._cli.parsing import checked_url, model_perhaps_at_version
-from weighbridge._cli.running import Command, client_options, engine_of
+from weighbridge._cli.running import Command, client_options, engine_key_option, engine_of
 from weighbridge._cli.showing import completing
 from weighbridge._core.references import Reference
 from weighbridge._core.text.sizes import readable_size
@@ -23,12 +23,7 @@ from weighbridge.errors import InvalidArgument
     show_default=True,
     help="The HTTP address of the vLLM or SGLang server.",
 )
-@click.option(
-    "--engine-key",
-    envvar="WEIGHBRIDGE_ENGINE_KEY",
-    default="",
-    help="SGLang's admin key, or vLLM's API key, if it has one.",
-)
+@engine_key_option
 @click.option(
     "--folder",
     type=click.Path(path_type=Path, file_okay=False),

@@ -9,7 +9,7 @@ import click
 
 from weighbridge._cli.output import print_result
 from weighbridge._cli.parsing import checked_url, model_perhaps_at_version
-from weighbridge._cli.running import Command, client_options, engine_of
+from weighbridge._cli.running import Command, client_options, engine_key_option, engine_of
 from weighbridge._cli.showing import completing
 from weighbridge._core.references import Reference
 from weighbridge._core.text.counts import counted, named
@@ -34,12 +34,7 @@ _NAMED = 10
     show_default=True,
     help="The HTTP address of the vLLM or SGLang server.",
 )
-@click.option(
-    "--engine-key",
-    envvar="WEIGHBRIDGE_ENGINE_KEY",
-    default="",
-    help="SGLang's admin key, or vLLM's API key, if it has one.",
-)
+@engine_key_option
 @click.option(
     "--engine-server",
     metavar="HOST:PORT",
