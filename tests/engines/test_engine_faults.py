@@ -31,10 +31,9 @@ from weighbridge.follow.agent import Follower
 from weighbridge.follow.proving import Proof, prove, prove_by_load
 from weighbridge_demo.vllm_server import EAGER, VllmServer
 
-pytestmark = [needs_vllm, pytest.mark.slow, pytest.mark.timeout(3600)]
-
 MODEL = "tests/faulty"
 FAULTS = rounds("ENGINE_FAULTS")
+pytestmark = [needs_vllm, pytest.mark.slow, pytest.mark.timeout(3600 + 8 * FAULTS)]
 START_SECONDS = 900.0
 
 
