@@ -426,12 +426,14 @@ format: $(STAMP) ## rewrite the code to the house style
 	@$(BIN)/ruff check --fix-only --quiet .
 	@$(BIN)/ruff format .
 
-protos: $(STAMP) ## write the stubs from the contract
+protos: $(STAMP) ## write the stubs from the contract, and the clients' methods from the table of operations
 	@$(BIN)/python protos/generate.py
+	@$(BIN)/python protos/generate_clients.py
 
-protos-check: $(STAMP) ## fail if the stubs do not match the contract
+protos-check: $(STAMP) ## fail if the stubs do not match the contract, or methods of clients the table of operations
 	@echo "== stubs"
 	@$(BIN)/python protos/generate.py --check
+	@$(BIN)/python protos/generate_clients.py --check
 
 protos-baseline: $(STAMP) ## promise the contract as it is now: later changes are compared with it
 	@cd protos && ../$(BIN)/buf build --exclude-source-info -o baseline.binpb

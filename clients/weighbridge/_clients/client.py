@@ -18,25 +18,21 @@ from weighbridge._clients.calls import (
 )
 from weighbridge._clients.calls.watching import Watch
 from weighbridge._clients.connection import Connection
+from weighbridge._clients.operation_methods import OperationMethods
 from weighbridge._clients.transport import ConnectionOptions
 from weighbridge._core.engines.facts import Engine
 from weighbridge._core.layouts import TensorSpec
 from weighbridge._core.references import Reference
-from weighbridge._core.reports.collection import Collection
-from weighbridge._core.reports.usage import Usage
 from weighbridge._core.resources import (
     REF_LIVE,
     DeletedModel,
-    Gate,
     Model,
     Protection,
     RefRequest,
-    Retention,
     Signature,
     Verification,
     Version,
     VersionState,
-    WarmMemory,
 )
 from weighbridge._transport.outages import Outage
 from weighbridge.errors import ResourceExhausted, Unavailable, WeighbridgeError
@@ -50,7 +46,7 @@ _SLOW_SECONDS = 2.0
 """After which a registration says what it waits for."""
 
 
-class Client:
+class Client(OperationMethods):
     """Connections to the service. Every method that takes a model and a version takes ``namespace/name@version`` for both.
 
     Connects when first used; safe to use from several threads, and after a fork only
@@ -135,10 +131,6 @@ class Client:
     def model(self, model: str, *, retry_seconds: float | None = None) -> Model:
         """One model; ``retry_seconds`` overrides the client's for this call. Raises NotFound."""
         return self._connection.run(model_calls.get_model(model), retry_seconds=retry_seconds)
-
-    def models(self) -> list[Model]:
-        """All models, by name."""
-        return self._connection.run(model_calls.list_models())
 
     def model_files(self, model: str, version: str | int | None = None) -> dict[str, bytes]:
         """The files besides the weights that belong to a version, or as registered now if no version is named.
@@ -303,28 +295,6 @@ class Client:
         """Requests to change protected refs: those that are pending, and the last ones that have ended, in the order of asking."""
         return self._connection.run(ref_calls.ref_requests(model))
 
-    def approve_ref(self, model: str, ref: str, request_id: str, *, note: str = "") -> RefRequest:
-        """Approve a change of a protected ref that another identity has asked for; the last approval that it takes carries it out.
-
-        Repeating it is harmless, and a request that was asked for later is not approved by it.
-
-        Args:
-            model: which model.
-            ref: the ref.
-            request_id: of the request.
-            note: is kept with the approval.
-
-        Raises:
-            PermissionDenied: this identity has asked for it, or has no scope that names the ref.
-            FailedPrecondition: the request was withdrawn, superseded, or has expired.
-            NotFound: there is no such request, or what it names is gone.
-        """
-        return self._connection.run(ref_calls.approve_ref(model, ref, request_id, note))
-
-    def withdraw_ref(self, model: str, ref: str, request_id: str) -> RefRequest:
-        """End a request without carrying it out. Repeating it is harmless. Raises as `approve_ref`."""
-        return self._connection.run(ref_calls.withdraw_ref(model, ref, request_id))
-
     def protections(self, model: str) -> list[Protection]:
         """What it takes to change those refs of a model that are protected. Raises NotFound."""
         return self._connection.run(ref_calls.protections(model))
@@ -367,33 +337,6 @@ class Client:
         version is not durable."""
         return self._connection.run(version_calls.get_signatures(model, version))[1]
 
-    def retention(self, model: str) -> Retention:
-        """Which versions of a model are kept. Raises NotFound."""
-        return self._connection.run(model_calls.get_retention(model))
-
-    def set_retention(self, model: str, retention: Retention) -> Retention:
-        """Say which versions of a model are kept, instead of what was said before.
-
-        The others are deleted by the next collection; they can be read for a grace time after that. ``Retention()`` keeps
-        everything.
-
-        Raises:
-            NotFound: the model is not registered.
-        """
-        return self._connection.run(model_calls.set_retention(model, retention))
-
-    def gate(self, model: str) -> Gate:
-        """Which versions of a model are held. Raises NotFound."""
-        return self._connection.run(model_calls.get_gate(model))
-
-    def set_gate(self, model: str, gate: Gate) -> Gate:
-        """Say which versions of a model are held, of those that are opened from now on, instead of what was said before.
-
-        Raises:
-            NotFound: the model is not registered.
-        """
-        return self._connection.run(model_calls.set_gate(model, gate))
-
     def approve(
         self, model: str, version: str | int | None = None, *, note: str = "", by: str = ""
     ) -> Version:
@@ -414,20 +357,6 @@ class Client:
             FailedPrecondition: it is not complete yet, or was taken out of history.
         """
         return self._connection.run(version_calls.approve(model, version, by=by, note=note))
-
-    def delete_version(self, model: str, version: str | int | None = None, *, force: bool = False) -> Version:
-        """Take a version, by its number, out of history, whatever the retention says; it can be read by that for a grace time.
-
-        Args:
-            model: which model.
-            version: its number.
-            force: whether it is deleted although adapters are on it, whose versions then say that they lack it.
-
-        Raises:
-            NotFound: no such model or version.
-            FailedPrecondition: a ref names it, as ``latest`` does the newest one, it is not durable yet, or adapters are on it (names them).
-        """
-        return self._connection.run(version_calls.delete_version(model, version, force=force))
 
     def delete_model(self, model: str, *, force: bool = False) -> DeletedModel:
         """Take a model away with all of its versions, refs and rules.
@@ -457,37 +386,6 @@ class Client:
             FailedPrecondition: it is visible already, and nothing keeps it from becoming durable.
         """
         return self._connection.run(push_calls.abort(model, version, reason))
-
-    def collect(self, model: str, *, dry_run: bool = False) -> Collection:
-        """Delete what need not be kept of a model now; services do so by themselves now and then.
-
-        Args:
-            model: which model.
-            dry_run: only say what would be done.
-
-        Raises:
-            NotFound: the model is not registered.
-        """
-        return self._connection.run(model_calls.collect(model, dry_run=dry_run))
-
-    def warm(self, model: str) -> WarmMemory:
-        """Have the service make memory for a model's next versions now, so that the first push does not wait for it.
-
-        It takes room that nobody has, within the service's budget, and holds nothing: another model that needs the room gets it.
-
-        Args:
-            model: which model.
-
-        Raises:
-            NotFound: the model is not registered.
-        """
-        return self._connection.run(model_calls.warm(model))
-
-    def usage(self) -> Usage:
-        """The limits that this client's identity has by the service's policy, those of namespaces that it may look at, and how much of them
-        is used.
-        """
-        return self._connection.run(model_calls.get_usage())
 
     def engines(self, model: str | None = None) -> list[Engine]:
         """Engines whose agents have reported lately, by model and address: what each serves, and how far behind its ref it is.

@@ -18,6 +18,7 @@ May import: `weighbridge.errors`.
 - `file_names`: names of a version's files.
 - `engines`: engines that serve versions.
 - `resources`: models, versions, retention, as the service reports them.
+- `operations`: calls of the control API, as data.
 - `metadata`: what a trainer says of a version, and comparisons with it.
 - `reports`: what a service reports on its work.
 - `checks`: findings of ``weighbridge doctor``.

@@ -6,21 +6,25 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 from enum import Enum
-from typing import Any
+from typing import Any, ClassVar
 
 
 class JsonValue:
     """Base of dataclasses that are shown as JSON."""
 
     __slots__ = ()
+    ALSO_IN_JSON: ClassVar[tuple[str, ...]] = ()
+    """Properties that are shown beside the fields."""
 
     def to_json(self) -> dict[str, Any]:
-        """Its fields as JSON values, by name."""
-        return {name: json_value(getattr(self, name)) for name in _names(type(self))}  # type: ignore[arg-type]
+        """Its fields, and those properties, as JSON values by name."""
+        kind: Any = type(self)
+        return {name: json_value(getattr(self, name)) for name in (*names_of(kind), *self.ALSO_IN_JSON)}
 
 
 @functools.cache
-def _names(kind: Any) -> tuple[str, ...]:
+def names_of(kind: Any) -> tuple[str, ...]:
+    """Names of a dataclass's fields."""
     return tuple(each.name for each in dataclasses.fields(kind))
 
 

@@ -81,17 +81,14 @@ def check_base(base: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class BaseVersion(JsonValue):
-    """The version that a version of an adapter is on.
-
-    Attributes:
-        model: ``namespace/name``.
-        number: of the version.
-        digest: of its manifest, as 64 hex digits; empty if that is not known.
-    """
+    """The version that a version of an adapter is on."""
 
     model: str
+    """`namespace/name`."""
     number: int
+    """Of its version."""
     digest: str = ""
+    """Of its manifest."""
 
     def __str__(self) -> str:
         return f"{self.model}@{self.number}"

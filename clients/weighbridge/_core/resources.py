@@ -5,9 +5,9 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import ClassVar
 
-from weighbridge._core.json_values import JsonValue, json_value
+from weighbridge._core.json_values import JsonValue
 from weighbridge._core.metadata import BaseVersion, Metadata
 from weighbridge._core.text.counts import counted
 from weighbridge._core.text.durations import readable_duration
@@ -92,58 +92,58 @@ _ORDER = (
 
 @dataclass(frozen=True, slots=True)
 class Version(JsonValue):
-    """A version of a model.
+    """A version of a model."""
 
-    Attributes:
-        model: ``namespace/name``.
-        number: unique and increasing within the model.
-        state: where it is in its life.
-        step: the trainer's step.
-        run: the trainer's run.
-        ranks: trainer ranks that push it.
-        sealed_ranks: ranks that have pushed all they hold.
-        tensor_bytes: bytes of all tensors.
-        received_bytes: bytes of them that have arrived.
-        nonfinite_elements: elements of all tensors that are NaN or infinite; 0 if no longer known. Until it is verified, those that its
-            ranks have counted.
-        create_time_ms, ready_time_ms, verified_time_ms, durable_time_ms: Unix time in milliseconds; 0 if not yet, or no longer known.
-        error: why it failed, or why it could not be made durable, or that it was taken out of history; empty if all is well.
-        error_details: one line for each tensor, box or rank concerned.
-        held: why ``live`` and ``latest`` pass it by: `HELD_CANDIDATE`, `HELD_NONFINITE`, or what a later release adds; empty if they do not.
-        approved_reasons: the reasons that were approved; empty if none was.
-        approved_by: who approved it last, as they said themselves.
-        approved_time_ms: when, as Unix time in milliseconds; 0 if nobody did.
-        approved_note: what they noted.
-        metadata: what was pushed with it.
-        waits_for: of one that is being received, what it waits for, such as the ranks that have not declared or sealed;
-            empty at a replica of the service that no rank of it pushes to.
-        traceparent: of the push, by W3C Trace Context; empty if it is not traced.
-    """
+    ALSO_IN_JSON: ClassVar[tuple[str, ...]] = ("base",)
 
     model: str
+    """`namespace/name`."""
     number: int
+    """Unique and increasing within the model."""
     state: VersionState
+    """Engines can pull versions that are `ready`, `verified`, `durable` or `retired`."""
     step: int = 0
+    """The trainer's step."""
     run: str = ""
+    """The trainer's run."""
     ranks: int = 0
+    """Trainer ranks that push it; 0 where that is no longer known."""
     sealed_ranks: int = 0
+    """Ranks that have pushed all they hold."""
     tensor_bytes: int = 0
+    """Bytes of all tensors together."""
     received_bytes: int = 0
+    """Bytes of them that have arrived."""
     nonfinite_elements: int = 0
+    """Elements that are NaN or infinite; until the version is verified, those that its ranks have counted."""
     create_time_ms: int = 0
+    """Unix time in milliseconds."""
     ready_time_ms: int = 0
+    """Unix time in milliseconds; 0 if not yet, or no longer known."""
     verified_time_ms: int = 0
+    """Unix time in milliseconds; 0 if not yet, or no longer known."""
     durable_time_ms: int = 0
+    """Unix time in milliseconds; 0 if not yet, or no longer known."""
     error: str = ""
+    """Why it failed or is not durable yet, or that it was taken out of history; empty if all is well."""
     error_details: tuple[str, ...] = ()
+    """One line for each tensor, box or rank concerned."""
     held: tuple[str, ...] = ()
+    """Why `live` and `latest` pass it by: `nonfinite` (elements are NaN or infinite), `candidate` (it waits for approval), or what a later release adds. Empty if they do not."""
     approved_reasons: tuple[str, ...] = ()
+    """Reasons for which it was held, and that were approved."""
     approved_by: str = ""
+    """Who approved it last, in their own words."""
     approved_time_ms: int = 0
+    """When; Unix time in milliseconds, 0 if nobody did."""
     approved_note: str = ""
+    """What they noted."""
     metadata: Metadata = field(default_factory=dict, hash=False)
+    """What was pushed with it."""
     waits_for: tuple[str, ...] = ()
+    """Of one that is being received, what it waits for, such as ranks that have not declared or sealed. A replica that no rank of it pushes to does not know."""
     traceparent: str = ""
+    """Of the push, by W3C Trace Context; empty if it is not traced."""
 
     def __str__(self) -> str:
         held = f", held: {', '.join(self.held)}" if self.held else ""
@@ -161,12 +161,8 @@ class Version(JsonValue):
 
     @property
     def base(self) -> BaseVersion | None:
-        """Of an adapter, the version that it is on; None of any other."""
+        """Of an adapter, the version that it is on; None of any other. `error` says so if that was deleted."""
         return BaseVersion.of(self.metadata)
-
-    def to_json(self) -> dict[str, Any]:
-        """Its fields and its base as JSON values, by name."""
-        return {**JsonValue.to_json(self), "base": json_value(self.base)}
 
     def check_whole(self) -> None:
         """Refuse a version of an adapter where one of a whole model is needed. Raises FailedPrecondition."""
@@ -224,44 +220,38 @@ def why_held(version: Version) -> str:
 
 @dataclass(frozen=True, slots=True)
 class DeletedModel(JsonValue):
-    """A model that was deleted.
-
-    Attributes:
-        model: ``namespace/name``.
-        versions: how many were part of its history.
-    """
+    """A model that was deleted."""
 
     model: str
+    """`namespace/name`."""
     versions: int
+    """How many versions were part of its history."""
 
 
 @dataclass(frozen=True, slots=True)
 class Model(JsonValue):
-    """A registered model.
-
-    Attributes:
-        name: ``namespace/name``.
-        model_type: of the Hugging Face config.
-        dtype: of the weights, in safetensors' name.
-        tensor_count: number of tensors.
-        tensor_bytes: bytes of all of them.
-        files: names of the files that belong to it besides the weights.
-        refs: version number by ref.
-        weight_map: whether its tensors have Megatron-core's names, too; otherwise they have those of its files alone.
-        adapters: adapters that are on versions of it.
-        base: of an adapter, the version that its newest version is on, such as ``acme/smol@17``; empty of other models.
-    """
+    """A registered model."""
 
     name: str
+    """`namespace/name`."""
     model_type: str
+    """Of the Hugging Face config."""
     dtype: str
+    """Of the weights, in safetensors' name."""
     tensor_count: int
+    """Number of tensors."""
     tensor_bytes: int
+    """Bytes of all tensors together."""
     files: tuple[str, ...] = ()
+    """Files that belong to the model besides its weights."""
     refs: Mapping[str, int] = field(default_factory=dict)
+    """Version number by ref."""
     weight_map: bool = True
+    """Whether its tensors have Megatron-core's names, too; otherwise they have those of its files alone."""
     adapters: tuple[str, ...] = ()
+    """Adapters that are on versions of it, of those that you may look at."""
     base: str = ""
+    """Of an adapter, the version that its newest version is on; empty of any other model."""
 
     @property
     def is_adapter(self) -> bool:
@@ -283,23 +273,20 @@ def _no_whole_model(name: str, base: str) -> FailedPrecondition:
 
 @dataclass(frozen=True, slots=True)
 class Retention(JsonValue):
-    """Which versions of a model are kept: all that one of the rules speaks for, and always those that a ref names.
-
-    Attributes:
-        keep_last: that many of the newest; 0 speaks for none.
-        keep_every: of each so many consecutive numbers the first version that is there, so of 100 usually those whose numbers
-            are multiples of 100; 0 speaks for none.
-        keep_younger_s: those opened less than so many seconds ago; 0 speaks for none.
-        keep_every_steps: of each so many consecutive steps of a run the first version that is there; 0 disables the rule.
+    """Which versions of a model are kept: those that a ref names and those that a rule speaks for. No rule keeps everything.
 
     Raises:
         InvalidArgument: one of them is not an integer from 0 to 2**53.
     """
 
     keep_last: int = 0
+    """That many of the newest; 0 is no rule."""
     keep_every: int = 0
+    """Of each so many consecutive numbers the first version that is there; 0 is no rule."""
     keep_younger_s: int = 0
+    """Those opened less than so many seconds ago; 0 is no rule."""
     keep_every_steps: int = 0
+    """Of each so many consecutive steps of a run the first version that is there; 0 is no rule."""
 
     def __post_init__(self) -> None:
         for name, value in self.to_json().items():
@@ -326,15 +313,15 @@ class Retention(JsonValue):
 
 @dataclass(frozen=True, slots=True)
 class Gate(JsonValue):
-    """What versions of a model have to pass before ``live`` and ``latest`` may name them. It goes for versions that are opened from then on.
+    """Which versions of a model are held, so that ``live`` and ``latest`` pass them by until they are approved.
 
-    Attributes:
-        approval_required: whether each is held as a candidate until it is approved.
-        allow_nonfinite: whether versions with elements that are NaN or infinite are not held for that.
+    It goes for versions that are opened from then on.
     """
 
     approval_required: bool = False
+    """Whether each version is held as a candidate."""
     allow_nonfinite: bool = False
+    """Whether versions with elements that are NaN or infinite are not held for that."""
 
     @property
     def text(self) -> str:
@@ -346,15 +333,12 @@ class Gate(JsonValue):
 
 @dataclass(frozen=True, slots=True)
 class Protection(JsonValue):
-    """What it takes to change a ref of a model: a scope that names the ref, and the approval of others.
-
-    Attributes:
-        ref: which one.
-        approvals: of how many identities besides the one that asks; 0 if it takes none.
-    """
+    """What it takes to change a protected ref: a scope that names it, and the approval of others."""
 
     ref: str
+    """The ref, whether it exists or not."""
     approvals: int = 0
+    """Of how many identities besides the one that asks."""
 
     @property
     def text(self) -> str:
@@ -365,54 +349,50 @@ class Protection(JsonValue):
 
 @dataclass(frozen=True, slots=True)
 class RefApproval(JsonValue):
-    """The approval of a request by one identity.
-
-    Attributes:
-        by: which one.
-        time_ms: when, as Unix time in milliseconds.
-        note: what they noted; may be empty.
-    """
+    """The approval of a request by one identity."""
 
     by: str
+    """Which one."""
     time_ms: int
+    """Unix time in milliseconds."""
     note: str = ""
+    """What they noted."""
 
 
 @dataclass(frozen=True, slots=True)
 class RefRequest(JsonValue):
-    """A change of a ref that was asked for, and what has become of it.
-
-    Attributes:
-        model: ``namespace/name``.
-        ref: the ref.
-        action: `REQUEST_MOVE`, `REQUEST_DELETE`, `REQUEST_PROTECT`, `REQUEST_UNPROTECT`, or what a later release adds.
-        state: `REQUEST_PENDING`, `REQUEST_DONE`, or why it will not be carried out.
-        version: the number that the ref shall name; 0 if none.
-        request_id: which request; who approves it names it.
-        by: the identity that asks.
-        note: what they noted; may be empty.
-        ask_time_ms, expire_time_ms, close_time_ms: Unix time in milliseconds; 0 if there is none.
-        closed_by: whose call ended it; empty if that was time, or it has not ended.
-        previous: the number that the ref named before it was carried out; 0 if none.
-        approvals: those given so far.
-        missing: how many more it takes.
-    """
+    """A change of a ref that was asked for, and what has become of it."""
 
     model: str
+    """`namespace/name`."""
     ref: str
+    """The ref."""
     action: str
+    """`move`, `delete`, `protect` or `unprotect`, or what a later release adds."""
     state: str
+    """`pending`, `done`, `withdrawn`, `superseded` by a newer one for the ref, `expired`, or what a later release adds."""
     version: int = 0
+    """The number that the ref shall name; 0 if none."""
     request_id: str = ""
+    """Who approves it names it by this."""
     by: str = ""
+    """The identity that asks."""
     note: str = ""
+    """What it noted."""
     ask_time_ms: int = 0
+    """Unix time in milliseconds."""
     expire_time_ms: int = 0
+    """Unix time in milliseconds."""
     close_time_ms: int = 0
+    """When it ended; Unix time in milliseconds, 0 if it has not."""
     closed_by: str = ""
+    """Whose call ended it; empty if that was time."""
     previous: int = 0
+    """The number that the ref named before it was carried out; 0 if none."""
     approvals: tuple[RefApproval, ...] = ()
+    """Those given so far."""
     missing: int = 0
+    """How many more it takes."""
 
     @property
     def text(self) -> str:
@@ -434,23 +414,20 @@ class RefRequest(JsonValue):
 
 @dataclass(frozen=True, slots=True)
 class Verification(JsonValue):
-    """What comparing a version's files with its manifest gave.
-
-    Attributes:
-        number: the version.
-        tensors_checked: tensors whose digests were compared.
-        bytes_checked: bytes read.
-        problems: one line for each file or tensor that differs; empty if all is well.
-        nonfinite_elements: elements of all tensors that are NaN or infinite, by the manifest. That is no problem of the files.
-        sha256: SHA-256 of each file by name, as 64 hex digits, if it was asked for.
-    """
+    """What comparing a version's files with its manifest gave."""
 
     number: int
+    """The version."""
     tensors_checked: int
+    """Tensors whose digests were compared."""
     bytes_checked: int
+    """Bytes read."""
     problems: tuple[str, ...]
+    """One line for each file or tensor that differs; empty if all is well."""
     nonfinite_elements: int = 0
+    """Elements that are NaN or infinite, by the manifest. That is no problem of the files."""
     sha256: Mapping[str, str] = field(default_factory=dict, hash=False)
+    """SHA-256 of each file by name, as 64 hex digits, if it was asked for."""
 
 
 @dataclass(frozen=True, slots=True)

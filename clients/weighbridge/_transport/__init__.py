@@ -10,6 +10,7 @@ May import: `_core`, `weighbridge.errors`, `weighbridge.v1`.
 - `backoff`: pauses between tries.
 - `outages`: what is told of a service that cannot be reached.
 - `wire`: the vocabulary as protobuf messages and back.
+- `wire_operations`: messages of the operations in the table.
 - `wire_engines`: engines, likewise.
 - `pieces`: messages that carry weights, with one copy.
 - `request_parts`: large requests in several messages.

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from weighbridge._core import dtypes
 from weighbridge._core.boxes import Box, Link
-from weighbridge._core.json_values import JsonValue
+from weighbridge._core.json_values import JsonValue, json_value, names_of
 from weighbridge._core.layouts import MAX_TENSORS, Layout, Shard, TensorSpec, check_spec
 from weighbridge._core.metadata import Metadata, MetadataValue, checked_metadata
 from weighbridge._core.resources import Version, VersionState
@@ -262,10 +262,16 @@ def _known_state(number: int) -> VersionState:
 
 def version_to_proto(version: Version) -> resources_pb2.Version:
     """A version as a message."""
-    metadata = metadata_to_proto(version.metadata)
-    return resources_pb2.Version(
-        **{**JsonValue.to_json(version), "state": _STATES[version.state], "metadata": metadata}
-    )
+    return resources_pb2.Version(**fields_of(version))
+
+
+def fields_of(value: JsonValue) -> dict[str, Any]:
+    """A value's fields as those of its message."""
+    kind: Any = type(value)
+    found = {name: json_value(getattr(value, name)) for name in names_of(kind)}
+    if isinstance(value, Version):
+        found |= {"state": _STATES[value.state], "metadata": metadata_to_proto(value.metadata)}
+    return found
 
 
 def version_from_proto(message: resources_pb2.Version) -> Version:
@@ -310,7 +316,7 @@ def _value_from_proto(message: resources_pb2.MetadataValue) -> MetadataValue | N
 
 def write(kind: Callable[..., R], value: JsonValue) -> R:
     """A dataclass as the message of this type, whose fields have the same names."""
-    return kind(**value.to_json())
+    return kind(**fields_of(value))
 
 
 def read(kind: Callable[..., R], message: Any) -> R:
@@ -327,7 +333,9 @@ def read(kind: Callable[..., R], message: Any) -> R:
 def _readers(kind: Any) -> list[tuple[str, Callable[[Any], Any] | None]]:
     """How each field of a dataclass is read from that of a message; None where it is the same."""
     found: list[tuple[str, Callable[[Any], Any] | None]] = []
-    for name, hint in typing.get_type_hints(kind).items():
+    hints = typing.get_type_hints(kind)
+    for name in names_of(kind):
+        hint = hints[name]
         inner = next(iter(typing.get_args(hint)), None)
         if hint is VersionState:
             found.append((name, _known_state))

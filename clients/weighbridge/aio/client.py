@@ -19,6 +19,7 @@ from weighbridge._core.resources import REF_LIVE, Model, Version, VersionState
 from weighbridge._core.slices import LayoutRequest
 from weighbridge._transport.outages import Outage
 from weighbridge.aio.connection import AsyncConnection
+from weighbridge.aio.operation_methods import AsyncOperationMethods
 from weighbridge.aio.pulls import AsyncPull, Carrier
 from weighbridge.errors import ResourceExhausted, Unavailable, WeighbridgeError
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     import torch
 
 
-class AsyncEngineClient:
+class AsyncEngineClient(AsyncOperationMethods):
     """Client of an engine rank for asyncio: what an agent needs of `weighbridge.EngineClient`; one for each rank. Belongs to the event loop that it is first used on.
 
     Every method may be cancelled, so ``asyncio.timeout`` sets a deadline for any of them. Errors are those of `weighbridge.errors`.
@@ -78,10 +79,6 @@ class AsyncEngineClient:
     async def model(self, model: str) -> Model:
         """One model. Raises NotFound."""
         return await self._connection.run(model_calls.get_model(model))
-
-    async def models(self) -> list[Model]:
-        """All models, by name."""
-        return await self._connection.run(model_calls.list_models())
 
     async def model_files(self, model: str, version: str | int | None = None) -> dict[str, bytes]:
         """The files besides the weights that belong to a version, or as registered now if no version is named.

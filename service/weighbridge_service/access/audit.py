@@ -17,8 +17,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from weighbridge._core.operations.verbs import Verb
 from weighbridge.errors import InvalidArgument, PermissionDenied, Unauthenticated, Unavailable
-from weighbridge_service.access.scopes import Verb
 
 log = logging.getLogger(__name__)
 

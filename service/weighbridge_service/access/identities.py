@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from weighbridge_service.access.scopes import Scope, Verb
+from weighbridge._core.operations.verbs import Verb
+from weighbridge_service.access.scopes import Scope
 
 _SEVERAL = "several"
 """No authorization that anybody could show."""

@@ -8,9 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from urllib.parse import unquote
 
+from weighbridge._core.operations.verbs import Verb
 from weighbridge.errors import PermissionDenied, Unauthenticated
 from weighbridge_service.access.identities import EVERYBODY, Identity
-from weighbridge_service.access.scopes import ALL, WITH_REF, Scope, Verb, whole_model
+from weighbridge_service.access.scopes import ALL, WITH_REF, Scope, whole_model
 from weighbridge_storage.head.requests import Asker
 
 

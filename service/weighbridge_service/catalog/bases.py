@@ -10,11 +10,11 @@ from dataclasses import replace
 
 from weighbridge._core.lru import Cache
 from weighbridge._core.metadata import BaseVersion, Metadata
+from weighbridge._core.operations.verbs import Verb
 from weighbridge._core.references import parse_reference
 from weighbridge._core.resources import REF_LATEST
 from weighbridge.errors import FailedPrecondition, InvalidArgument, WeighbridgeError
 from weighbridge_service.access.peer import Peer, authorize
-from weighbridge_service.access.scopes import Verb
 from weighbridge_service.catalog.catalog import Catalog
 from weighbridge_service.catalog.head_versions import number_in
 from weighbridge_service.models.adapters import check_fits

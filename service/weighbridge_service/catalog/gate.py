@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TypeVar
 
+from weighbridge._core.operations.verbs import Verb
 from weighbridge._core.resources import (
     REQUEST_DONE,
     REQUEST_MOVE,
@@ -25,7 +26,6 @@ from weighbridge.errors import FailedPrecondition, NotFound, VersionFailed, Weig
 from weighbridge_service.access.audit import note as note_change
 from weighbridge_service.access.identities import Identity
 from weighbridge_service.access.peer import Peer
-from weighbridge_service.access.scopes import Verb
 from weighbridge_service.catalog.catalog import Catalog
 from weighbridge_service.runtime.clock import unix_ms
 from weighbridge_storage.documents.entries import Approval, RequestEntry

@@ -13,10 +13,11 @@ from tests.fuzz.target import Bounds, Target, stateless
 from weighbridge._cli.parsing import parse_duration, parse_size
 from weighbridge._core import dtypes
 from weighbridge._core.metadata import checked_metadata, conditions, parse_value
+from weighbridge._core.operations.verbs import Verb
 from weighbridge._core.references import Reference, parse_reference
 from weighbridge._transport.addresses import Addresses
 from weighbridge.errors import InvalidArgument, WeighbridgeError
-from weighbridge_service.access.scopes import Scope, Verb, matches
+from weighbridge_service.access.scopes import Scope, matches
 from weighbridge_service.api.http.guard import HostNames, refusal
 from weighbridge_service.api.http.hub_documents import Asked
 from weighbridge_service.api.http.ranges import RangeNotSatisfiable, byte_range

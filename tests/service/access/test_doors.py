@@ -32,10 +32,10 @@ from weighbridge import (
     Unavailable,
 )
 from weighbridge._cli import main
+from weighbridge._core.operations.verbs import Verb
 from weighbridge.v1 import checkpoint_service_pb2 as pb
 from weighbridge.v1 import checkpoint_service_pb2_grpc
 from weighbridge_service.access.audit import Audit
-from weighbridge_service.access.scopes import Verb
 from weighbridge_storage.threads import ThreadPool
 
 MODEL = "acme/smol"

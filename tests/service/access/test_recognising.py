@@ -17,12 +17,12 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 
 from tests.support.identities import AUDIENCE, ISSUER, TokenIssuer, identity, policy_file
 from tests.support.waiting import eventually
+from weighbridge._core.operations.verbs import Verb
 from weighbridge.errors import InvalidArgument, Unavailable
 from weighbridge_service.access import issuers
 from weighbridge_service.access.access import Access
 from weighbridge_service.access.identities import Evidence, Identity
 from weighbridge_service.access.issuers import Issuer, KeyRing
-from weighbridge_service.access.scopes import Verb
 
 KEY = b"k" * 32
 

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from weighbridge._core.operations.verbs import Verb
 from weighbridge.errors import InvalidArgument
-from weighbridge_service.access.scopes import Scope, Verb, matches
+from weighbridge_service.access.scopes import Scope, matches
 
 
 @pytest.mark.parametrize(

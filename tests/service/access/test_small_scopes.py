@@ -22,10 +22,10 @@ from tests.support.services import RunningService, running_service
 from tests.support.waiting import eventually
 from weighbridge import Client, Credentials, NotFound, TrainerClient
 from weighbridge._core.checks import Check, CheckStatus
+from weighbridge._core.operations.verbs import Verb
 from weighbridge._transport import rpc
 from weighbridge.v1 import model_service_pb2
 from weighbridge_service.access.audit import Audit
-from weighbridge_service.access.scopes import Verb
 from weighbridge_service.api.http import hub_reading
 from weighbridge_service.api.http.app import create_app
 from weighbridge_service.api.http.hub_routes import HubSizes

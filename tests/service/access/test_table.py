@@ -17,9 +17,10 @@ from starlette.testclient import TestClient
 from tests.service.api.grpc.test_asking import CALLS
 from tests.support.identities import TokenIssuer, bearer, identity, policy_file
 from tests.support.services import RunningService, running_service
+from weighbridge._core.operations.verbs import Verb
 from weighbridge._transport import rpc
 from weighbridge_service.access import tokens
-from weighbridge_service.access.scopes import ADMIN, Verb
+from weighbridge_service.access.scopes import ADMIN
 from weighbridge_service.api.http import app as http_app
 from weighbridge_service.api.http.app import create_app
 from weighbridge_service.api.http.callers import Standing

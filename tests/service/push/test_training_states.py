@@ -22,10 +22,11 @@ from weighbridge._cli import commands
 from weighbridge._core import dtypes
 from weighbridge._core.boxes import Box
 from weighbridge._core.layouts import Layout, Shard, TensorSpec
+from weighbridge._core.operations.verbs import Verb
 from weighbridge._core.references import training_of
 from weighbridge._core.resources import Retention, VersionState
 from weighbridge._core.tensor_spaces import TensorSpace
-from weighbridge_service.access.scopes import Scope, Verb
+from weighbridge_service.access.scopes import Scope
 from weighbridge_service.fsck.repair import check_store
 from weighbridge_storage.documents.names import ModelName
 from weighbridge_storage.head.head_store import HeadStore

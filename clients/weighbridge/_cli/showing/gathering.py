@@ -10,8 +10,10 @@ from typing import Any, Self, TypeVar
 from weighbridge._cli.doctor import asking
 from weighbridge._cli.showing.overview import MemoryUse, Place, Reading, unfinished
 from weighbridge._clients.calls import engine_calls, model_calls, version_calls
+from weighbridge._clients.calls.operation_calls import ask_pages
 from weighbridge._clients.connection import Connection
 from weighbridge._core.engines.facts import Engine
+from weighbridge._core.operations import table
 from weighbridge._core.references import training_of
 from weighbridge._core.reports.rank_progress import RankProgress
 from weighbridge._core.resources import Model, Version
@@ -66,7 +68,7 @@ class Gatherer:
                 self._pool.map(lambda name: run(model_calls.get_model(name)), map(_weights_of, self._models))
             )
         else:
-            models = run(model_calls.list_models())
+            models = run(ask_pages(table.LIST_MODELS))
         names = [name for model in models for name in (model.name, training_of(model.name))]
         versions = [version for found in self._pool.map(self._versions, names) for version in found]
         return Reading(

@@ -57,18 +57,6 @@ def request_ref_deletion(model: str, ref: str, note: str, request_id: str) -> St
     return (yield from _asked("DeleteRef", request))
 
 
-def approve_ref(model: str, ref: str, request_id: str, note: str) -> Steps[RefRequest]:
-    """Approve a change of a ref that another identity has asked for."""
-    request = pb.ApproveRefRequest(model=model, ref=ref, request_id=request_id, note=note)
-    return (yield from _asked("ApproveRef", request))
-
-
-def withdraw_ref(model: str, ref: str, request_id: str) -> Steps[RefRequest]:
-    """End a request without carrying it out."""
-    request = pb.WithdrawRefRequest(model=model, ref=ref, request_id=request_id)
-    return (yield from _asked("WithdrawRef", request))
-
-
 def protections(model: str) -> Steps[list[Protection]]:
     """What it takes to change the refs that are protected."""
     response = yield from _call("ListRefs", pb.ListRefsRequest(model=model))

@@ -139,13 +139,6 @@ def approve(model: str, version: str | int | None, *, by: str, note: str) -> Ste
     return wire.version_from_proto((yield from _call("ApproveVersion", request)).version)
 
 
-def delete_version(model: str, version: str | int | None, *, force: bool = False) -> Steps[Version]:
-    """Take a version out of history; with ``force``, also if adapters are on it."""
-    meant = Reference.of(model, version)
-    request = pb.DeleteVersionRequest(model=meant.model, number=meant.number, force=force)
-    return wire.version_from_proto((yield from _call("DeleteVersion", request)).version)
-
-
 def get_manifest(model: str, number: int) -> Steps[ManifestText]:
     """A version's manifest, part by part.
 

@@ -18,29 +18,23 @@ QUOTA_STORED = "stored"
 
 @dataclass(frozen=True, slots=True)
 class Quota(JsonValue):
-    """A limit, and how much of it is used.
-
-    Attributes:
-        kind: `QUOTA_STREAMS`, `QUOTA_BYTES_PER_SECOND`, `QUOTA_VERSIONS_PER_HOUR` or `QUOTA_STORED`, or what a later release adds.
-        of: the identity or the namespace.
-        used: of `QUOTA_STORED`, at all replicas together; of the others, at the one that was asked.
-        limit: how much there may be.
-    """
+    """A limit, and how much of it is used."""
 
     kind: str
+    """`streams`, `bytes_per_second` and `versions_per_hour` of an identity, `stored` of a namespace, in bytes."""
     of: str
+    """The identity or the namespace."""
     used: int
+    """Of `stored`, at all replicas together; of the others, at the one that was asked."""
     limit: int
+    """How much there may be."""
 
 
 @dataclass(frozen=True, slots=True)
 class Usage(JsonValue):
-    """What somebody may have, and what of it is used.
-
-    Attributes:
-        identity: who it is, in the service's policy.
-        quotas: their limits, and those of namespaces of which they may look at a model; empty if there are none.
-    """
+    """The limits that the caller has, and those of namespaces of which it may look at a model."""
 
     identity: str
+    """Who the caller is, in the service's policy."""
     quotas: tuple[Quota, ...]
+    """Their limits, and those of namespaces of which they may look at a model; empty if there are none."""

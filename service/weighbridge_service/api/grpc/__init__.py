@@ -1,6 +1,6 @@
 """gRPC face: control calls on an event loop, streams of weights in threads.
 
-May import: `api.lane`, `core`, and folders below.
+May import: `api.bodies`, `api.lane`, `core`, and folders below.
 
 - `server`: the ports and their services.
 - `method`: what is done around a call, at whichever port it comes.
@@ -13,7 +13,8 @@ May import: `api.lane`, `core`, and folders below.
 - `watches`: watches of refs and waits for states.
 - `bulk_server`: the port for streams of weights.
 - `bulk_streams`: messages with weights, within a budget.
-- `model_handlers`: `ModelService`.
+- `operation_handlers`: operations of the table.
+- `model_handlers`: what else `ModelService` has.
 - `engine_handlers`: `EngineService`, which the house of the engines plugs in.
 - `checkpoint_handlers`: `CheckpointService`.
 - `weight_handlers`: `WeightService`, `BulkService`, `LocalLaneService`.

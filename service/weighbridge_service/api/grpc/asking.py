@@ -7,65 +7,21 @@ from typing import Any
 
 from google.protobuf.descriptor import MethodDescriptor
 
+from weighbridge._core.operations.table import ENTRIES
+from weighbridge._core.operations.verbs import Verb
 from weighbridge_service.access.audit import Audit, note
 from weighbridge_service.access.peer import authorize
-from weighbridge_service.access.scopes import Verb
 from weighbridge_service.api.grpc.call import Call
 
-VERBS = {
-    "CheckpointService": {
-        "OpenVersion": Verb.PUSH,
-        "DeclareLayout": Verb.PUSH,
-        "Push": Verb.PUSH,
-        "GetPushState": Verb.PUSH,
-        "SealRank": Verb.PUSH,
-        "AbortVersion": Verb.PUSH,
-        "Restore": Verb.PULL,
-        "DescribeShards": Verb.LOOK,
-    },
-    "ModelService": {
-        "RegisterModel": Verb.PUSH,
-        "GetModel": Verb.LOOK,
-        "ListModels": Verb.LOOK,
-        "GetModelFiles": Verb.LOOK,
-        "GetVersion": Verb.LOOK,
-        "ListVersions": Verb.LOOK,
-        "WatchRefs": Verb.LOOK,
-        "SetRef": Verb.TAG,
-        "DeleteRef": Verb.TAG,
-        "ApproveRef": Verb.APPROVE,
-        "WithdrawRef": Verb.TAG,
-        "SetProtection": Verb.MANAGE,
-        "DeleteProtection": Verb.MANAGE,
-        "ListRefs": Verb.LOOK,
-        "VerifyVersion": Verb.PULL,
-        "ReadManifest": Verb.LOOK,
-        "GetSignatures": Verb.LOOK,
-        "AddSignature": Verb.SIGN,
-        "GetRetention": Verb.LOOK,
-        "SetRetention": Verb.MANAGE,
-        "GetGate": Verb.LOOK,
-        "SetGate": Verb.MANAGE,
-        "ApproveVersion": Verb.APPROVE,
-        "DeleteVersion": Verb.MANAGE,
-        "DeleteModel": Verb.MANAGE,
-        "CollectVersions": Verb.MANAGE,
-        "WarmModel": Verb.PUSH,
-        "GetUsage": Verb.LOOK,
-    },
-    "WeightService": {"PlanPull": Verb.PULL, "Pull": Verb.PULL},
-    "EngineService": {"ReportEngine": Verb.PULL, "ListEngines": Verb.LOOK},
-    "BulkService": {"GetTicket": Verb.LOOK},
-    "LocalLaneService": {"GetLocalLane": Verb.LOOK},
-    "ReplicaService": {
-        "Exchange": Verb.REPLICATE,
-        "ReadFile": Verb.REPLICATE,
-        "TakeOver": Verb.REPLICATE,
-    },
+VERBS: dict[str, dict[str, Verb]] = {
     "Health": {"Check": Verb.PROBE, "List": Verb.PROBE, "Watch": Verb.PROBE},
     "ServerReflection": {"ServerReflectionInfo": Verb.OBSERVE},
 }
-"""By service and method of the contract."""
+for _each in ENTRIES:
+    VERBS.setdefault(_each.service, {})[_each.rpc] = _each.verb
+"""By service and method: those of the contract, and of the services of gRPC itself."""
+LONG = frozenset(each.method for each in ENTRIES if each.takes_long)
+"""Methods that read all of a version, or go over all of a model."""
 
 
 def check_allowed(call: Call, verb: Verb, request: Any, audit: Audit) -> None:

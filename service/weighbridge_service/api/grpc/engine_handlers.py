@@ -6,10 +6,10 @@ from functools import partial
 from typing import Any
 
 from weighbridge._core.engines.facts import EngineReport
+from weighbridge._core.operations.verbs import Verb
 from weighbridge._transport import wire
 from weighbridge._transport.wire_engines import engine_to_proto
 from weighbridge.v1 import engine_service_pb2 as pb
-from weighbridge_service.access.scopes import Verb
 from weighbridge_service.api.grpc.call import Call
 from weighbridge_service.engines.entries import Owner
 from weighbridge_service.engines.known_engines import KnownEngines

@@ -24,7 +24,7 @@ from weighbridge_service.access.access import Access
 from weighbridge_service.access.audit import Audit, noting
 from weighbridge_service.admission.identity_quotas import IdentityQuotas
 from weighbridge_service.admission.message_waits import MessageWaits
-from weighbridge_service.api.grpc.asking import VERBS, check_allowed, record
+from weighbridge_service.api.grpc.asking import LONG, VERBS, check_allowed, record
 from weighbridge_service.api.grpc.call import Call, Context
 from weighbridge_service.api.grpc.errors import to_status
 from weighbridge_service.api.grpc.requests import RequestLimits, joined
@@ -37,12 +37,6 @@ Count = Callable[[str, str, float | None], None]
 
 PAUSE_SECONDS = 60.0
 """How long a stream of weights may pause: a trainer copies what it sends from its devices."""
-
-
-def takes_long(handler: Handler) -> Handler:
-    """A handler that reads all of a version, or all models: it has other threads than those that are answered at once."""
-    handler.takes_long = True  # type: ignore[attr-defined]
-    return handler
 
 
 def streamed(handler: Handler) -> Handler:
@@ -89,6 +83,7 @@ class Method:
         handler, supervision: as given.
         path: of its calls.
         verb: what its callers must be allowed to do.
+        takes_long: whether it has threads other than those for calls that are answered at once.
         joins: whether the messages of a request are parts of one, or each is a request.
         on_loop: whether the handler runs on an event loop.
         lasts: whether calls last as long as their clients want.
@@ -103,6 +98,7 @@ class Method:
         self.handler = handler
         self.path = f"/{service.full_name}/{descriptor.name}"
         self.verb = VERBS[service.name][descriptor.name]
+        self.takes_long = f"{service.name}.{descriptor.name}" in LONG
         self.joins = descriptor.client_streaming
         self.lasts = inspect.isasyncgenfunction(handler)
         self.on_loop = self.lasts or inspect.iscoroutinefunction(handler)
@@ -220,11 +216,23 @@ class Method:
 
 
 def methods_of(
-    contract: Iterable[tuple[ServiceDescriptor, object]], supervision: Supervision
+    contract: Iterable[tuple[ServiceDescriptor, object]],
+    derived: Mapping[str, Callable[..., Any]],
+    supervision: Supervision,
 ) -> list[Method]:
-    """The methods of services, whose handlers have a method of the name of each."""
+    """The methods of services.
+
+    Args:
+        contract: each service, and an object with a method of the name of each of its methods that is not derived.
+        derived: handlers by service and method.
+        supervision: of calls.
+    """
     return [
-        Method(method, getattr(handlers, method.name), supervision)
+        Method(
+            method,
+            derived.get(f"{service.name}.{method.name}") or getattr(handlers, method.name),
+            supervision,
+        )
         for service, handlers in contract
         for method in service.methods
     ]

@@ -20,8 +20,8 @@ from typing import Any, TypeVar, cast
 import grpc
 from google.protobuf.message import Message
 
+from weighbridge._core.operations.verbs import Verb
 from weighbridge.errors import Unavailable, WeighbridgeError
-from weighbridge_service.access.scopes import Verb
 from weighbridge_service.admission.quotas import HostQuota
 from weighbridge_service.admission.rates import Rates
 from weighbridge_service.api.grpc.call import Call
@@ -170,7 +170,7 @@ class Methods:
     def _threads_of(self, method: Method) -> ThreadPool:
         if method.verb is Verb.REPLICATE:
             return self._replicas
-        return self._long if hasattr(method.handler, "takes_long") else self._quick
+        return self._long if method.takes_long else self._quick
 
     async def _carry(
         self, method: Method, requests: Iterator[bytes], call: Call, context: Any, first: Any = None

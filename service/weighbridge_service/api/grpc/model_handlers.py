@@ -1,4 +1,4 @@
-"""Handlers of `ModelService`: each translates its request, calls one method of the service, and translates back."""
+"""Handlers of `ModelService` beside the operations that are derived: each translates its request, calls one method of the service, and translates back."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from weighbridge._core.resources import (
     RECEIVING,
     REQUEST_DELETE,
     REQUEST_UNPROTECT,
-    Gate,
-    Retention,
     Version,
 )
 from weighbridge._transport import wire
@@ -22,23 +20,16 @@ from weighbridge.v1 import model_service_pb2 as pb
 from weighbridge.v1 import resources_pb2
 from weighbridge_service.admission.quotas import HostQuota
 from weighbridge_service.api.grpc.call import Call
-from weighbridge_service.api.grpc.method import takes_long
 from weighbridge_service.api.grpc.methods import Methods
+from weighbridge_service.api.grpc.operation_handlers import page_size
 from weighbridge_service.api.grpc.watches import Watches, merged
 from weighbridge_service.core import Core
-from weighbridge_service.push.image_allocator import IMAGES_OF_A_MODEL
 from weighbridge_storage.documents.names import ModelName
 
-_PAGE = 100
-_LARGEST_PAGE = 1000
 _WAIT_SECONDS = 60.0
 _MANIFEST_BYTES = 1 << 20
 """Of a manifest, in one answer."""
 _MOST_REFS = 1024
-
-
-def _page(size: int) -> int:
-    return min(size, _LARGEST_PAGE) if size > 0 else _PAGE
 
 
 @lru_cache(maxsize=256)
@@ -90,19 +81,6 @@ class ModelHandlers:
         )
         return pb.RegisterModelResponse(model=wire.write(resources_pb2.Model, model))
 
-    def GetModel(self, request: pb.GetModelRequest, call: Call) -> pb.GetModelResponse:
-        return pb.GetModelResponse(
-            model=wire.write(resources_pb2.Model, self._catalog.get_model(request.model, call.peer.sees))
-        )
-
-    def ListModels(self, request: pb.ListModelsRequest, call: Call) -> pb.ListModelsResponse:
-        size = _page(request.page_size)
-        models = self._catalog.list_models(request.page_token, size, call.peer.sees)
-        return pb.ListModelsResponse(
-            models=[wire.write(resources_pb2.Model, each) for each in models],
-            next_page_token=models[-1].name if len(models) == size else "",
-        )
-
     def GetModelFiles(self, request: pb.GetModelFilesRequest, call: Call) -> pb.GetModelFilesResponse:
         files = self._catalog.model_files(request.model, request.version)
         response = pb.GetModelFilesResponse()
@@ -131,7 +109,7 @@ class ModelHandlers:
         )
 
     def ListVersions(self, request: pb.ListVersionsRequest, call: Call) -> pb.ListVersionsResponse:
-        size = _page(request.page_size)
+        size = page_size(request.page_size)
         before = request.page_token or "0"
         if not before.isascii() or not before.isdigit() or len(before) > 12:
             raise InvalidArgument(f"{before[:40]!r} is no page token", fix="pass on what the last page gave")
@@ -180,16 +158,6 @@ class ModelHandlers:
     def DeleteRef(self, request: pb.DeleteRefRequest, call: Call) -> pb.DeleteRefResponse:
         return pb.DeleteRefResponse(request=self._asked(REQUEST_DELETE, request, call))
 
-    def ApproveRef(self, request: pb.ApproveRefRequest, call: Call) -> pb.ApproveRefResponse:
-        found = self._gates.approve_ref(
-            request.model, request.ref, request.request_id, call.peer, note=request.note
-        )
-        return pb.ApproveRefResponse(request=wire.write(resources_pb2.RefRequest, found))
-
-    def WithdrawRef(self, request: pb.WithdrawRefRequest, call: Call) -> pb.WithdrawRefResponse:
-        found = self._gates.withdraw_ref(request.model, request.ref, request.request_id, call.peer)
-        return pb.WithdrawRefResponse(request=wire.write(resources_pb2.RefRequest, found))
-
     def SetProtection(self, request: pb.SetProtectionRequest, call: Call) -> pb.SetProtectionResponse:
         found = self._gates.protect(request.model, request.ref, request.approvals, call.peer)
         return pb.SetProtectionResponse(
@@ -220,7 +188,6 @@ class ModelHandlers:
             ],
         )
 
-    @takes_long
     def VerifyVersion(self, request: pb.VerifyVersionRequest, call: Call) -> pb.VerifyVersionResponse:
         found = self._catalog.verify(request.model, request.version, sha256=request.sha256)
         return pb.VerifyVersionResponse(**found.to_json())
@@ -242,22 +209,6 @@ class ModelHandlers:
         added = self._signatures.add(request.model, request.number, request.content, call.peer.name)
         return pb.AddSignatureResponse(id=added)
 
-    def GetRetention(self, request: pb.GetRetentionRequest, call: Call) -> pb.GetRetentionResponse:
-        retention = self._collecting.retention(request.model)
-        return pb.GetRetentionResponse(retention=wire.write(resources_pb2.Retention, retention))
-
-    def SetRetention(self, request: pb.SetRetentionRequest, call: Call) -> pb.SetRetentionResponse:
-        asked = wire.read(Retention, request.retention)
-        retention = self._collecting.set_retention(request.model, asked)
-        return pb.SetRetentionResponse(retention=wire.write(resources_pb2.Retention, retention))
-
-    def GetGate(self, request: pb.GetGateRequest, call: Call) -> pb.GetGateResponse:
-        return pb.GetGateResponse(gate=wire.write(resources_pb2.Gate, self._gates.gate(request.model)))
-
-    def SetGate(self, request: pb.SetGateRequest, call: Call) -> pb.SetGateResponse:
-        gate = self._gates.set_gate(request.model, wire.read(Gate, request.gate))
-        return pb.SetGateResponse(gate=wire.write(resources_pb2.Gate, gate))
-
     def ApproveVersion(self, request: pb.ApproveVersionRequest, call: Call) -> pb.ApproveVersionResponse:
         by = call.peer.called(request.by)
         version = self._gates.approve_version(
@@ -265,33 +216,8 @@ class ModelHandlers:
         )
         return pb.ApproveVersionResponse(version=wire.version_to_proto(version))
 
-    @takes_long
-    def DeleteVersion(self, request: pb.DeleteVersionRequest, call: Call) -> pb.DeleteVersionResponse:
-        version = self._collecting.delete_version(
-            request.model, request.number, forced=request.force, sees=call.peer.sees
-        )
-        return pb.DeleteVersionResponse(version=wire.version_to_proto(version))
-
-    @takes_long
     def DeleteModel(self, request: pb.DeleteModelRequest, call: Call) -> pb.DeleteModelResponse:
         found = self._collecting.delete_model(
             request.model, request.request_id, forced=request.force, sees=call.peer.sees
         )
         return pb.DeleteModelResponse(versions=found.versions)
-
-    @takes_long
-    def CollectVersions(self, request: pb.CollectVersionsRequest, call: Call) -> pb.CollectVersionsResponse:
-        report = self._collecting.collect(request.model, dry_run=request.dry_run)
-        return pb.CollectVersionsResponse(collection=wire.write(resources_pb2.Collection, report))
-
-    @takes_long
-    def WarmModel(self, request: pb.WarmModelRequest, call: Call) -> pb.WarmModelResponse:
-        images, image_bytes = self._intake.warm(request.model)
-        return pb.WarmModelResponse(
-            memory=pb.WarmMemory(
-                model=request.model, images=images, wanted=IMAGES_OF_A_MODEL, image_bytes=image_bytes
-            )
-        )
-
-    def GetUsage(self, request: pb.GetUsageRequest, call: Call) -> pb.GetUsageResponse:
-        return pb.GetUsageResponse(**self._quotas.usage(call.peer).to_json())

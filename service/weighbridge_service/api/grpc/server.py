@@ -25,6 +25,7 @@ from weighbridge_service.access.certificates import Certificates
 from weighbridge_service.admission.message_waits import MessageWaits
 from weighbridge_service.admission.tickets import Tickets
 from weighbridge_service.admission.turns import Turns
+from weighbridge_service.api.bodies import Bodies
 from weighbridge_service.api.grpc.bulk_server import BulkListener
 from weighbridge_service.api.grpc.bulk_streams import BulkStreams
 from weighbridge_service.api.grpc.checkpoint_handlers import CheckpointHandlers
@@ -38,6 +39,7 @@ from weighbridge_service.api.grpc.health_handlers import (
 from weighbridge_service.api.grpc.method import Behaviours, Count, Supervision, methods_of
 from weighbridge_service.api.grpc.methods import Methods
 from weighbridge_service.api.grpc.model_handlers import ModelHandlers
+from weighbridge_service.api.grpc.operation_handlers import operation_handlers
 from weighbridge_service.api.grpc.replica_handlers import ReplicaHandlers
 from weighbridge_service.api.grpc.requests import RequestLimits
 from weighbridge_service.api.grpc.watches import Watches
@@ -299,7 +301,7 @@ class GrpcServer:
         self._health.serve(names)
         reflection = reflection_handlers([*names, HEALTH.full_name, REFLECTION.full_name])
         control = [*contract, (HEALTH, self._health), (REFLECTION, reflection)]
-        self._methods = methods_of(control, supervision)
+        self._methods = methods_of(control, operation_handlers(Bodies(service)), supervision)
         self._behaviours = methods.handling(self._methods)
 
     def start(self) -> None:

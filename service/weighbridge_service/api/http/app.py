@@ -13,17 +13,19 @@ from fastapi import APIRouter, Depends, FastAPI, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from fastapi_offline import FastAPIOffline
+from pydantic import BaseModel
 from sse_starlette.event import ServerSentEvent
 from sse_starlette.sse import EventSourceResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from weighbridge._core.metadata import conditions
-from weighbridge._core.resources import Gate, Retention
+from weighbridge._core.operations.table import ENTRIES
+from weighbridge._core.operations.verbs import Verb
 from weighbridge._signing.bundle import MEDIA_TYPE as SIGNATURE_TYPE
 from weighbridge._signing.bundle import Bundle
 from weighbridge.errors import InvalidArgument, WeighbridgeError
-from weighbridge_service.access.scopes import Verb
+from weighbridge_service.api.bodies import Bodies
 from weighbridge_service.api.http.bodies import BodyLimit
 from weighbridge_service.api.http.callers import Recorder, Standing, ask, peer_of
 from weighbridge_service.api.http.engines import engines_router
@@ -33,6 +35,7 @@ from weighbridge_service.api.http.hub_documents import HubNotFound
 from weighbridge_service.api.http.hub_reading import Hub
 from weighbridge_service.api.http.hub_routes import DEFAULT_SIZES, HubSizes, hub_router, on_hub_error
 from weighbridge_service.api.http.metrics import Metrics
+from weighbridge_service.api.http.operation_routes import operations_routes
 from weighbridge_service.api.http.operations import operations_router
 from weighbridge_service.api.http.pages.routes import pages_router
 from weighbridge_service.api.http.parameters import JobId, Name, Namespace, Number, SignatureId, VersionOrRef
@@ -40,27 +43,21 @@ from weighbridge_service.api.http.problems import Problem, on_error
 from weighbridge_service.api.http.ranges import ContentChanged, RangeNotSatisfiable
 from weighbridge_service.api.http.refs import refs_router
 from weighbridge_service.api.http.resources import (
+    DELETED_MODEL,
+    VERSION,
+    VERSIONS,
     AdapterOut,
     AdaptersOut,
     ApproveIn,
     CollectIn,
     CollectionOut,
-    DeletedModelOut,
     ExportIn,
     ExportOut,
     ExportsOut,
-    GateIn,
-    GateOut,
-    ModelOut,
-    ModelsOut,
-    RetentionIn,
-    RetentionOut,
     SignatureIn,
     SignatureOut,
     SignaturesOut,
     VerificationOut,
-    VersionOut,
-    VersionsOut,
 )
 from weighbridge_service.api.http.threads import in_threads
 from weighbridge_service.exports.jobs import ExportJob, Exports
@@ -73,42 +70,18 @@ _LARGEST_PAGE = 1000
 _DOCUMENTATION = "/docs"
 _VERIFYING = 8
 """Versions that are verified at one time."""
-_VERBS = {
+_VERBS = {each.name: each.verb for each in ENTRIES if each.http} | {
     "custom_swagger_ui_html": Verb.PROBE,
     "swagger_ui_redirect": Verb.PROBE,
     "liveness": Verb.PROBE,
     "readiness": Verb.PROBE,
     "readiness_of": Verb.PROBE,
-    "get_usage": Verb.LOOK,
     "get_memory": Verb.OBSERVE,
     "list_checks": Verb.OBSERVE,
     "read_metrics": Verb.OBSERVE,
-    "list_models": Verb.LOOK,
-    "get_model": Verb.LOOK,
     "list_adapters": Verb.LOOK,
-    "delete_model": Verb.MANAGE,
-    "list_versions": Verb.LOOK,
-    "get_version": Verb.LOOK,
-    "verify_version": Verb.PULL,
-    "list_signatures": Verb.LOOK,
     "get_signature": Verb.LOOK,
-    "add_signature": Verb.SIGN,
-    "approve_version": Verb.APPROVE,
-    "delete_version": Verb.MANAGE,
-    "get_gate": Verb.LOOK,
-    "set_gate": Verb.MANAGE,
-    "get_retention": Verb.LOOK,
-    "set_retention": Verb.MANAGE,
-    "collect_versions": Verb.MANAGE,
-    "list_refs": Verb.LOOK,
-    "set_ref": Verb.TAG,
-    "delete_ref": Verb.TAG,
     "request_ref": Verb.TAG,
-    "approve_ref": Verb.APPROVE,
-    "withdraw_ref": Verb.TAG,
-    "protect_ref": Verb.MANAGE,
-    "unprotect_ref": Verb.MANAGE,
-    "list_engines": Verb.LOOK,
     "list_engines_of": Verb.LOOK,
     "list_exports": Verb.LOOK,
     "model_info": Verb.LOOK,
@@ -139,7 +112,7 @@ _VERBS = {
     "withdraw_ref_form": Verb.TAG,
     "start_export_form": Verb.MANAGE,
 }
-"""What each route asks for, by its name."""
+"""What each route asks for, by its name: those of the table of operations, and those that HTTP alone has."""
 _ASKING = frozenset(
     {"start_export", "get_export", "cancel_export", "follow_export", "new_ref_form", "cancel_export_form"}
 )
@@ -150,23 +123,6 @@ _SEND_SECONDS = 30.0
 
 def _models_router(service: Weighbridge) -> APIRouter:
     router = APIRouter(prefix="/v1/models")
-
-    @router.get("", tags=["models"])
-    def list_models(
-        request: Request,
-        after: Annotated[str, Query(description="Begin behind the model of this name.")] = "",
-        limit: Annotated[int, Query(ge=1, le=_LARGEST_PAGE, description="Largest number of models.")] = _PAGE,
-    ) -> ModelsOut:
-        """Models by name. Give the last name of a page as `after` to get the next one."""
-        return ModelsOut.model_validate(
-            {"models": service.catalog.list_models(after, limit, peer_of(request).sees)}
-        )
-
-    @router.get("/{namespace}/{name}", tags=["models"])
-    def get_model(namespace: Namespace, name: Name, request: Request) -> ModelOut:
-        """One model."""
-        sees = peer_of(request).sees
-        return ModelOut.model_validate(service.catalog.get_model(f"{namespace}/{name}", sees))
 
     @router.get("/{namespace}/{name}/adapters", tags=["models"])
     def list_adapters(
@@ -186,7 +142,7 @@ def _models_router(service: Weighbridge) -> APIRouter:
         page = [AdapterOut(model=each, versions=list(on)) for each, on in found.items() if each > after]
         return AdaptersOut(adapters=page[:limit])
 
-    @router.delete("/{namespace}/{name}", tags=["models"])
+    @router.delete("/{namespace}/{name}", tags=["models"], response_model=DELETED_MODEL)
     def delete_model(
         namespace: Namespace,
         name: Name,
@@ -198,7 +154,7 @@ def _models_router(service: Weighbridge) -> APIRouter:
             ),
         ],
         force: Annotated[bool, Query(description="Also if adapters are on versions of it.")] = False,
-    ) -> DeletedModelOut:
+    ) -> BaseModel:
         """Take a model away with all of its versions and refs. Its objects go with collections, after the grace time."""
         model = f"{namespace}/{name}"
         if confirm != model:
@@ -207,9 +163,9 @@ def _models_router(service: Weighbridge) -> APIRouter:
                 fix=f"say ?confirm={model} if that is meant",
             )
         deleted = service.collecting.delete_model(model, forced=force, sees=peer_of(request).sees)
-        return DeletedModelOut.model_validate(deleted)
+        return DELETED_MODEL.model_validate(deleted)
 
-    @router.get("/{namespace}/{name}/versions", tags=["versions"])
+    @router.get("/{namespace}/{name}/versions", tags=["versions"], response_model=VERSIONS)
     def list_versions(
         namespace: Namespace,
         name: Name,
@@ -230,7 +186,7 @@ def _models_router(service: Weighbridge) -> APIRouter:
                 examples=["reward>=0.7"],
             ),
         ] = None,
-    ) -> VersionsOut:
+    ) -> BaseModel:
         """Versions, newest first. Give the last number of a page as `before` to get the next one."""
         found = service.catalog.list_versions(
             f"{namespace}/{name}",
@@ -239,12 +195,12 @@ def _models_router(service: Weighbridge) -> APIRouter:
             include_invisible=include_invisible,
             where=conditions(where or ()),
         )
-        return VersionsOut.model_validate({"versions": found})
+        return VERSIONS.model_validate({"versions": found})
 
-    @router.get("/{namespace}/{name}/versions/{version}", tags=["versions"])
-    def get_version(namespace: Namespace, name: Name, version: VersionOrRef) -> VersionOut:
+    @router.get("/{namespace}/{name}/versions/{version}", tags=["versions"], response_model=VERSION)
+    def get_version(namespace: Namespace, name: Name, version: VersionOrRef) -> BaseModel:
         """One version; by number also one that is being received or has failed."""
-        return VersionOut.model_validate(service.catalog.get_version(f"{namespace}/{name}", version))
+        return VERSION.model_validate(service.catalog.get_version(f"{namespace}/{name}", version))
 
     @router.post("/{namespace}/{name}/versions/{version}/verify", tags=["versions"])
     @in_threads(ThreadPool("http-verify", _VERIFYING))
@@ -282,54 +238,18 @@ def _models_router(service: Weighbridge) -> APIRouter:
         service.signatures.add(f"{namespace}/{name}", version, content, peer_of(request).name)
         return SignatureOut.of(Bundle.read(content).as_signature)
 
-    @router.post("/{namespace}/{name}/versions/{version}/approve", tags=["versions"])
+    @router.post("/{namespace}/{name}/versions/{version}/approve", tags=["versions"], response_model=VERSION)
     def approve_version(
         namespace: Namespace, name: Name, version: Number, body: ApproveIn, request: Request
-    ) -> VersionOut:
+    ) -> BaseModel:
         """Hold a version no longer: `live` and `latest` may name it, if it is newer than what they name. Approving one that is not held
         changes nothing."""
         by = peer_of(request).called(body.by)
-        return VersionOut.model_validate(
+        return VERSION.model_validate(
             service.gates.approve_version(
                 f"{namespace}/{name}", version, by=by, note=body.note, reasons=body.reasons
             )
         )
-
-    @router.delete("/{namespace}/{name}/versions/{version}", tags=["versions"])
-    def delete_version(
-        namespace: Namespace,
-        name: Name,
-        version: Number,
-        request: Request,
-        force: Annotated[bool, Query(description="Also if adapters are on it.")] = False,
-    ) -> VersionOut:
-        """Take a version out of history that no ref names. It can be read by its number for a grace time."""
-        deleted = service.collecting.delete_version(
-            f"{namespace}/{name}", version, forced=force, sees=peer_of(request).sees
-        )
-        return VersionOut.model_validate(deleted)
-
-    @router.get("/{namespace}/{name}/gate", tags=["gate"])
-    def get_gate(namespace: Namespace, name: Name) -> GateOut:
-        """Which versions of a model are held."""
-        return GateOut.model_validate(service.gates.gate(f"{namespace}/{name}"))
-
-    @router.put("/{namespace}/{name}/gate", tags=["gate"])
-    def set_gate(namespace: Namespace, name: Name, body: GateIn) -> GateOut:
-        """Say which versions of a model are held, of those that are opened from now on."""
-        gate = Gate(**body.model_dump())
-        return GateOut.model_validate(service.gates.set_gate(f"{namespace}/{name}", gate))
-
-    @router.get("/{namespace}/{name}/retention", tags=["retention"])
-    def get_retention(namespace: Namespace, name: Name) -> RetentionOut:
-        """Which versions of a model are kept."""
-        return RetentionOut.model_validate(service.collecting.retention(f"{namespace}/{name}"))
-
-    @router.put("/{namespace}/{name}/retention", tags=["retention"])
-    def set_retention(namespace: Namespace, name: Name, body: RetentionIn) -> RetentionOut:
-        """Say which versions of a model are kept. The others go with the next collection."""
-        rules = Retention(**body.model_dump())
-        return RetentionOut.model_validate(service.collecting.set_retention(f"{namespace}/{name}", rules))
 
     @router.post("/{namespace}/{name}/collect", tags=["retention"])
     def collect_versions(namespace: Namespace, name: Name, body: CollectIn) -> CollectionOut:
@@ -473,6 +393,7 @@ def create_app(
     app.add_middleware(BodyLimit)
     app.add_middleware(Guard, HostNames.of(service.config.http_hosts), _DOCUMENTATION)
     app.add_middleware(Heads, app.router.routes)
+    app.include_router(operations_routes(Bodies(service)))
     app.include_router(_models_router(service))
     app.include_router(refs_router(service))
     app.include_router(engines_router(service.engines))

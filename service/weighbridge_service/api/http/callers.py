@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 from fastapi import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from weighbridge._core.operations.verbs import Verb
 from weighbridge.errors import PermissionDenied, ResourceExhausted, Unauthenticated
 from weighbridge_service.access.audit import Audit, noting
 from weighbridge_service.access.identities import EVERYBODY, Evidence, Identity
 from weighbridge_service.access.peer import LOCAL, Peer, authorize
-from weighbridge_service.access.scopes import Verb
 
 CERTIFICATE = "weighbridge-certificate"
 """Key of the names in a connection's certificate, in the state of its requests."""

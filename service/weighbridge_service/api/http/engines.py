@@ -10,7 +10,7 @@ from pydantic import Field
 from weighbridge._core.engines.step_parts import PARTS
 from weighbridge_service.api.http.callers import peer_of
 from weighbridge_service.api.http.parameters import Name, Namespace
-from weighbridge_service.api.http.resources import Out
+from weighbridge_service.api.http.schemas import Out
 from weighbridge_service.engines.known_engines import KnownEngines
 from weighbridge_service.engines.pages import LARGEST_PAGE
 

@@ -11,8 +11,8 @@ from fastapi import APIRouter, Path, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from weighbridge._core.checks import Check
+from weighbridge._core.operations.verbs import Verb
 from weighbridge.errors import NotFound
-from weighbridge_service.access.scopes import Verb
 from weighbridge_service.api.http.callers import peer_of
 from weighbridge_service.api.http.metrics import Metrics
 from weighbridge_service.api.http.reports import (
@@ -21,7 +21,6 @@ from weighbridge_service.api.http.reports import (
     MemoryOut,
     ReadinessOut,
     StatusOut,
-    UsageOut,
 )
 from weighbridge_service.api.http.threads import in_threads
 from weighbridge_service.health import Health
@@ -70,11 +69,6 @@ def operations_router(service: Weighbridge, metrics: Metrics, health: Health) ->
             raise NotFound(f"there is no check {check[:80]!r}", fix=f"there are: {', '.join(findings)}")
         health.check_ready([findings[check]])
         return CheckOut.model_validate(findings[check])
-
-    @router.get("/v1/usage")
-    def get_usage(request: Request) -> UsageOut:
-        """The limits that the caller has by the policy, and how much of them is used."""
-        return UsageOut.model_validate(service.quotas.usage(peer_of(request)))
 
     @router.get("/v1/memory")
     def get_memory() -> MemoryOut:

@@ -6,67 +6,43 @@ import uuid
 from typing import Literal
 
 from fastapi import APIRouter, Request, Response
-from pydantic import Field
+from pydantic import BaseModel, Field, create_model
 
-from weighbridge._core.resources import REQUEST_DELETE, REQUEST_UNPROTECT, RefRequest
+from weighbridge._core.resources import REQUEST_DELETE, REQUEST_UNPROTECT, Protection, RefRequest
 from weighbridge_service.api.http.callers import peer_of
 from weighbridge_service.api.http.parameters import Name, Namespace, Ref, RequestId
-from weighbridge_service.api.http.resources import In, Out, VersionField, VersionOut
+from weighbridge_service.api.http.resources import VERSION, VersionField
+from weighbridge_service.api.http.schemas import In, Out, answer_of
 from weighbridge_service.service import Weighbridge
 from weighbridge_storage.documents.entries import MAX_APPROVALS, MAX_TEXT
 from weighbridge_storage.documents.names import REQUEST_PATTERN
 
-
-class ProtectionOut(Out):
-    """What it takes to change a protected ref: a scope that names it, and the approval of others."""
-
-    ref: str = Field(description="The ref, whether it exists or not.", examples=["prod"])
-    approvals: int = Field(description="Of how many identities besides the one that asks.")
-
-
-class RefApprovalOut(Out):
-    """The approval of a request by one identity."""
-
-    by: str = Field(description="Which one.")
-    time_ms: int = Field(description="Unix time in milliseconds.")
-    note: str = Field(description="What they noted.")
-
-
-class RefRequestOut(Out):
-    """A change of a ref that was asked for, and what has become of it."""
-
-    model: str = Field(description="`namespace/name`.", examples=["acme/smol"])
-    ref: str = Field(description="The ref.", examples=["prod"])
-    action: str = Field(
-        description="`move`, `delete`, `protect` or `unprotect`, or what a later release adds."
-    )
-    state: str = Field(
-        description="`pending`, `done`, `withdrawn`, `superseded` by a newer one for the ref, `expired`, or what a later release adds."
-    )
-    version: int = Field(description="The number that the ref shall name; 0 if none.", examples=[17])
-    request_id: str = Field(description="Who approves it names it by this.")
-    by: str = Field(description="The identity that asks.")
-    note: str = Field(description="What it noted.")
-    ask_time_ms: int = Field(description="Unix time in milliseconds.")
-    expire_time_ms: int = Field(description="Unix time in milliseconds.")
-    close_time_ms: int = Field(description="When it ended; Unix time in milliseconds, 0 if it has not.")
-    closed_by: str = Field(description="Whose call ended it; empty if that was time.")
-    previous: int = Field(description="The number that the ref named before it was carried out; 0 if none.")
-    approvals: list[RefApprovalOut] = Field(description="Those given so far.")
-    missing: int = Field(description="How many more it takes.")
-
-
-class RefsOut(Out):
-    """The refs of a model."""
-
-    refs: dict[str, int] = Field(
-        description="Version number by ref. `live` and `latest` move by themselves; the others are tags.",
-        examples=[{"latest": 17, "live": 18, "prod": 12}],
-    )
-    protections: list[ProtectionOut] = Field(description="Protected refs.")
-    requests: list[RefRequestOut] = Field(
-        description="To change protected refs: those that are pending, and the last ones that have ended, in the order of asking."
-    )
+PROTECTION, REQUEST = answer_of(Protection), answer_of(RefRequest)
+REFS = create_model(
+    "RefsOut",
+    __base__=Out,
+    __doc__="The refs of a model.",
+    refs=(
+        dict[str, int],
+        Field(
+            description="Version number by ref. `live` and `latest` move by themselves; the others are tags.",
+            examples=[{"latest": 17, "live": 18, "prod": 12}],
+        ),
+    ),
+    protections=(list[PROTECTION], Field(description="Protected refs.")),  # type: ignore[valid-type]
+    requests=(
+        list[REQUEST],  # type: ignore[valid-type]
+        Field(
+            description="To change protected refs: those that are pending, and the last ones that have ended, in the order of asking."
+        ),
+    ),
+)
+PROTECTIONS = create_model(
+    "ProtectionsOut",
+    __base__=Out,
+    __doc__="The protected refs of a model.",
+    protections=(list[PROTECTION], Field(description="By name.")),  # type: ignore[valid-type]
+)
 
 
 class SetRefIn(In):
@@ -106,12 +82,6 @@ class ProtectRefIn(In):
     )
 
 
-class ProtectionsOut(Out):
-    """The protected refs of a model."""
-
-    protections: list[ProtectionOut] = Field(description="By name.")
-
-
 def refs_router(service: Weighbridge) -> APIRouter:
     """The routes.
 
@@ -121,11 +91,11 @@ def refs_router(service: Weighbridge) -> APIRouter:
     router = APIRouter(prefix="/v1/models/{namespace}/{name}/refs", tags=["refs"])
     gates = service.gates
 
-    @router.get("")
-    def list_refs(namespace: Namespace, name: Name) -> RefsOut:
+    @router.get("", response_model=REFS)
+    def list_refs(namespace: Namespace, name: Name) -> BaseModel:
         """All refs of a model, which of them are protected, and what is asked for these."""
         model = f"{namespace}/{name}"
-        return RefsOut.model_validate(
+        return REFS.model_validate(
             {
                 "refs": service.catalog.refs(model),
                 "protections": gates.protections(model),
@@ -133,21 +103,21 @@ def refs_router(service: Weighbridge) -> APIRouter:
             }
         )
 
-    @router.put("/{ref}")
-    def set_ref(namespace: Namespace, name: Name, ref: Ref, body: SetRefIn, request: Request) -> VersionOut:
+    @router.put("/{ref}", response_model=VERSION)
+    def set_ref(namespace: Namespace, name: Name, ref: Ref, body: SetRefIn, request: Request) -> BaseModel:
         """Let a tag name a durable version; answers with that version. One that takes approvals is refused: `/requests` asks for it."""
         version, _ = gates.move(f"{namespace}/{name}", ref, body.version, peer_of(request))
-        return VersionOut.model_validate(version)
+        return VERSION.model_validate(version)
 
     @router.delete("/{ref}", status_code=204)
     def delete_ref(namespace: Namespace, name: Name, ref: Ref, request: Request) -> None:
         """Take a tag away. One that takes approvals is refused: `/requests` asks for it."""
         gates.ask(f"{namespace}/{name}", ref, REQUEST_DELETE, peer_of(request))
 
-    @router.post("/{ref}/requests")
+    @router.post("/{ref}/requests", response_model=REQUEST)
     def request_ref(
         namespace: Namespace, name: Name, ref: Ref, body: RequestRefIn, request: Request, response: Response
-    ) -> RefRequestOut:
+    ) -> BaseModel:
         """Change a tag, or ask for it if that takes the approval of other identities: 200 if it is done, 202 if it is pending."""
         model, peer, named = f"{namespace}/{name}", peer_of(request), body.request_id
         if body.action == REQUEST_DELETE:
@@ -156,7 +126,7 @@ def refs_router(service: Weighbridge) -> APIRouter:
             _, found = gates.move(model, ref, body.version, peer, request_id=named, note=body.note)
         return _answer(found, response)
 
-    @router.post("/{ref}/requests/{request_id}/approve")
+    @router.post("/{ref}/requests/{request_id}/approve", response_model=REQUEST)
     def approve_ref(
         namespace: Namespace,
         name: Name,
@@ -165,31 +135,23 @@ def refs_router(service: Weighbridge) -> APIRouter:
         body: ApproveRefIn,
         request: Request,
         response: Response,
-    ) -> RefRequestOut:
+    ) -> BaseModel:
         """Approve a change that another identity has asked for: 200 if it is done with that, 202 if it takes more approvals."""
         model, peer = f"{namespace}/{name}", peer_of(request)
         return _answer(gates.approve_ref(model, ref, request_id, peer, note=body.note), response)
 
-    @router.delete("/{ref}/requests/{request_id}")
-    def withdraw_ref(
-        namespace: Namespace, name: Name, ref: Ref, request_id: RequestId, request: Request
-    ) -> RefRequestOut:
-        """End a request without carrying it out."""
-        found = gates.withdraw_ref(f"{namespace}/{name}", ref, request_id, peer_of(request))
-        return RefRequestOut.model_validate(found)
-
-    @router.put("/{ref}/protection")
+    @router.put("/{ref}/protection", response_model=PROTECTIONS)
     def protect_ref(
         namespace: Namespace, name: Name, ref: Ref, body: ProtectRefIn, request: Request
-    ) -> ProtectionsOut:
+    ) -> BaseModel:
         """Protect a ref, whether it exists or not, or raise what its changes take."""
         found = gates.protect(f"{namespace}/{name}", ref, body.approvals, peer_of(request))
-        return ProtectionsOut.model_validate({"protections": found})
+        return PROTECTIONS.model_validate({"protections": found})
 
-    @router.delete("/{ref}/protection")
+    @router.delete("/{ref}/protection", response_model=REQUEST)
     def unprotect_ref(
         namespace: Namespace, name: Name, ref: Ref, request: Request, response: Response
-    ) -> RefRequestOut:
+    ) -> BaseModel:
         """Protect a ref no longer, or ask for it: it takes what it takes to move the ref. 200 if it is done, 202 if it is pending."""
         model, peer = f"{namespace}/{name}", peer_of(request)
         return _answer(gates.ask(model, ref, REQUEST_UNPROTECT, peer, request_id=uuid.uuid4().hex), response)
@@ -197,6 +159,6 @@ def refs_router(service: Weighbridge) -> APIRouter:
     return router
 
 
-def _answer(found: RefRequest, response: Response) -> RefRequestOut:
+def _answer(found: RefRequest, response: Response) -> BaseModel:
     response.status_code = 202 if found.pending else 200
-    return RefRequestOut.model_validate(found)
+    return REQUEST.model_validate(found)

@@ -6,30 +6,10 @@ from pydantic import AliasPath, Field
 
 from weighbridge._core.checks import CheckStatus
 from weighbridge_service.admission.byte_budget import Direction, InFlight
-from weighbridge_service.api.http.resources import Out
+from weighbridge_service.api.http.schemas import Out
 from weighbridge_service.runtime.memory_plan import MemoryReport
 from weighbridge_storage.memory.image_books import HeldFor
 from weighbridge_storage.memory.image_decisions import Space
-
-
-class QuotaOut(Out):
-    """A limit, and how much of it is used."""
-
-    kind: str = Field(
-        description="`streams`, `bytes_per_second` and `versions_per_hour` of an identity, `stored` of a namespace, in bytes."
-    )
-    of: str = Field(description="The identity or the namespace.")
-    used: int = Field(
-        description="Of `stored`, at all replicas together; of the others, at the one that was asked."
-    )
-    limit: int = Field(description="How much there may be.")
-
-
-class UsageOut(Out):
-    """The limits that the caller has, and those of namespaces of which it may look at a model."""
-
-    identity: str = Field(description="Who the caller is, in the service's policy.")
-    quotas: list[QuotaOut]
 
 
 class LimitOut(Out):

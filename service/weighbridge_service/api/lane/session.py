@@ -13,6 +13,7 @@ from functools import cached_property
 from google.protobuf.message import DecodeError
 
 from weighbridge._core.layouts import STREAM
+from weighbridge._core.operations.verbs import Verb
 from weighbridge._core.range_set import RangeSet
 from weighbridge._lane import protocol
 from weighbridge._transport import wire
@@ -20,7 +21,6 @@ from weighbridge.errors import FailedPrecondition, InvalidArgument, WeighbridgeE
 from weighbridge.v1 import local_lane_pb2 as pb
 from weighbridge_service.access.identities import Evidence
 from weighbridge_service.access.peer import LOCAL, Peer, authorize
-from weighbridge_service.access.scopes import Verb
 from weighbridge_service.admission.reader_shares import LentImages
 from weighbridge_service.api.lane.peer_process import PeerProcess
 from weighbridge_service.api.lane.plans import fill_plan

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from google.protobuf.message_factory import GetMessageClass
 
+from weighbridge._core.operations.verbs import Verb
 from weighbridge._transport import pieces
 from weighbridge.v1 import (
     bulk_service_pb2,
@@ -20,7 +21,6 @@ from weighbridge.v1 import (
 )
 from weighbridge_service.access.audit import Audit
 from weighbridge_service.access.peer import Peer
-from weighbridge_service.access.scopes import Verb
 from weighbridge_service.api.grpc import asking
 from weighbridge_service.api.grpc.health_handlers import HEALTH, REFLECTION
 

@@ -18,12 +18,12 @@ from tests.support.raw_clients import TinyModel, tiny_folder
 from tests.support.services import RunningService, running_service
 from tests.support.waiting import eventually
 from weighbridge import EngineClient, TrainerClient
+from weighbridge._core.operations.verbs import Verb
 from weighbridge._transport import bulk, bulk_entry, rpc
 from weighbridge._transport.addresses import Addresses
 from weighbridge.errors import DataLoss, FailedPrecondition, InvalidArgument, NotFound, Unavailable
 from weighbridge.v1 import bulk_service_pb2 as pb
 from weighbridge.v1 import bulk_service_pb2_grpc, weight_service_pb2
-from weighbridge_service.access.scopes import Verb
 from weighbridge_service.admission.tickets import VALID_SECONDS, Tickets, ticket_key
 from weighbridge_service.api.grpc import asking
 from weighbridge_service.api.grpc.requests import RequestLimits

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from tests.service.api.http.web import MODEL, MODEL_URL, Web
+from weighbridge._core.operations.verbs import Verb
 from weighbridge.errors import NotFound
 from weighbridge_service.access.peer import Peer
-from weighbridge_service.access.scopes import Verb
 from weighbridge_service.api.http import callers
 
 LOOK, PULL, TAG, MANAGE = Verb.LOOK, Verb.PULL, Verb.TAG, Verb.MANAGE

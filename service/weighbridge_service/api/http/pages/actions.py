@@ -10,10 +10,10 @@ from urllib.parse import parse_qsl
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import HTMLResponse, RedirectResponse
 
+from weighbridge._core.operations.verbs import Verb
 from weighbridge._core.resources import REQUEST_DELETE
 from weighbridge.errors import InvalidArgument
 from weighbridge_service.access.identities import Evidence
-from weighbridge_service.access.scopes import Verb
 from weighbridge_service.api.http.callers import SHOWN, ask, peer_of
 from weighbridge_service.api.http.pages.login import Sessions, forget, keep, session_in
 from weighbridge_service.api.http.pages.page_route import ModelInPath, viewer_of

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from weighbridge._core.operations.verbs import Verb
 from weighbridge._core.resources import Version
 from weighbridge._core.text.counts import percent
 from weighbridge._core.text.sizes import readable_part
-from weighbridge_service.access.scopes import Verb
 from weighbridge_service.api.http.pages import words
 from weighbridge_service.api.http.pages.refs_view import OFFERED
 from weighbridge_service.api.http.pages.viewer import Viewer

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from weighbridge._core.engines.facts import Engine
+from weighbridge._core.operations.verbs import Verb
 from weighbridge._core.resources import (
     REF_LATEST,
     REF_LIVE,
@@ -18,7 +19,6 @@ from weighbridge._core.resources import (
 )
 from weighbridge._core.text.counts import counted
 from weighbridge._core.text.sizes import readable_size
-from weighbridge_service.access.scopes import Verb
 from weighbridge_service.api.http.pages.engine_view import Engines, engines_view
 from weighbridge_service.api.http.pages.exports_view import ExportsPart, exports_view
 from weighbridge_service.api.http.pages.push_view import Pushes, pushes_view

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from weighbridge._core.operations.verbs import Verb
 from weighbridge._core.resources import (
     REF_LATEST,
     REF_LIVE,
@@ -14,7 +15,6 @@ from weighbridge._core.resources import (
     Version,
     VersionState,
 )
-from weighbridge_service.access.scopes import Verb
 from weighbridge_service.api.http.pages.viewer import Viewer
 
 OFFERED = 30

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from weighbridge._core.operations.verbs import Verb
 from weighbridge._core.reports.rank_progress import RankProgress, held_up
 from weighbridge._core.resources import Version, why_failed, why_held
 from weighbridge._core.text.counts import counted
 from weighbridge._core.text.durations import readable_duration
 from weighbridge._core.text.sizes import readable_part, readable_size
-from weighbridge_service.access.scopes import Verb
 from weighbridge_service.api.http.pages import words
 from weighbridge_service.api.http.pages.viewer import Viewer
 from weighbridge_service.push.machine.rank_progress import PushProgress

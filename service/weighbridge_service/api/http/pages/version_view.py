@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from weighbridge._core.engines.facts import Engine
 from weighbridge._core.engines.golden import readable_metadata
+from weighbridge._core.operations.verbs import Verb
 from weighbridge._core.reports.rank_progress import RankProgress
 from weighbridge._core.resources import Version, VersionState
 from weighbridge._core.text.counts import readable_count
 from weighbridge._core.text.sizes import readable_part, readable_size
-from weighbridge_service.access.scopes import Verb
 from weighbridge_service.api.http.pages import words
 from weighbridge_service.api.http.pages.engine_view import EngineStep, serving_it, steps_to
 from weighbridge_service.api.http.pages.push_view import SHOWN, LivePush, live_push, missing_text

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from weighbridge._core.operations.verbs import Verb
 from weighbridge._core.resources import Protection, RefRequest
 from weighbridge_service.access.identities import EVERYBODY, Identity
 from weighbridge_service.access.peer import Peer
-from weighbridge_service.access.scopes import Scope, Verb
+from weighbridge_service.access.scopes import Scope
 
 
 @dataclass(frozen=True, slots=True)

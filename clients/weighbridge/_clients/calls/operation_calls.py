@@ -1,0 +1,32 @@
+"""Calls of the operations in the table that need no steps of their own."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from weighbridge._clients.calls.steps import Call, Steps
+from weighbridge._core.operations.operation import Operation
+from weighbridge._transport.request_parts import encoded_parts
+from weighbridge._transport.wire_operations import messages_of
+
+Answer = TypeVar("Answer")
+
+
+def ask(operation: Operation[Answer], **arguments: Any) -> Steps[Answer]:
+    """Call an operation with these arguments; its answer."""
+    messages = messages_of(operation)
+    request = encoded_parts(messages.request(arguments))
+    found: Answer = messages.answer(messages.read((yield Call(messages.path, request, operation.seconds))))
+    return found
+
+
+def ask_pages(operation: Operation[Answer], **arguments: Any) -> Steps[list[Answer]]:
+    """Call an operation that gives a list in pages, page by page; all items."""
+    messages, found, after = messages_of(operation), list[Answer](), ""
+    while True:
+        request = encoded_parts(messages.request({**arguments, "page_token": after}))
+        page = messages.read((yield Call(messages.path, request, operation.seconds)))
+        found += messages.answer(page)
+        after = page.next_page_token
+        if not after:
+            return found

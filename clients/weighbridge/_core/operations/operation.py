@@ -1,0 +1,141 @@
+"""Operation of the control API, as data.
+
+gRPC handlers, HTTP routes, the methods of both clients, the table of access and the names of metrics follow from it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any, Generic, TypeVar
+
+from weighbridge._core.operations.verbs import Verb
+
+Answer = TypeVar("Answer")
+
+CALL_SECONDS = 60.0
+"""Deadline of a call that is answered at once."""
+LONG_SECONDS = 3600.0
+"""Deadline of a call that reads all of a version, or goes over all of a model."""
+
+
+class Required(Enum):
+    """Default of a parameter that has none."""
+
+    REQUIRED = auto()
+
+
+REQUIRED = Required.REQUIRED
+
+
+class Of(Enum):
+    """What a caller must be allowed to do an operation for. The request's fields of these names say which."""
+
+    NOTHING = ()
+    MODEL = ("model",)
+    VERSION = ("model", "version")
+    NUMBER = ("model", "number")
+    REF = ("model", "ref")
+    REFS = ("refs",)
+    """Several refs, each with its model."""
+    HEADER = ("header",)
+    """The header, in the first of several messages, names the model."""
+    REPORT = ("report",)
+    """The report of an engine names its model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """An argument of an operation.
+
+    Attributes:
+        name: name of the request's field.
+        kind: type of the value: `str`, `int`, `bool`, ``tuple[str, ...]``, or a dataclass that has the fields of the message.
+        text: what it is, without a full stop, for the documentation of clients and of HTTP.
+        default: value if the caller leaves it out.
+        most: largest number of characters of a text, or of items; 0 if the service alone says so.
+    """
+
+    name: str
+    kind: Any
+    text: str
+    default: Any = REQUIRED
+    most: int = 0
+
+    @property
+    def is_value(self) -> bool:
+        """Whether it is a dataclass."""
+        return hasattr(self.kind, "__dataclass_fields__")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Entry:
+    """A call of the contract: who may call it, and where it is found. All calls may be repeated.
+
+    Attributes:
+        method: gRPC service and method, such as ``ModelService.GetGate``.
+        verb: what the caller must be allowed to do.
+        of: what for.
+        http: method and path, with ``{model}`` and further parameters; empty if there is no such route.
+        route: name of the route; by default that of the method.
+        seconds: deadline.
+    """
+
+    method: str
+    verb: Verb
+    of: Of
+    http: str = field(default="", kw_only=True)
+    route: str = field(default="", kw_only=True)
+    seconds: float = field(default=CALL_SECONDS, kw_only=True)
+
+    @property
+    def service(self) -> str:
+        """Name of the gRPC service."""
+        return self.method.partition(".")[0]
+
+    @property
+    def rpc(self) -> str:
+        """Name of the gRPC method, without that of its service."""
+        return self.method.partition(".")[2]
+
+    @property
+    def name(self) -> str:
+        """Name of the route and of the body: ``get_gate`` of ``GetGate``."""
+        return self.route or "".join(f"_{c.lower()}" if c.isupper() else c for c in self.rpc).lstrip("_")
+
+    @property
+    def takes_long(self) -> bool:
+        """Whether it reads all of a version, or goes over all of a model."""
+        return self.seconds > CALL_SECONDS
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Operation(Entry, Generic[Answer]):
+    """A call of which all code but its body is derived: it takes values, and gives one, or a list of them in pages.
+
+    Attributes:
+        gives: type of the answer, or of each item of a list.
+        within: field of the response that holds the answer; empty if the response itself has the answer's fields.
+        takes: arguments.
+        pages: of a list in pages, the attribute of an item after which the next page begins; empty of any other.
+        tag: group of the route in the OpenAPI document; empty if the route is written by hand.
+        call: name of the clients' method; empty if that is written by hand.
+        text: description, for the documentation of clients and of HTTP.
+        more: further description for clients.
+        raises: errors that clients document, and when.
+    """
+
+    gives: type[Answer]
+    within: str
+    takes: tuple[Parameter, ...] = ()
+    pages: str = field(default="", kw_only=True)
+    tag: str = field(default="", kw_only=True)
+    call: str = field(default="", kw_only=True)
+    text: str = field(kw_only=True)
+    more: str = field(default="", kw_only=True)
+    raises: tuple[tuple[str, str], ...] = field(default=(), kw_only=True)
+
+    def __post_init__(self) -> None:
+        names = {each.name for each in self.takes}
+        if not names.issuperset(self.of.value):
+            raise TypeError(f"{self.method} is asked of {self.of.value}, and takes {sorted(names)}")

@@ -1,0 +1,280 @@
+"""Table of operations: every call of the contract.
+
+A new one is an entry here, its messages in ``protos/``, and a body in ``weighbridge_service.api.bodies``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from weighbridge._core.operations.operation import LONG_SECONDS, Entry, Of, Operation, Parameter
+from weighbridge._core.operations.verbs import Verb
+from weighbridge._core.reports.collection import Collection
+from weighbridge._core.reports.usage import Usage
+from weighbridge._core.resources import (
+    Gate,
+    Model,
+    RefRequest,
+    Retention,
+    Version,
+    WarmMemory,
+)
+
+_UNREGISTERED = ("NotFound", "the model is not registered")
+_NO_VERSION = ("NotFound", "no such model or version")
+_LONG_TEXT = 256
+
+_MODEL = Parameter("model", str, "``namespace/name``")
+_NUMBER = Parameter("number", int, "its number; None if ``model`` names it, as ``acme/smol@17`` does")
+_REF = Parameter("ref", str, "the ref")
+_REQUEST = Parameter("request_id", str, "the `request_id` of the request")
+_NOTE = Parameter("note", str, "kept with the approval", "", most=_LONG_TEXT)
+
+OPEN_VERSION = Entry("CheckpointService.OpenVersion", Verb.PUSH, Of.MODEL)
+DECLARE_LAYOUT = Entry("CheckpointService.DeclareLayout", Verb.PUSH, Of.NUMBER)
+PUSH = Entry("CheckpointService.Push", Verb.PUSH, Of.HEADER)
+GET_PUSH_STATE = Entry("CheckpointService.GetPushState", Verb.PUSH, Of.NUMBER)
+SEAL_RANK = Entry("CheckpointService.SealRank", Verb.PUSH, Of.NUMBER)
+ABORT_VERSION = Entry("CheckpointService.AbortVersion", Verb.PUSH, Of.NUMBER)
+RESTORE = Entry("CheckpointService.Restore", Verb.PULL, Of.VERSION)
+DESCRIBE_SHARDS = Entry("CheckpointService.DescribeShards", Verb.LOOK, Of.MODEL)
+
+REGISTER_MODEL = Entry("ModelService.RegisterModel", Verb.PUSH, Of.MODEL)
+GET_MODEL = Operation(
+    "ModelService.GetModel",
+    Verb.LOOK,
+    Of.MODEL,
+    Model,
+    "model",
+    (_MODEL,),
+    http="GET /v1/models/{model}",
+    tag="models",
+    text="One model.",
+)
+LIST_MODELS = Operation(
+    "ModelService.ListModels",
+    Verb.LOOK,
+    Of.NOTHING,
+    Model,
+    "models",
+    pages="name",
+    http="GET /v1/models",
+    tag="models",
+    call="models",
+    text="Models by name.",
+)
+GET_MODEL_FILES = Entry("ModelService.GetModelFiles", Verb.LOOK, Of.VERSION)
+GET_VERSION = Entry(
+    "ModelService.GetVersion", Verb.LOOK, Of.VERSION, http="GET /v1/models/{model}/versions/{version}"
+)
+LIST_VERSIONS = Entry(
+    "ModelService.ListVersions", Verb.LOOK, Of.MODEL, http="GET /v1/models/{model}/versions"
+)
+WATCH_REFS = Entry("ModelService.WatchRefs", Verb.LOOK, Of.REFS)
+SET_REF = Entry("ModelService.SetRef", Verb.TAG, Of.REF, http="PUT /v1/models/{model}/refs/{ref}")
+DELETE_REF = Entry("ModelService.DeleteRef", Verb.TAG, Of.REF, http="DELETE /v1/models/{model}/refs/{ref}")
+APPROVE_REF = Operation(
+    "ModelService.ApproveRef",
+    Verb.APPROVE,
+    Of.REF,
+    RefRequest,
+    "request",
+    (_MODEL, _REF, _REQUEST, _NOTE),
+    http="POST /v1/models/{model}/refs/{ref}/requests/{request_id}/approve",
+    call="approve_ref",
+    text="Approve a change of a protected ref that another identity has asked for; the last approval that it takes carries it out.",
+    more="Repeating it is harmless, and a request that was asked for later is not approved by it.",
+    raises=(
+        ("PermissionDenied", "this identity has asked for it, or has no scope that names the ref"),
+        ("FailedPrecondition", "the request was withdrawn, superseded, or has expired"),
+        ("NotFound", "there is no such request, or what it names is gone"),
+    ),
+)
+WITHDRAW_REF = Operation(
+    "ModelService.WithdrawRef",
+    Verb.TAG,
+    Of.REF,
+    RefRequest,
+    "request",
+    (_MODEL, _REF, _REQUEST),
+    http="DELETE /v1/models/{model}/refs/{ref}/requests/{request_id}",
+    tag="refs",
+    call="withdraw_ref",
+    text="End a request without carrying it out.",
+    more="Repeating it is harmless. Raises as `approve_ref`.",
+)
+SET_PROTECTION = Entry(
+    "ModelService.SetProtection",
+    Verb.MANAGE,
+    Of.REF,
+    http="PUT /v1/models/{model}/refs/{ref}/protection",
+    route="protect_ref",
+)
+DELETE_PROTECTION = Entry(
+    "ModelService.DeleteProtection",
+    Verb.MANAGE,
+    Of.REF,
+    http="DELETE /v1/models/{model}/refs/{ref}/protection",
+    route="unprotect_ref",
+)
+LIST_REFS = Entry("ModelService.ListRefs", Verb.LOOK, Of.MODEL, http="GET /v1/models/{model}/refs")
+VERIFY_VERSION = Entry(
+    "ModelService.VerifyVersion",
+    Verb.PULL,
+    Of.VERSION,
+    http="POST /v1/models/{model}/versions/{version}/verify",
+    seconds=LONG_SECONDS,
+)
+READ_MANIFEST = Entry("ModelService.ReadManifest", Verb.LOOK, Of.NUMBER)
+GET_SIGNATURES = Entry(
+    "ModelService.GetSignatures",
+    Verb.LOOK,
+    Of.VERSION,
+    http="GET /v1/models/{model}/versions/{version}/signatures",
+    route="list_signatures",
+)
+ADD_SIGNATURE = Entry(
+    "ModelService.AddSignature",
+    Verb.SIGN,
+    Of.NUMBER,
+    http="POST /v1/models/{model}/versions/{version}/signatures",
+)
+GET_RETENTION = Operation(
+    "ModelService.GetRetention",
+    Verb.LOOK,
+    Of.MODEL,
+    Retention,
+    "retention",
+    (_MODEL,),
+    http="GET /v1/models/{model}/retention",
+    tag="retention",
+    call="retention",
+    text="Which versions of a model are kept.",
+    raises=(_UNREGISTERED,),
+)
+SET_RETENTION = Operation(
+    "ModelService.SetRetention",
+    Verb.MANAGE,
+    Of.MODEL,
+    Retention,
+    "retention",
+    (_MODEL, Parameter("retention", Retention, "the rules, instead of those before")),
+    http="PUT /v1/models/{model}/retention",
+    tag="retention",
+    call="set_retention",
+    text="Say which versions of a model are kept. The others go with the next collection.",
+    more="They can be read for a grace time after that. ``Retention()`` keeps everything.",
+    raises=(_UNREGISTERED,),
+)
+GET_GATE = Operation(
+    "ModelService.GetGate",
+    Verb.LOOK,
+    Of.MODEL,
+    Gate,
+    "gate",
+    (_MODEL,),
+    http="GET /v1/models/{model}/gate",
+    tag="gate",
+    call="gate",
+    text="Which versions of a model are held.",
+    raises=(_UNREGISTERED,),
+)
+SET_GATE = Operation(
+    "ModelService.SetGate",
+    Verb.MANAGE,
+    Of.MODEL,
+    Gate,
+    "gate",
+    (_MODEL, Parameter("gate", Gate, "which versions are held, instead of what was said before")),
+    http="PUT /v1/models/{model}/gate",
+    tag="gate",
+    call="set_gate",
+    text="Say which versions of a model are held, of those that are opened from now on.",
+    raises=(_UNREGISTERED,),
+)
+APPROVE_VERSION = Entry(
+    "ModelService.ApproveVersion",
+    Verb.APPROVE,
+    Of.NUMBER,
+    http="POST /v1/models/{model}/versions/{version}/approve",
+)
+DELETE_VERSION = Operation(
+    "ModelService.DeleteVersion",
+    Verb.MANAGE,
+    Of.NUMBER,
+    Version,
+    "version",
+    (_MODEL, _NUMBER, Parameter("force", bool, "also if adapters are on it", False)),
+    http="DELETE /v1/models/{model}/versions/{version}",
+    tag="versions",
+    call="delete_version",
+    text="Take a version out of history that no ref names. It can be read by its number for a grace time.",
+    more="It goes whatever the retention says. With ``force``, adapters that are on it say that they lack it.",
+    raises=(
+        _NO_VERSION,
+        (
+            "FailedPrecondition",
+            "a ref names it, as ``latest`` does the newest one, it is not durable yet, or adapters are on it (names them)",
+        ),
+    ),
+    seconds=LONG_SECONDS,
+)
+DELETE_MODEL = Entry(
+    "ModelService.DeleteModel",
+    Verb.MANAGE,
+    Of.MODEL,
+    http="DELETE /v1/models/{model}",
+    seconds=LONG_SECONDS,
+)
+COLLECT_VERSIONS = Operation(
+    "ModelService.CollectVersions",
+    Verb.MANAGE,
+    Of.MODEL,
+    Collection,
+    "collection",
+    (_MODEL, Parameter("dry_run", bool, "only say what would be done", False)),
+    http="POST /v1/models/{model}/collect",
+    call="collect",
+    text="Delete what need not be kept now, without waiting for the service to do so by itself.",
+    raises=(_UNREGISTERED,),
+    seconds=LONG_SECONDS,
+)
+WARM_MODEL = Operation(
+    "ModelService.WarmModel",
+    Verb.PUSH,
+    Of.MODEL,
+    WarmMemory,
+    "memory",
+    (_MODEL,),
+    call="warm",
+    text="Have the service make memory for a model's next versions now, so that the first push does not wait for it.",
+    more="It takes room that nobody has, within the service's budget, and holds nothing: another model that needs the room gets it.",
+    raises=(_UNREGISTERED,),
+    seconds=LONG_SECONDS,
+)
+GET_USAGE = Operation(
+    "ModelService.GetUsage",
+    Verb.LOOK,
+    Of.NOTHING,
+    Usage,
+    "",
+    http="GET /v1/usage",
+    tag="operations",
+    call="usage",
+    text="The limits that the caller has by the policy, and how much of them is used.",
+    more="With those of namespaces that it may look at.",
+)
+
+PLAN_PULL = Entry("WeightService.PlanPull", Verb.PULL, Of.VERSION)
+PULL = Entry("WeightService.Pull", Verb.PULL, Of.VERSION)
+REPORT_ENGINE = Entry("EngineService.ReportEngine", Verb.PULL, Of.REPORT)
+LIST_ENGINES = Entry("EngineService.ListEngines", Verb.LOOK, Of.MODEL, http="GET /v1/engines")
+GET_TICKET = Entry("BulkService.GetTicket", Verb.LOOK, Of.NOTHING)
+GET_LOCAL_LANE = Entry("LocalLaneService.GetLocalLane", Verb.LOOK, Of.NOTHING)
+EXCHANGE = Entry("ReplicaService.Exchange", Verb.REPLICATE, Of.NOTHING)
+READ_FILE = Entry("ReplicaService.ReadFile", Verb.REPLICATE, Of.NUMBER)
+TAKE_OVER = Entry("ReplicaService.TakeOver", Verb.REPLICATE, Of.MODEL)
+
+ENTRIES: tuple[Entry, ...] = tuple(each for each in dict(globals()).values() if isinstance(each, Entry))
+OPERATIONS: tuple[Operation[Any], ...] = tuple(each for each in ENTRIES if isinstance(each, Operation))
+"""Those of which all code but the body is derived."""

@@ -1,0 +1,94 @@
+"""Messages of the operations in the table, and the values that they carry."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any, Generic, TypeVar
+
+from google.protobuf.descriptor import MethodDescriptor
+from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
+
+from weighbridge._core.json_values import json_value
+from weighbridge._core.operations.operation import Entry, Operation
+from weighbridge._transport import wire
+from weighbridge.v1 import model_service_pb2
+
+Answer = TypeVar("Answer")
+
+
+class Messages(Generic[Answer]):
+    """Messages of one operation.
+
+    Args:
+        operation: one of which the table says what it takes and gives.
+
+    Attributes:
+        path: of its calls.
+    """
+
+    def __init__(self, operation: Operation[Answer]) -> None:
+        descriptor = descriptor_of(operation)
+        self.path = f"/{descriptor.containing_service.full_name}/{descriptor.name}"
+        self._request: Any = GetMessageClass(descriptor.input_type)
+        self._response: Any = GetMessageClass(descriptor.output_type)
+        self._field, self._is_list = operation.within, bool(operation.pages)
+        self._gives: Any = operation.gives
+        self._takes = [(each.name, each.kind) for each in operation.takes]
+
+    def request(self, arguments: Mapping[str, Any]) -> Message:
+        """A request with these arguments, by the names of its fields."""
+        message: Message = self._request(**{name: json_value(value) for name, value in arguments.items()})
+        return message
+
+    def arguments(self, request: Any) -> dict[str, Any]:
+        """The arguments in a request. Raises what a dataclass raises of values out of bounds."""
+        return {name: _argument(kind, getattr(request, name)) for name, kind in self._takes}
+
+    def response(self, answer: Any, next_page: str = "") -> Message:
+        """The response that gives an answer; of a list, with where the next page begins."""
+        if self._is_list:
+            fields: dict[str, Any] = {
+                self._field: list(map(wire.fields_of, answer)),
+                "next_page_token": next_page,
+            }
+        else:
+            fields = {self._field: wire.fields_of(answer)} if self._field else wire.fields_of(answer)
+        message: Message = self._response(**fields)
+        return message
+
+    def read(self, raw: bytes) -> Any:
+        """A response as a message."""
+        return self._response.FromString(raw)
+
+    def answer(self, response: Any) -> Any:
+        """The answer that a response gives: a value, or a list of values."""
+        found = getattr(response, self._field) if self._field else response
+        return (
+            [wire.read(self._gives, each) for each in found]
+            if self._is_list
+            else wire.read(self._gives, found)
+        )
+
+
+@functools.cache
+def messages_of(operation: Operation[Answer]) -> Messages[Answer]:
+    """The messages of an operation."""
+    return Messages(operation)
+
+
+def descriptor_of(operation: Entry) -> MethodDescriptor:
+    """An operation's method in the contract. Raises KeyError."""
+    package = model_service_pb2.DESCRIPTOR.package
+    found: MethodDescriptor = model_service_pb2.DESCRIPTOR.pool.FindMethodByName(
+        f"{package}.{operation.method}"
+    )
+    return found
+
+
+def _argument(kind: Any, value: Any) -> Any:
+    if dataclasses.is_dataclass(kind):
+        return wire.read(kind, value)  # type: ignore[arg-type]  # a class, not an instance
+    return tuple(value) if kind == tuple[str, ...] else value

@@ -1,0 +1,64 @@
+"""Bodies of the operations in the table: what the service does for each, whichever face it is asked by."""
+
+from __future__ import annotations
+
+from weighbridge._core.reports.collection import Collection
+from weighbridge._core.reports.usage import Usage
+from weighbridge._core.resources import Gate, Model, RefRequest, Retention, Version, WarmMemory
+from weighbridge_service.access.peer import Peer
+from weighbridge_service.core import Core
+from weighbridge_service.push.image_allocator import IMAGES_OF_A_MODEL
+
+
+class Bodies:
+    """One method for each operation, of its name: takes the caller, and the operation's arguments by name.
+
+    Of a list in pages, it takes ``after`` and ``size`` as well, and gives up to that many items behind the one that is named ``after``.
+
+    Args:
+        core: what does the work.
+    """
+
+    def __init__(self, core: Core) -> None:
+        self._catalog = core.catalog
+        self._collecting = core.collecting
+        self._gates = core.gates
+        self._intake = core.intake
+        self._quotas = core.quotas
+
+    def get_model(self, peer: Peer, *, model: str) -> Model:
+        return self._catalog.get_model(model, peer.sees)
+
+    def list_models(self, peer: Peer, *, after: str, size: int) -> list[Model]:
+        return self._catalog.list_models(after, size, peer.sees)
+
+    def approve_ref(self, peer: Peer, *, model: str, ref: str, request_id: str, note: str) -> RefRequest:
+        return self._gates.approve_ref(model, ref, request_id, peer, note=note)
+
+    def withdraw_ref(self, peer: Peer, *, model: str, ref: str, request_id: str) -> RefRequest:
+        return self._gates.withdraw_ref(model, ref, request_id, peer)
+
+    def get_retention(self, peer: Peer, *, model: str) -> Retention:
+        return self._collecting.retention(model)
+
+    def set_retention(self, peer: Peer, *, model: str, retention: Retention) -> Retention:
+        return self._collecting.set_retention(model, retention)
+
+    def get_gate(self, peer: Peer, *, model: str) -> Gate:
+        return self._gates.gate(model)
+
+    def set_gate(self, peer: Peer, *, model: str, gate: Gate) -> Gate:
+        return self._gates.set_gate(model, gate)
+
+    def delete_version(self, peer: Peer, *, model: str, number: int, force: bool) -> Version:
+        return self._collecting.delete_version(model, number, forced=force, sees=peer.sees)
+
+    def collect_versions(self, peer: Peer, *, model: str, dry_run: bool) -> Collection:
+        return self._collecting.collect(model, dry_run=dry_run)
+
+    def warm_model(self, peer: Peer, *, model: str) -> WarmMemory:
+        images, image_bytes = self._intake.warm(model)
+        return WarmMemory(model, images, IMAGES_OF_A_MODEL, image_bytes)
+
+    def get_usage(self, peer: Peer) -> Usage:
+        return self._quotas.usage(peer)

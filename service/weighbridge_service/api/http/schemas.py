@@ -1,0 +1,136 @@
+"""Schemas of values: what the HTTP face answers of a dataclass, and what it takes in its place.
+
+The description of each field is the text at the field.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import textwrap
+import typing
+from collections.abc import Mapping
+from dataclasses import MISSING, fields
+from types import UnionType
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, create_model
+
+from weighbridge._core.json_values import names_of
+from weighbridge._core.metadata import Metadata
+
+_LARGEST = 2**53
+"""Integer that JavaScript knows exactly."""
+EXAMPLES: dict[str, Any] = {
+    "model": "acme/smol",
+    "number": 17,
+    "model_type": "llama",
+    "dtype": "BF16",
+    "ref": "prod",
+    "version": 17,
+    "refs": {"latest": 17, "live": 18},
+    "adapters": ["acme/alice"],
+    "base": "acme/smol@17",
+    "held": ["nonfinite"],
+    "metadata": {"reward": 0.71},
+}
+"""By the field's name."""
+
+
+class Out(BaseModel):
+    """Base of what is answered."""
+
+    model_config = ConfigDict(from_attributes=True, protected_namespaces=())
+
+
+class In(BaseModel):
+    """Base of what is sent."""
+
+    # a member that does not exist is a slip that should be seen
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+
+def _whole(value: object) -> object:
+    """A number without a fraction as an integer, which JSON Schema takes it for."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+# the limits stand before the validator, or they would not be in the JSON Schema
+Whole = Annotated[int, Field(strict=True, ge=0, le=_LARGEST), BeforeValidator(_whole)]
+_TAKEN: dict[Any, Any] = {bool: StrictBool, int: Whole}
+
+
+@functools.cache
+def texts_of(kind: Any) -> dict[str, str]:
+    """The text at each field of a dataclass, by the field's name."""
+    found, name = dict[str, str](), ""
+    body: Any = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
+    for each in body.body:
+        match each:
+            case ast.AnnAssign(target=ast.Name(id=field)):
+                name = field
+            case ast.Expr(value=ast.Constant(value=str(text))) if name:
+                found[name] = inspect.cleandoc(text).replace("``", "`").replace("\n", " ")
+                name = ""
+            case _:
+                name = ""
+    return found
+
+
+@functools.cache
+def answer_of(kind: Any) -> type[BaseModel]:
+    """The schema of a dataclass that is answered; of its class's name, with ``Out`` behind it."""
+    hints, texts = typing.get_type_hints(kind), texts_of(kind)
+    members: dict[str, Any] = {
+        name: (_answered(hints[name]), _field(name, texts[name])) for name in names_of(kind)
+    }
+    for name in kind.ALSO_IN_JSON:
+        read = getattr(kind, name).fget
+        members[name] = _answered(typing.get_type_hints(read)["return"]), Field(description=_summary(read))
+    return create_model(f"{kind.__name__}Out", __base__=Out, __doc__=_summary(kind), **members)
+
+
+@functools.cache
+def page_of(kind: Any, name: str, key: str) -> type[BaseModel]:
+    """The schema of a page of a list, whose items are in the member of this name."""
+    text = f"{name.capitalize()}, by {key}."
+    members: dict[str, Any] = {name: (list[answer_of(kind)], Field(description=text))}  # type: ignore[misc]
+    return create_model(f"{name.capitalize()}Out", __base__=Out, __doc__=f"A page of {name}.", **members)
+
+
+@functools.cache
+def body_of(kind: Any) -> type[BaseModel]:
+    """The schema of a dataclass that is sent; of its class's name, with ``In`` behind it. What is left out has its default."""
+    hints, texts = typing.get_type_hints(kind), texts_of(kind)
+    members: dict[str, Any] = {
+        each.name: (
+            _TAKEN.get(hints[each.name], hints[each.name]),
+            Field(... if each.default is MISSING else each.default, description=texts[each.name]),
+        )
+        for each in fields(kind)
+    }
+    return create_model(f"{kind.__name__}In", __base__=In, __doc__=_summary(kind), **members)
+
+
+def _summary(documented: object) -> str:
+    """First paragraph of a docstring."""
+    return (inspect.getdoc(documented) or "").partition("\n\n")[0].replace("``", "`")
+
+
+def _field(name: str, text: str) -> Any:
+    return Field(description=text, examples=[EXAMPLES[name]] if name in EXAMPLES else None)
+
+
+def _answered(hint: Any) -> Any:
+    """The type that pydantic shows in the place of one of a dataclass's field."""
+    if isinstance(hint, UnionType):  # with None
+        return _answered(typing.get_args(hint)[0]) | None
+    if hasattr(hint, "__dataclass_fields__"):
+        return answer_of(hint)
+    if hint == Metadata:
+        return dict[str, str | int | float | bool]
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin is tuple:
+        return list[_answered(inner[0])]  # type: ignore[misc]
+    return dict.__class_getitem__(inner) if origin is Mapping else hint
