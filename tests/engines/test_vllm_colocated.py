@@ -87,8 +87,8 @@ class Llm:
 
         steps: dict[str, Callable[..., Any]] = {
             "weighbridge_connect": connect,
-            "weighbridge_prepare": lambda number: self.rank.prepare(int(number)),
-            "weighbridge_apply": lambda number: self.rank.apply(int(number)),
+            "weighbridge_prepare": lambda number, _draft="": self.rank.prepare(int(number)),
+            "weighbridge_apply": lambda number, _draft="": self.rank.apply(int(number)),
             "weighbridge_discard": self.rank.discard,
             "weighbridge_status": lambda: None,
         }

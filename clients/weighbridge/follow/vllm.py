@@ -98,7 +98,6 @@ class VllmServer:
         self._pause_mode = pause_mode
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._api = EngineApi(self.url, timeout, OTHER, headers)
-        self._prepares_early = self._takes_drafter = False
         self.draft = ""
         self._told: Ranks = {}
 
@@ -125,10 +124,7 @@ class VllmServer:
         Raises:
             FailedPrecondition: a worker cannot; or not all workers behind the server answer.
         """
-        answers = self._answers("weighbridge_connect", json.dumps(self._init_info))
-        self._by_name(answers)
-        self._prepares_early = all(each.get("early", False) for each in answers)
-        self._takes_drafter = all(each.get("drafts", False) for each in answers)
+        self._ask_workers("weighbridge_connect", json.dumps(self._init_info))
 
     def serving(self) -> Serving:
         """What all workers say they have."""
@@ -138,18 +134,9 @@ class VllmServer:
         """Ask all workers to prepare a version; it returns at once.
 
         Raises:
-            FailedPrecondition: a worker cannot; or not all workers behind the server answer; or they know of no drafters.
+            FailedPrecondition: a worker cannot; or not all workers behind the server answer.
         """
-        if self.draft and not self._takes_drafter:
-            raise FailedPrecondition(
-                f"the workers of this server take no version of a drafter, as {self.draft}",
-                fix="install this release of weighbridge where vLLM runs, and start it again",
-            )
-        self._told = self._ask_workers("weighbridge_prepare", *self._order(version))
-
-    def _order(self, version: int) -> tuple[str, ...]:
-        """Arguments that name a version to workers. Those of the release before know no second one."""
-        return (str(version), self.draft) if self.draft else (str(version),)
+        self._told = self._ask_workers("weighbridge_prepare", str(version), self.draft)
 
     def prepare(self, version: int) -> Prepared:
         """Ask all workers to prepare, and wait until they have."""
@@ -164,10 +151,8 @@ class VllmServer:
         )
 
     def prepare_early(self, version: int) -> None:
-        """Ask all workers to bring a version as its parts arrive. Those of the release before do not know the call: vLLM would take the answers of
-        some of them for answers to the next one."""
-        if self._prepares_early:
-            self._ask_workers("weighbridge_prepare_early", str(version))
+        """Ask all workers to bring a version as its parts arrive."""
+        self._ask_workers("weighbridge_prepare_early", str(version))
 
     def evidence(self, known: Collection[str] = ()) -> Mapping[str, Evidence]:
         """Evidence of what all workers compute with, by what errors call each.
@@ -286,7 +271,7 @@ class VllmServer:
         Raises:
             FailedPrecondition: an engine could not take the version; the others have gone back, or the error says which one serves what.
         """
-        answers = self._answers("weighbridge_apply", *self._order(version))
+        answers = self._answers("weighbridge_apply", str(version), self.draft)
         if _has_several(answers):  # which updates of two agents may have reached in different orders
             answers = self._answers("weighbridge_status")
         ranks = self._by_name(answers)

@@ -128,8 +128,7 @@ def test_what_ranks_say_of_both_versions_is_read() -> None:
     assert serving_of(apart, MODEL).version is None, "ranks that draft by different versions differ"
 
 
-@pytest.mark.parametrize("release", ["this", "before"])
-def test_workers_of_vllm_get_both_versions_and_those_that_know_of_no_drafter_none(release: str) -> None:
+def test_workers_of_vllm_get_both_versions() -> None:
     both, said = f"{MODEL}@2 + {DRAFTER}@5", []
     worker = {
         "served": both,
@@ -143,16 +142,12 @@ def test_workers_of_vllm_get_both_versions_and_those_that_know_of_no_drafter_non
 
     def answer(path: str, body: Any) -> tuple[int, Any]:
         said.append((path, body))
-        return 200, {"results": [{**worker, "drafts": release == "this"}]}
+        return 200, {"results": [worker]}
 
     with json_server(answer) as url:
         engine = VllmServer(url, MODEL, "service:1")
         engine.draft = f"{DRAFTER}@5"
         engine.connect()
-        if release == "before":
-            with pytest.raises(FailedPrecondition, match="take no version of a drafter"):
-                engine.prepare(2)
-            return
         engine.prepare(2)
         engine.apply(2, f"{MODEL}@2")
         engine.draft = f"{DRAFTER}@6"

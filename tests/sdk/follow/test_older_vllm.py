@@ -22,7 +22,7 @@ def vllm(has_labels: bool, labels: list[str]) -> Iterator[str]:
     def answer(path: str, body: dict[str, Any]) -> Answer:
         match path:
             case "/collective_rpc":
-                assert body == {"method": "weighbridge_apply", "args": ["2"]}
+                assert body == {"method": "weighbridge_apply", "args": ["2", ""]}
                 return 200, {"results": [{"served": "acme/tiny@2", "failed": ""}]}
             case "/get_world_size":
                 return 200, {"world_size": 1}
@@ -43,24 +43,3 @@ def test_a_label_is_put_on_weights_where_the_release_has_one(has_labels: bool, e
     with vllm(has_labels, labels) as url:
         VllmServer(url, "acme/tiny", "127.0.0.1:50051").apply(2, "acme/tiny@2")
     assert labels == expected
-
-
-@pytest.mark.parametrize("early", [{}, {"early": True}], ids=["before", "now"])
-def test_workers_of_the_release_before_are_asked_for_nothing_that_they_do_not_know(
-    early: dict[str, bool],
-) -> None:
-    """One that raises leaves the others' answers to vLLM's next call."""
-    asked: list[str] = []
-
-    def answer(path: str, body: dict[str, Any]) -> Answer:
-        if path != "/collective_rpc":
-            return 404, {"detail": "Not Found"}
-        asked.append(body["method"])
-        places = [{"engine": 0, "rank": rank, "engines": 1, "ranks": 2} for rank in range(2)]
-        return 200, {"results": [{**place, **early, "failed": ""} for place in places]}
-
-    with json_server(answer) as url:
-        engine = VllmServer(url, "acme/tiny", "127.0.0.1:50051")
-        engine.connect()
-        engine.prepare_early(2)
-    assert asked == ["weighbridge_connect", *(["weighbridge_prepare_early"] if early else [])]

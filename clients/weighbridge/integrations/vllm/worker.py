@@ -18,8 +18,7 @@ from weighbridge.integrations.vllm.settings import source_for
 
 class WorkerExtension:
     """Methods of every worker (``--worker-extension-cls``). Each answers with the rank's `Status` as JSON, which worker it is (``engine``, ``rank``,
-    ``ranks`` of the engine, and ``group``: of the ranks that agree), that it can prepare ``early`` and takes versions of ``drafts``, and ``failed``. The API server adds ``engines``: how
-    many it has.
+    ``ranks`` of the engine, and ``group``: of the ranks that agree), and ``failed``. The API server adds ``engines``: how many it has.
 
     None of them raises: a failure is a text under ``failed`` in the answer. vLLM reads its workers' answers in order and stops at the first that
     raised; what the others have answered would be taken for answers to the next call. All but
@@ -118,8 +117,7 @@ class WorkerExtension:
         except Exception as error:
             status = rank.status().to_json() if isinstance(rank, EngineRank) else {}
             return {**status, **place, "failed": str(error) or repr(error)}
-        known = {"group": rank.engine.ranks.size, "early": True, "drafts": True}
-        return {**rank.status().to_json(), **place, **known, "failed": ""}
+        return {**rank.status().to_json(), **place, "group": rank.engine.ranks.size, "failed": ""}
 
 
 def bring_after_sleep(worker: Any, lost: bool, last: bool) -> dict[str, Any]:
