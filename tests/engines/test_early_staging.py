@@ -36,7 +36,6 @@ from tests.support.services import RunningService, running_service
 from tests.support.waiting import eventually
 from weighbridge import EngineClient, TrainerClient, VersionState
 from weighbridge import _lazy as lazy
-from weighbridge._clients.calls import watching
 from weighbridge._clients.engine import read_arriving
 from weighbridge._core import dtypes
 from weighbridge._core.layouts import Layout
@@ -53,7 +52,6 @@ from weighbridge.integrations.engine_rank.agreement import RanksFailed
 from weighbridge.integrations.engine_rank.rank import EngineRank
 from weighbridge.integrations.engine_rank.source import ModelSource
 from weighbridge.v1 import local_lane_pb2 as pb
-from weighbridge.v1 import model_service_pb2 as pb_models
 from weighbridge.v1 import weight_service_pb2 as pb_weights
 
 MODEL = "tests/early"
@@ -654,7 +652,6 @@ class Engine(Recording):
 def test_an_agent_whose_engine_cannot_prepare_early_takes_versions_when_they_are_ready(
     raw: RawClient, service: RunningService, arrays: Arrays
 ) -> None:
-    """As every driver that was written for the release before."""
     engine = Recording(Serving(None))
     with EngineClient(service.address) as client:
         steps = Follower(client, MODEL, engine, "live").run()
@@ -689,26 +686,6 @@ def test_an_agent_lets_its_engine_stage_what_will_be_live_as_it_arrives(
     assert news[0].version == number
     after = engine.asked[engine.asked.index(f"apply {MODEL}@1") + 1 :]
     assert after[: 1 + (ref == "live")] == [*([f"early {number}"] if ref == "live" else []), "connect"]
-
-
-def test_an_agent_follows_with_a_service_of_the_release_before(
-    raw: RawClient, service: RunningService, arrays: Arrays, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Which knows of a watched ref its model, its name and the number that was seen last."""
-
-    def understood(model: str, ref: str, last: int) -> pb_models.WatchedRef:
-        said = watched(model, ref, last)
-        return pb_models.WatchedRef(model=said.model, ref=said.ref, after=said.after)
-
-    watched = watching._watched
-    monkeypatch.setattr(watching, "_watched", understood)
-    engine = Engine(Serving(None))
-    with EngineClient(service.address) as client:
-        steps = Follower(client, MODEL, engine, "live").run()
-        assert next(steps).version == 1
-        number = raw.push_whole(MODEL, others(arrays, 2), step=2)
-        assert next(steps).version == number
-    assert not [each for each in engine.asked if each.startswith("early")]
 
 
 def test_what_is_being_received_can_be_watched(

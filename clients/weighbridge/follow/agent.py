@@ -171,8 +171,7 @@ class Follower:
         newest: Version | None = None
         for news in with_looks(self._client.watch_refs(self._watched()), self._look_seconds):
             if news is not None and news[0] == RECEIVING:
-                if news[1].state.receiving:  # a service of the release before brings what is live
-                    self._prepare_early(news[1].number)
+                self._prepare_early(news[1].number)
                 continue
             if (
                 news is not None

@@ -367,8 +367,8 @@ class WatchedRef(_message.Message):
     """The number the caller has seen last: it is not sent again."""
     receiving: _builtins.bool
     """Watches, in the place of the ref, the newest version that this replica is receiving, from the moment when there is memory for it. It may never be
-    ready. Held ones, and those older than a visible one that is not held, are left out. A service that does not know this field watches the ref:
-    name `live`.
+    ready. Held ones, and those older than a visible one that is not held, are left out. Name `live` as the ref, which it may
+    become: access is checked by it.
     """
     def __init__(
         self,

@@ -93,7 +93,7 @@ class Watch:
 
 def _watched(model: str, ref: str, last: int) -> pb.WatchedRef:
     if ref == RECEIVING:
-        # a service that does not know `receiving` watches the ref: it would refuse one without a name
+        # access is checked by the ref that it may become
         return pb.WatchedRef(model=model, ref=REF_LIVE, receiving=True, after=last)
     return pb.WatchedRef(model=model, ref=ref, after=last)
 
