@@ -18,7 +18,6 @@ from tests.support.reference import tiny_config, tiny_model
 from tests.support.services import RunningService, running_service
 from tests.support.training_states import Whole
 from weighbridge import CheckpointManager, EngineClient, LayoutError, TrainerClient
-from weighbridge._formats import peft_models
 from weighbridge._trainers.states.torch_training import torch_fit, training_tensors
 from weighbridge._trainers.states.training_state import RankValues, TrainingState
 
@@ -114,26 +113,3 @@ def test_a_state_fits_the_adapters_that_it_has_and_says_how_a_module_gets_them()
     without = state_of(bare, torch.optim.AdamW(bare.parameters()))
     with pytest.raises(LayoutError, match="of a model without adapters, and the module has 'default'"):
         without.fill(torch_fit(adapted()[0], None))
-
-
-def test_an_older_state_that_was_pushed_merged_is_restored_into_merged_weights(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    model, optimizer = adapted()
-    loss(model, optimizer)
-    apart = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    model.merge_adapter()
-    with monkeypatch.context() as before:
-        before.setattr(peft_models, "check_apart", lambda _: None)
-        before.setattr(peft_models, "adapter_names", lambda _: [])
-        kept = state_of(model, optimizer)
-
-    fresh, renewed = adapted(seed=9)
-    with pytest.raises(LayoutError, match="pushed with its adapters merged") as refused:
-        kept.fill(torch_fit(fresh, renewed))
-    assert "model.merge_adapter()" in refused.value.fix
-    fresh.merge_adapter()
-    kept.fill(torch_fit(fresh, renewed))
-    fresh.unmerge_adapter()
-    for name, tensor in fresh.state_dict().items():
-        torch.testing.assert_close(tensor, apart[name], rtol=0, atol=1e-6)

@@ -151,7 +151,7 @@ def _fit(
 
 
 def _check_adapters(module: torch.nn.Module, stored: StoredState) -> None:
-    """Refuse a module whose adapters are not those of the state, or not where the state has them: in the weights, or beside them.
+    """Refuse a module whose adapters are not those of the state, or are merged into its weights: the state has them beside these.
 
     Raises:
         LayoutError: they are not.
@@ -174,15 +174,7 @@ def _check_adapters(module: torch.nn.Module, stored: StoredState) -> None:
             f"{stored.name} has the adapters {_quoted(kept)}, and the module has {_quoted(has)}",
             fix="give the module's adapters the same names: get_peft_model(..., adapter_name=...)",
         )
-    # up to 0.1.0 a push took adapters only merged; what was pushed then has no list of them, and what was imported no list of ties
-    is_merged = there and kept is None and "tied" in stored.values
-    if not is_merged:
-        peft_models.check_apart(module)
-    elif not peft_models.merged_layers(module):
-        raise LayoutError(
-            f"{stored.name} was pushed with its adapters merged into the weights, as all states were then",
-            fix="call model.merge_adapter(), restore, and call model.unmerge_adapter()",
-        )
+    peft_models.check_apart(module)
 
 
 def _quoted(names: Iterable[str]) -> str:
