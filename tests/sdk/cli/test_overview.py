@@ -163,7 +163,9 @@ def test_an_overview_is_json() -> None:
 
 
 def test_figures_are_for_people() -> None:
-    assert memory_text(MemoryUse(GB, 2 * GB, 0)) == "memory 1.0 GB of 2.0 GB"
+    assert memory_text(MemoryUse(GB, 2 * GB, 0, {"in": 0, "out": 5000}, 10_000)) == (
+        "memory 1.0 GB of 2.0 GB; in flight 5.0 kB out, of 10.0 kB"
+    )
     assert memory_text(MemoryUse(0, GB, GB, {"in": 0}, 1000)) == (
         "memory 0 B of 1.0 GB, spilled to disk 1.0 GB; in flight 0 B, of 1.0 kB"
     )

@@ -130,8 +130,8 @@ def memory_of(answer: Any) -> MemoryUse:
             images=int(answer["memory"]["in_use"]),
             budget=int(answer["budget"]),
             disk=int(answer["disk"]["in_use"]),
-            in_flight={str(way): int(count) for way, count in answer.get("in_flight", {}).items()},
-            byte_budget=int(answer.get("byte_budget", 0)),
+            in_flight={str(way): int(count) for way, count in answer["in_flight"].items()},
+            byte_budget=int(answer["byte_budget"]),
         )
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise Unavailable("what answers at /v1/memory is no service") from error

@@ -30,8 +30,8 @@ class MemoryUse(JsonValue):
     images: int
     budget: int
     disk: int
-    in_flight: Mapping[str, int] = field(default_factory=dict, hash=False)
-    byte_budget: int = 0
+    in_flight: Mapping[str, int] = field(hash=False)
+    byte_budget: int
 
 
 @dataclass(frozen=True, slots=True)

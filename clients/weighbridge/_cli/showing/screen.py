@@ -98,10 +98,8 @@ def memory_text(use: MemoryUse) -> str:
     text = f"memory {readable_size(use.images)} of {readable_size(use.budget)}"
     if use.disk:
         text += f", spilled to disk {readable_size(use.disk)}"
-    if use.byte_budget:
-        flying = ", ".join(f"{readable_size(count)} {way}" for way, count in use.in_flight.items() if count)
-        text += f"; in flight {flying or '0 B'}, of {readable_size(use.byte_budget)}"
-    return text
+    flying = ", ".join(f"{readable_size(count)} {way}" for way, count in use.in_flight.items() if count)
+    return f"{text}; in flight {flying or '0 B'}, of {readable_size(use.byte_budget)}"
 
 
 def _pushes(seen: Overview, width: int) -> Iterator[RenderableType]:

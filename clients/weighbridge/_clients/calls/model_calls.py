@@ -15,7 +15,7 @@ from weighbridge._core.references import Reference
 from weighbridge._core.resources import DeletedModel, Model
 from weighbridge._transport import wire
 from weighbridge._transport.request_parts import MAX_REQUEST_BYTES
-from weighbridge.errors import DataLoss, FailedPrecondition, InvalidArgument
+from weighbridge.errors import DataLoss, InvalidArgument
 from weighbridge.v1 import model_service_pb2 as pb
 from weighbridge.v1 import resources_pb2
 
@@ -37,11 +37,7 @@ def register_model(
     tensors: Iterable[TensorSpec],
     weight_map: bool,
 ) -> Steps[Model]:
-    """Register a model by the content of its files.
-
-    Raises:
-        FailedPrecondition: the service is too old to do without a weight map.
-    """
+    """Register a model by the content of its files."""
     size = sum(map(len, files.values()))
     if size > MAX_REQUEST_BYTES - (1 << 20):
         raise InvalidArgument(f"the files besides the weights have {size} bytes together, more than 63 MiB")
@@ -53,13 +49,7 @@ def register_model(
         tensors=map(wire.spec_to_proto, tensors),
         no_weight_map=not weight_map,
     )
-    registered = wire.read(Model, (yield from _call("RegisterModel", request, _REGISTERING_SECONDS)).model)
-    if registered.weight_map and not weight_map:
-        raise FailedPrecondition(
-            f"the service has registered {model} with a weight map: it cannot do without",
-            fix="update the service to this client's version",
-        )
-    return registered
+    return wire.read(Model, (yield from _call("RegisterModel", request, _REGISTERING_SECONDS)).model)
 
 
 def get_model(model: str) -> Steps[Model]:
