@@ -110,7 +110,7 @@ def test_weights_that_a_rank_has_found_to_hold_a_nan_are_kept_and_taken_by_nobod
         assert (live.get(timeout=30), latest.get(timeout=30)) == (3, 3)
 
 
-def test_weights_with_a_nan_of_an_older_client_are_held_once_the_service_has_counted(
+def test_weights_with_a_nan_that_no_rank_has_counted_are_held_once_the_service_has(
     engine: EngineClient, raw: RawClient, source: TinyModel
 ) -> None:
     with following(engine, "latest") as latest:

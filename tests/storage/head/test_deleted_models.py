@@ -161,7 +161,7 @@ def test_a_release_that_does_not_know_deletion_refuses_the_model_from_then_on(
                 HeadStore(bench.store).read_any(SMOL)
 
 
-def test_a_head_says_when_it_was_deleted_and_heads_of_before_say_nothing() -> None:
+def test_a_head_says_when_it_was_deleted_and_others_say_nothing() -> None:
     deleted = delete_model(Head(generation=3, next_version=5, files_id="f", extra={"new": 1}), 17)
     deleted = replace(deleted, generation=4)
     assert Head.from_json(deleted.to_json()) == deleted

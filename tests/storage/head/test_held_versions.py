@@ -153,7 +153,7 @@ def test_a_tag_may_name_a_held_version_of_a_model_that_has_no_latest() -> None:
 # --- as it is stored
 
 
-def test_a_head_without_held_versions_is_written_as_releases_before_wrote_it() -> None:
+def test_a_head_without_held_versions_says_nothing_of_them() -> None:
     nodes = Nodes()
     head = stamp(published(nodes, published(nodes, Head())), Head(), "w")
     text = json.loads(head.to_json())
