@@ -15,7 +15,15 @@ from tests.support.reference import tiny_config, tiny_model
 from tests.support.services import RunningService, running_service
 from tests.support.torch_ranks import run_ranks
 from tests.support.zero3_ranges import gathered, partition
-from weighbridge import EngineClient, InvalidArgument, LayoutError, TrainerClient, WeighbridgeError
+from weighbridge import (
+    EngineClient,
+    FailedPrecondition,
+    InvalidArgument,
+    LayoutError,
+    TrainerClient,
+    VersionFailed,
+    WeighbridgeError,
+)
 
 peft = pytest.importorskip("peft")
 BASE = "acme/smol"
@@ -161,6 +169,16 @@ def test_ranks_with_different_configs_push_no_version_with_one_of_them(service: 
         assert not [each for each in trainer.versions("acme/mixed") if each.state.visible]
         again = trainer.push_adapter("acme/mixed", adapted(), base=f"{BASE}@1", step=2)
         assert again.wait(timeout=60).state.visible
+
+
+def test_a_rank_that_comes_after_one_that_was_refused_is_told_so(service: RunningService) -> None:
+    with TrainerClient(service.address) as trainer, TrainerClient(service.address) as other:
+        trainer.push_adapter("acme/told", adapted(), base=f"{BASE}@1", step=1).wait(timeout=60)
+        given: dict[str, Any] = {"base": f"{BASE}@1", "step": 2, "run": "again", "world_size": 2}
+        with pytest.raises(FailedPrecondition, match="other tensors"):
+            trainer.push_adapter("acme/told", adapted(r=8), rank=0, **given)
+        with pytest.raises(VersionFailed, match="rank 0 was refused"):
+            other.push_adapter("acme/told", adapted(), rank=1, **given)
 
 
 def test_a_base_that_is_no_text_is_refused_by_name(service: RunningService, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from functools import partial
 from weighbridge._clients.calls.steps import Pause, Steps, call_method
 from weighbridge._core.layouts import Layout, TensorSpec, WeightLinks
 from weighbridge._core.megatron_rank import MegatronRank
-from weighbridge._core.metadata import OTHER_WRITER
+from weighbridge._core.metadata import BASE, OTHER_WRITER
 from weighbridge._core.references import Reference
 from weighbridge._core.resources import Version
 from weighbridge._core.tensor_spaces import TensorSpace
@@ -132,6 +132,8 @@ def refuse(opening: pb.OpenVersionRequest, rank: int, reason: str) -> Steps[None
     bare.CopyFrom(opening)
     for said in ("metadata", "candidate", "allow_nonfinite"):  # may be what is refused
         bare.ClearField(said)
+    if BASE in opening.metadata:  # no version of an adapter is opened without
+        bare.metadata[BASE].CopyFrom(opening.metadata[BASE])
     opened = yield from open_version(bare)
     if not opened.state.visible:
         yield from abort(opening.model, opened.number, reason, refused=opening.client_id, refused_rank=rank)
