@@ -111,6 +111,14 @@ def due(
             yield key, number
 
 
+def _unloaded(before: Serving | None, now: Serving | None) -> bool:
+    """Whether the engine has let all adapters go between two looks: it was started again, or has got a version, be it the one that it had, as by a wake-up
+    or by an update there and back."""
+    if before is None or now is None:
+        return True
+    return (before.version, before.instances, before.brought) != (now.version, now.instances, now.brought)
+
+
 class LoadsAhead:
     """Loads adapters into an engine before a request names them, beside the agent that takes it to versions of its base; until it is closed.
 
@@ -141,7 +149,7 @@ class LoadsAhead:
         self._chosen = chosen
         self._say = say
         self._every = every
-        self._served: int | None = None
+        self._seen: Serving | None = None
         self._done: dict[tuple[str, str], int] = {}
         self._bases: dict[tuple[str, int], BaseVersion | None] = {}
         self._ended = threading.Event()
@@ -164,12 +172,10 @@ class LoadsAhead:
 
     def _look(self) -> None:
         """Load what is due now. Raises WeighbridgeError if the service cannot be asked."""
-        serving = quietly(self._engine.serving)
-        served = None if serving is None else serving.version
-        if served != self._served:  # an engine that was started again served none in between
+        before, self._seen = self._seen, quietly(self._engine.serving)
+        if _unloaded(before, self._seen):
             self._done.clear()
-        self._served = served
-        if served is None:
+        if self._seen is None or self._seen.version is None:
             return
         wanted = named_by(self._chosen, self._client.models())
         now = list(due(wanted, self._done))
@@ -179,7 +185,7 @@ class LoadsAhead:
             if self._ended.is_set():
                 return
             self._done[adapter, ref] = number
-            self._load(adapter, number, f"{self._model}@{served}")
+            self._load(adapter, number, f"{self._model}@{self._seen.version}")
 
     def _load(self, adapter: str, number: int, served: str) -> None:
         try:

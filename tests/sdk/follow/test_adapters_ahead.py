@@ -28,6 +28,8 @@ class Engine:
 
     Attributes:
         served: number of the version of the base; None while it cannot be reached.
+        brought: how many versions it has got.
+        start: names its start.
         asked: names, in their order.
         looks: gets an entry with each look at what it serves, after the first one has found something to do.
         refused: names that it does not load.
@@ -35,6 +37,8 @@ class Engine:
     """
 
     served: int | None = 2
+    brought: int = 1
+    start: str = "first"
     asked: list[str] = field(default_factory=list)
     looks: queue.SimpleQueue[int] = field(default_factory=queue.SimpleQueue)
     refused: tuple[str, ...] = ()
@@ -44,7 +48,7 @@ class Engine:
         self.looks.put(len(self.asked))
         if self.served is None:
             raise EngineFailed("nothing answers")
-        return Serving(self.served)
+        return Serving(self.served, instances=(self.start,), brought=self.brought)
 
     def load_adapter(
         self, client: EngineClient, adapter: str, version: str | int | None = None, folder: Path | None = None
@@ -131,6 +135,18 @@ def test_adapters_on_the_served_base_are_loaded_once_and_again_after_an_update_o
         f"{ALICE}@2: loaded ahead, on {BASE}@2",
         *[f"{BOB}@1: loaded ahead, on {BASE}@3"] * 2,
     ]
+
+
+def test_what_an_engine_has_unloaded_between_two_looks_is_loaded_again(client: EngineClient) -> None:
+    engine = Engine(3)
+    with closing(LoadsAhead(client, BASE, engine, [Chosen(BOB)], lambda _: None, every=0.01)):
+        engine.wait_looked()
+        engine.brought += 2  # there and back, or slept and awake
+        engine.wait_looked()
+        assert engine.asked == [f"{BOB}@1"] * 2
+        engine.start = "second"
+        engine.wait_looked()
+        assert engine.asked == [f"{BOB}@1"] * 3
 
 
 def test_an_engine_that_sleeps_is_asked_for_nothing_until_it_is_awake(
