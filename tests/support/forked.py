@@ -34,6 +34,7 @@ PRELOAD = (
     "transformers.models.qwen2.modeling_qwen2",
     "transformers.models.qwen3.modeling_qwen3",
     "torch._inductor.compile_fx",
+    "peft",
     "pytest",
     "boto3",
     "model_signing._cli",

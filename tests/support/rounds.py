@@ -31,6 +31,7 @@ class Rounds:
 ROUNDS = (
     Rounds("CRASHES", 1, 50, "tests/end_to_end/test_crash.py", "the service is killed"),
     Rounds("STATE_KILLS", 1, 100, "tests/end_to_end/test_training_state_crashes.py", "the service, or ranks that push training states, are killed"),
+    Rounds("ADAPTER_KILLS", 20, 200, "tests/end_to_end/test_adapter_crashes.py", "the service, or ranks that push adapters to several names, are killed"),
     Rounds("REPLICA_CRASHES", 1, 25, "tests/end_to_end/test_replica_crashes.py", "one of several replicas is killed in the middle of a push"),
     Rounds("S3_CRASHES", 1, 25, "tests/end_to_end/test_s3_crashes.py", "the service, or the object store under it, is killed"),
     Rounds("CONVERT_KILLS", 1, 50, "tests/service/converting", "a conversion is killed"),
