@@ -26,7 +26,7 @@ from weighbridge._formats.push_counts import PushCounts
 from weighbridge._memory.casting import write_cast
 from weighbridge._memory.copying import write_tensors
 from weighbridge._memory.mappings import MappedMemory, Use
-from weighbridge._memory.strided import count_written
+from weighbridge._memory.strided import Uncounted, count_written
 from weighbridge._transport import rpc
 
 _TENSOR_BYTES = 16 << 20
@@ -84,8 +84,7 @@ class Shards:
 
         def counted() -> None:
             write_tensors(shards, [self.memory])
-            for [copy] in copies:
-                count_written(copy, self.memory.bytes, encoding)
+            count_written([Uncounted(0, copy, encoding) for [copy] in copies], self.memory.bytes)
 
         return lambda: write_tensors(shards, [self.memory]), counted
 
@@ -98,8 +97,8 @@ class Shards:
 
         def counted() -> None:
             rest = write_cast(shards, [self.memory], encodings).uncounted
-            for each in rest if behind else ():
-                count_written(each.copy, self.memory.bytes, each.encoding)
+            if behind:
+                count_written(rest, self.memory.bytes)
 
         return lambda: write_cast(shards, [self.memory]), counted
 

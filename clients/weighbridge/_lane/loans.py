@@ -115,8 +115,9 @@ class WriteLoan:
         if self._memory is not None and uncounted:
             import torch
 
-            for shard, copy, encoding in uncounted:
-                found[shard] += count_written(copy, self._memory.bytes, encoding, torch.get_num_threads())
+            counts = count_written(uncounted, self._memory.bytes, torch.get_num_threads())
+            for each, count in zip(uncounted, counts, strict=True):
+                found[each.shard] += count
         return found
 
     def end(self, *, complete: bool) -> None:

@@ -119,26 +119,44 @@ class WrittenCounts(NamedTuple):
     uncounted: list[Uncounted]
 
 
-def count_written(copy: ByteCopy[int], memory: Bytes, encoding: Encoding, threads: int = 1) -> int:
-    """How many of the elements that a copy has brought to memory are non-finite.
+def count_written(written: Sequence[Uncounted], memory: Bytes, threads: int = 1) -> list[int]:
+    """How many of the elements that copies have brought to memory are non-finite. All are counted in one call of the C extension.
 
     Args:
-        copy: whole elements.
-        memory: where it has brought them.
-        encoding: of the elements.
+        written: what they have brought, as whole elements.
+        memory: where they have brought it.
         threads: at most so many share the work.
+
+    Returns:
+        The count of each copy.
     """
-    if not copy.nbytes:
-        return 0
-    starts = np.array([memory.ctypes.data + copy.file_offset], np.int64)
-    for extent, stride in zip(copy.extent[:-1], copy.file_strides[:-1], strict=True):
-        starts = (starts[:, None] + np.arange(extent) * stride).reshape(-1)
-    width = copy.extent[-1]
-    cuts = np.arange(0, width, _PART)
-    lengths = np.tile(np.minimum(width - cuts, _PART), len(starts))
-    rows = np.stack([(starts[:, None] + cuts).reshape(-1), lengths], axis=1)
-    found = count_natively(rows, np.repeat(packed_encodings([encoding]), len(rows), axis=0), threads)
-    if found is not None:
-        return int(found.sum())
+    address = memory.ctypes.data
+    parts = [_parts(each.copy, address) for each in written]
+    lengths = [len(each) for each in parts]
+    rows = np.concatenate([np.empty((0, 2), np.int64), *parts])
+    encodings = packed_encodings([each.encoding for each in written]).repeat(lengths, axis=0)
+    found = count_natively(rows, encodings, threads)
+    if found is None:
+        return [count_nonfinite(_dense(each.copy, memory), each.encoding) for each in written]
+    counts = np.zeros(len(written), np.int64)
+    np.add.at(counts, np.arange(len(written)).repeat(lengths), found)
+    counted: list[int] = counts.tolist()
+    return counted
+
+
+def _parts(copy: ByteCopy[int], address: int) -> NDArray[np.int64]:
+    """Address and length of the runs of bytes that a copy has brought to the memory at an address, cut to `_PART`; shape [n, 2]."""
+    *rows, width = copy.extent
+    start = address + copy.file_offset
+    cuts = [(start + cut, min(width - cut, _PART)) for cut in range(0, width, _PART)]
+    runs = np.array(cuts, np.int64).reshape(-1, 2)
+    for extent, stride in zip(reversed(rows), reversed(copy.file_strides[:-1]), strict=True):
+        moved = np.array([(stride, 0)], np.int64) * np.arange(extent)[:, None]
+        runs = (moved[:, None] + runs).reshape(-1, 2)
+    return runs
+
+
+def _dense(copy: ByteCopy[int], memory: Bytes) -> Bytes:
+    """The bytes that a copy has brought to memory, one after another."""
     written = view_bytes(memory, copy.file_offset, copy.extent, copy.file_strides)
-    return count_nonfinite(np.ascontiguousarray(written).reshape(-1), encoding)
+    return np.ascontiguousarray(written).reshape(-1)

@@ -26,7 +26,7 @@ from weighbridge._memory.native_copies import (
     packed_encodings,
     region_of,
 )
-from weighbridge._memory.strided import Bytes, ShardCopies, count_written, write_bytes
+from weighbridge._memory.strided import Bytes, ShardCopies, Uncounted, count_written, write_bytes
 from weighbridge._memory.tensor_counts import TensorCounts
 
 FLOATS = [dtype for dtype in DTYPES if encoding_of(dtype) is not None]
@@ -168,7 +168,7 @@ def test_copies_count_the_elements_that_they_take_and_no_others(
         expected = by_torch(np.ascontiguousarray(plain).reshape(-1), dtype)
         assert write_bytes(shard, [copy], [memory], encoding) == expected
         assert write_bytes(shard, [copy], [memory]) == 0
-        assert count_written(copy, memory, encoding) == expected
+        assert count_written([Uncounted(0, copy, encoding)] * 2, memory) == [expected, expected]
         counts = TensorCounts()
         counts.add(0, torch.from_numpy(shard), [copy, copy], encoding)
         assert counts.take().get(0, 0) == 2 * expected
