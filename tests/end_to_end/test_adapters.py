@@ -206,6 +206,14 @@ def test_an_adapter_that_is_not_of_the_base_is_refused_with_the_first_names(
     with pytest.raises(InvalidArgument, match="the base acme/first@1 is an adapter itself"):
         service.push("acme/second", "acme/first@1")
     assert "acme/deeper" not in service.trainer.model(BASE).adapters
+    deeper.save_pretrained(tmp_path / "deeper")
+    with pytest.raises(LayoutError, match="acme/smol@1 lacks 1 module of the adapter"):
+        service.trainer.import_adapter("acme/imported-deeper", tmp_path / "deeper", base=f"{BASE}@1")
+    for base in (f"{BASE}@1", f"{BASE}@99", "acme/nothing@1"):
+        line = ["import", str(tmp_path / "deeper"), "acme/typed-deeper", "--base", base]
+        assert CliRunner().invoke(commands, [*line, "--server", service.running.address]).exit_code == 1
+    refused = {"deeper", "wider", "nobase", "second", "imported-deeper", "typed-deeper"}
+    assert not {f"acme/{name}" for name in refused} & {each.name for each in service.trainer.models()}
 
 
 def test_another_rank_needs_another_name_and_another_alpha_does_not(service: Service, tmp_path: Path) -> None:
@@ -371,11 +379,13 @@ def test_who_may_not_pull_the_base_pins_nothing_and_pins_are_bounded(tmp_path: P
             with pytest.raises(PermissionDenied, match=f"stranger may not pull {BASE}"):
                 stranger.push_adapter(ALICE, adapted(), base=f"{BASE}@1", step=1)
             assert root.model(BASE).adapters == ()
+            assert [each.name for each in root.models()] == [BASE]
             alice.push_adapter(ALICE, adapted(), base=f"{BASE}@1", step=1).wait(timeout=60)
             alice.push_adapter(ALICE, adapted(), base=f"{BASE}@1", step=2).wait(timeout=60)
             with pytest.raises(ResourceExhausted, match="alice may have adapters on 1 version"):
                 alice.push_adapter("acme/bob", adapted(), base=f"{BASE}@1", step=1)
             assert root.model(BASE).adapters == (ALICE,)
+            assert [each.name for each in root.models()] == [ALICE, BASE]
             assert alice.usage().identity == "alice"
 
 
@@ -423,6 +433,85 @@ def test_ranks_that_name_different_bases_are_refused_wherever_they_open(tmp_path
             assert opened_at(running, f"{BASE}@1") == number == 2
 
 
+def _register(trainer: TrainerClient, name: str, folder: AdapterFolder) -> None:
+    """Register an adapter as another job does."""
+    files, tensors = {"adapter_config.json": folder.config_json}, folder.layout.tensors.values()
+    trainer.register_files(name, files, "", tensors, weight_map=False)
+
+
+def _registrations(service: Service, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names that are registered from now on, once for each time."""
+    catalog, asked = service.running.service.catalog, []
+    register = catalog.register_model
+    monkeypatch.setattr(
+        catalog, "register_model", lambda name, *a, **k: (asked.append(name), register(name, *a, **k))[1]
+    )
+    return asked
+
+
+def test_an_adapter_is_registered_by_its_first_push_and_by_one_with_another_config(
+    service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = _registrations(service, monkeypatch)
+    adapted(lora_alpha=4).save_pretrained(tmp_path / "four")
+    for step, (alpha, base, registered) in enumerate([(4, 1, 1), (4, 1, 1), (4, 2, 1), (9, 2, 2), (9, 1, 2)]):
+        service.push("acme/again", f"{BASE}@{base}", step=step, lora_alpha=alpha)
+        assert len(asked) == registered, (step, asked)
+        found = json.loads(
+            (service.export("acme/again", tmp_path / f"{step}") / "adapter_config.json").read_text()
+        )
+        assert found["lora_alpha"] == alpha
+    name = "acme/again-imported"
+    for step in range(3):
+        service.trainer.import_adapter(name, tmp_path / "four", base=f"{BASE}@1", step=step).wait(timeout=60)
+    assert asked.count(name) == 1
+
+
+def test_a_push_that_registers_nothing_pins_its_base_again(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service.push("acme/pinned", f"{BASE}@1")
+    asked = _registrations(service, monkeypatch)
+    heads = service.running.service.catalog.heads
+
+    def pins() -> set[int]:
+        found = heads.read(ModelName.parse(BASE))
+        assert found is not None
+        return {each.version for each in found[0].pins if each.adapter == "acme/pinned"}
+
+    service.push("acme/pinned", f"{BASE}@2", step=2)
+    assert pins() == {1, 2}
+    heads.update(ModelName.parse(BASE), lambda head: (replace(head, pins=()), None))
+    service.push("acme/pinned", f"{BASE}@2", step=3)
+    assert pins() == {2}
+    assert asked == []
+
+
+def test_a_config_that_another_job_registers_while_a_version_is_opened_is_not_the_versions(
+    service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, find, late = "acme/raced", Bases.find, iter([True])
+    service.push(name, lora_alpha=4)
+    adapted(lora_alpha=7).save_pretrained(tmp_path / "a")
+    folder = AdapterFolder.read(tmp_path / "a")
+
+    def find_late(self: Bases, *asked: Any) -> BaseVersion | None:
+        found = find(self, *asked)
+        if next(late, False):
+            _register(service.trainer, name, folder)
+        return found
+
+    monkeypatch.setattr(Bases, "find", find_late)
+    assert service.push(name, step=2, lora_alpha=4).number == 2
+    config = service.export(name, tmp_path / "o") / "adapter_config.json"
+    assert json.loads(config.read_text())["lora_alpha"] == 4
+    # a second time in one push: the job that goes on doing it is named, and no version is left open
+    late = iter([True, True])
+    with pytest.raises(FailedPrecondition, match=f"{name} is registered with a different adapter_config"):
+        service.push(name, step=3, lora_alpha=4)
+    assert {each.number for each in service.trainer.versions(name, include_invisible=True)} == {1, 2}
+
+
 def test_a_name_that_becomes_an_adapters_while_a_version_is_opened_gets_none_without_a_base(
     service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -433,7 +522,7 @@ def test_a_name_that_becomes_an_adapters_while_a_version_is_opened_gets_none_wit
 
     def find_late(self: Bases, *asked: Any) -> BaseVersion | None:
         found = find(self, *asked)
-        service.trainer._register_adapter(name, folder.config_json, folder.layout)
+        _register(service.trainer, name, folder)
         return found
 
     monkeypatch.setattr(Bases, "find", find_late)

@@ -124,7 +124,11 @@ class Client(OperationMethods):
         if weight_map:
             telling.start()
         try:
-            return self._connection.run(model_calls.register_model(model, files, dtype, tensors, weight_map))
+            return self._connection.run(
+                model_calls.register_model(
+                    model_calls.registration(model, files, dtype, tensors, weight_map=weight_map)
+                )
+            )
         finally:
             telling.cancel()
 

@@ -37,12 +37,14 @@ from weighbridge._formats.replica_checksums import ReplicaChecksums
 from weighbridge._tracing import spans
 from weighbridge.errors import (
     AlreadyExists,
+    FailedPrecondition,
     InvalidArgument,
     Unavailable,
     VersionFailed,
     WeighbridgeError,
 )
 from weighbridge.v1 import checkpoint_service_pb2 as pb
+from weighbridge.v1.model_service_pb2 import RegisterModelRequest
 
 if TYPE_CHECKING:
     import torch
@@ -156,6 +158,7 @@ class Pusher:
         behind: pb.OpenVersionRequest | None = None,
         copying: Copying | None = None,
         terms: PushTerms = ALONE,
+        registration: RegisterModelRequest | None = None,
     ) -> PushHandle:
         """Push the shards of a rank. Returns once they are copied out, or once it is known that ``copying`` copies them behind the caller.
 
@@ -170,6 +173,7 @@ class Pusher:
             behind: opening of what all ranks push next. If this rank fails, they are told that it will not come.
             copying: how the shards are copied; by default in the call. Behind the caller, they do not pass by, and the seal is not held.
             terms: on which it is made. Nothing is copied before all ranks have agreed.
+            registration: of the model, if the push may be its first one, or one with another config.
 
         Raises:
             WeighbridgeError: as `TrainerClient.push` says.
@@ -190,7 +194,7 @@ class Pusher:
         opening.traceparent = spans.traceparent(span)
         try:
             has_slot = self._slot(terms.hold)
-            opened, at = self._open(opening)
+            opened, at = self._open(opening, registration)
             # ranks that have no trace of their own are in that of the rank which has opened the version
             span = spans.moved(span, "weighbridge.push", said, opened.traceparent)
             spans.within(span, "weighbridge.open", start_time=spans.began(span)).end()
@@ -229,7 +233,7 @@ class Pusher:
                 span.end()
             # Without this rank the version cannot be completed: do not let the others wait for it. But a rank that
             # belongs to another process is that process's business.
-            if not number and isinstance(error, InvalidArgument):
+            if not number and isinstance(error, InvalidArgument | FailedPrecondition):
                 self._refuse(opening, rank, error)
             elif number and not isinstance(error, AlreadyExists):
                 self._give_up(
@@ -511,11 +515,13 @@ class Pusher:
             return self._connection.run(version_calls.get_version(model, number)).state.visible
         return False
 
-    def _open(self, opening: pb.OpenVersionRequest) -> tuple[Version, str]:
+    def _open(
+        self, opening: pb.OpenVersionRequest, registration: RegisterModelRequest | None
+    ) -> tuple[Version, str]:
         """Open a version; with the address of the replica that takes this rank's push."""
         addresses = self._connection.addresses
         at = addresses.current
-        opened = self._connection.run(push_calls.open_version(opening))
+        opened = self._connection.run(push_calls.open_version(opening, registration))
         while at != addresses.current:  # another one has answered, or another thread has moved on meanwhile
             at = addresses.current
             opened = self._connection.run(push_calls.open_version(opening), at=at)

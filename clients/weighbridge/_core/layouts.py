@@ -184,6 +184,16 @@ class WeightLinks:
     links: tuple[Link, ...] = field(repr=False)
 
 
+def adapter_digest(config_json: bytes, tensors: Iterable[TensorSpec]) -> str:
+    """Digest of what an adapter is registered by, as 64 hex digits: SHA-256 over its ``adapter_config.json`` and the digest of its tensors.
+
+    Args:
+        config_json: content of that file.
+        tensors: their names, dtypes and shapes, in any order.
+    """
+    return hashlib.sha256(config_json + Layout.stream(tensors, ()).digest.encode()).hexdigest()
+
+
 def check_spec(spec: TensorSpec) -> None:
     """Refuse a tensor whose name or shape no model has: what comes over the wire is not trusted.
 

@@ -23,9 +23,9 @@ OTHER_WRITER = "weighbridge.other_writer"
 BASE, BASE_DIGEST = "weighbridge.base", "weighbridge.base_digest"
 """What the service says of an adapter's version: on which version of which model it is, such as ``acme/smol@17``, and the digest in that version's manifest. Of
 an opening, `BASE` is the base that a rank names, by a number or a ref."""
-ADAPTER_CONFIG_DIGEST = "weighbridge.adapter_config"
-"""Of an opening, the SHA-256 of the ``adapter_config.json`` that a rank has registered, as hex digits. It is compared and not kept."""
-OF_OPENING = frozenset((BASE, BASE_DIGEST, ADAPTER_CONFIG_DIGEST))
+ADAPTER_DIGEST = "weighbridge.adapter"
+"""Of an opening, the digest of the adapter that a rank pushes (`weighbridge._core.layouts.adapter_digest`). It is compared and not kept."""
+OF_OPENING = frozenset((BASE, BASE_DIGEST, ADAPTER_DIGEST))
 """Names in the metadata of an opening that are not metadata of the version."""
 _OF_SERVICE = frozenset((OTHER_WRITER, *OF_OPENING))
 MAX_KEYS = 32

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import sys
@@ -11,12 +10,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
+from weighbridge._clients.calls import model_calls
 from weighbridge._clients.push_handle import PushHandle
 from weighbridge._clients.push_options import PushOptions, check_options
 from weighbridge._core import dtypes
 from weighbridge._core.dtypes import DType
-from weighbridge._core.layouts import Layout, TensorSpec
-from weighbridge._core.metadata import ADAPTER_CONFIG_DIGEST, BASE, check_base
+from weighbridge._core.layouts import TensorSpec, adapter_digest
+from weighbridge._core.metadata import ADAPTER_DIGEST, BASE, check_base
 from weighbridge._core.references import training_of
 from weighbridge._core.resources import Model
 from weighbridge._core.tensor_spaces import TensorSpace
@@ -29,6 +29,7 @@ from weighbridge._formats.side_files.reading import CONFIG, SideFiles
 from weighbridge._trainers.peft_adapters import AdapterFolder
 from weighbridge._trainers.push_client import PushingClient
 from weighbridge.errors import FailedPrecondition, InvalidArgument, LayoutError
+from weighbridge.v1.model_service_pb2 import RegisterModelRequest
 
 if TYPE_CHECKING:
     import torch
@@ -163,20 +164,13 @@ class ImportingClient(PushingClient):
         check_options(options)
         found = AdapterFolder.read(Path(folder))
         check_base(base)
-        digest = self._register_adapter(model, found.config_json, found.layout)
-        said = {BASE: base, ADAPTER_CONFIG_DIGEST: digest}
+        tensors = found.layout.tensors.values()
+        said = {BASE: base, ADAPTER_DIGEST: adapter_digest(found.config_json, tensors)}
         options["metadata"] = {**(options.get("metadata") or {}), **said}
         return self.push_shards(
             model, found.layout, TensorSpace.HUGGING_FACE, found.open_source, step=step, rank=0, world_size=1, run=run,
-            request_id=str(uuid.uuid4()), **options,
+            request_id=str(uuid.uuid4()), registration=adapter_registration(model, base, found.config_json, tensors), **options,
         )  # fmt: skip
-
-    def _register_adapter(self, model: str, config_json: bytes, layout: Layout) -> str:
-        """Register an adapter; the digest of its config, by which its version is opened."""
-        self.register_files(
-            model, {ADAPTER_CONFIG: config_json}, "", layout.tensors.values(), weight_map=False
-        )
-        return hashlib.sha256(config_json).hexdigest()
 
     def import_training(
         self,
@@ -282,6 +276,21 @@ class ImportingClient(PushingClient):
             model, weights.layout, TensorSpace.HUGGING_FACE, weights.open_source, step=step, rank=0, world_size=1, run=run,
             request_id=request_id, hold_seal=hold_seal, cast_from=weights.cast_from, **options,
         )  # fmt: skip
+
+
+def adapter_registration(
+    model: str, base: str, config_json: bytes, tensors: Iterable[TensorSpec]
+) -> RegisterModelRequest:
+    """The request that registers an adapter, if it fits its base.
+
+    Args:
+        model: ``namespace/name`` of the adapter.
+        base: the version that it is on.
+        config_json: content of its ``adapter_config.json``.
+        tensors: its tensors, whole.
+    """
+    files = {ADAPTER_CONFIG: config_json}
+    return model_calls.registration(model, files, tensors=tensors, weight_map=False, base=base)
 
 
 def _read(model: str, folder: Path, config_json: bytes, dequantize: DType | None = None) -> FolderWeights:

@@ -25,6 +25,7 @@ from weighbridge._trainers.restorer import RestoringClient
 from weighbridge._trainers.training import opening_behind, training_state
 from weighbridge.errors import InvalidArgument
 from weighbridge.v1 import checkpoint_service_pb2 as pb
+from weighbridge.v1.model_service_pb2 import RegisterModelRequest
 
 if TYPE_CHECKING:
     import torch
@@ -94,6 +95,7 @@ class PushingClient(RestoringClient):
         request_id: str | None = None,
         hold_seal: bool = False,
         cast_from: Iterable[str] = (),
+        registration: RegisterModelRequest | None = None,
         **options: Unpack[PushOptions],
     ) -> PushHandle:
         """Push the shards of any layout; what `push` and `push_folder` do in the end.
@@ -107,6 +109,7 @@ class PushingClient(RestoringClient):
             step, rank, world_size, run, request_id, options: as for `push`.
             hold_seal: leave it to `PushHandle.seal` to say that this rank has pushed everything: until then no version becomes visible.
             cast_from: safetensors' names of the dtypes that the source casts from; the version's manifest has them.
+            registration: of the model, if it may not be registered, or be registered otherwise.
         """
         opening = self._opening(model, step, run, world_size, request_id, part=True)
         opening.cast_from.extend(cast_from)
@@ -114,8 +117,8 @@ class PushingClient(RestoringClient):
             with self._pusher.telling([opening], rank, call.terms):
                 say(opening, options)
             call.handle = self._pusher.push(
-                opening, rank, layout, space, open_source, hold_seal=hold_seal, terms=call.terms
-            )
+                opening, rank, layout, space, open_source, hold_seal=hold_seal, terms=call.terms, registration=registration,
+            )  # fmt: skip
         return call.handle
 
     @contextmanager
@@ -204,6 +207,7 @@ class PushingClient(RestoringClient):
         optimizer: Any,
         state: Mapping[str, Any] | None,
         rank_state: Mapping[str, Any] | None,
+        registration: RegisterModelRequest | None = None,
     ) -> PushHandle:
         """Push a rank's tensors, and behind them its training state if anything of it is given. What is refused of them is told to all ranks.
 
@@ -215,6 +219,7 @@ class PushingClient(RestoringClient):
             training_tensors: gives what the rank holds of model and optimizer, by these shards.
             terms: on which it is pushed.
             options, until, optimizer, state, rank_state: as for `TrainerClient.push`.
+            registration: of the model, if it may not be registered, or be registered otherwise.
         """
         behind: TrainingState | None = None
         told = [opening]
@@ -235,8 +240,8 @@ class PushingClient(RestoringClient):
             second = None if behind is None else opening_behind(opening)
             source, copying = copies.source(tensors, self._pusher.staging)
             handle = self._pusher.push(
-                opening, rank, layout, space, source, behind=second, copying=copying, terms=terms
-            )
+                opening, rank, layout, space, source, behind=second, copying=copying, terms=terms, registration=registration,
+            )  # fmt: skip
             if behind is None or second is None:
                 return handle
             second.at_least = handle.number

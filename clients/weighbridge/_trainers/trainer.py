@@ -12,15 +12,16 @@ from weighbridge._clients.holding.agreement import RankAgreement
 from weighbridge._clients.push_handle import PushHandle
 from weighbridge._clients.push_options import PushOptions, check_options, say
 from weighbridge._clients.pushing import PushTerms
-from weighbridge._core.layouts import Layout
-from weighbridge._core.metadata import ADAPTER_CONFIG_DIGEST, BASE, BaseVersion, check_base
+from weighbridge._core.layouts import TensorSpec, adapter_digest
+from weighbridge._core.metadata import ADAPTER_DIGEST, BASE, BaseVersion, check_base
 from weighbridge._core.references import Reference, parse_reference
 from weighbridge._core.resources import REF_LATEST, Version
 from weighbridge._core.slices import FullTensors
 from weighbridge._core.tensor_spaces import TensorSpace
 from weighbridge._core.text.counts import counted, first_lines
-from weighbridge._trainers.importer import ImportingClient
+from weighbridge._trainers.importer import ImportingClient, adapter_registration
 from weighbridge.errors import InvalidArgument, LayoutError
+from weighbridge.v1.model_service_pb2 import RegisterModelRequest
 
 if TYPE_CHECKING:
     import torch
@@ -235,20 +236,24 @@ class TrainerClient(ImportingClient):
         rank, ranks = rank_and_world(rank, world_size)
         opening = self._opening(model, step, run, ranks, request_id)
         opening.metadata[BASE].text = base
+        registration = RegisterModelRequest()
 
         def find() -> TorchShards | PlacedAdapters:
+            shards: TorchShards | PlacedAdapters
             if is_megatron(peft_model):
-                return self._megatron_adapters(model, peft_model, base, call.terms)
-            found = TrainedAdapter.of(peft_model, adapter_name, save_embedding_layers)
-            shards = adapter_shards(found.state, whole=ranks == 1, of=model)
-            digest = self._register_adapter(model, found.config_json, shards.layout)
-            opening.metadata[ADAPTER_CONFIG_DIGEST].text = digest
+                shards, config_json, tensors = self._megatron_adapters(model, peft_model, base, call.terms)
+            else:
+                found = TrainedAdapter.of(peft_model, adapter_name, save_embedding_layers)
+                shards = adapter_shards(found.state, whole=ranks == 1, of=model)
+                config_json, tensors = found.config_json, shards.layout.tensors
+            registration.CopyFrom(adapter_registration(model, base, config_json, tensors.values()))
+            opening.metadata[ADAPTER_DIGEST].text = adapter_digest(config_json, tensors.values())
             return shards
 
         with self._on_terms(opening, options) as call:
             call.handle = self._push_tensors(
                 opening, rank, TensorSpace.HUGGING_FACE, find, lambda _: training_tensors(peft_model, None), options, call.terms,
-                until=None, optimizer=None, state=None, rank_state=None,
+                until=None, optimizer=None, state=None, rank_state=None, registration=registration,
             )  # fmt: skip
             if is_megatron(peft_model):
                 self._pusher.forget(call.terms)
@@ -409,8 +414,8 @@ class TrainerClient(ImportingClient):
 
     def _megatron_adapters(
         self, model: str, megatron_model: Any, base: str, terms: PushTerms
-    ) -> PlacedAdapters:
-        """The adapters of a Megatron-core model's rank by peft's names, registered as all ranks have them together."""
+    ) -> tuple[PlacedAdapters, bytes, Mapping[str, TensorSpec]]:
+        """The adapters of a Megatron-core model's rank by peft's names; and the config and the tensors that all ranks have together."""
         from weighbridge._trainers.megatron_adapters import MegatronAdapters
         from weighbridge._trainers.peft_adapters import LoraParts
 
@@ -428,8 +433,7 @@ class TrainerClient(ImportingClient):
         found.check_frozen()
         with self._tensors(on) as base_tensors:
             config_json = parts.config_json(on, base_tensors)
-        self._register_adapter(model, config_json, Layout.stream(parts.tensors.values(), []))
-        return placed
+        return placed, config_json, parts.tensors
 
     def _weight_shards(self, model: str, sharded_state_dict: Any, cast: str) -> WeightShards:
         from weighbridge._formats.megatron_state import as_registered, sharded_tensors

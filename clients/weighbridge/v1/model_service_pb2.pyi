@@ -33,12 +33,15 @@ class RegisterModelRequest(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     TENSORS_FIELD_NUMBER: _builtins.int
     NO_WEIGHT_MAP_FIELD_NUMBER: _builtins.int
+    BASE_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     dtype: _builtins.str
     """Element type of the weights; empty takes what config.json says."""
     request_id: _builtins.str
     no_weight_map: _builtins.bool
     """Register the model by its tensors alone, although there may be a weight map for its model type."""
+    base: _builtins.str
+    """Of an adapter, the version that its first version is to be on, by a number or a ref: nothing is registered if that one could not be opened."""
     @_builtins.property
     def files(self) -> _containers.RepeatedCompositeFieldContainer[_resources_pb2.ModelFile]:
         """config.json must be among them."""
@@ -58,10 +61,11 @@ class RegisterModelRequest(_message.Message):
         request_id: _builtins.str = ...,
         tensors: _abc.Iterable[_resources_pb2.TensorSpec] | None = ...,
         no_weight_map: _builtins.bool = ...,
+        base: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "files", b"files", "model", b"model", "no_weight_map", b"no_weight_map", "request_id", b"request_id", "tensors", b"tensors"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "dtype", b"dtype", "files", b"files", "model", b"model", "no_weight_map", b"no_weight_map", "request_id", b"request_id", "tensors", b"tensors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import random
 import uuid
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from weighbridge._core.layouts import TensorSpec
 from weighbridge._core.lru import Cache
 from weighbridge._core.metadata import BaseVersion, Metadata
 from weighbridge._core.operations.verbs import Verb
 from weighbridge._core.references import parse_reference
-from weighbridge._core.resources import REF_LATEST
+from weighbridge._core.resources import REF_LATEST, Model
+from weighbridge._formats.naming.weight_files import ADAPTER_CONFIG, is_adapter
 from weighbridge.errors import FailedPrecondition, InvalidArgument, WeighbridgeError
 from weighbridge_service.access.peer import Peer, authorize
 from weighbridge_service.catalog.catalog import Catalog
@@ -76,16 +78,57 @@ class Bases:
                 f"{model.name} is an adapter, and a version of it names the base that it is on",
                 fix=f"{_PUSH_ADAPTER}; a whole model is pushed under another model name",
             )
+        found = self._fitting(model.tensors.values(), model.config_json, wanted, by)
+        return replace(found, digest=self._digest(ModelName.parse(found.model), found.number))
+
+    def register_model(
+        self,
+        name: str,
+        files: Mapping[str, bytes],
+        dtype: str,
+        found: Sequence[TensorSpec],
+        *,
+        weight_map: bool,
+        base: str,
+        by: Peer,
+    ) -> Model:
+        """Register a model. Nothing is registered of an adapter that could not be pushed to the base that it names.
+
+        Args:
+            name, files, dtype, found, weight_map: as for `Catalog.register_model`.
+            base: the version that an adapter is to be pushed to, by a number or a ref; empty if none is named.
+            by: the peer that registers it.
+
+        Raises:
+            InvalidArgument: a base is named for what is no adapter.
+            ResourceExhausted: the peer has as many pins in the base's head as they may.
+            WeighbridgeError: as `find` and `Catalog.register_model`.
+        """
+        if base:
+            if not is_adapter(files):
+                raise InvalidArgument(
+                    f"{name} is no adapter, and its registration names {base[:80]} as its base",
+                    fix="leave the base out",
+                )
+            on = self._fitting(found, files[ADAPTER_CONFIG], base, by)
+            asked, most = PinEntry(on.number, name, by.name), by.identity.limits.adapters
+            history = self._catalog.history(ModelName.parse(on.model))
+            pin(history, asked, DEFAULT_ADAPTERS if most is None else most)
+        return self._catalog.register_model(name, files, dtype, found, weight_map=weight_map, shown=by.sees)
+
+    def _fitting(
+        self, tensors: Iterable[TensorSpec], config_json: bytes, wanted: str, by: Peer | None
+    ) -> BaseVersion:
+        """The base of that name, without its digest, once the adapter with these tensors and this config fits it. Raises as `find`."""
         found = self._resolve(wanted, by)
-        name = ModelName.parse(found.model)
-        base = self._catalog.model(name)
+        base = self._catalog.model(ModelName.parse(found.model))
         if base.is_adapter or base.by_version:
             kind = "an adapter itself" if base.is_adapter else "a training state"
             raise InvalidArgument(
                 f"the base {found} is {kind}", fix="name the model that the adapter was trained on"
             )
-        check_fits(model.tensors.values(), base.tensors, parse_config(model.config_json), str(found))
-        return replace(found, digest=self._digest(name, found.number))
+        check_fits(tensors, base.tensors, parse_config(config_json), str(found))
+        return found
 
     def _resolve(self, wanted: str, by: Peer | None) -> BaseVersion:
         meant = parse_reference(wanted)
@@ -199,19 +242,41 @@ class Bases:
             repin(self._catalog.heads, adapter, history)
 
 
-def check_same_config(opened: int, config_json: bytes, digest: str) -> None:
-    """Refuse a rank that has registered another config than the one with which a version was opened.
+def check_registered_so(model: RegisteredModel, digest: str) -> None:
+    """Refuse an opening of a version of an adapter that is registered otherwise than the rank has it.
+
+    Args:
+        model: as it is registered.
+        digest: of the rank's adapter.
+
+    Raises:
+        FailedPrecondition: it is registered with another config or other tensors, or as a model.
+    """
+    if model.adapter_digest != digest:
+        raise registered_otherwise(model.name)
+
+
+def registered_otherwise(name: ModelName) -> FailedPrecondition:
+    """The error of a rank whose adapter is not the one that is registered."""
+    return FailedPrecondition(
+        f"{name} is registered with a different adapter_config.json or with other tensors than are pushed: another rank or another job has registered it",
+        fix="give the adapters of all ranks the same config, such as lora_alpha; let one job push to this name",
+    )
+
+
+def check_same_adapter(opened: int, model: RegisteredModel, digest: str) -> None:
+    """Refuse a rank that has another adapter than the one with which a version was opened.
 
     Args:
         opened: the number of the version.
-        config_json: content of its ``adapter_config.json``.
-        digest: SHA-256 of what the rank has registered, as hex digits.
+        model: the registration with which it was opened.
+        digest: of the rank's adapter.
 
     Raises:
         InvalidArgument: it is another one.
     """
-    if hashlib.sha256(config_json).hexdigest() != digest:
+    if model.adapter_digest != digest:
         raise InvalidArgument(
-            f"two ranks have different adapter_config.json, and version {opened} was opened with one of them",
+            f"two ranks have different adapter_config.json or different tensors, and version {opened} was opened with one of them",
             fix="give the adapters of all ranks the same config, such as lora_alpha; change it between pushes only when all ranks have ended the one before",
         )

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any, TypeAlias
 
 from weighbridge._core.block_scales import says_quantized
-from weighbridge._core.layouts import Layout, TensorSpec
+from weighbridge._core.layouts import Layout, TensorSpec, adapter_digest
 from weighbridge._core.lru import Cache
 from weighbridge._core.slices import LayoutRequest
 from weighbridge._core.tensor_spaces import TensorSpace
@@ -110,6 +110,11 @@ class RegisteredModel:
     def is_adapter(self) -> bool:
         """Whether its versions are changes on versions of another model, as peft keeps them."""
         return is_adapter(self.side_files)
+
+    @cached_property
+    def adapter_digest(self) -> str:
+        """Digest of what an adapter is registered by; empty of other models."""
+        return adapter_digest(self.config_json, self.tensors.values()) if self.is_adapter else ""
 
     @property
     def by_version(self) -> bool:

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 
-from weighbridge._core.metadata import ADAPTER_CONFIG_DIGEST, BASE, OF_OPENING
+from weighbridge._core.metadata import ADAPTER_DIGEST, BASE, OF_OPENING
 from weighbridge._core.resources import Version, VersionState, why_failed
 from weighbridge._core.text.counts import counted
 from weighbridge.errors import (
@@ -25,12 +25,17 @@ from weighbridge_service.access.peer import Peer
 from weighbridge_service.admission.identity_quotas import Opening
 from weighbridge_service.admission.policy_quotas import Quotas
 from weighbridge_service.admission.quotas import may_have
-from weighbridge_service.catalog.bases import Bases, check_same_config
+from weighbridge_service.catalog.bases import (
+    Bases,
+    check_registered_so,
+    check_same_adapter,
+    registered_otherwise,
+)
 from weighbridge_service.catalog.catalog import Catalog
 from weighbridge_service.catalog.head_versions import invisible_version
 from weighbridge_service.catalog.holding import HoldReasons
 from weighbridge_service.models.registered_model import RegisteredModel
-from weighbridge_service.models.registration import is_adapter_head
+from weighbridge_service.models.registration import is_adapter_head, is_registered
 from weighbridge_service.plan.declarations import alone_at, is_alone_elsewhere
 from weighbridge_service.push.effect_pools import EffectPools
 from weighbridge_service.push.effect_runner import EffectRunner, Facilities
@@ -144,13 +149,13 @@ class Opener:
         for what, text in (("run", run), ("request_id", request_id), ("client_id", client_id)):
             check_text(what, text)
         wanted = str(said.metadata.get(BASE, ""))
-        config = str(said.metadata.get(ADAPTER_CONFIG_DIGEST, ""))
+        digest = str(said.metadata.get(ADAPTER_DIGEST, ""))
         own = {key: value for key, value in said.metadata.items() if key not in OF_OPENING}
         said = replace(said, metadata=own)
         identity, called = (EVERYBODY, "") if by is None else (by.identity, by.name)
         asked_for = (step, run, ranks)
         find = partial(
-            self._opened_before, model_name, asked_for, request_id, client_id, said, wanted, config
+            self._opened_before, model_name, asked_for, request_id, client_id, said, wanted, digest
         )
         if (there := find()) is not None:
             return there
@@ -160,6 +165,8 @@ class Opener:
                 fix="push weights first: a training state has the number of those that it is pushed with",
             )
         model = self._catalog.model(model_name)
+        if digest:
+            check_registered_so(model, digest)
         base = self._bases.find(model, wanted, by)
         nbytes = self._room_for(model)
         with self.opening(model_name):
@@ -194,12 +201,12 @@ class Opener:
                 reached=frozenset(each.address for each in self._facilities.successors.others()),
             )
             with self._quotas.opening(identity, model_name, nbytes, is_open) as room:
-                entry, head = self._open(model_name, asked, client_id, room)
+                entry, head = self._open(model, asked, client_id, room, as_registered=bool(digest))
                 self._pin(model_name, entry, wanted, identity.limits.adapters)
-            if config:
+            if digest:
                 with suppress(NotFound):  # what it was opened with is not registered any more: `_begin`
                     opened = self._catalog.model_opened(model_name, head, entry.files_id)
-                    check_same_config(entry.number, opened.config_json, config)
+                    check_same_adapter(entry.number, opened, digest)
             if is_alone_elsewhere(entry, self._home):  # its ranks are sent there when they declare
                 return replace(version_opened(model, entry), held=entry.held)
             if (
@@ -257,16 +264,25 @@ class Opener:
         )
 
     def _open(
-        self, name: ModelName, asked: OpeningRequest, client_id: str, room: Opening
+        self,
+        model: RegisteredModel,
+        asked: OpeningRequest,
+        client_id: str,
+        room: Opening,
+        *,
+        as_registered: bool,
     ) -> tuple[OpenEntry, Head]:
-        """Open a version in the head, or find it open.
+        """Open a version in the head, or find it open; a new one only if the model is still registered as it was, if so asked.
 
         Raises:
+            FailedPrecondition: the model was registered otherwise meanwhile.
             VersionFailed: it would be a new one, and a rank of the push was refused.
             ResourceExhausted: it is a new one for which the namespace has no room.
             Unavailable: it would be a new one that is not counted, as the one that was open has just ended; or one without a base of what has
                 become an adapter meanwhile, or the other way round.
         """
+
+        name = model.name
 
         def open_new(head: Head) -> tuple[Head, tuple[OpenEntry, Head, bool]]:
             after, (entry, changed) = asked.open(head, unix_ms())
@@ -275,6 +291,8 @@ class Opener:
                 self.refusals.check(name, asked.request_id, client_id)
                 if not room.new:
                     raise Unavailable(f"the version of {name} that was open has just ended", fix="ask again")
+                if as_registered and not is_registered(head, model):
+                    raise registered_otherwise(name)
                 if is_adapter_head(head) != (asked.base is not None):
                     raise Unavailable(f"{name} was registered anew just now", fix="ask again")
             return after, (entry, changed, new)
@@ -316,7 +334,7 @@ class Opener:
         client_id: str,
         said: Said,
         base: str,
-        config: str,
+        digest: str,
     ) -> Version | None:
         """The version that this request has been given before, if head.json need not be told more of it."""
         push = self._registry.of_request(name, request_id)
@@ -331,8 +349,8 @@ class Opener:
         check_same_request(version.number, (version.step, version.run, version.ranks), asked)
         check_same_metadata(version.number, version.metadata, said.metadata)
         self._bases.check_same(version.number, version.metadata, base)
-        if config and isinstance(push, PushSession):
-            check_same_config(version.number, push.model.config_json, config)
+        if digest and isinstance(push, PushSession):
+            check_same_adapter(version.number, push.model, digest)
         return version if version.state.visible or is_known(push.state, said) else None
 
     def _check_room(self, by: str) -> None:

@@ -30,25 +30,37 @@ _REGISTERING_SECONDS = 660.0
 _call = partial(call_method, pb.DESCRIPTOR.services_by_name["ModelService"])
 
 
-def register_model(
+def registration(
     model: str,
     files: Mapping[str, bytes],
-    dtype: str | torch.dtype,
-    tensors: Iterable[TensorSpec],
-    weight_map: bool,
-) -> Steps[Model]:
-    """Register a model by the content of its files."""
+    dtype: str | torch.dtype = "",
+    tensors: Iterable[TensorSpec] = (),
+    *,
+    weight_map: bool = True,
+    base: str = "",
+) -> pb.RegisterModelRequest:
+    """The request that registers a model by the content of its files, for `register_model`. Raises InvalidArgument if they are too large.
+
+    Args:
+        model, files, dtype, tensors, weight_map: as for `Client.register_files`.
+        base: of an adapter, the version that it is pushed to: it is registered only if it fits that one.
+    """
     size = sum(map(len, files.values()))
     if size > MAX_REQUEST_BYTES - (1 << 20):
         raise InvalidArgument(f"the files besides the weights have {size} bytes together, more than 63 MiB")
-    request = pb.RegisterModelRequest(
+    return pb.RegisterModelRequest(
         model=model,
         files=[resources_pb2.ModelFile(name=name, content=content) for name, content in files.items()],
         dtype=dtypes.parse(dtype).short if dtype else "",
         request_id=str(uuid.uuid4()),
         tensors=map(wire.spec_to_proto, tensors),
         no_weight_map=not weight_map,
+        base=base,
     )
+
+
+def register_model(request: pb.RegisterModelRequest) -> Steps[Model]:
+    """Register a model."""
     return wire.read(Model, (yield from _call("RegisterModel", request, _REGISTERING_SECONDS)).model)
 
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
+from weighbridge._clients.calls import model_calls
 from weighbridge._clients.calls.steps import Pause, Steps, call_method
 from weighbridge._core.layouts import Layout, TensorSpec, WeightLinks
 from weighbridge._core.megatron_rank import MegatronRank
@@ -19,8 +20,9 @@ from weighbridge._core.tensor_spaces import TensorSpace
 from weighbridge._core.text.durations import readable_duration
 from weighbridge._core.text.waits import Reminder, ranks_text
 from weighbridge._transport import wire
-from weighbridge.errors import DeadlineExceeded
+from weighbridge.errors import DeadlineExceeded, FailedPrecondition, NotFound
 from weighbridge.v1 import checkpoint_service_pb2 as pb
+from weighbridge.v1.model_service_pb2 import RegisterModelRequest
 
 log = logging.getLogger(__name__)
 
@@ -37,9 +39,26 @@ has said which ranks are absent before it is over."""
 _call = partial(call_method, pb.DESCRIPTOR.services_by_name["CheckpointService"])
 
 
-def open_version(opening: pb.OpenVersionRequest) -> Steps[Version]:
-    """Open a version, or find the one that another rank has opened. Warns if another job pushes the model, too."""
-    opened = wire.version_from_proto((yield from _call("OpenVersion", opening)).version)
+def open_version(
+    opening: pb.OpenVersionRequest, registration: RegisterModelRequest | None = None
+) -> Steps[Version]:
+    """Open a version, or find the one that another rank has opened. Warns if another job pushes the model, too.
+
+    Args:
+        opening: says which version.
+        registration: of the model, if the service may not have it, or have it otherwise. It is asked for only then: the next version of a model
+            takes one call.
+    """
+    try:
+        answer = yield from _call("OpenVersion", opening)
+    except (NotFound, FailedPrecondition):
+        if registration is None:
+            raise
+        yield from model_calls.register_model(
+            registration
+        )  # raises what was wrong if that was something else
+        answer = yield from _call("OpenVersion", opening)
+    opened = wire.version_from_proto(answer.version)
     if OTHER_WRITER in opened.metadata and OTHER_WRITER not in opening.metadata:
         log.warning(
             "%s: another job pushes this model, too: between this job's last version and this one it has pushed %s. "

@@ -23,6 +23,7 @@ from weighbridge_service.api.grpc.call import Call
 from weighbridge_service.api.grpc.methods import Methods
 from weighbridge_service.api.grpc.operation_handlers import page_size
 from weighbridge_service.api.grpc.watches import Watches, merged
+from weighbridge_service.catalog.bases import Bases
 from weighbridge_service.core import Core
 from weighbridge_storage.documents.names import ModelName
 
@@ -58,6 +59,7 @@ class ModelHandlers:
 
     def __init__(self, service: Core, methods: Methods, watches: Watches, most_watches: int) -> None:
         self._catalog = service.catalog
+        self._bases = Bases(service.catalog)
         self._collecting = service.collecting
         self._gates = service.gates
         self._intake = service.intake
@@ -71,13 +73,14 @@ class ModelHandlers:
     def RegisterModel(self, request: pb.RegisterModelRequest, call: Call) -> pb.RegisterModelResponse:
         files = _files(request.files)
         found = wire.specs_from_proto(request.tensors)
-        model = self._catalog.register_model(
+        model = self._bases.register_model(
             request.model,
             files,
             request.dtype,
             found,
             weight_map=not request.no_weight_map,
-            shown=call.peer.sees,
+            base=request.base,
+            by=call.peer,
         )
         return pb.RegisterModelResponse(model=wire.write(resources_pb2.Model, model))
 
