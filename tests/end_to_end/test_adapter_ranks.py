@@ -127,16 +127,16 @@ def test_ranges_that_zero3_gives_ranks_are_one_adapter_and_are_filled_again(
 def test_a_model_with_another_adapter_is_refused_and_stays_as_it_was(service: RunningService) -> None:
     with TrainerClient(service.address) as trainer:
         trainer.push_adapter("acme/kept", adapted(), base=f"{BASE}@1", step=1).wait(timeout=60)
-        others = {
-            "is missing in the model": {"target_modules": ["q_proj"]},
-            "has no such tensor": {"target_modules": ["q_proj", "down_proj", "v_proj"]},
-            "acme/kept@1 has base_model": {"r": 8},
-            "lora_alpha: 8": {"lora_alpha": 3},
-            "use_rslora": {"use_rslora": True},
+        others: dict[str, tuple[type[WeighbridgeError], dict[str, Any]]] = {
+            "is missing in the model": (LayoutError, {"target_modules": ["q_proj"]}),
+            "has no such tensor": (LayoutError, {"target_modules": ["q_proj", "down_proj", "v_proj"]}),
+            "acme/kept@1 has base_model": (LayoutError, {"r": 8}),
+            "lora_alpha is 8 in the version and 3 in the model": (FailedPrecondition, {"lora_alpha": 3}),
+            "use_rslora": (FailedPrecondition, {"use_rslora": True}),
         }
-        for said, options in others.items():
+        for said, (kind, options) in others.items():
             model = adapted(seed=5, **options)
-            with pytest.raises(LayoutError) as refused:
+            with pytest.raises(kind) as refused:
                 trainer.restore_adapter("acme/kept", model)
             assert said in str(refused.value)
             assert same(tensors_of(model), tensors_of(adapted(seed=5, **options)))

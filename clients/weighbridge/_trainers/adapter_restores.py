@@ -19,18 +19,6 @@ from weighbridge.errors import InvalidArgument, LayoutError
 if TYPE_CHECKING:
     import torch
 
-_COMPUTED_WITH: Mapping[str, Any] = {
-    "peft_type": None,
-    "lora_alpha": None,
-    "alpha_pattern": {},
-    "rank_pattern": {},
-    "use_rslora": False,
-    "use_dora": False,
-    "fan_in_fan_out": False,
-    "bias": "none",
-    "lora_bias": False,
-}
-"""Fields of a config by which one adapter computes otherwise than another of the same tensors, with what their absence means."""
 _PLAIN = re.compile(r"[\w.]+")
 
 
@@ -57,21 +45,6 @@ class StoredAdapter:
                 f"{name} is no adapter", fix="restore a whole model by restore or restore_state_dict"
             )
         return StoredAdapter(name, json.loads(config), tensors)
-
-    def check_config(self, config_json: bytes) -> None:
-        """Refuse a model that would compute otherwise with the adapter's tensors. Raises LayoutError, which names the fields."""
-        own = json.loads(config_json)
-        other = [
-            f"{field}: {self.config.get(field, usual)!r}, and the model has {own.get(field, usual)!r}"
-            for field, usual in _COMPUTED_WITH.items()
-            if (self.config.get(field) or usual) != (own.get(field) or usual)
-        ]
-        if other:
-            raise LayoutError(
-                f"{self.name} has another config than the model's adapter",
-                details=first_lines(other),
-                fix="make the adapter by the version's own config: peft.PeftConfig.from_pretrained of an export",
-            )
 
     def check_tensors(self, held: Mapping[str, TensorSpec]) -> None:
         """Refuse tensors that are not those of the adapter, but for their dtypes. Raises LayoutError, which names them."""

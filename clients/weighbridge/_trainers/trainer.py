@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Unpack
 
+from weighbridge._clients.adapter_filling import check_computes_alike
 from weighbridge._clients.calls import pull_calls
 from weighbridge._clients.calls.known_layouts import KnownLayouts
 from weighbridge._clients.holding.agreement import RankAgreement
@@ -285,8 +286,9 @@ class TrainerClient(ImportingClient):
         Raises:
             NotFound: no such model or version.
             InvalidArgument: that is no adapter, no model of peft or Megatron-core, or it has no such adapter.
-            LayoutError: the model's adapter is another one or is merged; names tensors or fields. Or layers that the model fuses have
-                adapters with different A in the version.
+            LayoutError: the model's adapter has other tensors, or layers of Megatron-core with other scales; names them. Or it is merged, or layers
+                that the model fuses have adapters with different A in the version.
+            FailedPrecondition: by the config of the model's adapter, the same tensors compute something else; names the entries.
         """
         from weighbridge._formats.peft_models import merged_layers
         from weighbridge._formats.torch_state import adapter_shards, check_not_copied, rank_and_world
@@ -312,7 +314,8 @@ class TrainerClient(ImportingClient):
             found = TrainedAdapter.of(peft_model, adapter_name, save_embedding_layers)
             shards = adapter_shards(found.state, whole=False, of=stored.name, filled=True)
             stored.check_tensors(shards.layout.tensors)
-            stored.check_config(found.config_json)
+            config = wrapped_model(peft_model).peft_config[adapter_name]
+            check_computes_alike(files, config, stored.name)
             check_not_copied(wrapped_model(peft_model), shards.layout, shards.tensors)
             return self.restore_shards(meant.model, shards.layout, shards.tensors, version=number)
         _, ranks = rank_and_world(rank, world_size)
