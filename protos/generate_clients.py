@@ -62,7 +62,15 @@ def main(argv: list[str] | None = None) -> int:
 
 def _formatted(source: str) -> str:
     for command in (["check", "--fix", "--quiet", "--select", "I,F401"], ["format", "--quiet"]):
-        line = [sys.executable, "-m", "ruff", *command, "--stdin-filename", str(CLIENTS / "_clients" / "x.py"), "-"]
+        line = [
+            sys.executable,
+            "-m",
+            "ruff",
+            *command,
+            "--stdin-filename",
+            str(CLIENTS / "_clients" / "x.py"),
+            "-",
+        ]
         source = subprocess.run(line, input=source, capture_output=True, text=True, check=True).stdout
     return source
 
@@ -101,7 +109,9 @@ def _parameters(operation: Operation[Any]) -> str:
             continue
         if each.default is not REQUIRED and not by_name:
             found, by_name = f"{found}, *", True
-        found += f", {each.name}: {_kind(each)}" + ("" if each.default is REQUIRED else f" = {each.default!r}")
+        found += f", {each.name}: {_kind(each)}" + (
+            "" if each.default is REQUIRED else f" = {each.default!r}"
+        )
     return found
 
 
@@ -114,7 +124,9 @@ def _docstring(operation: Operation[Any]) -> str:
     parts = [operation.text, *([operation.more] if operation.more else [])]
     if operation.takes:
         names = {"number": "version"}
-        parts.append("Args:\n" + "\n".join(f"    {names.get(p.name, p.name)}: {p.text}." for p in operation.takes))
+        parts.append(
+            "Args:\n" + "\n".join(f"    {names.get(p.name, p.name)}: {p.text}." for p in operation.takes)
+        )
     if operation.raises:
         parts.append("Raises:\n" + "\n".join(f"    {error}: {when}." for error, when in operation.raises))
     text = "\n\n".join(_filled(part) for part in parts)

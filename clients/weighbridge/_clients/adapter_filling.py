@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 from weighbridge._clients.calls.model_calls import model_files
 from weighbridge._clients.calls.pull_calls import PullPlan
 from weighbridge._clients.calls.steps import Steps
+from weighbridge._core.file_names import ADAPTER_CONFIG
 from weighbridge._core.metadata import BaseVersion
 from weighbridge._core.text.counts import first_lines
 from weighbridge._core.text.shortening import shown
-from weighbridge._formats.naming.weight_files import ADAPTER_CONFIG
 from weighbridge._formats.peft_models import merged_layers, peft_model_in
 from weighbridge.errors import FailedPrecondition, InvalidArgument, LayoutError
 

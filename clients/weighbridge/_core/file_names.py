@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 MOST_LEVELS = 8
 """Components of a name: the folders that a file lies in, and the file's own name."""
 MOST_CHARACTERS = 256
 """Of a name, slashes included."""
+CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
+"""The file that describes the weights of a model, and that of an adapter, as transformers and peft call them."""
 SIGNATURES_FOLDER = "signatures"
 """Folder of an exported version in which its signatures lie: no file of a version is in one of this name."""
 ALLOWED = (
@@ -17,6 +19,11 @@ ALLOWED = (
 )
 
 _COMPONENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
+
+
+def is_adapter(files: Collection[str]) -> bool:
+    """Whether the files besides the weights, by their names, are those of an adapter of peft and not of a model."""
+    return ADAPTER_CONFIG in files and CONFIG not in files
 
 
 def is_component(name: object) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from weighbridge._core.file_names import is_adapter
 from weighbridge._core.json_values import JsonValue
 from weighbridge._core.metadata import BaseVersion, Metadata
 from weighbridge._core.text.counts import counted
@@ -256,7 +257,7 @@ class Model(JsonValue):
     @property
     def is_adapter(self) -> bool:
         """Whether its versions are changes on versions of another model, as peft keeps them."""
-        return "adapter_config.json" in self.files and "config.json" not in self.files
+        return is_adapter(self.files)
 
     def check_whole(self) -> None:
         """Refuse an adapter where a whole model is needed. Raises FailedPrecondition."""

@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weighbridge._core.dtypes import DType
-from weighbridge._core.file_names import ALLOWED, folders_of, is_file_name
+from weighbridge._core.file_names import ALLOWED, folders_of, is_adapter, is_file_name
 from weighbridge._core.layouts import TensorSpec
 from weighbridge._core.text.shortening import shown
 from weighbridge._formats import safetensors_files
-from weighbridge._formats.naming.weight_files import is_adapter
 from weighbridge.errors import (
     FailedPrecondition,
     InvalidArgument,

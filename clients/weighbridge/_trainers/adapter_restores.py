@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from weighbridge._core.file_names import ADAPTER_CONFIG
 from weighbridge._core.layouts import Layout, TensorSpec
 from weighbridge._core.text.counts import counted, first_lines
-from weighbridge._formats.naming.weight_files import ADAPTER_CONFIG
 from weighbridge._trainers.peft_adapters import PREFIX, LoraModule
 from weighbridge.errors import InvalidArgument, LayoutError
 

@@ -15,6 +15,7 @@ from weighbridge._clients.push_handle import PushHandle
 from weighbridge._clients.push_options import PushOptions, check_options
 from weighbridge._core import dtypes
 from weighbridge._core.dtypes import DType
+from weighbridge._core.file_names import ADAPTER_CONFIG, is_adapter
 from weighbridge._core.layouts import TensorSpec, adapter_digest
 from weighbridge._core.metadata import ADAPTER_DIGEST, BASE, check_base
 from weighbridge._core.references import training_of
@@ -23,7 +24,6 @@ from weighbridge._core.tensor_spaces import TensorSpace
 from weighbridge._formats import safetensors_files
 from weighbridge._formats.folder_weights import FolderWeights
 from weighbridge._formats.hf_folder import in_dtype_of, with_dtype
-from weighbridge._formats.naming.weight_files import ADAPTER_CONFIG, is_adapter
 from weighbridge._formats.side_files.carried import carried_files, has_tokenizer
 from weighbridge._formats.side_files.reading import CONFIG, SideFiles
 from weighbridge._trainers.peft_adapters import AdapterFolder

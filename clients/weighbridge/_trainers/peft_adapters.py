@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weighbridge._core import dtypes
+from weighbridge._core.file_names import ADAPTER_CONFIG, CONFIG
 from weighbridge._core.layouts import Layout, TensorSpec
 from weighbridge._core.text.counts import counted, first_lines
-from weighbridge._formats.naming.weight_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CONFIG
+from weighbridge._formats.naming.weight_files import ADAPTER_WEIGHTS
 from weighbridge._formats.peft_models import peft_model_in
 from weighbridge._formats.push_sources import MappedSource, OpenSource
 from weighbridge._formats.safetensors_files import layout_of_files, map_file

@@ -13,10 +13,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from weighbridge._core.file_names import ADAPTER_CONFIG
 from weighbridge._core.metadata import BaseVersion
 from weighbridge._core.text.counts import counted, first_lines
 from weighbridge._core.text.shortening import shown
-from weighbridge._formats.naming.weight_files import ADAPTER_CONFIG
 from weighbridge.errors import FailedPrecondition
 from weighbridge.follow.adapters import LoadedAdapter
 from weighbridge.follow.answers import EngineApi, NoRoute, understood

@@ -8,13 +8,13 @@ import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from weighbridge._core.file_names import ADAPTER_CONFIG, is_adapter
 from weighbridge._core.layouts import TensorSpec
 from weighbridge._core.lru import Cache
 from weighbridge._core.metadata import BaseVersion, Metadata
 from weighbridge._core.operations.verbs import Verb
 from weighbridge._core.references import parse_reference
 from weighbridge._core.resources import REF_LATEST, Model
-from weighbridge._formats.naming.weight_files import ADAPTER_CONFIG, is_adapter
 from weighbridge.errors import FailedPrecondition, InvalidArgument, WeighbridgeError
 from weighbridge_service.access.peer import Peer, authorize
 from weighbridge_service.catalog.catalog import Catalog

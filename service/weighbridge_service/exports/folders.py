@@ -12,8 +12,8 @@ import shutil
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
+from weighbridge._core.file_names import ADAPTER_CONFIG, CONFIG
 from weighbridge._core.text.shortening import shown
-from weighbridge._formats.naming.weight_files import ADAPTER_CONFIG, CONFIG
 from weighbridge.errors import InvalidArgument, Unavailable
 from weighbridge_storage.documents.names import check_component
 

@@ -9,12 +9,12 @@ from functools import cached_property
 from typing import Any, TypeAlias
 
 from weighbridge._core.block_scales import says_quantized
+from weighbridge._core.file_names import is_adapter
 from weighbridge._core.layouts import Layout, TensorSpec, adapter_digest
 from weighbridge._core.lru import Cache
 from weighbridge._core.slices import LayoutRequest
 from weighbridge._core.tensor_spaces import TensorSpace
 from weighbridge._core.text.counts import counted, first_lines
-from weighbridge._formats.naming.weight_files import is_adapter
 from weighbridge._formats.safetensors_files import FilesLayout, lay_out_adapter, lay_out_files
 from weighbridge.errors import InvalidArgument, LayoutError
 from weighbridge_service.families import model_types, no_weight_map

@@ -9,11 +9,12 @@ from typing import Any
 
 from weighbridge._core import dtypes
 from weighbridge._core.block_scales import says_quantized
+from weighbridge._core.file_names import ADAPTER_CONFIG, is_adapter
 from weighbridge._core.layouts import TensorSpec
 from weighbridge._core.metadata import BaseVersion
 from weighbridge._core.resources import Model
 from weighbridge._core.text.shortening import shown
-from weighbridge._formats.naming.weight_files import ADAPTER_CONFIG, config_name, is_adapter
+from weighbridge._formats.naming.weight_files import config_name
 from weighbridge.errors import Conflict, DataLoss, FailedPrecondition, InvalidArgument
 from weighbridge_service.families import has_weight_map, no_weight_map
 from weighbridge_service.models.adapters import check_adapter_config

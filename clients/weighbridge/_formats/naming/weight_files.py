@@ -11,6 +11,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
+from weighbridge._core.file_names import ADAPTER_CONFIG, CONFIG, is_adapter
 from weighbridge._core.text.counts import counted, first_lines
 from weighbridge.errors import DataLoss, InvalidArgument, NotFound
 
@@ -24,9 +25,8 @@ _OF_A_RANK = (
     (re.compile(r"model-rank-\d+-part-\d+\.safetensors"), "vLLM's sharded_state"),
     (re.compile(r"model\d+-mp\d+\.safetensors"), "DeepSeek's convert.py"),
 )
-CONFIG = "config.json"
-ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-"""The files of an adapter, as peft calls them."""
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+"""The file with an adapter's weights, as peft calls it."""
 CONSOLIDATE = (
     "consolidate them first: consolidate_safetensors_files_on_every_rank or consolidate_safetensors_files of "
     "torch.distributed.checkpoint._consolidate_hf_safetensors; or save with enable_consolidation=True"
@@ -48,11 +48,6 @@ class WeightFiles:
 
     taken: tuple[str, ...]
     left_out: tuple[str, ...] = ()
-
-
-def is_adapter(files: Collection[str]) -> bool:
-    """Whether the files besides the weights, by their names, are those of an adapter of peft and not of a model."""
-    return ADAPTER_CONFIG in files and CONFIG not in files
 
 
 def config_name(files: Collection[str]) -> str:

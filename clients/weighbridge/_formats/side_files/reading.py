@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from weighbridge._core.file_names import MOST_LEVELS
+from weighbridge._core.file_names import ADAPTER_CONFIG, MOST_LEVELS
 from weighbridge._core.text.shortening import readable
 from weighbridge._core.text.sizes import readable_size
-from weighbridge._formats.naming.weight_files import ADAPTER_CONFIG, IMPORT_ADAPTER, MERGE_ADAPTER
+from weighbridge._formats.naming.weight_files import IMPORT_ADAPTER, MERGE_ADAPTER
 from weighbridge._formats.side_files.choice import Found, choose, is_passed_over
 from weighbridge._formats.side_files.regular import fault_of, read_regular
 from weighbridge.errors import DataLoss, InvalidArgument, NotFound, WeighbridgeError

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from sglang.srt.connector import BaseFileConnector
 
+from weighbridge._core.file_names import is_adapter
 from weighbridge._formats.hf_folder import write_side_files
-from weighbridge._formats.naming.weight_files import is_adapter
 from weighbridge.follow.wanted import SCHEME, Wanted
 from weighbridge.integrations.engine_rank.agreement import ProcessGroup
 from weighbridge.integrations.sglang.model import number_on, sglang_rank, source_of
