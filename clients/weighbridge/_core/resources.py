@@ -162,7 +162,7 @@ class Version(JsonValue):
 
     @property
     def base(self) -> BaseVersion | None:
-        """Of an adapter, the version that it is on; None of any other. `error` says so if that was deleted."""
+        """Of an adapter, the version that it is on; null of any other. `error` says so if that was deleted."""
         return BaseVersion.of(self.metadata)
 
     def check_whole(self) -> None:

@@ -37,69 +37,66 @@ NOT_ASKED = "not asked"
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts(JsonValue):
-    """What an agent knows of its engine.
-
-    Attributes:
-        engine_id: names it for the life of its agent.
-        model: ``namespace/name``.
-        kind: ``vllm``, ``sglang``, ``transformers``, or any other word.
-        address: where it is reached; may be empty.
-        ref: that it follows; empty if it follows none.
-        version: that it serves; 0 if none of this model.
-        target: to which it is being taken; 0 if to none.
-        state: `ENGINE_WAITING`, `ENGINE_UPDATING`, `ENGINE_SERVING`, `ENGINE_FAILING`, `ENGINE_ENDED`, or what a later release adds.
-        error: why the last update failed, or what is waited for; empty if all is well.
-        host: machine of the agent.
-        pid: its process there.
-        update_version: to which the last update that succeeded has taken it; 0 if there was none.
-        update_bytes: that its ranks have fetched for that.
-        update_prepare_seconds: of that update, while it served.
-        update_pause_seconds: of that update, while it stood still.
-        update_lane: ``local`` or ``grpc``; empty if that is not known.
-        traceparent: of the update that is under way, or was last (W3C Trace Context); empty if there is none.
-        proved_version: of the last proof that it computes with a version's bytes; 0 if there was none.
-        proof: `PROVED`, `IN_PART`, `FAILED`, `NOT_PROVED`, or what a later release adds; empty if no proof was ever asked for.
-        proof_seconds: how long that proof took.
-        proofs: how many proofs its agent has made.
-        failed_proofs: how many of them have failed.
-        proof_error: what the last proof that has failed has found, with the parameters' names; or why one that is due cannot be made.
-        golden_version: whose golden prompts it was asked last; 0 if there were none.
-        golden: what came of that: ``within bound``, ``above bound``, ``no bound`` if there is none, or ``not answered``.
-        golden_drift: largest difference between the log probabilities that it gives the tokens of these prompts and those that the version has.
-        golden_mean_drift: mean of these differences.
-        drafter: the version of its drafter, if that is a model of its own which it has from the service, as ``acme/smol-eagle@5``; empty without.
-        update_parts: of the last update that succeeded, in seconds, by the names of `step_parts.PARTS`; those that were measured.
-    """
+    """What an agent knows of its engine."""
 
     engine_id: str
+    """Names it for the life of its agent."""
     model: str
+    """`namespace/name`."""
     kind: str = ""
+    """`vllm`, `sglang`, `transformers`, or any other word."""
     address: str = ""
+    """Where it is reached; may be empty."""
     ref: str = ""
+    """The ref that it follows; empty if it follows none."""
     version: int = 0
+    """The version that it serves; 0 if none of this model."""
     target: int = 0
+    """The version that it is being taken to; 0 if none."""
     state: str = ENGINE_WAITING
+    """`waiting`, `updating`, `serving`, `failing`, `ended`, or what a later release adds."""
     error: str = ""
+    """Why the last update failed, or what is waited for; empty if all is well."""
     host: str = ""
+    """Machine of the agent."""
     pid: int = 0
+    """Its process there."""
     update_version: int = 0
+    """To which its last update took it; 0 if there was none."""
     update_bytes: int = 0
+    """Bytes that its ranks fetched for that."""
     update_prepare_seconds: float = 0.0
+    """Of that update, while it served."""
     update_pause_seconds: float = 0.0
+    """Of that update, while it stood still."""
     update_lane: str = ""
+    """`local` or `grpc`; empty if that is not known."""
     traceparent: str = ""
+    """Trace of the update that is under way, or was last (W3C Trace Context); may be empty."""
     proved_version: int = 0
+    """Version of the last proof that it computes with a version's bytes; 0 if there was none."""
     proof: str = ""
+    """What came of that: `proved`, `proved in part` if parameters could not be compared, `failed`, `not proved` if it was due and could not be made, or what a later release adds; empty if no proof was ever asked for."""
     proof_seconds: float = 0.0
+    """How long that proof took."""
     proofs: int = 0
+    """Proofs that its agent has made."""
     failed_proofs: int = 0
+    """Those of them that have failed."""
     proof_error: str = ""
+    """What the last proof that has failed has found, with the parameters' names; or why one that is due cannot be made."""
     golden_version: int = 0
+    """Version whose golden prompts it was asked last; 0 if there were none."""
     golden: str = ""
+    """What came of that: `within bound`, `above bound`, `no bound` if there is none, `not answered`, or what a later release adds; empty if it was asked none."""
     golden_drift: float = 0.0
+    """Largest difference between the log probabilities that it gives the tokens of these prompts and those that the version has."""
     golden_mean_drift: float = 0.0
+    """Mean of these differences."""
     drafter: str = ""
+    """The version of its drafter, if that is a model of its own which it has from the service; empty without."""
     update_parts: dict[str, float] = field(default_factory=dict, hash=False)
+    """Seconds of that update's parts, by name, such as `stage`, `agree`, `pause`, `apply` and `resume`; one that was not measured is missing."""
 
     @property
     def ended(self) -> bool:
@@ -157,45 +154,38 @@ class EngineFacts(JsonValue):
 
 @dataclass(frozen=True, slots=True)
 class EngineReport(EngineFacts):
-    """What an agent reports of its engine: all of it, each time.
-
-    Attributes:
-        beat: counts up from report to report.
-        state_seconds: for how long it has been in its state. Ages are told and not times, as clocks of machines differ.
-        update_age_seconds: how long ago its last update ended.
-        proof_age_seconds: how long ago its last proof ended, or for how long one has been asked for if none was made.
-    """
+    """What an agent reports of its engine: all of it, each time."""
 
     beat: int = 0
+    """Counts up from report to report."""
     state_seconds: float = 0.0
+    """For how long it has been in its state. Ages are told and not times, as clocks of machines differ."""
     update_age_seconds: float = 0.0
+    """How long ago its last update ended."""
     proof_age_seconds: float = 0.0
+    """How long ago its last proof ended, or for how long one has been asked for if none was made."""
 
 
 @dataclass(frozen=True, slots=True)
 class Engine(EngineFacts):
-    """An engine as the service knows it. Times are Unix times in milliseconds, by the clock of the service.
-
-    Attributes:
-        identity: of its agent in the service's policy; empty if there is no policy.
-        standing: `STANDING_CURRENT`, `STANDING_BEHIND`, `STANDING_PINNED`, `STANDING_UNKNOWN`, `STANDING_STALE`, `STANDING_GONE`, or what a
-            later release adds.
-        named: the version that its ref names now; 0 if it names none, or that is not known.
-        behind: how many versions there are behind the one that it serves, up to the one that its ref names; `MOST_BEHIND` for as many or more.
-        heard_time_ms: when its agent was heard last.
-        since_ms: since when it is in its state.
-        update_time_ms: when its last update ended; 0 if there was none.
-        proof_time_ms: when its last proof ended; 0 if there was none.
-    """
+    """An engine as the service knows it. Times are Unix times in milliseconds, by the clock of the service."""
 
     identity: str = ""
+    """Of its agent, in the policy; empty if there is none."""
     standing: str = STANDING_UNKNOWN
+    """`current`; `behind`: it serves another version than its ref names, or none; `pinned`: it follows no ref; `unknown`: so is what its ref names; `stale`: its agent was not heard for three reports; `gone`: for twelve, or it has ended. Or what a later release adds."""
     named: int = 0
+    """The version that its ref names; 0 if none, or that is not known."""
     behind: int = 0
+    """Versions behind the one that it serves, up to the one that its ref names; 1000 for as many or more."""
     heard_time_ms: int = 0
+    """When its agent was heard last."""
     since_ms: int = 0
+    """Since when it is in its state."""
     update_time_ms: int = 0
+    """When its last update ended; 0 if there was none."""
     proof_time_ms: int = 0
+    """When its last proof ended; 0 if there was none."""
 
     @property
     def silent(self) -> bool:

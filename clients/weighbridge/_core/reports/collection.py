@@ -19,34 +19,28 @@ MOST_PROBLEMS = 100
 
 @dataclass(frozen=True, slots=True)
 class KeptVersion(JsonValue):
-    """A version that is kept.
-
-    Attributes:
-        number: which one.
-        rules: the rules of the retention that speak for it.
-        refs: the refs in the store that name it, or are asked to.
-        engines: the engines that serve it or are being taken to it, for people; of many the first, and how many more.
-    """
+    """A version that is kept."""
 
     number: int
+    """Which version."""
     rules: tuple[str, ...]
+    """Those that speak for it; `keep_everything` if there is no rule."""
     refs: tuple[str, ...]
+    """Those that name it, or are asked to."""
     engines: tuple[str, ...] = ()
+    """Engines that serve it or are being taken to it, for people; of many the first, and how many more."""
 
 
 @dataclass(frozen=True, slots=True)
 class WaitingVersion(JsonValue):
-    """A version that was taken out of history and whose objects are still there.
-
-    Attributes:
-        number: which one.
-        until_ms: they stay at least until then, Unix time in milliseconds.
-        readers: the leases that keep them beyond the grace time; 0 if it is the grace time that does.
-    """
+    """A version that was taken out of history and whose objects are still there."""
 
     number: int
+    """Which version."""
     until_ms: int
+    """They stay at least until then; Unix time in milliseconds."""
     readers: int
+    """Leases that keep them beyond the grace time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +48,9 @@ class DeletedVersion(JsonValue):
     """A version whose objects were deleted, and the bytes of its weights."""
 
     number: int
+    """Which version."""
     nbytes: int
+    """Bytes of its weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +58,9 @@ class SweptVersion(JsonValue):
     """Objects of a number that stands for no version: how many were deleted."""
 
     number: int
+    """Which version."""
     objects: int
+    """How many were deleted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,32 +68,30 @@ class Collection(JsonValue):
     """What collecting the versions of a model did; in a dry run, what it would have done.
 
     Several replicas may collect at the same time: each reports what it has done itself.
-
-    Attributes:
-        model: ``namespace/name``.
-        dry_run: whether nothing was changed.
-        kept: the versions that stay part of history, and why.
-        retired: versions that were taken out of history now.
-        waiting: versions that were taken out of history, now or before, and whose objects are still needed.
-        deleted: versions whose objects were deleted.
-        given_up: versions that were being received, and of which nothing more was heard.
-        swept: what was left of versions that were given up or deleted.
-        uploads_discarded: objects that were never finished and whose parts were removed. A dry run does not look for them.
-        leases_removed: leases that readers have left behind.
-        problems: one line for each deletion that failed, the first `MOST_PROBLEMS` of them; the next collection tries again.
     """
 
     model: str
+    """`namespace/name`."""
     dry_run: bool
+    """Whether nothing was changed."""
     kept: tuple[KeptVersion, ...] = ()
+    """Versions that stay part of history, and why."""
     retired: tuple[int, ...] = ()
+    """Versions taken out of history now."""
     waiting: tuple[WaitingVersion, ...] = ()
+    """Versions taken out of history, now or before, and still needed."""
     deleted: tuple[DeletedVersion, ...] = ()
+    """Versions whose objects were deleted."""
     given_up: tuple[int, ...] = ()
+    """Versions being received of which nothing more was heard."""
     swept: tuple[SweptVersion, ...] = ()
+    """What was left of versions that were given up or deleted."""
     uploads_discarded: int = 0
+    """Objects never finished whose parts were removed; a dry run does not look for them."""
     leases_removed: int = 0
+    """Leases that readers have left behind."""
     problems: tuple[str, ...] = ()
+    """One line for each deletion that failed; the next collection tries again."""
 
     @property
     def deleted_bytes(self) -> int:

@@ -43,6 +43,7 @@ from weighbridge_service.api.http.problems import Problem, on_error
 from weighbridge_service.api.http.ranges import ContentChanged, RangeNotSatisfiable
 from weighbridge_service.api.http.refs import refs_router
 from weighbridge_service.api.http.resources import (
+    COLLECTION,
     DELETED_MODEL,
     VERSION,
     VERSIONS,
@@ -50,7 +51,6 @@ from weighbridge_service.api.http.resources import (
     AdaptersOut,
     ApproveIn,
     CollectIn,
-    CollectionOut,
     ExportIn,
     ExportOut,
     ExportsOut,
@@ -251,10 +251,10 @@ def _models_router(service: Weighbridge) -> APIRouter:
             )
         )
 
-    @router.post("/{namespace}/{name}/collect", tags=["retention"])
-    def collect_versions(namespace: Namespace, name: Name, body: CollectIn) -> CollectionOut:
+    @router.post("/{namespace}/{name}/collect", tags=["retention"], response_model=COLLECTION)
+    def collect_versions(namespace: Namespace, name: Name, body: CollectIn) -> BaseModel:
         """Delete what need not be kept now, without waiting for the service to do so by itself."""
-        return CollectionOut.model_validate(
+        return COLLECTION.model_validate(
             service.collecting.collect(f"{namespace}/{name}", dry_run=body.dry_run)
         )
 

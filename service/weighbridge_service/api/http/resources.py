@@ -7,6 +7,7 @@ from typing import Annotated
 from pydantic import Field, StrictBool, create_model
 
 from weighbridge._core import dtypes
+from weighbridge._core.reports.collection import Collection
 from weighbridge._core.resources import DeletedModel, Signature, Version
 from weighbridge._signing.bundle import MAX_BYTES, signed_by
 from weighbridge_service.api.http.schemas import In, Out, answer_of
@@ -38,7 +39,7 @@ VERSIONS = create_model(
     __doc__="A page of versions.",
     versions=(list[VERSION], Field(description="Versions, newest first.")),  # type: ignore[valid-type]
 )
-DELETED_MODEL = answer_of(DeletedModel)
+DELETED_MODEL, COLLECTION = answer_of(DeletedModel), answer_of(Collection)
 
 
 class SignatureOut(Out):
@@ -103,67 +104,11 @@ class ApproveIn(In):
     )
 
 
-class KeptOut(Out):
-    """A version that is kept."""
-
-    number: int = Field(description="Which version.")
-    rules: list[str] = Field(description="Those that speak for it; `keep_everything` if there is no rule.")
-    refs: list[str] = Field(description="Those that name it, or are asked to.")
-    engines: list[str] = Field(
-        description="Engines that serve it or are being taken to it, for people; of many the first, and how many more.",
-        examples=[["vllm at http://node7:8000"]],
-    )
-
-
-class WaitingOut(Out):
-    """A version that was taken out of history and whose objects are still needed."""
-
-    number: int = Field(description="Which version.")
-    until_ms: int = Field(description="They stay at least until then; Unix time in milliseconds.")
-    readers: int = Field(description="Leases that keep them beyond the grace time.")
-
-
-class DeletedOut(Out):
-    """A version whose objects were deleted."""
-
-    number: int = Field(description="Which version.")
-    nbytes: int = Field(description="Bytes of its weights.")
-
-
-class SweptOut(Out):
-    """Objects of a number that stands for no version."""
-
-    number: int = Field(description="Which version.")
-    objects: int = Field(description="How many were deleted.")
-
-
 class CollectIn(In):
     """How to collect."""
 
     dry_run: StrictBool = Field(
         description="Only say what would be done. To be said: the rest is deleted for good."
-    )
-
-
-class CollectionOut(Out):
-    """What a collection did, or would have done."""
-
-    model: str = Field(description="`namespace/name`.", examples=["acme/smol"])
-    dry_run: bool = Field(description="Whether nothing was changed.")
-    kept: list[KeptOut] = Field(description="Versions that stay part of history, and why.")
-    retired: list[int] = Field(description="Versions taken out of history now.")
-    waiting: list[WaitingOut] = Field(
-        description="Versions taken out of history, now or before, and still needed."
-    )
-    deleted: list[DeletedOut] = Field(description="Versions whose objects were deleted.")
-    given_up: list[int] = Field(description="Versions being received of which nothing more was heard.")
-    swept: list[SweptOut] = Field(description="What was left of versions that were given up or deleted.")
-    uploads_discarded: int = Field(
-        description="Objects never finished whose parts were removed; a dry run does not look for them."
-    )
-    leases_removed: int = Field(description="Leases that readers have left behind.")
-    problems: list[str] = Field(
-        description="One line for each deletion that failed; the next collection tries again."
     )
 
 

@@ -65,6 +65,8 @@ _TAKEN: dict[Any, Any] = {bool: StrictBool, int: Whole}
 def texts_of(kind: Any) -> dict[str, str]:
     """The text at each field of a dataclass, by the field's name."""
     found, name = dict[str, str](), ""
+    for base in kind.__bases__:
+        found |= texts_of(base) if hasattr(base, "__dataclass_fields__") else {}
     body: Any = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
     for each in body.body:
         match each:
