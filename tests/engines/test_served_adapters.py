@@ -573,11 +573,22 @@ def test_engines_together_have_what_all_of_them_have() -> None:
 @pytest.mark.parametrize(
     "text",
     ["{", '{"patterns": []}', '{"pattern": ["acme/*"]}', '{"patterns": ["acme/*"], "base": "acme/smol@live"}',
-     '{"patterns": ["acme/*"], "keep_versions": 0}', '{"patterns": ["acme/*"], "server": 5}'],
+     '{"patterns": ["acme/*"], "keep_versions": 0}', '{"patterns": ["acme/*"], "keep_versions": 2.5}',
+     '{"patterns": ["acme/*"], "retry_seconds": NaN}', '{"patterns": ["acme/*"], "retry_seconds": true}',
+     '{"patterns": ["acme/*"], "server": 5}'],
 )  # fmt: skip
 def test_settings_that_cannot_be_are_refused(text: str) -> None:
     with pytest.raises(InvalidArgument):
         AdapterSettings.read(text)
+
+
+def test_settings_that_are_null_count_as_not_given_and_whole_numbers_of_seconds_are_taken() -> None:
+    found = AdapterSettings.read(
+        '{"patterns": "acme/*", "server": null, "keep_bytes": null, "retry_seconds": 7}'
+    )
+    assert found == AdapterSettings(("acme/*",), retry_seconds=7)
+    with pytest.raises(InvalidArgument, match="has no 'pattern'; did you mean patterns"):
+        AdapterSettings.read('{"pattern": "acme/*"}')
 
 
 def test_settings_name_patterns_and_take_the_service_of_the_load_format() -> None:

@@ -14,6 +14,7 @@
 # - `slime`: updater of weights of slime and Miles.
 # - `areal`: trainer and actors of AReaL.
 # - `torch`: storage of torch.distributed.checkpoint.
+# - `settings`: reader of settings that users write.
 # - `weight_updates`: updates of RL frameworks, which both sides know by a ticket.
 # - `pausing`: pauses of engines' generation around an update.
 # - `peft`: models that peft has given adapters.

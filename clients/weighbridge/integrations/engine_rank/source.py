@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self, get_type_hints
+from typing import Any, Self
 
 from weighbridge import _lazy as lazy
 from weighbridge._clients.engine import EngineClient
 from weighbridge._core.resources import Version
-from weighbridge._core.text.suggestions import did_you_mean
 from weighbridge.errors import InvalidArgument
 from weighbridge.follow.status import label
+from weighbridge.integrations.settings import checked
 
 
 @dataclass(frozen=True)
@@ -34,25 +34,8 @@ class ModelSource:
 
     @classmethod
     def read(cls, given: Mapping[str, Any], of: str) -> Self:
-        """Settings as a user has written them.
-
-        Args:
-            given: by name.
-            of: what has them, for errors.
-
-        Raises:
-            InvalidArgument: there is no such setting, a value is of another type, or no model is named.
-        """
-        kinds = get_type_hints(cls)
-        given = {name: value for name, value in given.items() if value is not None or name not in kinds}
-        for name, value in given.items():
-            if name not in kinds:
-                raise InvalidArgument(
-                    f"{of} has no {name!r}{did_you_mean(str(name), kinds)}", fix=f"it has {', '.join(kinds)}"
-                )
-            kind = kinds[name] | int if isinstance(0.5, kinds[name]) else kinds[name]
-            if isinstance(value, bool) or not isinstance(value, kind):
-                raise InvalidArgument(f"{name} of {of} is {value!r}")
+        """Settings as a user has written them. Arguments and errors as those of `checked`; and InvalidArgument if no model is named."""
+        given = checked(cls, given, of)
         if "model" not in given:
             raise InvalidArgument(f"{of} names no model", fix="set model, as in acme/policy")
         return cls(**given)

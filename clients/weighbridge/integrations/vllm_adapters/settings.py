@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
 from weighbridge._core.references import parse_reference
-from weighbridge._core.text.suggestions import did_you_mean
 from weighbridge.errors import InvalidArgument
+from weighbridge.integrations.settings import checked
 
 VARIABLE = "WEIGHBRIDGE_ADAPTERS"
+_LEAST = {"retry_seconds": 0, "unknown_seconds": 0, "keep_versions": 1, "keep_bytes": 1}
 _LIKE = (
     f"""write {VARIABLE}='acme/*', or {VARIABLE}='{{"patterns": ["acme/*"], "server": "10.0.0.1:50051"}}'"""
 )
@@ -51,14 +52,9 @@ class AdapterSettings:
             found = parse_reference(self.base, by_number=True)
             if found.number < 1:
                 raise InvalidArgument(f"base of {VARIABLE} is {self.base!r}")
-        for name, least in (
-            ("retry_seconds", 0),
-            ("unknown_seconds", 0),
-            ("keep_versions", 1),
-            ("keep_bytes", 1),
-        ):
+        for name, least in _LEAST.items():
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= least:
+            if not value >= least:
                 raise InvalidArgument(f"{name} of {VARIABLE} is {value!r}, not a number from {least} on")
 
     @staticmethod
@@ -74,21 +70,12 @@ class AdapterSettings:
             said = json.loads(text)
         except ValueError as error:
             raise InvalidArgument(f"{VARIABLE} is no JSON: {error}", fix=_LIKE) from error
-        known = {each.name for each in fields(AdapterSettings)}
-        for name in said.keys() - known:
-            raise InvalidArgument(
-                f"{VARIABLE} has no {name!r}{did_you_mean(name, known)}",
-                fix=f"it has {', '.join(sorted(known))}",
-            )
         patterns = said.pop("patterns", ())
         if isinstance(patterns, str):
             patterns = _patterns(patterns)
         if not isinstance(patterns, list | tuple) or not all(isinstance(each, str) for each in patterns):
             raise InvalidArgument(f"patterns of {VARIABLE} are {patterns!r}", fix=_LIKE)
-        for name in ("server", "lane", "base"):
-            if said.get(name) is not None and not isinstance(said[name], str):
-                raise InvalidArgument(f"{name} of {VARIABLE} is {said[name]!r}, not a text")
-        return AdapterSettings(tuple(patterns), **said)
+        return AdapterSettings(tuple(patterns), **checked(AdapterSettings, said, VARIABLE))
 
     @staticmethod
     def of(environment: Mapping[str, str]) -> AdapterSettings | None:
