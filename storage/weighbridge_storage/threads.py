@@ -146,8 +146,8 @@ class ThreadPool:
         """
         return await asyncio.wrap_future(self.submit(partial(copy_context().run, work), key))
 
-    def close(self, seconds: float = 0.0) -> None:
-        """Refuse further work and what waits, then wait for what has begun, at most for so many seconds."""
+    def close(self, seconds: float | None = 0.0) -> None:
+        """Refuse further work and what waits, then wait for what has begun, at most for so many seconds; None waits to the end."""
         with self._changed:
             self._closed = True
             refused = [self._waiting.take() for _ in range(len(self._waiting))]

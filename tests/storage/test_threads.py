@@ -201,12 +201,15 @@ def test_a_system_without_threads_refuses_calls_for_as_long_as_it_has_none(
     assert one.submit(lambda: 1).result(60) == 1
 
 
-def test_a_pool_that_is_closed_waits_for_work_that_has_begun_for_as_long_as_it_may(one: ThreadPool) -> None:
+@pytest.mark.parametrize("seconds", [60.0, None])
+def test_a_pool_that_is_closed_waits_for_work_that_has_begun_for_as_long_as_it_may(
+    one: ThreadPool, seconds: float | None
+) -> None:
     busy = Busy(one)
     one.close(0.01)
     assert threads() == 1
     busy.end()
-    one.close(60.0)
+    one.close(seconds)
     assert not threads()
 
 

@@ -10,8 +10,8 @@ import os
 import threading
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from weighbridge._core import dtypes
@@ -46,6 +46,7 @@ from weighbridge_service.runtime.clock import unix_ms
 from weighbridge_service.service import Weighbridge
 from weighbridge_storage.documents.names import ModelName
 from weighbridge_storage.stores.objects import error_for
+from weighbridge_storage.threads import ThreadPool
 from weighbridge_storage.versions.reading import read_manifest_text
 
 log = logging.getLogger(__name__)
@@ -127,9 +128,7 @@ class Exports:
         self._lock = threading.Lock()
         self._entries: dict[str, _Entry] = {}
         self._closed = False
-        self._places = HostQuota("exports that wait or run", _MOST_UNFINISHED)
-        self._waiting: Turns[str] = Turns()
-        self._pool = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="export")
+        self._pool = ThreadPool("export", _AT_ONCE, line=Turns())
         sweep(self._root)
 
     def start(
@@ -159,7 +158,7 @@ class Exports:
             InvalidArgument: the folder would not lie within the folder for exports, or in another export, or has the name of one of another model;
                 or a value is out of bounds.
             AlreadyExists: something is there already, or another export writes it, or in it.
-            ResourceExhausted: too many exports are waiting, or too many of this host.
+            ResourceExhausted: too many exports are waiting, or too many of this host; or the system has no thread.
             Unavailable: the service is shutting down.
         """
         if self._service.draining:
@@ -191,11 +190,14 @@ class Exports:
                 state=ExportState.QUEUED,
                 create_time_ms=unix_ms(),
             )
-            self._places.take(peer.host)
-            self._entries[job.id] = _Entry(job, peer.host, cast, max_shard_bytes or DEFAULT_SHARD_BYTES)
+            places = HostQuota("exports that wait or run", _MOST_UNFINISHED)
+            for each in unfinished:
+                places.add(each.host)
+            places.take(peer.host)
+            entry = _Entry(job, peer.host, cast, max_shard_bytes or DEFAULT_SHARD_BYTES)
+            self._pool.submit(partial(self._run, entry), peer)
+            self._entries[job.id] = entry
             self._forget_old()
-            self._waiting.add(peer, job.id)
-            self._pool.submit(self._run_next)
         return job
 
     def get(self, job_id: str) -> ExportJob:
@@ -259,7 +261,7 @@ class Exports:
             unfinished = [job_id for job_id, entry in self._entries.items() if not entry.job.state.ended]
         for job_id in unfinished:
             self.cancel(job_id)
-        self._pool.shutdown(cancel_futures=True)
+        self._pool.close(None)
 
     def _entry(self, job_id: str) -> _Entry:
         entry = self._entries.get(job_id)
@@ -269,23 +271,15 @@ class Exports:
 
     def _end(self, entry: _Entry, state: ExportState, error: str = "") -> None:
         entry.job = replace(entry.job, state=state, error=error, end_time_ms=unix_ms())
-        self._places.give(entry.host)
 
     def _forget_old(self) -> None:
         ended = [job_id for job_id, entry in self._entries.items() if entry.job.state.ended]
         for job_id in ended[:-_KEPT_ENDED]:
             del self._entries[job_id]
 
-    def _run_next(self) -> None:
-        """Carry out a job: that of whose turn it is."""
+    def _run(self, entry: _Entry) -> None:
         with self._lock:
-            job_id = self._waiting.take()
-        self._run(job_id)
-
-    def _run(self, job_id: str) -> None:
-        with self._lock:
-            entry = self._entries.get(job_id)
-            if entry is None or entry.job.state.ended:  # cancelled while it waited
+            if entry.job.state.ended:  # cancelled while it waited
                 return
             entry.job = replace(entry.job, state=ExportState.RUNNING)
             job = entry.job
@@ -318,13 +312,13 @@ class Exports:
         target = Path(job.folder)
         with (
             contextlib.closing(self._service.serving.open(job.model, str(job.number))) as opened,
-            partial_folder(self._root, job.id) as partial,
+            partial_folder(self._root, job.id) as unfinished,
         ):
             specs: Iterable[TensorSpec] = opened.files.layout.tensors.values()
             if entry.dtype is not None:
                 specs = self._service.serving.cast(job.model, specs, entry.dtype)
             write_hf_folder(
-                partial,
+                unfinished,
                 list(specs),
                 tensors_of(opened),
                 self._service.catalog.model_files(job.model, str(job.number)),
@@ -333,12 +327,12 @@ class Exports:
                 on_progress=on_progress,
             )
             if entry.dtype is None and opened.version.state.stored:
-                self._sign(job, partial)
+                self._sign(job, unfinished)
             if entry.unwanted:
                 raise _Cancelled
             target.parent.mkdir(parents=True, exist_ok=True)
             inside(self._root, str(target.relative_to(self._root)))  # nobody has put a link in the way since
-            partial.rename(target)
+            unfinished.rename(target)
 
     def _sign(self, job: ExportJob, folder: Path) -> None:
         """Let the manifest and the signatures of a version go along, if there are some and its files are as they were signed."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from tests.service.api.http.web import MODEL, Web, held_at, is_problem
 from tests.support.waiting import eventually
 from weighbridge.errors import ResourceExhausted
 from weighbridge_service.access.peer import Peer
-from weighbridge_service.exports.jobs import Exports
+from weighbridge_service.exports.jobs import Exports, ExportState
 
 
 def test_an_export_is_what_transformers_saved(web: Web) -> None:
@@ -130,6 +131,31 @@ def test_a_host_that_asks_for_many_exports_keeps_none_from_another(
     )
     last = web.exports.start(MODEL, "1", peer=greedy)
     assert web.wait(last.id)["state"] == "done", "their places are free again"
+
+
+def test_a_system_without_threads_refuses_an_export_and_keeps_nothing_of_it(
+    web: Web, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exports = Exports(web.running.service)
+
+    begin = threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name == "export":
+            raise RuntimeError("can't start new thread")
+        begin(thread)
+
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", start)
+            with pytest.raises(ResourceExhausted, match="no thread"):
+                exports.start(MODEL, "1", folder="no-thread")
+        assert exports.list() == []
+        job = exports.start(MODEL, "1", folder="no-thread")
+        eventually(lambda: exports.get(job.id).state.ended)
+        assert exports.get(job.id).state is ExportState.DONE
+    finally:
+        exports.close()
 
 
 def test_no_export_follows_a_link(web: Web, tmp_path: Path) -> None:
