@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import MISSING, fields
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from weighbridge.integrations.vllm.colocated import ColocatedEngine
 from weighbridge.integrations.vllm.settings import Settings
 from weighbridge.integrations.weight_updates import PluginSettings, UpdateSettings, WorkerSettings
 
+DOCS = Path(__file__).parents[2] / "docs"
 DEFAULTS = {
     "model": MISSING, "server": None, "lane": None, "retry_seconds": 60.0, "engine_server": None, "hf_dir": None,
     "dtype": "", "run": "default", "cast": "allow", "device": None, "timeout_seconds": 600.0,
@@ -25,6 +28,17 @@ DEFAULTS = {
 
 def test_names_and_defaults_are_those_that_the_documents_promise() -> None:
     assert {each.name: each.default for each in fields(WorkerSettings)} == DEFAULTS
+    _, _, table = (DOCS / "frameworks.md").read_text("utf-8").partition("\n## Settings\n")
+    rows = re.findall(r"^\| (`[^|]*) \|", table, re.MULTILINE)
+    assert {name for row in rows for name in re.findall(r"\w+", row)} == {*DEFAULTS, "stale_drafter"}
+
+
+@pytest.mark.parametrize("page", ["slime.md", "trl.md", "verl.md"])
+def test_pages_of_frameworks_name_the_settings_that_all_have(page: str) -> None:
+    text = (DOCS / page).read_text("utf-8")
+    [row] = re.findall(r"^\| \[those of all frameworks\]\(frameworks.md#settings\) \|.*$", text, re.MULTILINE)
+    missing = {each.name for each in fields(PluginSettings)} - set(re.findall(r"`(\w+)`", row))
+    assert not missing
 
 
 @pytest.mark.parametrize(
