@@ -164,22 +164,13 @@ class TrainingRank:
 
     def own_state(self, metadata: Mapping[str, Any] | None = None) -> dict[str, list[Piece]]:
         """What Megatron would write to a checkpoint of model and optimizer, gathered by itself, as tensors in the coordinates of whole ones."""
-        from megatron.core.dist_checkpointing import ShardedTensor
-        from megatron.core.dist_checkpointing.dict_utils import nested_values
-        from megatron.core.dist_checkpointing.mapping import apply_factories, is_main_replica
-
         weights = self.sharded_state_dict(metadata)
-        state = {
-            "optimizer": self.optimizer.sharded_state_dict(weights, metadata=dict(SHARDING)),
-            "model": weights,
-        }
-        apply_factories(state)
-        found: dict[str, list[Piece]] = {}
-        for each in nested_values(state):
-            if isinstance(each, ShardedTensor) and is_main_replica(each.replica_id):
-                data = each.data.detach().cpu().clone()[(None,) * each.prepend_axis_num]
-                found.setdefault(each.key, []).append(Piece(each.global_shape, each.global_offset, data))
-        return found
+        return pieces(
+            {
+                "optimizer": self.optimizer.sharded_state_dict(weights, metadata=dict(SHARDING)),
+                "model": weights,
+            }
+        )
 
     def save(self, folder: Path, common: Mapping[str, Any], **options: Any) -> Any:
         """Save model and optimizer as Megatron-LM does by ``--ckpt-format torch_dist``, to a folder that is there. What ``dist_checkpointing.save`` gives."""
@@ -229,6 +220,21 @@ class Piece(NamedTuple):
     shape: tuple[int, ...]
     offset: tuple[int, ...]
     data: Tensor
+
+
+def pieces(state: dict[str, Any]) -> dict[str, list[Piece]]:
+    """What a rank would write of a sharded state dict of Megatron's, by the names of whole tensors; its factories are applied."""
+    from megatron.core.dist_checkpointing import ShardedTensor
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import apply_factories, is_main_replica
+
+    apply_factories(state)
+    found: dict[str, list[Piece]] = {}
+    for each in nested_values(state):
+        if isinstance(each, ShardedTensor) and is_main_replica(each.replica_id):
+            data = each.data.detach().cpu().clone()[(None,) * each.prepend_axis_num]
+            found.setdefault(each.key, []).append(Piece(each.global_shape, each.global_offset, data))
+    return found
 
 
 def wholes(of_ranks: Iterable[Mapping[str, list[Piece]]]) -> dict[str, Tensor]:

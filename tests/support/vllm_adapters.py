@@ -6,7 +6,7 @@ import json
 import os
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -206,9 +206,13 @@ def engine_of(server: VllmServer) -> int:
 
 
 def ask(
-    server: VllmServer, model: str, path: str = "/v1/completions", prompt: str = PROMPT, **more: Any
+    server: VllmServer,
+    model: str,
+    path: str = "/v1/completions",
+    prompt: str | Sequence[int] = PROMPT,
+    **more: Any,
 ) -> Said | Refused:
-    """How a model goes on with the prompt, by a server."""
+    """How a model goes on with the prompt, a text or its tokens, by a server."""
     body = {
         "model": model, "prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "skip_special_tokens": False,
         "ignore_eos": True, **more,
