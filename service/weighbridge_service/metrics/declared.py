@@ -307,6 +307,17 @@ CALL = _histogram(
     "How long gRPC calls took, waits for other ranks included; watches, which last as long as their clients, are left out.",
     "method",
 )
+REQUESTS = _counter(
+    "weighbridge_http_requests_total",
+    "HTTP requests that have been answered, by the route's name and the status.",
+    "route",
+    "status",
+)
+REQUEST = _histogram(
+    "weighbridge_http_request_seconds",
+    "How long HTTP requests took until their answers began.",
+    "route",
+)
 
 ALL: tuple[Declared, ...] = tuple(each for each in list(globals().values()) if isinstance(each, Declared))
 """Every metric, in the order of their declarations."""

@@ -85,6 +85,27 @@ class CallInstruments:
 
 
 @dataclass(frozen=True, slots=True)
+class RequestInstruments:
+    """Figures of HTTP requests that a route has answered.
+
+    Attributes:
+        answered: a count.
+        seconds: durations.
+    """
+
+    answered: Counter = field(default_factory=declared.REQUESTS.counter)
+    seconds: Histogram = field(default_factory=declared.REQUEST.histogram)
+
+    def __iter__(self) -> Iterator[Collector]:
+        yield from (self.answered, self.seconds)
+
+    def count(self, route: str, status: int, seconds: float) -> None:
+        """An answer has begun, after this many seconds, or failed to."""
+        self.answered.labels(route, str(status)).inc()
+        self.seconds.labels(route).observe(seconds)
+
+
+@dataclass(frozen=True, slots=True)
 class StoreInstruments:
     """Figures of small calls of the object store.
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
+from starlette.testclient import TestClient
 
 from tests.support.promtool import promtool
 from tests.support.raw_clients import TinyModel, tiny_folder
@@ -17,6 +18,8 @@ from tests.support.services import RunningService, running_service
 from tests.support.waiting import eventually
 from weighbridge import EngineClient, EngineReporter, TrainerClient
 from weighbridge.errors import VersionFailed
+from weighbridge_service.api.http.app import create_app
+from weighbridge_service.exports.jobs import Exports
 from weighbridge_service.metrics import declared
 from weighbridge_service.metrics.declared import Kind
 
@@ -100,6 +103,35 @@ def test_a_push_that_becomes_durable_is_counted_with_its_durations(
     assert all(seconds >= 0 for seconds in phases)
     assert 0 < sum(phases) <= took
     assert after["weighbridge_grpc_call_seconds_count", ("SealRank",)] == 2
+
+
+def test_http_requests_are_counted_by_route_and_status_with_the_seconds_until_they_are_answered(
+    service: RunningService,
+) -> None:
+    exports = Exports(service.service)
+    begun = time.monotonic()
+    with closing(exports):
+        http = TestClient(create_app(service.service, exports, service.metrics, service.health))
+        statuses = [
+            http.get(path).status_code
+            for path in (
+                "/v1/models",
+                f"/v1/models/{MODEL}/gate",
+                f"/v1/models/{MODEL}/gate",
+                "/v1/models/acme/nobody/gate",
+                "/v1/nowhere",
+            )
+        ]
+    took = time.monotonic() - begun
+    assert statuses == [200, 200, 200, 404, 404]
+    found = figures(service)
+    assert {key[1]: value for key, value in found.items() if key[0] == "weighbridge_http_requests_total"} == {
+        ("list_models", "200"): 1,
+        ("get_gate", "200"): 2,
+        ("get_gate", "404"): 1,
+    }
+    assert found["weighbridge_http_request_seconds_count", ("get_gate",)] == 3
+    assert 0 < found["weighbridge_http_request_seconds_sum", ("get_gate",)] <= took
 
 
 def test_a_push_whose_rank_is_missing_is_seen_waiting_and_then_as_a_failure_with_its_reason(

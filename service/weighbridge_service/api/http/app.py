@@ -389,7 +389,7 @@ def create_app(
     )
     app.state.access = service.access
     app.state.audit = service.audit
-    app.add_middleware(Recorder, service.audit)
+    app.add_middleware(Recorder, service.audit, metrics.requests.count)
     app.add_middleware(BodyLimit)
     app.add_middleware(Guard, HostNames.of(service.config.http_hosts), _DOCUMENTATION)
     app.add_middleware(Heads, app.router.routes)

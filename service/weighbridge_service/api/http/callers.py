@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from fastapi import Request
@@ -68,25 +69,27 @@ class Standing:
 
 
 class Recorder:
-    """Writes down how requests end that have asked whether they may.
+    """Writes down and counts how requests end that have asked whether they may.
 
     Args:
         app: what answers.
         audit: where it is written down.
+        count: is told the route, the status, and the seconds until the answer began.
     """
 
-    def __init__(self, app: ASGIApp, audit: Audit) -> None:
+    def __init__(self, app: ASGIApp, audit: Audit, count: Callable[[str, int, float], None]) -> None:
         self._app = app
         self._audit = audit
+        self._count = count
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on."""
-        status = 500
+        status, begun, ended = 500, time.monotonic(), 0.0
 
         async def watching(message: Message) -> None:
-            nonlocal status
+            nonlocal status, ended
             if message["type"] == "http.response.start":
-                status = message["status"]
+                status, ended = message["status"], time.monotonic()
             await send(message)
 
         noted: dict[str, Any] = {}
@@ -96,6 +99,7 @@ class Recorder:
         finally:
             asked: _Asked | None = scope.get(_ASKED)
             if asked is not None:
+                self._count(asked.route, status, (ended or time.monotonic()) - begun)
                 self._audit.record(
                     face="http",
                     host=asked.peer.host,

@@ -16,7 +16,7 @@ from weighbridge_service.admission.byte_budget import Direction
 from weighbridge_service.api.lane.server import LaneServer
 from weighbridge_service.health import Health
 from weighbridge_service.metrics import declared
-from weighbridge_service.metrics.instruments import CallInstruments
+from weighbridge_service.metrics.instruments import CallInstruments, RequestInstruments
 from weighbridge_service.push.machine.phases import INCOMPLETE, VISIBLE
 from weighbridge_service.push.machine.shown import silent_ranks
 from weighbridge_service.runtime.clock import unix_ms
@@ -34,6 +34,9 @@ class Metrics(Collector):
         lane: its local lane.
         calls: of its gRPC face.
         health: what its checks have found.
+
+    Attributes:
+        requests: figures of its HTTP face.
     """
 
     def __init__(
@@ -44,7 +47,9 @@ class Metrics(Collector):
         self._health = health
         self.registry = CollectorRegistry()
         self.registry.register(self)
-        for instrument in (*service.push_figures, *service.store_figures, *calls, *service.engines.figures):
+        self.requests = RequestInstruments()
+        observed = (*service.push_figures, *service.store_figures, *calls, *self.requests)
+        for instrument in (*observed, *service.engines.figures):
             self.registry.register(instrument)
 
     def collect(self) -> Iterator[Metric]:
