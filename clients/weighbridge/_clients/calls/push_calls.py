@@ -20,7 +20,7 @@ from weighbridge._core.tensor_spaces import TensorSpace
 from weighbridge._core.text.durations import readable_duration
 from weighbridge._core.text.waits import Reminder, ranks_text
 from weighbridge._transport import wire
-from weighbridge.errors import DeadlineExceeded, FailedPrecondition, NotFound
+from weighbridge.errors import DeadlineExceeded, FailedPrecondition, NotFound, VersionFailed
 from weighbridge.v1 import checkpoint_service_pb2 as pb
 from weighbridge.v1.model_service_pb2 import RegisterModelRequest
 
@@ -51,12 +51,12 @@ def open_version(
     """
     try:
         answer = yield from _call("OpenVersion", opening)
-    except (NotFound, FailedPrecondition):
-        if registration is None:
+    except (NotFound, FailedPrecondition) as error:
+        # a rank is told once that another one was refused: opened again, the version would be a new one
+        if registration is None or isinstance(error, VersionFailed):
             raise
-        yield from model_calls.register_model(
-            registration
-        )  # raises what was wrong if that was something else
+        # raises what was wrong if that was something else
+        yield from model_calls.register_model(registration)
         answer = yield from _call("OpenVersion", opening)
     opened = wire.version_from_proto(answer.version)
     if OTHER_WRITER in opened.metadata and OTHER_WRITER not in opening.metadata:
