@@ -233,7 +233,9 @@ class Pusher:
                 span.end()
             # Without this rank the version cannot be completed: do not let the others wait for it. But a rank that
             # belongs to another process is that process's business.
-            if not number and isinstance(error, InvalidArgument | FailedPrecondition):
+            # One that was told that another rank was refused tells nobody: they are told already.
+            refused = isinstance(error, InvalidArgument | FailedPrecondition)
+            if not number and refused and not isinstance(error, VersionFailed):
                 self._refuse(opening, rank, error)
             elif number and not isinstance(error, AlreadyExists):
                 self._give_up(

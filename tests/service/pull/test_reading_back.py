@@ -21,6 +21,7 @@ from tests.support.fault_proxy import fault_proxy
 from tests.support.reference import tiny_config, tiny_model
 from tests.support.s3_server import S3Server
 from tests.support.services import RunningService, running_service
+from tests.support.waiting import eventually
 from weighbridge import Boxes, ExpertParallel, FullTensors, TensorParallel, TrainerClient
 from weighbridge._core.megatron_rank import MegatronRank
 from weighbridge._core.slices import LayoutRequest
@@ -198,7 +199,7 @@ def test_an_export_reads_through_a_cache_smaller_than_a_file(
     with replica(written.location, tmp_path) as running:
         jobs = Exports(running.service)
         job = jobs.start(MODEL, "1", dtype=dtype)
-        jobs._pool.shutdown()
+        eventually(lambda: jobs.get(job.id).state.ended)
         done = jobs.get(job.id)
         assert done.state is ExportState.DONE, done.error
         found = load_file(Path(done.folder) / "model.safetensors")
