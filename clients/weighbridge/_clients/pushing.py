@@ -234,8 +234,8 @@ class Pusher:
             # Without this rank the version cannot be completed: do not let the others wait for it. But a rank that
             # belongs to another process is that process's business.
             # One that was told that another rank was refused tells nobody: they are told already.
-            refused = isinstance(error, InvalidArgument | FailedPrecondition)
-            if not number and refused and not isinstance(error, VersionFailed):
+            told = isinstance(error, VersionFailed)
+            if not number and isinstance(error, InvalidArgument | FailedPrecondition) and not told:
                 self._refuse(opening, rank, error)
             elif number and not isinstance(error, AlreadyExists):
                 self._give_up(

@@ -167,9 +167,10 @@ class ImportingClient(PushingClient):
         tensors = found.layout.tensors.values()
         said = {BASE: base, ADAPTER_DIGEST: adapter_digest(found.config_json, tensors)}
         options["metadata"] = {**(options.get("metadata") or {}), **said}
-        return self.push_shards(
-            model, found.layout, TensorSpace.HUGGING_FACE, found.open_source, step=step, rank=0, world_size=1, run=run,
-            request_id=str(uuid.uuid4()), registration=adapter_registration(model, base, found.config_json, tensors), **options,
+        opening = self._opening(model, step, run, 1, str(uuid.uuid4()), part=True)
+        return self._push_layout(
+            opening, 0, found.layout, TensorSpace.HUGGING_FACE, found.open_source, options,
+            registration=adapter_registration(model, base, found.config_json, tensors),
         )  # fmt: skip
 
     def import_training(

@@ -95,7 +95,6 @@ class PushingClient(RestoringClient):
         request_id: str | None = None,
         hold_seal: bool = False,
         cast_from: Iterable[str] = (),
-        registration: RegisterModelRequest | None = None,
         **options: Unpack[PushOptions],
     ) -> PushHandle:
         """Push the shards of any layout; what `push` and `push_folder` do in the end.
@@ -109,10 +108,29 @@ class PushingClient(RestoringClient):
             step, rank, world_size, run, request_id, options: as for `push`.
             hold_seal: leave it to `PushHandle.seal` to say that this rank has pushed everything: until then no version becomes visible.
             cast_from: safetensors' names of the dtypes that the source casts from; the version's manifest has them.
-            registration: of the model, if it may not be registered, or be registered otherwise.
         """
         opening = self._opening(model, step, run, world_size, request_id, part=True)
         opening.cast_from.extend(cast_from)
+        return self._push_layout(opening, rank, layout, space, open_source, options, hold_seal=hold_seal)
+
+    def _push_layout(
+        self,
+        opening: pb.OpenVersionRequest,
+        rank: int,
+        layout: Layout,
+        space: TensorSpace,
+        open_source: OpenSource,
+        options: PushOptions,
+        *,
+        hold_seal: bool = False,
+        registration: RegisterModelRequest | None = None,
+    ) -> PushHandle:
+        """Push the shards of a layout to the version that an opening says.
+
+        Args:
+            opening, rank, layout, space, open_source, options, hold_seal: as for `push_shards`.
+            registration: of the model, if it may not be registered, or be registered otherwise.
+        """
         with self._on_terms(opening, options) as call:
             with self._pusher.telling([opening], rank, call.terms):
                 say(opening, options)

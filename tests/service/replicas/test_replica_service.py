@@ -112,7 +112,7 @@ class Replica:
             pb.DESCRIPTOR.services_by_name["ReplicaService"]: handlers,
             bulk_service_pb2.DESCRIPTOR.services_by_name["BulkService"]: BulkHandlers(Tickets(b""), 0),
         }
-        self._listener.answer(methods.handling(methods_of(contract.items(), supervision)))
+        self._listener.answer(methods.handling(methods_of(contract.items(), {}, supervision)))
 
     def shared(self) -> Sequence[SharedPush]:
         return list(self.pushes)
