@@ -3,6 +3,7 @@
 May import: all private folders below it, not `_lazy`, `_cli`, `aio`, `follow` or `integrations`.
 
 - `client`: models, versions, refs.
+- `operation_methods`: its methods that the table of operations gives.
 - `engine`: the client of an engine rank.
 - `connection`: control calls with retries and failover.
 - `transport`: what carries one client's weights.

@@ -3,6 +3,7 @@
 # May import: `_clients` and folders below it.
 #
 # - `client`: models, versions, refs, pulls.
+# - `operation_methods`: its methods that the table of operations gives.
 # - `connection`: control calls with retries and failover.
 # - `pulls`: a pull, ended when its task is cancelled.
 # - `threads`: threads for what would hold up the loop.

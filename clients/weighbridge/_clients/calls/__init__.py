@@ -3,6 +3,7 @@
 May import: `_transport`, `_core`, `errors`, `v1`; nothing of the clients.
 
 - `steps`: a call as steps, and what takes them.
+- `operation_calls`: of the operations in the table that need no steps of their own.
 - `model_calls`, `version_calls`, `ref_calls`: about models, versions and refs.
 - `engine_calls`: about engines that serve versions.
 - `push_calls`: of a push.

@@ -3,6 +3,7 @@
 May import: `api.lane`, `service`, and folders below.
 
 - `app`: the application and its routes.
+- `derived`: routes and schemas that follow from the table of operations and from values.
 - `parameters`: parameters of paths.
 - `resources`: bodies of requests and responses.
 - `reports`: bodies of what `operations` answers.

@@ -28,6 +28,7 @@ from weighbridge.errors import InvalidArgument, WeighbridgeError
 from weighbridge_service.api.bodies import Bodies
 from weighbridge_service.api.http.bodies import BodyLimit
 from weighbridge_service.api.http.callers import Recorder, Standing, ask, peer_of
+from weighbridge_service.api.http.derived.operation_routes import operations_routes
 from weighbridge_service.api.http.engines import engines_router
 from weighbridge_service.api.http.guard import Guard, HostNames
 from weighbridge_service.api.http.heads import Heads
@@ -35,7 +36,6 @@ from weighbridge_service.api.http.hub_documents import HubNotFound
 from weighbridge_service.api.http.hub_reading import Hub
 from weighbridge_service.api.http.hub_routes import DEFAULT_SIZES, HubSizes, hub_router, on_hub_error
 from weighbridge_service.api.http.metrics import Metrics
-from weighbridge_service.api.http.operation_routes import operations_routes
 from weighbridge_service.api.http.operations import operations_router
 from weighbridge_service.api.http.pages.routes import pages_router
 from weighbridge_service.api.http.parameters import JobId, Name, Namespace, Number, SignatureId, VersionOrRef

@@ -9,8 +9,8 @@ from pydantic import BaseModel, Field, create_model
 
 from weighbridge._core.engines.facts import Engine
 from weighbridge_service.api.http.callers import peer_of
+from weighbridge_service.api.http.derived.schemas import Out, answer_of
 from weighbridge_service.api.http.parameters import Name, Namespace
-from weighbridge_service.api.http.schemas import Out, answer_of
 from weighbridge_service.engines.known_engines import KnownEngines
 from weighbridge_service.engines.pages import LARGEST_PAGE
 

@@ -10,9 +10,9 @@ from pydantic import BaseModel, Field, create_model
 
 from weighbridge._core.resources import REQUEST_DELETE, REQUEST_UNPROTECT, Protection, RefRequest
 from weighbridge_service.api.http.callers import peer_of
+from weighbridge_service.api.http.derived.schemas import In, Out, answer_of
 from weighbridge_service.api.http.parameters import Name, Namespace, Ref, RequestId
 from weighbridge_service.api.http.resources import VERSION, VersionField
-from weighbridge_service.api.http.schemas import In, Out, answer_of
 from weighbridge_service.service import Weighbridge
 from weighbridge_storage.documents.entries import MAX_APPROVALS, MAX_TEXT
 from weighbridge_storage.documents.names import REQUEST_PATTERN

@@ -6,7 +6,7 @@ from pydantic import AliasPath, Field
 
 from weighbridge._core.checks import CheckStatus
 from weighbridge_service.admission.byte_budget import Direction, InFlight
-from weighbridge_service.api.http.schemas import Out
+from weighbridge_service.api.http.derived.schemas import Out
 from weighbridge_service.runtime.memory_plan import MemoryReport
 from weighbridge_storage.memory.image_books import HeldFor
 from weighbridge_storage.memory.image_decisions import Space

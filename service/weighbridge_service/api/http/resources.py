@@ -10,7 +10,7 @@ from weighbridge._core import dtypes
 from weighbridge._core.reports.collection import Collection
 from weighbridge._core.resources import DeletedModel, Signature, Version
 from weighbridge._signing.bundle import MAX_BYTES, signed_by
-from weighbridge_service.api.http.schemas import In, Out, answer_of
+from weighbridge_service.api.http.derived.schemas import In, Out, answer_of
 from weighbridge_service.exports.jobs import ExportState
 from weighbridge_storage.documents.names import MODEL_PATTERN
 

@@ -14,8 +14,8 @@ from weighbridge._core.operations.operation import REQUIRED, Operation, Paramete
 from weighbridge._core.operations.table import OPERATIONS
 from weighbridge_service.api.bodies import Bodies
 from weighbridge_service.api.http.callers import peer_of
+from weighbridge_service.api.http.derived.schemas import answer_of, body_of, page_of
 from weighbridge_service.api.http.parameters import Name, Namespace, Number, Ref, RequestId, VersionOrRef
-from weighbridge_service.api.http.schemas import answer_of, body_of, page_of
 
 PAGE = 100
 LARGEST_PAGE = 1000
