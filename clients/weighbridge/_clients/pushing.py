@@ -233,7 +233,7 @@ class Pusher:
                 span.end()
             # Without this rank the version cannot be completed: do not let the others wait for it. But a rank that
             # belongs to another process is that process's business.
-            # One that was told that another rank was refused tells nobody: they are told already.
+            # A rank that stops because another one was refused does not report it again: the other ranks know.
             told = isinstance(error, VersionFailed)
             if not number and isinstance(error, InvalidArgument | FailedPrecondition) and not told:
                 self._refuse(opening, rank, error)

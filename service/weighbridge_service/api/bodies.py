@@ -9,6 +9,9 @@ from weighbridge_service.access.peer import Peer
 from weighbridge_service.core import Core
 from weighbridge_service.push.image_allocator import IMAGES_OF_A_MODEL
 
+PAGE, LARGEST_PAGE = 100, 1000
+"""Items in a page, if the caller does not say how many, and at most."""
+
 
 class Bodies:
     """One method for each operation, of its name: takes the caller, and the operation's arguments by name.

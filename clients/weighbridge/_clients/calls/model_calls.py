@@ -7,10 +7,13 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
+from weighbridge._clients.calls.operation_calls import ask
 from weighbridge._clients.calls.steps import Steps, call_method
 from weighbridge._core import dtypes
 from weighbridge._core.file_names import is_file_name
 from weighbridge._core.layouts import TensorSpec
+from weighbridge._core.operations import table
+from weighbridge._core.operations.operation import LONG_SECONDS
 from weighbridge._core.references import Reference
 from weighbridge._core.resources import DeletedModel, Model
 from weighbridge._transport import wire
@@ -22,8 +25,6 @@ from weighbridge.v1 import resources_pb2
 if TYPE_CHECKING:
     import torch
 
-_LONG_SECONDS = 3600.0
-"""Deadline of calls that go over all of a model."""
 _REGISTERING_SECONDS = 660.0
 """Deadline of a registration: longer than a service gives the process that makes weight maps for two of them, whose first one waits for imports."""
 
@@ -66,8 +67,7 @@ def register_model(request: pb.RegisterModelRequest) -> Steps[Model]:
 
 def get_model(model: str) -> Steps[Model]:
     """One model."""
-    response = yield from _call("GetModel", pb.GetModelRequest(model=model))
-    return wire.read(Model, response.model)
+    return (yield from ask(table.GET_MODEL, model=model))
 
 
 def model_files(model: str, version: str | int | None) -> Steps[dict[str, bytes]]:
@@ -84,5 +84,5 @@ def model_files(model: str, version: str | int | None) -> Steps[dict[str, bytes]
 def delete_model(model: str, *, force: bool = False) -> Steps[DeletedModel]:
     """Take a model away; with ``force``, also if adapters are on versions of it."""
     request = pb.DeleteModelRequest(model=model, request_id=str(uuid.uuid4()), force=force)
-    response = yield from _call("DeleteModel", request, _LONG_SECONDS)
+    response = yield from _call("DeleteModel", request, LONG_SECONDS)
     return DeletedModel(model, response.versions)

@@ -52,7 +52,7 @@ def open_version(
     try:
         answer = yield from _call("OpenVersion", opening)
     except (NotFound, FailedPrecondition) as error:
-        # a rank is told once that another one was refused: opened again, the version would be a new one
+        # The service reports another rank's refusal once to each rank: a second opening would open a new version.
         if registration is None or isinstance(error, VersionFailed):
             raise
         # raises what was wrong if that was something else

@@ -11,6 +11,7 @@ from functools import partial
 
 from weighbridge._clients.calls.steps import Pause, Steps, Work, call_method
 from weighbridge._core.manifest_text import ManifestText
+from weighbridge._core.operations.operation import LONG_SECONDS
 from weighbridge._core.references import Reference
 from weighbridge._core.reports.rank_progress import RankProgress
 from weighbridge._core.resources import REF_LATEST, Signature, Verification, Version, VersionState
@@ -22,8 +23,6 @@ from weighbridge.v1 import model_service_pb2 as pb
 
 log = logging.getLogger(__name__)
 
-_VERIFYING_SECONDS = 3600.0
-"""Deadline of a verification, which goes over all of a version."""
 _AWAITED = (
     *(VersionState.OPEN, VersionState.RECEIVING),
     *(VersionState.READY, VersionState.VERIFIED, VersionState.DURABLE),
@@ -124,7 +123,7 @@ def verify(model: str, version: str | int | None, *, sha256: bool = False) -> St
     """Compare a version's files with its manifest."""
     meant = Reference.of(model, version, REF_LATEST)
     request = pb.VerifyVersionRequest(model=meant.model, version=meant.version, sha256=sha256)
-    return wire.read(Verification, (yield from _call("VerifyVersion", request, _VERIFYING_SECONDS)))
+    return wire.read(Verification, (yield from _call("VerifyVersion", request, LONG_SECONDS)))
 
 
 def approve(model: str, version: str | int | None, *, by: str, note: str) -> Steps[Version]:

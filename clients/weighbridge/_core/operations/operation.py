@@ -53,14 +53,12 @@ class Parameter:
         kind: type of the value: `str`, `int`, `bool`, ``tuple[str, ...]``, or a dataclass that has the fields of the message.
         text: what it is, without a full stop, for the documentation of clients and of HTTP.
         default: value if the caller leaves it out.
-        most: largest number of characters of a text, or of items; 0 if the service alone says so.
     """
 
     name: str
     kind: Any
     text: str
     default: Any = REQUIRED
-    most: int = 0
 
     @property
     def is_value(self) -> bool:

@@ -22,13 +22,12 @@ from weighbridge._core.resources import (
 
 _UNREGISTERED = ("NotFound", "the model is not registered")
 _NO_VERSION = ("NotFound", "no such model or version")
-_LONG_TEXT = 256
 
 _MODEL = Parameter("model", str, "``namespace/name``")
 _NUMBER = Parameter("number", int, "its number; None if ``model`` names it, as ``acme/smol@17`` does")
 _REF = Parameter("ref", str, "the ref")
 _REQUEST = Parameter("request_id", str, "the `request_id` of the request")
-_NOTE = Parameter("note", str, "kept with the approval", "", most=_LONG_TEXT)
+_NOTE = Parameter("note", str, "kept with the approval", "")
 
 OPEN_VERSION = Entry("CheckpointService.OpenVersion", Verb.PUSH, Of.MODEL)
 DECLARE_LAYOUT = Entry("CheckpointService.DeclareLayout", Verb.PUSH, Of.NUMBER)

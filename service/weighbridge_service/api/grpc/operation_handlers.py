@@ -11,11 +11,8 @@ from google.protobuf.message import Message
 from weighbridge._core.operations.operation import Operation
 from weighbridge._core.operations.table import OPERATIONS
 from weighbridge._transport.wire_operations import messages_of
-from weighbridge_service.api.bodies import Bodies
+from weighbridge_service.api.bodies import LARGEST_PAGE, PAGE, Bodies
 from weighbridge_service.api.grpc.call import Call
-
-PAGE = 100
-LARGEST_PAGE = 1000
 
 
 def page_size(size: int) -> int:

@@ -25,7 +25,7 @@ from weighbridge._core.operations.verbs import Verb
 from weighbridge._signing.bundle import MEDIA_TYPE as SIGNATURE_TYPE
 from weighbridge._signing.bundle import Bundle
 from weighbridge.errors import InvalidArgument, WeighbridgeError
-from weighbridge_service.api.bodies import Bodies
+from weighbridge_service.api.bodies import LARGEST_PAGE, PAGE, Bodies
 from weighbridge_service.api.http.bodies import BodyLimit
 from weighbridge_service.api.http.callers import Recorder, Standing, ask, peer_of
 from weighbridge_service.api.http.derived.operation_routes import operations_routes
@@ -65,8 +65,6 @@ from weighbridge_service.health import Health
 from weighbridge_service.service import Weighbridge
 from weighbridge_storage.threads import ThreadPool
 
-_PAGE = 100
-_LARGEST_PAGE = 1000
 _DOCUMENTATION = "/docs"
 _VERIFYING = 8
 """Versions that are verified at one time."""
@@ -133,9 +131,7 @@ def _models_router(service: Weighbridge) -> APIRouter:
             str, Query(description="A number or a ref: only the adapters on this version.", max_length=128)
         ] = "",
         after: Annotated[str, Query(description="Begin behind the adapter of this name.")] = "",
-        limit: Annotated[
-            int, Query(ge=1, le=_LARGEST_PAGE, description="Largest number of adapters.")
-        ] = _PAGE,
+        limit: Annotated[int, Query(ge=1, le=LARGEST_PAGE, description="Largest number of adapters.")] = PAGE,
     ) -> AdaptersOut:
         """Adapters on versions of a model, by name, of those that you may look at. Give the last name of a page as `after` to get the next one."""
         found = service.catalog.adapters(f"{namespace}/{name}", version, peer_of(request).sees)
@@ -169,9 +165,7 @@ def _models_router(service: Weighbridge) -> APIRouter:
     def list_versions(
         namespace: Namespace,
         name: Name,
-        limit: Annotated[
-            int, Query(ge=1, le=_LARGEST_PAGE, description="Largest number of versions.")
-        ] = _PAGE,
+        limit: Annotated[int, Query(ge=1, le=LARGEST_PAGE, description="Largest number of versions.")] = PAGE,
         before: Annotated[
             int, Query(ge=0, le=10**12, description="Begin below this number; 0 with the newest.")
         ] = 0,

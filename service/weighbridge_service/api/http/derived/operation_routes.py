@@ -12,13 +12,11 @@ from pydantic import BaseModel
 
 from weighbridge._core.operations.operation import REQUIRED, Operation, Parameter
 from weighbridge._core.operations.table import OPERATIONS
-from weighbridge_service.api.bodies import Bodies
+from weighbridge_service.api.bodies import LARGEST_PAGE, PAGE, Bodies
 from weighbridge_service.api.http.callers import peer_of
 from weighbridge_service.api.http.derived.schemas import answer_of, body_of, page_of
 from weighbridge_service.api.http.parameters import Name, Namespace, Number, Ref, RequestId, VersionOrRef
 
-PAGE = 100
-LARGEST_PAGE = 1000
 _IN_PATH = {
     "version": ("version", VersionOrRef),
     "number": ("version", Number),
@@ -101,7 +99,7 @@ def _queried(parameter: Parameter) -> Argument:
     text = parameter.text[0].upper() + parameter.text[1:] + "."
     default = Argument.empty if parameter.default is REQUIRED else parameter.default
     kind: Any = parameter.kind
-    annotation: Any = Annotated[kind, Query(description=text, max_length=parameter.most or None)]
+    annotation: Any = Annotated[kind, Query(description=text)]
     return Argument(parameter.name, Argument.KEYWORD_ONLY, annotation=annotation, default=default)
 
 
