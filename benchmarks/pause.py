@@ -28,7 +28,7 @@ from benchmarks import pause_decoding, processes
 from benchmarks.pause_models import CONFIGS, MODEL, config_of, write_model
 
 _ROOT = Path(__file__).parent.parent
-OURS, OWN = ("early", "auto", "sleep", "fp8"), ("ipc", "reload")
+OURS, OWN = ("early", "auto", "grpc", "sleep", "fp8"), ("ipc", "reload")
 """Cases besides values of card_share: updates by the service, and by vLLM alone."""
 OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "sleep": {"enable_sleep_mode": True},
@@ -278,7 +278,11 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 step += 2 * arguments.updates
                 continue
             early = name in ("early", "decode", "fp8")
-            extra = {} if name in ("auto", "sleep", *OWN) else {"card_share": 1.0 if early else float(name)}
+            extra: dict[str, Any] = {}
+            if name == "grpc":
+                extra = {"lane": "grpc"}
+            elif name not in ("auto", "sleep", *OWN):
+                extra = {"card_share": 1.0 if early else float(name)}
             options = {**json.loads(arguments.options), **OPTIONS.get(name, {})}
             step += 1
             if name == "reload":
@@ -422,7 +426,7 @@ def main() -> None:
         "--cases",
         nargs="+",
         default=["early", "1", "0"],
-        help="early (staged while it arrives, card_share 1), values of card_share, auto, sleep, fp8 (as early, with vLLM's online quantisation, compared "
+        help="early (staged while it arrives, card_share 1), values of card_share, auto, grpc (brought over gRPC), sleep, fp8 (as early, with vLLM's online quantisation, compared "
         "with a fresh load), colocated, decode (rates of generation as early), or vLLM's own ipc and reload",
     )
     parser.add_argument("--seconds", type=float, default=20.0, help="of each run of the case decode")

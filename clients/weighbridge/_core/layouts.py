@@ -15,11 +15,14 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from weighbridge._core.boxes import Box, Link
 from weighbridge._core.dtypes import DType
 from weighbridge.errors import LayoutError
+
+if TYPE_CHECKING:
+    import torch
 
 STREAM = ""
 MAX_RANK = 8
@@ -119,6 +122,12 @@ class Layout:
         return sum(p.nbytes for p in self.placements)
 
     @cached_property
+    def torch_dtypes(self) -> tuple[torch.dtype, ...]:
+        """The torch dtype of each shard's elements (imports torch)."""
+        by_tensor = {name: spec.dtype.torch for name, spec in self.tensors.items()}
+        return tuple(by_tensor[placement.shard.tensor] for placement in self.placements)
+
+    @cached_property
     def by_tensor(self) -> Mapping[str, tuple[int, ...]]:
         """Indexes into `placements` for each tensor."""
         found: dict[str, list[int]] = {}
@@ -141,6 +150,15 @@ class Layout:
         text = json.dumps([tensors, shards], separators=(",", ":"), ensure_ascii=False)
         return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
+    @cached_property
+    def _is_stream(self) -> bool:
+        offset = 0
+        for placement in self.placements:
+            if (placement.buffer, placement.offset) != (STREAM, offset):
+                return False
+            offset += placement.nbytes
+        return len(self.by_tensor) == len(self.tensors)
+
     def renamed(self, names: Mapping[str, str]) -> Layout:
         """Those of its tensors that have a name here, by that name; where they lie."""
         return Layout(
@@ -157,7 +175,9 @@ class Layout:
         return self.renamed({name: name for name in self.tensors if name not in names})
 
     def select(self, indexes: Sequence[int]) -> Layout:
-        """The stream of only these shards, in this order."""
+        """The stream of only these shards, in this order; this layout itself, if it is that stream."""
+        if self._is_stream and list(indexes) == list(range(len(self.placements))):
+            return self
         tensors: dict[str, TensorSpec] = {}
         placements = []
         offset = 0

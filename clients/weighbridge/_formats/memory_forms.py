@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from weighbridge._core.boxes import Box
-from weighbridge._core.layouts import TensorSpec
+from weighbridge._core.layouts import Layout, Shard, TensorSpec
 
 if TYPE_CHECKING:
     import torch
@@ -170,8 +170,25 @@ def _swap(box: Box) -> Box:
     return Box((*offset, p, o), (*extent, f, e))
 
 
+class Reading(NamedTuple):
+    """What an ordinary tensor in memory is of a model.
+
+    Attributes:
+        name: of its form.
+        tensors: names of the files' tensors that it consists of.
+        parts: the shards that it consists of, and where each is in it.
+    """
+
+    name: str
+    tensors: Sequence[str]
+    parts: tuple[tuple[Shard, Part], ...]
+
+
 class TensorForms(dict[str, TensorSpec]):
-    """A model's tensors by name, as its files have them."""
+    """A model's tensors by name, as its files have them.
+
+    It keeps what does not change from push to push: how tensors of one name, shape and dtype are read, and the stream of the last push.
+    """
 
     @staticmethod
     def of(tensors: Mapping[str, TensorSpec]) -> TensorForms:
@@ -181,6 +198,21 @@ class TensorForms(dict[str, TensorSpec]):
     def form(self, name: str) -> Form | None:
         """The form of a tensor that has this name in memory; None if the model has none."""
         return self._plain_forms.get(name) or self.other_forms.get(name)
+
+    @cached_property
+    def readings(self) -> dict[Hashable, Reading]:
+        """Readings of ordinary tensors, by whatever decides them."""
+        return {}
+
+    def stream(self, shards: Sequence[Shard]) -> Layout:
+        """The stream of these shards. For the same shards as the last time it is the same object, which knows its digest by now."""
+        last = self._last_stream
+        if last is None or last[0] != shards:
+            names = dict.fromkeys(shard.tensor for shard in shards)
+            last = self._last_stream = shards, Layout.stream([self[name] for name in names], shards)
+        return last[1]
+
+    _last_stream: tuple[Sequence[Shard], Layout] | None = None
 
     @cached_property
     def _plain_forms(self) -> Mapping[str, Form]:

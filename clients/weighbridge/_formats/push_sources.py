@@ -21,10 +21,10 @@ from weighbridge._formats.push_counts import encodings_of
 from weighbridge._formats.shifts import NO_SHIFTS, Shifts, shifted
 from weighbridge._formats.tensor_stream import (
     Ranges,
+    cast_of,
     check_size,
     copy_out,
     with_shift,
-    written_as,
 )
 from weighbridge._memory.casting import write_cast
 from weighbridge._memory.copying import write_tensors
@@ -217,11 +217,12 @@ class TensorSource(ShardSource):
         encodings = encodings_of(self._layout)
         found = [0] * len(encodings)
         shards, casts = {}, {}
-        each = zip(self._layout.placements, self._tensors, copies, strict=True)
-        for index, (placement, tensor, of_shard) in enumerate(each):
-            dtype = written_as(self._layout.tensors[placement.shard.tensor], tensor)
+        each = zip(
+            self._layout.placements, self._tensors, _dtypes(self._layout, self._tensors), copies, strict=True
+        )
+        for index, (placement, tensor, dtype, of_shard) in enumerate(each):
             check_size(placement, tensor, dtype)
-            shift = self._shifts.get(placement.shard.tensor, 0.0)
+            shift = self._shifts.get(placement.shard.tensor, 0.0) if self._shifts else 0.0
             if of_shard and shift:
                 made = with_shift(tensor, dtype, shift)
                 found[index] = write_tensors([(made, of_shard)], memories, [encodings[index]])[0]
@@ -267,10 +268,16 @@ def cast_dtypes(layout: Layout, tensors: Sequence[torch.Tensor]) -> list[str]:
 
 def _cast_shards(layout: Layout, tensors: Sequence[torch.Tensor]) -> Iterator[tuple[str, DType]]:
     """The tensors of a stream that are cast to the dtypes of its layout: for each shard the name, and the dtype that it has."""
-    for placement, tensor in zip(layout.placements, tensors, strict=True):
-        name = placement.shard.tensor
-        if written_as(layout.tensors[name], tensor) != tensor.dtype:
-            yield name, dtypes.from_torch(tensor.dtype)
+    for placement, tensor, dtype in zip(layout.placements, tensors, _dtypes(layout, tensors), strict=True):
+        if dtype != tensor.dtype:
+            yield placement.shard.tensor, dtypes.from_torch(tensor.dtype)
+
+
+def _dtypes(layout: Layout, tensors: Sequence[torch.Tensor]) -> Iterator[torch.dtype]:
+    """The dtype in which each tensor of a stream is written."""
+    for placement, tensor, wanted in zip(layout.placements, tensors, layout.torch_dtypes, strict=True):
+        own = tensor.dtype
+        yield own if own == wanted else cast_of(layout.tensors[placement.shard.tensor], own)
 
 
 class CastingSource(TensorSource):

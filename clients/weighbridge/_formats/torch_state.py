@@ -13,7 +13,7 @@ from weighbridge._core.text.counts import counted, first_lines
 from weighbridge._core.text.suggestions import did_you_mean
 from weighbridge._formats import peft_models, zero3
 from weighbridge._formats.dtensors import local_shards, local_tensor
-from weighbridge._formats.memory_forms import Form, TensorForms
+from weighbridge._formats.memory_forms import Form, Reading, TensorForms
 from weighbridge._formats.misfits import Misfit, check_prefix, told
 from weighbridge._formats.naming.parameter_names import (
     check_merged,
@@ -232,13 +232,21 @@ class _Reader:
         self._found: set[str] = set()
         self._given: dict[str, torch.Tensor] = {}
         self._unknown: list[tuple[str, Any]] = []
-        self._shards: list[tuple[Shard, torch.Tensor]] = []
+        self._shards: list[Shard] = []
+        self._tensors: list[torch.Tensor] = []
         self._problems: list[Misfit] = []
 
     def read(self, given_name: str, value: Any) -> None:
         """Read one entry."""
         import torch
 
+        key = None
+        if _is_ordinary(value):
+            key = given_name, value.shape, value.dtype, self._cast, self._filled
+            reading = self._model.readings.get(key)
+            if reading is not None and self._found.isdisjoint(reading.tensors):
+                self._take(reading, value)
+                return
         form = model_form(given_name, self._model)
         if form is None:
             self._unknown.append((given_name, value))
@@ -269,11 +277,22 @@ class _Reader:
             if copy is not None:
                 held.append((Box.whole(shape), copy))
             swapped = form.is_swapped(shape)
-            self._shards += [
-                (Shard(part.tensor, part.box), part.view(tensor))
-                for box, tensor in held
-                for part in form.parts(box, swapped=swapped)
-            ]
+            found = [(part, tensor) for box, tensor in held for part in form.parts(box, swapped=swapped)]
+            shards = [Shard(part.tensor, part.box) for part, _ in found]
+            self._shards += shards
+            self._tensors += [part.view(tensor) for part, tensor in found]
+            if key is not None:
+                parts = tuple(zip(shards, (part for part, _ in found), strict=True))
+                self._model.readings[key] = Reading(form.name, form.tensors, parts)
+
+    def _take(self, reading: Reading, value: torch.Tensor) -> None:
+        """Read an entry as one like it was read before."""
+        self._found.update(reading.tensors)
+        self._given[reading.name] = value
+        held = value.detach()
+        for shard, part in reading.parts:
+            self._shards.append(shard)
+            self._tensors.append(part.view(held))
 
     def shards(self, *, whole: bool, others: bool, fix: str = "") -> TorchShards:
         """What was read. Raises LayoutError if anything is wrong with it, which says the ``fix`` if there is one besides casts."""
@@ -312,21 +331,23 @@ class _Reader:
                     else "give what the model's safetensors files hold, by the same names and in the same shapes, and nothing else"
                 ),
             )
-        names = dict.fromkeys(shard.tensor for shard, _ in self._shards)
-        layout = Layout.stream([self._model[name] for name in names], [shard for shard, _ in self._shards])
+        layout = self._model.stream(self._shards)
+        each = zip(self._shards, self._tensors, layout.torch_dtypes, strict=True)
         return TorchShards(
             layout,
-            tuple(tensor for _, tensor in self._shards),
-            cast=tuple(
-                dict.fromkeys(
-                    shard.tensor
-                    for shard, tensor in self._shards
-                    if tensor.dtype != self._model[shard.tensor].dtype.torch
-                )
-            ),
+            tuple(self._tensors),
+            cast=tuple(dict.fromkeys(shard.tensor for shard, tensor, dtype in each if tensor.dtype != dtype)),
             unknown=tuple(unknown),
             absent=tuple(absent),
         )
+
+
+def _is_ordinary(value: Any) -> bool:
+    """Test whether this is a tensor that holds all of its elements itself, dense: name, shape and dtype say all of how it is read."""
+    import torch
+
+    known = type(value) is torch.Tensor or type(value) is torch.nn.Parameter
+    return known and value.layout == torch.strided and not value.is_meta and not zero3.is_partitioned(value)
 
 
 def model_form(name: str, model: TensorForms) -> Form | None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
 
 from weighbridge._core.byte_copies import ByteCopy
@@ -71,16 +71,16 @@ def write_tensors(
                 if not queue.write(flat, each.copies, after_stream=made):
                     rest.append(each)
                     continue
-                counts.add(each.index, flat, each.copies, each.encoding)
+                counts.add(each.number, flat, each.copies, each.encoding)
                 if groups is not None:
-                    groups.add(each.index, flat.nbytes)
+                    groups.add(each.number, flat.nbytes)
         # GPUs copy and count meanwhile
         counts.begin()
         copied = _copy_tensors(rest, memories, into_memory=True, on_written=on_written)
         if groups is not None:  # first: counts come to the host behind all copies
             groups.wait()
         on_gpus = counts.take()
-    for index, count in (*zip((each.index for each in rest), copied, strict=True), *on_gpus.items()):
+    for index, count in (*zip((each.number for each in rest), copied, strict=True), *on_gpus.items()):
         found[index] = count
     return found
 
@@ -121,18 +121,17 @@ class _WrittenByGpus:
         self._group, self._nbytes = [], 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Copied:
+class _Copied(NamedTuple):
     """A shard that is copied.
 
     Attributes:
-        index: which one of those that are given.
+        number: which one of those that are given.
         shard: the tensor.
         copies: where its bytes lie in memory.
         encoding: of its elements, if they are counted.
     """
 
-    index: int
+    number: int
     shard: torch.Tensor
     copies: Sequence[ByteCopy[int]]
     encoding: Encoding | None
@@ -299,21 +298,20 @@ def _copy_tensors(
 
     arrays = [memory.bytes for memory in memories]  # they keep the mappings, too
     regions = [region_of(array, written=into_memory) for array in arrays]
-    together = [each for each in shards if has_bytes(each.shard)]
+    together: list[_Copied] = []
+    others: list[_Copied] = []
+    for each in shards:
+        (together if has_bytes(each.shard) else others).append(each)
     # others become contiguous one at a time: all of them would need room for as much again
-    alone = ([each] for each in shards if not has_bytes(each.shard))
+    made = ([each._replace(shard=each.shard.detach().contiguous())] for each in others)
     found: dict[int, int] = {}
     batches = [together] if on_written is None else groups_of(together, _nbytes_of, _GROUP_BYTES)
-    for batch in (*batches, *alone):
-        flats = [each.shard.detach().contiguous().view(-1) for each in batch]
+    for batch in itertools.chain(batches, made):
         counts: Iterable[int] | None = None
-        if all(has_bytes(flat) for flat in flats):
+        if len(batch) > 1 or all(has_bytes(each.shard) for each in batch):
             plans = [
-                (
-                    Region(flat.data_ptr(), flat.numel() * flat.element_size()),
-                    ShardCopies.of(each.copies).packed,
-                )
-                for each, flat in zip(batch, flats, strict=True)
+                (Region(each.shard.data_ptr(), each.shard.nbytes), ShardCopies.of(each.copies).packed)
+                for each in batch
             ]
             counts = copy_natively(
                 plans,
@@ -324,13 +322,13 @@ def _copy_tensors(
             )
         if counts is None:
             counts = [
-                _copy_by_torch(each, flat, memories, into_memory=into_memory)
-                for each, flat in zip(batch, flats, strict=True)
+                _copy_by_torch(each, each.shard.detach().view(-1), memories, into_memory=into_memory)
+                for each in batch
             ]
-        found |= zip((each.index for each in batch), counts, strict=True)
+        found |= zip((each.number for each in batch), counts, strict=True)
         if on_written is not None and batch:
-            on_written([each.index for each in batch])
-    return [found[each.index] for each in shards]
+            on_written([each.number for each in batch])
+    return [found[each.number] for each in shards]
 
 
 def groups_of(items: Iterable[T], nbytes_of: Callable[[T], int], least: int) -> Iterator[list[T]]:
@@ -360,8 +358,8 @@ def _copy_by_torch(
         target, source = (theirs, ours) if into_memory else (ours, theirs)
         target.copy_(source)
     counts = TensorCounts()
-    counts.add(copied.index, flat, copied.copies, copied.encoding)
-    return counts.take().get(copied.index, 0)
+    counts.add(copied.number, flat, copied.copies, copied.encoding)
+    return counts.take().get(copied.number, 0)
 
 
 def has_bytes(shard: torch.Tensor) -> bool:
@@ -374,7 +372,7 @@ def has_bytes(shard: torch.Tensor) -> bool:
 
 def is_pinned(copies: Iterable[ByteCopy[int]], memories: Sequence[MappedMemory]) -> bool:
     """Whether GPUs can copy to and from what these copies need."""
-    return all(_try_to_pin(memories[number]) for number in {copy.file for copy in copies})
+    return all(memories[copy.file].pinned or _try_to_pin(memories[copy.file]) for copy in copies)
 
 
 def _try_to_pin(memory: MappedMemory) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any, Self
 
 from weighbridge._core.byte_copies import ByteCopy
@@ -109,16 +109,15 @@ class CopyQueue:
         self._kept: list[torch.Tensor] = []
 
     def write(
-        self, shard: torch.Tensor, copies: Sequence[ByteCopy[int]], *, after_stream: bool = True
+        self, flat: torch.Tensor, copies: Sequence[ByteCopy[int]], *, after_stream: bool = True
     ) -> bool:
         """Copy a shard from its GPU to memory; False if it cannot be done in this way, and nothing was done.
 
         Args:
-            shard: is copied.
+            flat: is copied; contiguous.
             copies: where its bytes go.
             after_stream: whether to wait for what the current stream has been given since the first copy from this device.
         """
-        flat = shard.detach().contiguous().view(-1)
         self._kept.append(flat)  # it may be a copy of our own, which must not be freed before it was read
         copied = self._copy(flat, copies, _DEVICE_TO_HOST, after_stream=after_stream)
         if not copied:
@@ -186,8 +185,11 @@ class CopyQueue:
         planned = ShardCopies.of(copies)
         if planned.steps is None:
             return False
-        runtime, stream = _runtime(), self._stream(flat.device, after_stream=after_stream)
-        with torch.cuda.device(flat.device):
+        device = flat.device
+        runtime, stream = _runtime(), self._stream(device, after_stream=after_stream)
+        # to enter a device takes longer than to ask for a copy
+        is_current = device.index == torch.cuda.current_device()
+        with nullcontext() if is_current else torch.cuda.device(device):
             for copy, steps in zip(planned, planned.steps, strict=True):
                 for step in steps:
                     ours = (flat.data_ptr() + step.shard_offset, step.shard_pitch)
