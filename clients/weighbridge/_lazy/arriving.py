@@ -6,11 +6,12 @@ import logging
 import math
 import os
 import random
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 
 import torch
@@ -30,7 +31,9 @@ _ROUND_BYTES = 256 << 20
 """Of parameters that are staged between two looks."""
 _AGAIN_BYTES = 64 << 20
 """Of parameters that are compared a second time when the version is ready."""
-_MOST_THREADS = 16
+_MOST_THREADS = 8
+_NICENESS = 10
+"""Of threads that add up words: the engine computes in the same process, and has to get a processor first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +112,8 @@ class EarlyStaging:
         self._left = {} if place is None else _parameters(recording, loan, place)
         self._seen = -1
         self._sums: dict[str, tuple[_Parameter, torch.Tensor, list[Future[int]]]] = {}
-        self._pool = ThreadPoolExecutor(min(len(os.sched_getaffinity(0)), _MOST_THREADS), "compare-staged")
+        threads = max(1, min(len(os.sched_getaffinity(0)) // 2, _MOST_THREADS))
+        self._pool = ThreadPoolExecutor(threads, "compare-staged", initializer=_let_others_go_first)
 
     @property
     def tensors_digest(self) -> str:
@@ -235,6 +239,12 @@ def _parameters(recording: Recording, loan: ReadLoan, place: StagingPlace) -> di
         word = math.gcd(tensor.data_ptr(), *(copy.part.offset * tensor.itemsize for copy in copies), *words)
         found[name] = _Parameter(tensor, copies, slices, word)
     return found
+
+
+def _let_others_go_first() -> None:
+    """Give the calling thread a lower priority than the other threads of its process."""
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
 
 
 def _nbytes_of(words: word_sums.Words) -> int:
