@@ -108,6 +108,7 @@ class EarlyStaging:
         self._arrivals = loan.arrivals
         self._device = torch.device("cpu") if place is None else place.device
         self._queue = loan.queue()
+        self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None  # type: ignore[no-untyped-call]  # torch's own
         self._asked: deque[tuple[Reached, dict[str, _Parameter]]] = deque()
         self._left = {} if place is None else _parameters(recording, loan, place)
         self._seen = -1
@@ -140,7 +141,7 @@ class EarlyStaging:
 
     def take(self) -> bool:
         """Stage some of what has arrived; whether there was anything."""
-        with on_stream_of(self._device), torch.no_grad():  # the engine computes on the current one
+        with on_stream_of(self._device, self._stream), torch.no_grad():  # the engine computes on the current one
             return self._take()
 
     def _take(self) -> bool:
