@@ -63,7 +63,13 @@ def test_a_transformers_model_reports_what_it_serves_and_what_it_could_not_be_ta
     eventually(lambda: only(client).version == 2)
     assert only(client).update_version == 2
     assert only(client).update_bytes == live_model(model).nbytes
-    assert list(only(client).update_parts) == ["receive", "agree", "apply"]  # it stands still by other means
+    assert list(only(client).update_parts) == [
+        "offer",
+        "open",
+        "receive",
+        "agree",
+        "apply",
+    ]  # it stands still by other means
     with pytest.raises(WeighbridgeError):
         live_model(model).rank.apply(9)
     eventually(lambda: only(client).state == "failing")

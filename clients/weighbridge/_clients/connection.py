@@ -127,7 +127,7 @@ class Connection(Transport):
             try:
                 with rpc.translated_errors(address, self.credentials), self._ending_when_closed():
                     method: Callable[..., bytes] = rpc.in_parts(self.streams.control(address), call.path)
-                    found = method(call.request, timeout=within, metadata=spans.headers() or None)
+                    found = method(call.encoded, timeout=within, metadata=spans.headers() or None)
                 self.addresses.answered(address)
                 outage.over()
                 return found

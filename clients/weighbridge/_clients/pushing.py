@@ -194,7 +194,7 @@ class Pusher:
         opening.traceparent = spans.traceparent(span)
         try:
             has_slot = self._slot(terms.hold)
-            opened, at = self._open(opening, registration)
+            opened, at = self._open(opening, registration, terms.hold.began)
             # ranks that have no trace of their own are in that of the rank which has opened the version
             span = spans.moved(span, "weighbridge.push", said, opened.traceparent)
             spans.within(span, "weighbridge.open", start_time=spans.began(span)).end()
@@ -518,15 +518,18 @@ class Pusher:
         return False
 
     def _open(
-        self, opening: pb.OpenVersionRequest, registration: RegisterModelRequest | None
+        self,
+        opening: pb.OpenVersionRequest,
+        registration: RegisterModelRequest | None,
+        called: float | None,
     ) -> tuple[Version, str]:
-        """Open a version; with the address of the replica that takes this rank's push."""
+        """Open a version; with the address of the replica that takes this rank's push. Arguments are those of `push_calls.open_version`."""
         addresses = self._connection.addresses
         at = addresses.current
-        opened = self._connection.run(push_calls.open_version(opening, registration))
+        opened = self._connection.run(push_calls.open_version(opening, registration, called))
         while at != addresses.current:  # another one has answered, or another thread has moved on meanwhile
             at = addresses.current
-            opened = self._connection.run(push_calls.open_version(opening), at=at)
+            opened = self._connection.run(push_calls.open_version(opening, called=called), at=at)
         return opened, at
 
     def _deliver(self, stream: RankStream, held_seconds: float, taken: _Taken, hold_seal: bool) -> PushReport:

@@ -155,7 +155,7 @@ class AsyncConnection:
             address = self.addresses.current
             try:
                 method = rpc.in_parts(self._channel(address), call.path)
-                with self._begun(address, method, call.request, call.seconds) as response:
+                with self._begun(address, method, call.encoded, call.seconds) as response:
                     found = bytes(await response)
                 self.addresses.answered(address)
                 outage.over()

@@ -56,6 +56,7 @@ class OpenVersionRequest(_message.Message):
     CAST_FROM_FIELD_NUMBER: _builtins.int
     AT_LEAST_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    CALL_AGE_SECONDS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """namespace/name; or namespace/name:training, whose versions are the training states of that model. Each of these has the tensors that its
     ranks declare, in either tensor space, under the names that they give them. The first one needs no registration but the model's.
@@ -75,6 +76,10 @@ class OpenVersionRequest(_message.Message):
     """Of training states, the lowest number that a new version gets: that of the weights with which it is pushed. 0 for others."""
     traceparent: _builtins.str
     """W3C traceparent of the rank's push, if it is traced. The version keeps that of the rank that opens it; what is malformed is ignored."""
+    call_age_seconds: _builtins.float
+    """How many seconds before this request the trainer has called for the rank's push, by the clock of the rank alone; at most ten years. Absent if it
+    does not say. Counts of the request that opens the version.
+    """
     @_builtins.property
     def metadata(self) -> _containers.MessageMap[_builtins.str, _resources_pb2.MetadataValue]:
         """Kept with the version: at most 32 values, 64 characters a key and 4 KiB in all. All ranks of a push give the same, or only some of
@@ -102,12 +107,15 @@ class OpenVersionRequest(_message.Message):
         cast_from: _abc.Iterable[_builtins.str] | None = ...,
         at_least: _builtins.int = ...,
         traceparent: _builtins.str = ...,
+        call_age_seconds: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_call_age_seconds", b"_call_age_seconds", "call_age_seconds", b"call_age_seconds"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["allow_nonfinite", b"allow_nonfinite", "at_least", b"at_least", "candidate", b"candidate", "cast_from", b"cast_from", "client_id", b"client_id", "metadata", b"metadata", "model", b"model", "ranks", b"ranks", "request_id", b"request_id", "run", b"run", "step", b"step", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_call_age_seconds", b"_call_age_seconds", "allow_nonfinite", b"allow_nonfinite", "at_least", b"at_least", "call_age_seconds", b"call_age_seconds", "candidate", b"candidate", "cast_from", b"cast_from", "client_id", b"client_id", "metadata", b"metadata", "model", b"model", "ranks", b"ranks", "request_id", b"request_id", "run", b"run", "step", b"step", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__call_age_seconds: _TypeAlias = _typing.Literal["call_age_seconds"]  # noqa: Y015
+    _WhichOneofArgType__call_age_seconds: _TypeAlias = _typing.Literal["_call_age_seconds", b"_call_age_seconds"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__call_age_seconds) -> _WhichOneofReturnType__call_age_seconds | None: ...
 
 Global___OpenVersionRequest: _TypeAlias = OpenVersionRequest  # noqa: Y015
 

@@ -15,6 +15,19 @@ from weighbridge_storage.memory.images import Image
 
 
 @dataclass(frozen=True, slots=True)
+class Beginning:
+    """How a version began, as the process knows it that has opened it. It is kept in memory alone.
+
+    Attributes:
+        offer_s: seconds from the trainer's call of push to the opening, as the rank has told whose request opened it; None if it has not.
+        first_byte_ms: when its first byte had come, in milliseconds since 1970 UTC; 0 if none has.
+    """
+
+    offer_s: float | None = None
+    first_byte_ms: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class VersionSnapshot:
     """What this process knows of a version beyond the store, at one moment.
 
@@ -25,6 +38,7 @@ class VersionSnapshot:
         unfinished: whether something is to be done for it yet.
         waits: says what a version waits for that is being received; None for others.
         abandoned: of a version that is visible and not durable, that it will not become durable.
+        beginning: how it began; None if this process has not opened it.
     """
 
     version: Version
@@ -33,6 +47,7 @@ class VersionSnapshot:
     unfinished: bool = True
     abandoned: bool = False
     waits: Callable[[], Iterable[str]] | None = field(default=None, compare=False)
+    beginning: Beginning | None = None
 
     @property
     def described(self) -> Version:

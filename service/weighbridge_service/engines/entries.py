@@ -22,7 +22,7 @@ from weighbridge._core.engines.facts import (
     EngineFacts,
     EngineReport,
 )
-from weighbridge._core.engines.step_parts import OF_AGENT
+from weighbridge._core.engines.step_parts import OF_AGENT, has_all
 
 _FACTS = [field.name for field in fields(EngineFacts)]
 _SLACK_MS = 2000
@@ -212,11 +212,21 @@ class RefView:
 
 
 class VersionTimes(NamedTuple):
-    """When a version was opened, and when it was ready: milliseconds since 1970 UTC, 0 if that is not known; and whether this process saw that."""
+    """Times of a version, in milliseconds since 1970 UTC; 0 for what is not known.
+
+    Attributes:
+        create_ms: when it was opened.
+        ready_ms: when it was ready.
+        here: whether this process saw that it was.
+        first_byte_ms: when this process had the first byte of it; known only to the process that has opened it, whose clock is that of all three.
+        offer_s: seconds from the trainer's call of push to the opening, by the trainer's clock; None if that is not known.
+    """
 
     create_ms: int = 0
     ready_ms: int = 0
     here: bool = False
+    first_byte_ms: int = 0
+    offer_s: float | None = None
 
 
 _UNKNOWN = VersionTimes()
@@ -234,8 +244,13 @@ def parts_of_step(entry: Entry, times: VersionTimes) -> dict[str, float]:
     """
     measured, found = entry.report.update_parts, dict[str, float]()
     if times.create_ms and times.ready_ms:
-        found["receive"] = (times.ready_ms - times.create_ms) / 1000
-        if times.here and entry.here and all(each.name in measured for each in OF_AGENT):
+        if times.offer_s is not None:
+            found["offer"] = times.offer_s
+        begun_ms = times.first_byte_ms or times.create_ms
+        if times.first_byte_ms:
+            found["open"] = (begun_ms - times.create_ms) / 1000
+        found["receive"] = (times.ready_ms - begun_ms) / 1000
+        if times.here and entry.here and has_all(measured, OF_AGENT):
             heard_ms = entry.updated_ms - 1000 * sum(measured.values())
             found["hear"] = round((heard_ms - times.ready_ms) / 1000, 6)
     return found | dict(measured)

@@ -16,7 +16,7 @@ from weighbridge.v1 import replica_service_pb2 as pb
 from weighbridge_service.catalog.catalog import AWAY, Catalog
 from weighbridge_service.catalog.changes import Changes
 from weighbridge_service.catalog.head_versions import refs_of
-from weighbridge_service.catalog.snapshots import VersionSnapshot
+from weighbridge_service.catalog.snapshots import Beginning, VersionSnapshot
 from weighbridge_service.engines.entries import Entry, Owner, RefView, VersionTimes, served, shown
 from weighbridge_service.engines.fleets import Fleet, fleets
 from weighbridge_service.engines.pages import page_of
@@ -240,7 +240,10 @@ class _Refs:
     def _known_times(self, number: int) -> VersionTimes:
         known = self._snapshots.get(number)
         if known is not None and known.version.ready_time_ms:
-            return VersionTimes(known.version.create_time_ms, known.version.ready_time_ms, here=True)
+            began, version = known.beginning or Beginning(), known.version
+            return VersionTimes(
+                version.create_time_ms, version.ready_time_ms, True, began.first_byte_ms, began.offer_s
+            )
         entry = None if self._history is None else self._history.head.recent.get(number)
         return VersionTimes() if entry is None else VersionTimes(entry.created_ms, entry.ready_ms)
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from prometheus_client import Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
+from weighbridge._core.engines.step_parts import PARTS
+
 
 class Kind(enum.StrEnum):
     """What a metric's value is."""
@@ -205,8 +207,8 @@ ENGINES_UPDATE = _gauge(
 )
 ENGINE_STEP = _histogram(
     "weighbridge_engine_step_seconds",
-    "How long each part of a step took, of each update that an agent has reported to this process: receive, hear, wait, stage, agree, pause, apply, "
-    "resume, confirm. 0 for a part that was below zero, of an engine that had begun early.",
+    "How long each part of a step took, of each update that an agent has reported to this process: "
+    f"{', '.join(each.name for each in PARTS)}. 0 for a part that was below zero, of an engine that had begun early.",
     "part",
 )
 ENGINE_PROOFS = _counter(

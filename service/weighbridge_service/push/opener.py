@@ -34,6 +34,7 @@ from weighbridge_service.catalog.bases import (
 from weighbridge_service.catalog.catalog import Catalog
 from weighbridge_service.catalog.head_versions import invisible_version
 from weighbridge_service.catalog.holding import HoldReasons
+from weighbridge_service.catalog.snapshots import Beginning
 from weighbridge_service.models.registered_model import RegisteredModel
 from weighbridge_service.models.registration import is_adapter_head, is_registered
 from weighbridge_service.plan.declarations import alone_at, is_alone_elsewhere
@@ -63,6 +64,7 @@ log = logging.getLogger(__name__)
 _STOP_SECONDS = 10.0
 _MAX_RANKS = 65_536
 _MAX_TEXT = 256
+_LONGEST_S = 10 * 365 * 86_400.0
 _OPENINGS = 64
 """Locks for opening versions; models share them by their names."""
 _NOTHING_SAID = Said()
@@ -120,6 +122,7 @@ class Opener:
         said: Said = _NOTHING_SAID,
         by: Peer | None = None,
         at_least: int = 0,
+        call_age_s: float | None = None,
     ) -> Version:
         """Give a number for a new version, or the one that this request has been given before.
 
@@ -128,7 +131,8 @@ class Opener:
 
         A request whose version has ended is given a new one, unless the caller took part in that version. What is ``said`` of the version
         is added to what other ranks have said. A new one is counted where the identity of ``by``, the peer that opens it, or the namespace has a limit; its name in the
-        policy is kept with the version, of the rank that came first.
+        policy is kept with the version, of the rank that came first. ``call_age_s`` is how many seconds ago the trainer has called for the push, by the rank's
+        clock; None if it does not say.
 
         Raises:
             NotFound: the model is not registered.
@@ -144,6 +148,8 @@ class Opener:
             raise InvalidArgument(f"{at_least} is no version number")
         if not 1 <= ranks <= _MAX_RANKS:
             raise InvalidArgument(f"{ranks} ranks are not between 1 and {_MAX_RANKS}")
+        if call_age_s is not None and not 0.0 <= call_age_s <= _LONGEST_S:
+            raise InvalidArgument(f"a push was not called for {call_age_s} seconds ago")
         if not 0 <= step < 1 << 53:
             raise InvalidArgument(f"step {step} is not between 0 and 2**53")
         for what, text in (("run", run), ("request_id", request_id), ("client_id", client_id)):
@@ -201,7 +207,7 @@ class Opener:
                 reached=frozenset(each.address for each in self._facilities.successors.others()),
             )
             with self._quotas.opening(identity, model_name, nbytes, is_open) as room:
-                entry, head = self._open(model, asked, client_id, room, as_registered=bool(digest))
+                entry, head, new = self._open(model, asked, client_id, room, as_registered=bool(digest))
                 self._pin(model_name, entry, wanted, identity.limits.adapters)
             if digest:
                 with suppress(NotFound):  # what it was opened with is not registered any more: `_begin`
@@ -216,7 +222,7 @@ class Opener:
             ):
                 joined.post(on.Described(entry))
                 return replace(joined.snapshot.version, held=entry.held, metadata=entry.metadata)
-            session = self._begin(model_name, entry, head, client_id)
+            session = self._begin(model_name, entry, head, client_id, Beginning(call_age_s) if new else None)
         if told:
             log.warning("%s: another job has pushed %s since this one did", session.snapshot.version, told)
         log.info("opened %s for run %s with %s", session.snapshot.version, run, counted(ranks, "rank"))
@@ -271,8 +277,8 @@ class Opener:
         room: Opening,
         *,
         as_registered: bool,
-    ) -> tuple[OpenEntry, Head]:
-        """Open a version in the head, or find it open; a new one only if the model is still registered as it was, if so asked.
+    ) -> tuple[OpenEntry, Head, bool]:
+        """Open a version in the head, or find it open; and whether it is a new one, which it is only if the model is still registered as it was, if so asked.
 
         Raises:
             FailedPrecondition: the model was registered otherwise meanwhile.
@@ -300,7 +306,7 @@ class Opener:
         entry, head, new = self._catalog.heads.update(name, open_new)
         if not new:
             room.new = False
-            return entry, head
+            return entry, head, False
         try:
             self._quotas.stored.take_room(name, entry.nbytes)
         except WeighbridgeError as error:
@@ -309,7 +315,7 @@ class Opener:
             ):  # it is abandoned then, which all replicas see when its lease has expired
                 self.give_up(name, entry.number, error.message)
             raise
-        return entry, head
+        return entry, head, True
 
     @contextmanager
     def opening(self, name: ModelName) -> Iterator[None]:
@@ -370,8 +376,23 @@ class Opener:
                 fix="wait until one is done, or abort one",
             )
 
-    def _begin(self, name: ModelName, entry: OpenEntry, head: Head, client_id: str) -> PushSession:
-        """Receive an open version here. The lock for openings is held."""
+    def _begin(
+        self,
+        name: ModelName,
+        entry: OpenEntry,
+        head: Head,
+        client_id: str,
+        beginning: Beginning | None = None,
+    ) -> PushSession:
+        """Receive an open version here. The lock for openings is held.
+
+        Args:
+            name: of the model.
+            entry: of the version in the head.
+            head: the model's.
+            client_id: who has opened the version, or declares a rank of it.
+            beginning: of a version that this process has just opened.
+        """
         try:
             model = self._catalog.model_opened(name, head, entry.files_id)
         except NotFound as error:
@@ -381,14 +402,16 @@ class Opener:
                 f"{name}@{entry.number} was given up: {reason}",
                 fix="push the step again",
             ) from error
-        session = self._session(model, entry, client_id)
+        session = self._session(model, entry, client_id, beginning)
         self._registry.add(session)
         session.post(on.Staying(self._facilities.successors.staying()))  # one may have left meanwhile
         if self.leaving is not None:
             session.post(self.leaving)
         return session
 
-    def _session(self, model: RegisteredModel, entry: OpenEntry, client_id: str) -> PushSession:
+    def _session(
+        self, model: RegisteredModel, entry: OpenEntry, client_id: str, beginning: Beginning | None
+    ) -> PushSession:
         begun = now()
         lease_left = (entry.until_ms - begun.unix_ms) / 1000
         opened = version_opened(model, entry)
@@ -398,7 +421,7 @@ class Opener:
         if model.known_number < entry.parent:
             known = None  # others have received a version since, perhaps from ranks that have moved
         state = PushState.begin(
-            opened, self._home, self._limits, known, lease_left, begun, holding
+            opened, self._home, self._limits, known, lease_left, begun, holding, beginning
         ).described(entry)
         return self.session(state, model, entry, client_id, None)
 

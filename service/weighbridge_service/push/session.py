@@ -252,6 +252,7 @@ class PushSession:
             unfinished=state.unfinished,
             abandoned=state.gave_up,
             waits=self._waits if state.phase in INCOMPLETE else None,
+            beginning=state.beginning,
         )
 
     def _waits(self) -> Iterable[str]:

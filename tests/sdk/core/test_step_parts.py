@@ -10,7 +10,7 @@ import pytest
 from weighbridge._core.engines.step_parts import OF_SERVICE, PARTS, chosen, offsets, step_seconds, step_text
 
 WHOLE = {
-    "receive": 0.25, "hear": 0.004, "wait": 0.0, "stage": 0.2, "agree": 0.05, "pause": 0.02, "apply": 0.03, "resume": 0.01, "confirm": 0.04,
+    "offer": 0.1, "open": 0.05, "receive": 0.2, "hear": 0.004, "wait": 0.0, "stage": 0.2, "agree": 0.05, "pause": 0.02, "apply": 0.03, "resume": 0.01, "confirm": 0.04,
 }  # fmt: skip
 
 
@@ -22,14 +22,41 @@ def test_parts_have_one_name_each_and_follow_each_other() -> None:
 
 def test_moments_are_counted_from_ready_and_the_step_ends_where_the_engine_goes_on() -> None:
     found = offsets(WHOLE)
-    assert list(found)[:2] == ["opened", "ready"]
+    assert list(found)[:4] == ["offered", "opened", "arriving", "ready"]
     assert found == pytest.approx(
         {
-            "opened": -0.25, "ready": 0.0, "heard": 0.004, "begun": 0.004, "staged": 0.204, "agreed": 0.254, "paused": 0.274, "applied": 0.304,
+            "offered": -0.35, "opened": -0.25, "arriving": -0.2, "ready": 0.0, "heard": 0.004, "begun": 0.004, "staged": 0.204, "agreed": 0.254, "paused": 0.274, "applied": 0.304,
             "resumed": 0.314, "confirmed": 0.354,
         }
     )  # fmt: skip
-    assert step_seconds(WHOLE) == pytest.approx(found["resumed"] - found["opened"])
+    assert found["ready"] == 0.0
+    assert step_seconds(WHOLE) == pytest.approx(found["resumed"] - found["offered"])
+
+
+@pytest.mark.parametrize(
+    ("missing", "first", "last", "whole"),
+    [
+        (["offer"], {"opened": -0.25, "arriving": -0.2}, "confirmed", 0.564),
+        (["open"], {"offered": -0.3, "opened": -0.2}, "confirmed", 0.614),  # then `receive` lasts from the opening
+        (["offer", "open"], {"opened": -0.2}, "confirmed", 0.514),
+    ],
+)  # fmt: skip
+def test_a_step_without_an_optional_part_is_whole_and_begins_with_the_first_moment_that_is_known(
+    missing: list[str], first: dict[str, float], last: str, whole: float
+) -> None:
+    parts = {name: seconds for name, seconds in WHOLE.items() if name not in missing}
+    found = offsets(parts)
+    assert {name: found[name] for name in list(found)[: len(first)]} == pytest.approx(first)
+    assert list(found)[len(first)] == "ready"
+    assert list(found)[-1] == last
+    assert step_seconds(parts) == pytest.approx(whole)
+    assert step_text(parts).endswith(f"; {round(whole * 1000)} ms in all")
+
+
+def test_an_optional_part_says_nothing_of_a_step_that_lacks_another_one() -> None:
+    parts = {"offer": 0.1, "open": 0.05, "hear": 0.004}
+    assert offsets(parts) == {"ready": 0.0, "heard": 0.004}
+    assert step_seconds(parts) is None
 
 
 def test_an_engine_that_begins_early_has_moments_before_ready_and_the_same_sum() -> None:
@@ -37,7 +64,7 @@ def test_an_engine_that_begins_early_has_moments_before_ready_and_the_same_sum()
     found = offsets(early)
     assert found["begun"] < found["staged"] < found["ready"] == 0.0
     assert found["agreed"] == pytest.approx(0.004)
-    assert step_seconds(early) == pytest.approx(0.25 + 0.004 + 0.02 + 0.03 + 0.01)
+    assert step_seconds(early) == pytest.approx(0.1 + 0.05 + 0.2 + 0.004 + 0.02 + 0.03 + 0.01)
     assert "wait -190 ms" in step_text(early)
 
 
@@ -57,7 +84,7 @@ def test_parts_that_no_table_names_are_left_out_and_order_is_that_of_the_table()
     assert list(chosen({"apply": 1.0, "first_token": 2.0, "stage": 3.0})) == ["stage", "apply"]
     assert step_text({"apply": 0.03, "agree": 0.05}) == "agree 50 ms, apply 30 ms"
     assert step_text({}) == ""
-    assert step_text(WHOLE).endswith("confirm 40 ms; 564 ms in all")
+    assert step_text(WHOLE).endswith("confirm 40 ms; 664 ms in all")
 
 
 def test_the_documentation_has_the_table() -> None:

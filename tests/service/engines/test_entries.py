@@ -170,6 +170,15 @@ def test_a_step_has_parts_of_the_service_before_those_of_the_agent_which_end_whe
     assert shown(entry, RefView(), 1000.0, LEASES, times).update_parts == parts
 
 
+def test_a_step_begins_with_the_call_of_push_and_receiving_with_the_first_byte_where_they_are_known() -> None:
+    entry = heard(1000.0, update_version=16, update_age_seconds=40.0, update_parts=PARTS)
+    parts = parts_of_step(entry, VersionTimes(ms(950), ms(955), True, ms(952), 0.7))
+    assert parts == {"offer": 0.7, "open": 2.0, "receive": 3.0, "hear": pytest.approx(1.0), **PARTS}
+    assert ms(950) + 1000 * (sum(parts.values()) - 0.7) == pytest.approx(entry.updated_ms)
+    without = parts_of_step(entry, VersionTimes(ms(950), ms(955), True, offer_s=0.0))
+    assert without == {"offer": 0.0, "receive": 5.0, "hear": pytest.approx(1.0), **PARTS}
+
+
 @pytest.mark.parametrize("times", [VersionTimes(), VersionTimes(0, ms(955)), VersionTimes(ms(950), 0)])
 def test_of_a_version_whose_times_are_not_known_a_step_has_the_parts_of_the_agent_alone(
     times: VersionTimes,

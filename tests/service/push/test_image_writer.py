@@ -191,6 +191,37 @@ def test_a_file_is_filled_with_its_last_byte_and_a_rank_whole_with_its() -> None
     bench.check()
 
 
+def test_the_first_bytes_are_told_once_and_before_what_follows_from_them() -> None:
+    bench = Bench()
+    data = memoryview(bench.stream(2)[:8])
+    with pytest.raises(DataLoss):
+        bench.writer.write(2, 0, data, rpc.checksum(data) ^ 1)
+    assert not bench.said(on.FirstByte), "a piece that is refused has not come"
+    bench.writer.write(2, 0, data, rpc.checksum(data))
+    assert bench.events[0] == [on.FirstByte()]
+    for rank in range(RANKS):
+        bench.push(rank)
+    assert bench.said(on.FirstByte) == [on.FirstByte()]
+    bench.check()
+
+
+@pytest.mark.parametrize("reports", [True, False])
+def test_of_a_process_that_writes_to_the_image_the_first_bytes_are_those_that_it_reports(
+    reports: bool,
+) -> None:
+    bench = Bench()
+    grant, length = bench.writer.grant(0), len(bench.stream(0))
+    if reports:
+        bench.writer.report(grant, [])
+        assert not bench.events[0], "it has reported nothing"
+        bench.writer.report(grant, [(0, length // 2)])
+    assert bench.events[0] == [on.FirstByte()] * reports
+    bench.writer.end_grant(grant, complete=True)
+    assert bench.events[0][0] == on.FirstByte()
+    assert bench.said(on.RankWhole) == [on.RankWhole(0)]
+    assert len(bench.said(on.FirstByte)) == 1
+
+
 def test_a_damaged_piece_and_one_outside_of_the_stream_change_nothing() -> None:
     bench = Bench()
     stream = memoryview(bench.stream(0))

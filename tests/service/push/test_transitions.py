@@ -9,6 +9,7 @@ import pytest
 from tests.service.push.simulated_push import FILES, LIMITS, planned
 from weighbridge._core.resources import Version, VersionState
 from weighbridge.errors import DataLoss, FailedPrecondition, ResourceExhausted, Unavailable, VersionFailed
+from weighbridge_service.catalog.snapshots import Beginning
 from weighbridge_service.plan.declarations import Declaration, Home
 from weighbridge_service.push.machine import effects as do
 from weighbridge_service.push.machine import events as on
@@ -40,6 +41,19 @@ def spread_push(homes: tuple[int, ...]) -> PushState:
 
 NOW = Moment(1000.0, 1_000_000)
 GONE = VersionFailed("host1:1 is gone")
+
+
+def test_the_first_byte_came_when_it_is_first_told_of_a_version_that_this_process_has_opened() -> None:
+    opened, home = Version("acme/m", 1, VersionState.OPEN, ranks=1), Home("host0:1", "boot0")
+    begun = PushState.begin(opened, home, LIMITS, None, 120.0, NOW, beginning=Beginning(0.5))
+    for at_ms in (1_000_700, 1_000_900):
+        begun, _ = step(begun, on.FirstByte(), Moment(NOW.seconds, at_ms))
+    assert begun.beginning == Beginning(0.5, 1_000_700)
+    joined = PushState.begin(opened, home, LIMITS, None, 120.0, NOW)
+    joined, _ = step(joined, on.FirstByte(), NOW)
+    assert joined.beginning is None, "another machine's clock says when it was opened"
+    ended, _ = step(begun, on.Aborted("enough"), NOW)
+    assert (ended.phase, ended.beginning) == (Phase.ABORTED, Beginning(0.5, 1_000_700))
 
 
 def test_a_push_over_replicas_is_ready_when_every_owner_has_said_that_its_files_are_complete() -> None:

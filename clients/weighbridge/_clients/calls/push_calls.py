@@ -40,7 +40,9 @@ _call = partial(call_method, pb.DESCRIPTOR.services_by_name["CheckpointService"]
 
 
 def open_version(
-    opening: pb.OpenVersionRequest, registration: RegisterModelRequest | None = None
+    opening: pb.OpenVersionRequest,
+    registration: RegisterModelRequest | None = None,
+    called: float | None = None,
 ) -> Steps[Version]:
     """Open a version, or find the one that another rank has opened. Warns if another job pushes the model, too.
 
@@ -48,16 +50,18 @@ def open_version(
         opening: says which version.
         registration: of the model, if the service may not have it, or have it otherwise. It is asked for only then: the next version of a model
             takes one call.
+        called: when the trainer has called for the push, by the monotonic clock; None if that is not to be told.
     """
+    age = None if called is None else partial(_called, called)
     try:
-        answer = yield from _call("OpenVersion", opening)
+        answer = yield from _call("OpenVersion", opening, latest=age)
     except (NotFound, FailedPrecondition) as error:
         # The service reports another rank's refusal once to each rank: a second opening would open a new version.
         if registration is None or isinstance(error, VersionFailed):
             raise
         # raises what was wrong if that was something else
         yield from model_calls.register_model(registration)
-        answer = yield from _call("OpenVersion", opening)
+        answer = yield from _call("OpenVersion", opening, latest=age)
     opened = wire.version_from_proto(answer.version)
     if OTHER_WRITER in opened.metadata and OTHER_WRITER not in opening.metadata:
         log.warning(
@@ -67,6 +71,11 @@ def open_version(
             opened.metadata[OTHER_WRITER],
         )
     return opened
+
+
+def _called(at: float) -> pb.OpenVersionRequest:
+    """What an opening says of the trainer's call, which was at this moment of the monotonic clock."""
+    return pb.OpenVersionRequest(call_age_seconds=time.monotonic() - at)
 
 
 def declare(

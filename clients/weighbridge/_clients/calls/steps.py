@@ -31,11 +31,21 @@ class Call:
         path: of the method.
         request: the encoded request, in parts.
         seconds: its deadline.
+        latest: gives what of the request is another with each try, such as how long ago something was; None if nothing is.
     """
 
     path: str
     request: tuple[bytes, ...]
     seconds: float = rpc.CALL_SECONDS
+    latest: Callable[[], Message] | None = None
+
+    @property
+    def encoded(self) -> tuple[bytes, ...]:
+        """The request as it is to be sent now, in parts. Messages that are encoded one behind the other are one message (see `request_parts`)."""
+        if self.latest is None:
+            return self.request
+        *before, last = self.request
+        return (*before, last + self.latest().SerializeToString())
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +99,12 @@ def _take(step: Step, call: Callable[[Call], bytes]) -> Any:
 
 
 def call_method(
-    service: ServiceDescriptor, name: str, request: Message, seconds: float = rpc.CALL_SECONDS
+    service: ServiceDescriptor,
+    name: str,
+    request: Message,
+    seconds: float = rpc.CALL_SECONDS,
+    latest: Callable[[], Message] | None = None,
 ) -> Steps[Any]:
     """Call a method of the contract; its response as a message."""
-    raw = yield Call(f"/{service.full_name}/{name}", encoded_parts(request), seconds)
+    raw = yield Call(f"/{service.full_name}/{name}", encoded_parts(request), seconds, latest)
     return GetMessageClass(service.methods_by_name[name].output_type).FromString(raw)

@@ -56,14 +56,18 @@ class HoldPolicy:
         return self.on_failure == "warn"
 
     def begin(self, *, away: bool = False) -> Hold:
-        """The hold of one call, which begins now. Within another one it ends no later than that.
+        """The hold of one call, which begins now. Within another one it has begun with that, and ends no later.
 
         Args:
             away: whether the service could not be reached by the call before, and this one may be skipped as well.
         """
-        until = math.inf if self.max_hold_s is None else time.monotonic() + self.max_hold_s
+        outer, now_s = current_hold(), time.monotonic()
+        until = math.inf if self.max_hold_s is None else now_s + self.max_hold_s
         return Hold(
-            self, min(until, current_hold().until), AGAIN_SECONDS if away and self.warns else math.inf
+            self,
+            min(until, outer.until),
+            AGAIN_SECONDS if away and self.warns else math.inf,
+            now_s if outer.began is None else outer.began,
         )
 
 
@@ -75,11 +79,13 @@ class Hold:
         policy: what the call may cost.
         until: moment until which it may wait, by the monotonic clock; infinite without a bound.
         reach_seconds: for how long a service that does not answer is tried, at most.
+        began: moment at which the call began, by the monotonic clock; None if this is of no call.
     """
 
     policy: HoldPolicy = HoldPolicy()
     until: float = math.inf
     reach_seconds: float = math.inf
+    began: float | None = None
 
     @property
     def left(self) -> float:

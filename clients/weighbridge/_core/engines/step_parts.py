@@ -1,4 +1,4 @@
-"""Parts of a step of training as one engine takes it: from the trainer's first call to the service until the engine computes with the new weights.
+"""Parts of a step of training as one engine takes it: from the trainer's call of push until the engine computes with the new weights.
 
 `PARTS` is the only table of them: reports, the status page, metrics and the command line take names, order and meaning from it. A part is a
 duration in seconds, measured by the clock of one machine. Each begins where the one before has ended, so that parts add up, and clocks of two
@@ -23,18 +23,26 @@ class StepPart:
         end: the moment at which it ends.
         text: between which moments it lies, for people.
         still: whether the engine stands still meanwhile.
+        optional: whether a step is known as a whole without it. The part behind an optional one that is missing begins where that would have begun.
     """
 
     name: str
     end: str
     text: str
     still: bool = False
+    optional: bool = False
 
 
+OFFERED, OPENED, READY = "offered", "opened", "ready"
+"""The first moments of a step, of which the first may not be known, and the one from which others are counted."""
+BEFORE_READY = (
+    StepPart("offer", OPENED, "from the trainer's call of push until the version was opened", optional=True),
+    StepPart("open", "arriving", "until the service had the first byte of it", optional=True),
+    StepPart("receive", READY, "until it was ready; from its opening, if the first byte is not known"),
+)
+"""Parts before `READY`, which the service knows."""
 OF_SERVICE = (
-    StepPart(
-        "receive", "ready", "from the opening of the version, before its first byte, until it was ready"
-    ),
+    *BEFORE_READY,
     StepPart("hear", "heard", "until the engine's agent had heard that its ref names the version"),
 )
 """Parts that the service knows."""
@@ -53,8 +61,6 @@ OF_AGENT = (
 )
 """Parts that an agent measures of the engine beside it."""
 PARTS = (*OF_SERVICE, *OF_AGENT)
-OPENED, READY = "opened", "ready"
-"""The first moment of a step, and the one from which others are counted."""
 _LAST = "resume"
 """The part after which the engine goes on."""
 
@@ -70,20 +76,36 @@ def chosen(parts: Parts, table: Iterable[StepPart] = PARTS) -> dict[str, float]:
 def offsets(parts: Parts) -> dict[str, float]:
     """Moments of a step in seconds from `READY`, in the order of the table, up to the first that is not known. Those before `READY` are below
     zero, and so are later ones of an engine that began early."""
-    found = {OPENED: -parts["receive"]} if "receive" in parts else {}
-    found[READY] = at = 0.0
-    for each in PARTS[1:]:
-        if each.name not in parts:
+    found = dict[str, float]()
+    if has_all(parts, BEFORE_READY):
+        found[OFFERED if "offer" in parts else OPENED] = first = -sum(chosen(parts, BEFORE_READY).values())
+        found |= _ends(BEFORE_READY, parts, first)
+    found[READY] = 0.0
+    return found | _ends(PARTS[len(BEFORE_READY) :], parts, 0.0)
+
+
+def _ends(table: Iterable[StepPart], parts: Parts, begun: float) -> dict[str, float]:
+    """Ends of parts that follow each other, the first of which begins at a moment, up to the first that is not known."""
+    found, at = dict[str, float](), begun
+    for each in table:
+        if each.name in parts:
+            found[each.end] = at = at + parts[each.name]
+        elif not each.optional:
             break
-        found[each.end] = at = at + parts[each.name]
     return found
 
 
 def step_seconds(parts: Parts) -> float | None:
-    """From the opening of the version until the engine goes on; None if a part of it is not known."""
+    """From the trainer's call of push until the engine goes on, or from the opening of the version if the call is not known; None if another part of it
+    is not known."""
     names = [each.name for each in PARTS]
-    needed = names[: names.index(_LAST) + 1]
-    return sum(parts[name] for name in needed) if all(name in parts for name in needed) else None
+    table = PARTS[: names.index(_LAST) + 1]
+    return sum(chosen(parts, table).values()) if has_all(parts, table) else None
+
+
+def has_all(parts: Parts, table: Iterable[StepPart]) -> bool:
+    """Whether all parts of a table are known that are not optional."""
+    return all(each.name in parts or each.optional for each in table)
 
 
 def step_text(parts: Parts) -> str:

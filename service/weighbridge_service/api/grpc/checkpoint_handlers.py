@@ -63,6 +63,7 @@ class CheckpointHandlers:
             ),
             by=call.peer,
             at_least=request.at_least,
+            call_age_s=request.call_age_seconds if request.HasField("call_age_seconds") else None,
         )
         return checkpoint_service_pb2.OpenVersionResponse(version=wire.version_to_proto(version))
 

@@ -109,6 +109,7 @@ class ImageWriter:
         self._writers = 0
         self._sample = Sample()
         self._received_bytes = 0
+        self._has_begun = False
         self._heard_at = time.monotonic()
         self._hold = image.hold()
         self._buffers: Mapping[str, Bytes] = image.buffers
@@ -192,6 +193,8 @@ class ImageWriter:
                 self._revoke()
             self._writers += 1
             buffers = self._buffers
+            begun = self._begun()
+        self._post(begun)
         filled: list[Mapping[str, int]] = []
         try:
             transfer, stream = self._agreed.prepared.transfer, str(rank)
@@ -237,6 +240,13 @@ class ImageWriter:
         return events
 
     # --- books; the lock is held
+
+    def _begun(self) -> list[on.Event]:
+        """Bytes have come; gives what follows if they are the first."""
+        if self._has_begun:
+            return []
+        self._has_begun = True
+        return [on.FirstByte()]
 
     def _count(
         self, rank: int, fresh: Sequence[tuple[int, int]], filled: Sequence[Mapping[str, int]]
@@ -313,12 +323,15 @@ class ImageWriter:
     def report(self, grant: MemoryGrant, ranges: Sequence[tuple[int, int]]) -> None:
         """A rank's process has written ranges of its stream, and does not write there again. Nothing follows if the grant has ended."""
         rank, granted = grant.rank, grant.prepared.grantable[grant.rank]
+        begun: list[on.Event] = []
         with self._lock:
             if self._closed is None and not self._complete and self._grants[rank]:
                 self._heard_at = time.monotonic()
                 for start, stop in ranges:
                     for begin, end in granted.within(start, stop):
+                        begun += self._begun()
                         self._place(rank, begin, end)
+        self._post(begun)
 
     # --- grants
 
@@ -382,7 +395,7 @@ class ImageWriter:
                     filled = [transfer.filled(start, stop, stream) for start, stop in fresh]
                     if fresh == list(granted):
                         self._offer(rank, granted, sample)
-                    events = self._count(rank, fresh, filled)
+                    events = [*(self._begun() if fresh else ()), *self._count(rank, fresh, filled)]
         finally:
             grant.hold.release()
         self._post(events)

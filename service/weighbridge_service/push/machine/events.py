@@ -32,6 +32,11 @@ class RankDeclared(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class FirstByte(Event):
+    """The first bytes have come, or a process that writes to the image has said that it has written some."""
+
+
+@dataclass(frozen=True, slots=True)
 class FilesFilled(Event):
     """All bytes of these files are in the image, and no other process can write to them."""
 

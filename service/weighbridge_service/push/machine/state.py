@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from weighbridge._core.resources import Version
 from weighbridge.errors import AlreadyExists, VersionFailed, WeighbridgeError
 from weighbridge_service.catalog.holding import HoldReasons
+from weighbridge_service.catalog.snapshots import Beginning
 from weighbridge_service.plan.declarations import Agreement, Declarations, Home, KnownSet, Share
 from weighbridge_service.push.machine.effects import Awaited
 from weighbridge_service.push.machine.phases import (
@@ -95,6 +96,7 @@ class PushState:
         publishing: whether a publication was ever begun by this replica.
         settling: the error of a publication of which it is not known yet whether it was made all the same.
         received_bytes: of tensors that have come.
+        beginning: how the version began; None if this process has not opened it.
         ready_ms, verified_ms, durable_ms: when it became so, in milliseconds since 1970 UTC; 0 if it did not.
         ended_ms: when its last phase began, likewise.
         error: what ended it; of a visible version, why it is not durable.
@@ -147,6 +149,7 @@ class PushState:
     publishing: bool = False
     settling: WeighbridgeError | None = None
     received_bytes: int = 0
+    beginning: Beginning | None = None
     ready_ms: int = 0
     verified_ms: int = 0
     durable_ms: int = 0
@@ -175,6 +178,7 @@ class PushState:
         lease_left: float,
         now: Moment,
         holding: HoldReasons = _NOT_HELD,
+        beginning: Beginning | None = None,
     ) -> PushState:
         """A push that has just been opened.
 
@@ -186,6 +190,7 @@ class PushState:
             lease_left: seconds until its lease in head.json expires.
             now: the time.
             holding: why it is held, as far as that was said at its opening.
+            beginning: how the version began; None if another process has opened it.
         """
         return PushState(
             opened,
@@ -194,6 +199,7 @@ class PushState:
             heard_at=now.seconds,
             renew_at=now.seconds + lease_left - limits.lease / 2,
             holding=holding,
+            beginning=beginning,
         )
 
     @staticmethod

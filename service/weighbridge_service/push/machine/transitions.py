@@ -132,6 +132,8 @@ def _noted(state: PushState, event: on.Event, now: Moment) -> PushState:
     match event:
         case on.ImageGranted():
             return replace(state, image=True)
+        case on.FirstByte() if state.beginning is not None and not state.beginning.first_byte_ms:
+            return replace(state, beginning=replace(state.beginning, first_byte_ms=now.unix_ms))
         case on.FilesFilled(files) if state.share is not None:
             return replace(state, filled=state.filled | (files & state.share.files.keys()))
         case on.RankWhole(rank) if state.share is not None and rank in state.share.ranks:

@@ -17,7 +17,7 @@ from weighbridge._core.engines.facts import (
     Engine,
 )
 from weighbridge._core.engines.step_parts import (
-    OPENED,
+    BEFORE_READY,
     PARTS,
     READY,
     Parts,
@@ -47,7 +47,7 @@ class EngineStep:
         engine: which one, in words.
         parts: name of each part that is known, how long it took, and what it lasts, all in words.
         moments: each moment, in words, from the one at which the version was ready.
-        total: from the opening of the version until the engine went on; empty if a part is not known.
+        total: how long all took until the engine went on (`step_seconds`); empty if that is not known.
         spans: the parts as those of a bar: while the version is received, while the engine serves, and while it stands still.
     """
 
@@ -121,12 +121,12 @@ def _spans(parts: Parts, moments: Mapping[str, float]) -> tuple[Span, ...]:
     was ready, its own parts lie over the one in which that was received."""
     first, last = min(moments.values()), max(moments.values())
     unit = UNITS / (last - first)
-    found, begin = list[Span](), moments[OPENED]
+    found, begin = list[Span](), next(iter(moments.values()))
     for each in PARTS:
-        if each.end not in moments:
-            break
+        if each.name not in parts or each.end not in moments:
+            continue
         end = moments[each.end]
-        kind = "stored" if each.still else "received" if each is PARTS[0] else "verified"
+        kind = "stored" if each.still else "received" if each in BEFORE_READY else "verified"
         if end > begin:
             start = min(round((begin - first) * unit), UNITS - _LEAST)
             length = min(max(_LEAST, round((end - first) * unit) - start), UNITS - start)

@@ -233,6 +233,16 @@ def test_the_step_that_took_an_engine_to_a_version_is_a_bar_and_words() -> None:
     assert steps_to([stepped(STEP)], 8) == ()
 
 
+def test_the_way_to_the_service_is_part_of_the_bar_where_it_is_known() -> None:
+    (step,) = steps_to([stepped({**STEP, "offer": 0.5, "open": 0.25, "receive": 0.25})], 9)
+    assert [(each.kind, each.start, each.length) for each in step.spans][:4] == [
+        ("received", 0, 286), ("received", 286, 143), ("received", 429, 142), ("verified", 571, 29),
+    ]  # fmt: skip
+    assert [each.text for each in step.spans][:3] == ["offer 500 ms", "open 250 ms", "receive 250 ms"]
+    assert step.total == "1.75 s"
+    assert step.moments.startswith("offered -1.00 s, opened -500 ms, arriving -250 ms, heard +50 ms")
+
+
 def test_an_engine_that_began_before_its_version_was_ready_lies_over_its_arrival() -> None:
     (step,) = steps_to([stepped({**STEP, "wait": -0.2, "stage": 0.1, "agree": 0.2})], 9)
     placed = {each.text.split()[0]: (each.start, each.start + each.length) for each in step.spans}
