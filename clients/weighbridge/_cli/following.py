@@ -160,6 +160,11 @@ def _draft(ctx: click.Context, param: click.Parameter, text: str | None) -> tupl
     is_flag=True,
     help="Approve a version that is held as a candidate when the drift of this engine is within the bound.",
 )
+@click.option(
+    "--ask-token",
+    is_flag=True,
+    help="Ask the engine for one token after each update, and tell how long it took until it had answered by the new weights.",
+)
 @click.option("--force", is_flag=True, help="Also if the engine says that it serves another model.")
 @client_options
 @click.pass_context
@@ -184,6 +189,7 @@ def follow_command(
     golden: bool,
     max_drift: float | None,
     approve: bool,
+    ask_token: bool,
     force: bool,
     server: str,
     as_json: bool,
@@ -249,6 +255,7 @@ def follow_command(
                 golden=checks,
                 draft=draft,
                 leaves_draft=stale_drafter == "allow",
+                ask_token=ask_token,
             )
             for done in itertools.islice(follower.run(), count):
                 print_result(done, as_json, _line(done), one_line=True)

@@ -93,16 +93,17 @@ class EngineReporter:
             facts = self._said.facts
         return f"<EngineReporter of {facts.model}: {facts.state} {facts.version or 'no version'}>"
 
-    def say(self, **changes: Any) -> None:
+    def say(self, *, updated_s: float | None = None, **changes: Any) -> None:
         """Say what has changed.
 
         Args:
+            updated_s: when the update that the changes tell of has ended, by `time.monotonic`; by default now.
             changes: fields of the engine by name: ``version``, ``target``, ``state``, ``error``, and ``update_version`` with others of an update.
         """
         for text in changes.keys() & {"error", "proof_error"}:
             changes[text] = shortened(changes[text], _LONGEST_ERROR)
         with self._lock:
-            self._said = self._said.with_changes(changes, time.monotonic())
+            self._said = self._said.with_changes(changes, time.monotonic(), updated_s)
         self._wake.set()
 
     @property

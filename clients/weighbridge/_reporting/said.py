@@ -37,8 +37,14 @@ class Said:
     updated_s: float
     proved_s: float = 0.0
 
-    def with_changes(self, changes: dict[str, Any], now_s: float) -> Said:
-        """After something has changed."""
+    def with_changes(self, changes: dict[str, Any], now_s: float, updated_s: float | None = None) -> Said:
+        """After something has changed.
+
+        Args:
+            changes: fields of the engine.
+            now_s: the time.
+            updated_s: when the update that they tell of has ended; by default now.
+        """
         facts = replace(self.facts, **changes)
         before = self.facts
         same = (before.state, before.version, before.target) == (facts.state, facts.version, facts.target)
@@ -47,7 +53,7 @@ class Said:
         return Said(
             facts,
             self.since_s if same else now_s,
-            now_s if updated else self.updated_s,
+            (now_s if updated_s is None else updated_s) if updated else self.updated_s,
             now_s if proved else self.proved_s,
         )
 

@@ -11,7 +11,7 @@
 # - `evidence`: what its parameters hold.
 # - `proving`: the proof that they hold a version; `due_proofs`: when an agent makes one.
 # - `golden`: its drift from a version's golden prompts.
-# - `completions`: requests for the log probabilities of given tokens.
+# - `completions`: requests for one token, and for the log probabilities of given ones.
 # - `answers`: calls of an engine's HTTP API, and what it answers.
 # - `status_file`: how the engine stands, in a file.
 # - `wanted`: the version that a request to SGLang names.

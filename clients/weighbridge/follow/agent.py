@@ -30,6 +30,7 @@ from weighbridge._tracing import spans
 from weighbridge.errors import DataLoss, FailedPrecondition, InvalidArgument, WeighbridgeError
 from weighbridge.follow.due_proofs import DueProofs, Proved
 from weighbridge.follow.engines import (
+    AnswersToken,
     Engine,
     EngineFailed,
     Prepared,
@@ -111,10 +112,11 @@ class Follower:
         draft: model and ref of the engine's drafter, if that is a model of its own. The engine is to have the versions that both refs name: when
             either moves, both are prepared, and taken in one pause or not at all.
         leaves_draft: whether the engine takes a version also if that of the drafter cannot be taken, and keeps the drafter that it has.
+        ask_token: ask the engine for one token after each update, and measure until it has answered: the part ``answer`` of a step.
 
     Raises:
-        InvalidArgument: it is to be proved, and its driver gives no evidence (`GivesEvidence`); or has a drafter, and its driver takes none
-            (`TakesDrafter`).
+        InvalidArgument: it is to be proved, and its driver gives no evidence (`GivesEvidence`); it has a drafter, and its driver takes none
+            (`TakesDrafter`); or it is to be asked for a token, and its driver asks for none (`AnswersToken`).
     """
 
     def __init__(
@@ -134,6 +136,7 @@ class Follower:
         golden: GoldenChecks | None = None,
         draft: tuple[str, str] | None = None,
         leaves_draft: bool = False,
+        ask_token: bool = False,
     ) -> None:
         self._client = client
         self._model = model
@@ -152,6 +155,9 @@ class Follower:
             raise InvalidArgument(f"{type(engine).__name__} takes no drafter that is a model of its own")
         self._draft_ref, self._draft, self._leaves_draft = draft, "", leaves_draft
         self._draft_problem = ""
+        if ask_token and not isinstance(engine, AnswersToken):
+            raise InvalidArgument(f"{type(engine).__name__} asks its engine for no token")
+        self._ask_token = ask_token
         self._proofs = DueProofs(client, model, engine, prove_every, self._say)
         self._golden = golden or GoldenChecks()
         self._unanswered = 0, ""
@@ -391,6 +397,8 @@ class Follower:
         if serving is not None and not waits and (serving.broken or version not in (None, number)):
             problem = _with_what_is_served(problem, number, serving)
         laps.end("confirm")
+        if version == number and not problem and not waits:
+            self._measure_token(number, laps)
         proof = (
             Proved()
             if problem
@@ -415,8 +423,20 @@ class Follower:
             drafter=serving.draft if serving else "",
             **_golden_of(asked),
         )
-        self._say_done(done)
+        self._say_done(done, laps.ended_s)
         return done
+
+    def _measure_token(self, number: int, laps: Laps) -> None:
+        """Measure until the engine has answered a token by a version that it has, if it is to be asked for one. An engine that does not answer has taken the
+        version all the same."""
+        if not (self._ask_token and isinstance(self._engine, AnswersToken)):
+            return
+        try:
+            self._engine.answer_token()
+        except WeighbridgeError as error:
+            log.warning("the engine has answered no token by version %d: %s", number, error)
+        else:
+            laps.end("answer")
 
     def _prepare(self, number: int) -> Prepared:
         """Have a version prepared, and with it the drafter's, or without that one if it cannot be and may be left behind."""
@@ -473,7 +493,8 @@ class Follower:
             self._model, number, number, error=proved.problem, proof=proved.verdict, drafter=self._drafter
         )
 
-    def _say_done(self, done: Followed) -> None:
+    def _say_done(self, done: Followed, ended_s: float) -> None:
+        """Report an update, or an attempt at one, whose last part has ended at a moment of the monotonic clock: proofs and golden prompts come after it."""
         if done.error:
             self._say(state=ENGINE_FAILING, version=done.serves or 0, target=0, error=done.error)
             return
@@ -491,6 +512,7 @@ class Follower:
             update_prepare_seconds=done.prepare_seconds,
             update_pause_seconds=done.pause_seconds,
             update_parts=done.parts,
+            updated_s=ended_s,
         )
 
     @property
@@ -510,7 +532,7 @@ class Follower:
 
     def _say(self, **changes: Any) -> None:
         if self._reporter is not None:
-            drafted = (
+            drafted: dict[str, Any] = (
                 {}
                 if self._seen is None or not (self._seen.draft or self._draft_ref)
                 else {"drafter": self._seen.draft}

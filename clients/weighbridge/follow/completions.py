@@ -1,4 +1,4 @@
-"""Requests for the log probabilities of given tokens, as servers of vLLM and SGLang take them, and their answers read. Pure."""
+"""Requests for one token, and for the log probabilities of given ones, as servers of vLLM and SGLang take them, and their answers read. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,19 @@ from typing import Any
 
 ASK_SECONDS = 60.0
 """For one token: a server that takes longer has too much to do, or is paused."""
+_PROMPT = (0,)
+"""A prompt of which only the time of its answer counts: a token that each vocabulary has."""
 _VLLM_ONE = {"max_tokens": 1, "temperature": 0, "ignore_eos": True}
+
+
+def vllm_token() -> dict[str, Any]:
+    """Body for ``/v1/completions``: one token, whichever."""
+    return {**_VLLM_ONE, "prompt": list(_PROMPT)}
+
+
+def check_vllm_token(answer: Any) -> None:
+    """Raise LookupError, TypeError or ValueError if an answer has not one token."""
+    _check_one(answer["usage"]["completion_tokens"])
 
 
 def vllm_last(tokens: Sequence[int]) -> dict[str, Any]:
@@ -44,6 +56,16 @@ def read_vllm_whole(answer: Any, tokens: Sequence[int]) -> tuple[float, ...]:
 _SGLANG_ONE = {"max_new_tokens": 1, "temperature": 0, "ignore_eos": True}
 
 
+def sglang_token() -> dict[str, Any]:
+    """Body for ``/generate``: one token, whichever."""
+    return {"input_ids": list(_PROMPT), "sampling_params": _SGLANG_ONE}
+
+
+def check_sglang_token(answer: Any) -> None:
+    """Raise as `check_vllm_token`."""
+    _check_one(answer["meta_info"]["completion_tokens"])
+
+
 def sglang_last(tokens: Sequence[int]) -> dict[str, Any]:
     """Body for ``/generate``: the log probability of the last token behind the others, whose cached prefixes SGLang uses."""
     return {
@@ -77,6 +99,11 @@ def read_sglang_whole(answer: Any, tokens: Sequence[int]) -> tuple[float, ...]:
     if [token for _, token, *_ in found] != list(tokens):
         raise ValueError("log probabilities of other tokens than the prompt's")
     return tuple(_number(value) for value, *_ in found[1:])
+
+
+def _check_one(count: Any) -> None:
+    if count != 1:
+        raise ValueError(f"{count} tokens, and not one")
 
 
 def _number(value: Any) -> float:

@@ -179,6 +179,18 @@ class GivesEvidence(Protocol):
         """
 
 
+@runtime_checkable
+class AnswersToken(Protocol):
+    """Driver of an engine that can be asked for one token."""
+
+    def answer_token(self) -> None:
+        """Have each engine behind the driver answer one token of a prompt that it computes; returns when all have.
+
+        Raises:
+            WeighbridgeError: an engine does not answer, is paused, or sleeps.
+        """
+
+
 Ranks = Mapping[str, Status]
 """Status of each rank of an engine, of all engines behind one server, by what errors call the rank."""
 

@@ -17,9 +17,11 @@ from weighbridge.follow.adapters import LoadedAdapter
 from weighbridge.follow.answers import EngineApi, NoRoute, understood
 from weighbridge.follow.completions import (
     ASK_SECONDS,
+    check_sglang_token,
     read_sglang_last,
     read_sglang_whole,
     sglang_last,
+    sglang_token,
     sglang_whole,
 )
 from weighbridge.follow.engines import (
@@ -150,6 +152,18 @@ class SglangServer:
         last, whole = (api.call(_GENERATE, body) for body in (sglang_last(tokens), sglang_whole(tokens)))
         with understood(self.url + _GENERATE):
             return {"": Answer(read_sglang_whole(whole, tokens), read_sglang_last(last, tokens[-1]))}
+
+    def answer_token(self) -> None:
+        """Have the engine answer one token (`AnswersToken`).
+
+        Raises:
+            FailedPrecondition: the engine sleeps.
+            EngineFailed: it does not answer.
+        """
+        self._check_awake()
+        said = replace(self.api, timeout=min(self.timeout, ASK_SECONDS)).call(_GENERATE, sglang_token())
+        with understood(self.url + _GENERATE):
+            check_sglang_token(said)
 
     def load_adapter(
         self, client: EngineClient, adapter: str, version: str | int | None = None, folder: Path | None = None

@@ -56,6 +56,11 @@ class Laps:
         self._span = span
         self._began_s = self._last_s = time.monotonic()
 
+    @property
+    def ended_s(self) -> float:
+        """When the last part ended, by `time.monotonic`."""
+        return self._last_s
+
     def heard(self, at_s: float) -> None:
         """Note when the agent heard of the version, by `time.monotonic`."""
         self.parts["wait"] = self._began_s - at_s

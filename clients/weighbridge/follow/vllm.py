@@ -10,6 +10,7 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,7 +19,15 @@ from weighbridge.errors import FailedPrecondition, InvalidArgument
 from weighbridge.follow import vllm_adapters
 from weighbridge.follow.adapters import LoadedAdapter
 from weighbridge.follow.answers import EngineApi, NoRoute, understood
-from weighbridge.follow.completions import ASK_SECONDS, read_vllm_last, read_vllm_whole, vllm_last, vllm_whole
+from weighbridge.follow.completions import (
+    ASK_SECONDS,
+    check_vllm_token,
+    read_vllm_last,
+    read_vllm_whole,
+    vllm_last,
+    vllm_token,
+    vllm_whole,
+)
 from weighbridge.follow.engines import (
     EngineFailed,
     Prepared,
@@ -188,13 +197,37 @@ class VllmServer:
             FailedPrecondition: the engine sleeps, or is paused.
             EngineFailed: it does not answer, or takes no such prompt, as one with ids outside its vocabulary.
         """
+        return {name: _answer(api, tokens) for name, api in self._each_engine().items()}
+
+    def answer_token(self) -> None:
+        """Have each engine behind the server answer one token, all at the same time (`AnswersToken`).
+
+        Raises:
+            FailedPrecondition: the engine sleeps, or is paused.
+            EngineFailed: one does not answer.
+        """
+        apis = list(self._each_engine().values())
+        if len(apis) == 1:  # a signal has to interrupt it
+            _answer_token(apis[0])
+            return
+        with ThreadPoolExecutor(len(apis)) as pool:
+            for _ in pool.map(_answer_token, apis):
+                pass
+
+    def _each_engine(self) -> Mapping[str, EngineApi]:
+        """For requests of a token: the API of each engine behind the server, by what errors call it; empty for the only one.
+
+        Raises:
+            FailedPrecondition: the engine sleeps, or is paused.
+        """
         self._check_goes_on()
         count = self._count_engines()
         api = replace(self._api, timeout=min(self._api.timeout, ASK_SECONDS))
         if count == 1:
-            return {"": _answer(api, tokens)}
-        each = {rank: replace(api, headers={**api.headers, _RANK: str(rank)}) for rank in range(count)}
-        return {f"engine {rank}": _answer(one, tokens) for rank, one in each.items()}
+            return {"": api}
+        return {
+            f"engine {rank}": replace(api, headers={**api.headers, _RANK: str(rank)}) for rank in range(count)
+        }
 
     def load_adapter(
         self, client: EngineClient, adapter: str, version: str | int | None = None, folder: Path | None = None
@@ -343,6 +376,13 @@ def _answer(api: EngineApi, tokens: Sequence[int]) -> Answer:
     last, whole = (api.call(_COMPLETIONS, body) for body in (vllm_last(tokens), vllm_whole(tokens)))
     with understood(api.url + _COMPLETIONS):
         return Answer(read_vllm_whole(whole, tokens), read_vllm_last(last))
+
+
+def _answer_token(api: EngineApi) -> None:
+    """Have one engine answer one token."""
+    said = api.call(_COMPLETIONS, vllm_token())
+    with understood(api.url + _COMPLETIONS):
+        check_vllm_token(said)
 
 
 def check_done(answers: Answers) -> None:

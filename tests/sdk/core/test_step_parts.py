@@ -11,6 +11,7 @@ from weighbridge._core.engines.step_parts import OF_SERVICE, PARTS, chosen, offs
 
 WHOLE = {
     "offer": 0.1, "open": 0.05, "receive": 0.2, "hear": 0.004, "wait": 0.0, "stage": 0.2, "agree": 0.05, "pause": 0.02, "apply": 0.03, "resume": 0.01, "confirm": 0.04,
+    "answer": 0.06,
 }  # fmt: skip
 
 
@@ -26,7 +27,7 @@ def test_moments_are_counted_from_ready_and_the_step_ends_where_the_engine_goes_
     assert found == pytest.approx(
         {
             "offered": -0.35, "opened": -0.25, "arriving": -0.2, "ready": 0.0, "heard": 0.004, "begun": 0.004, "staged": 0.204, "agreed": 0.254, "paused": 0.274, "applied": 0.304,
-            "resumed": 0.314, "confirmed": 0.354,
+            "resumed": 0.314, "confirmed": 0.354, "answered": 0.414,
         }
     )  # fmt: skip
     assert found["ready"] == 0.0
@@ -36,9 +37,10 @@ def test_moments_are_counted_from_ready_and_the_step_ends_where_the_engine_goes_
 @pytest.mark.parametrize(
     ("missing", "first", "last", "whole"),
     [
-        (["offer"], {"opened": -0.25, "arriving": -0.2}, "confirmed", 0.564),
-        (["open"], {"offered": -0.3, "opened": -0.2}, "confirmed", 0.614),  # then `receive` lasts from the opening
-        (["offer", "open"], {"opened": -0.2}, "confirmed", 0.514),
+        (["offer"], {"opened": -0.25, "arriving": -0.2}, "answered", 0.564),
+        (["open"], {"offered": -0.3, "opened": -0.2}, "answered", 0.614),  # then `receive` lasts from the opening
+        (["offer", "open"], {"opened": -0.2}, "answered", 0.514),
+        (["answer"], {"offered": -0.35, "opened": -0.25, "arriving": -0.2}, "confirmed", 0.664),
     ],
 )  # fmt: skip
 def test_a_step_without_an_optional_part_is_whole_and_begins_with_the_first_moment_that_is_known(
@@ -69,7 +71,7 @@ def test_an_engine_that_begins_early_has_moments_before_ready_and_the_same_sum()
 
 
 @pytest.mark.parametrize(
-    ("missing", "last"), [("hear", "ready"), ("stage", "begun"), ("confirm", "resumed"), ("receive", "confirmed")]
+    ("missing", "last"), [("hear", "ready"), ("stage", "begun"), ("confirm", "resumed"), ("receive", "answered")]
 )  # fmt: skip
 def test_what_was_not_measured_is_not_guessed(missing: str, last: str) -> None:
     parts = {name: seconds for name, seconds in WHOLE.items() if name != missing}
@@ -84,7 +86,7 @@ def test_parts_that_no_table_names_are_left_out_and_order_is_that_of_the_table()
     assert list(chosen({"apply": 1.0, "first_token": 2.0, "stage": 3.0})) == ["stage", "apply"]
     assert step_text({"apply": 0.03, "agree": 0.05}) == "agree 50 ms, apply 30 ms"
     assert step_text({}) == ""
-    assert step_text(WHOLE).endswith("confirm 40 ms; 664 ms in all")
+    assert step_text(WHOLE).endswith("confirm 40 ms, answer 60 ms; 664 ms in all")
 
 
 def test_the_documentation_has_the_table() -> None:

@@ -69,6 +69,9 @@ class Stamped(Recording):
         self._stamp("resume", time.monotonic())
         self.went_on_ms = time.time() * 1000
 
+    def answer_token(self) -> None:
+        self._stamp("answer", time.monotonic())
+
 
 @pytest.fixture
 def source(tmp_path: Path) -> TinyModel:
@@ -108,7 +111,7 @@ def test_the_parts_of_a_step_add_up_and_report_page_metrics_and_command_line_hav
     with closing(EngineReporter(client, MODEL, kind="mine", ref="latest")) as reporter:
         eventually(lambda: client.engines(MODEL))
         assert counted(running) == {}
-        done = next(Follower(client, MODEL, engine, reporter=reporter).run())
+        done = next(Follower(client, MODEL, engine, reporter=reporter, ask_token=True).run())
         ended_s = time.monotonic()
         eventually(lambda: client.engines(MODEL)[0].update_version == 1)
         (found,) = client.engines(MODEL)
@@ -127,7 +130,9 @@ def test_the_parts_of_a_step_add_up_and_report_page_metrics_and_command_line_hav
         )
         assert parts["apply"] >= stamps["apply"][1] - stamps["apply"][0] - rounded
         assert parts["stage"] + parts["agree"] >= stamps["prepare"][1] - stamps["prepare"][0] - rounded
-        assert parts["confirm"] <= ended_s - stamps["resume"][1] + rounded
+        assert parts["confirm"] <= stamps["answer"][0] - stamps["resume"][1] + rounded
+        assert parts["confirm"] + parts["answer"] >= stamps["answer"][1] - stamps["resume"][1] - rounded
+        assert parts["answer"] <= ended_s - stamps["serving"][1] + rounded
         assert done.pause_seconds == pytest.approx(still, abs=1e-3)
         # by the service's clock: from the opening of the version until the agent has reported
         version = client.version(MODEL, 1)
@@ -139,7 +144,7 @@ def test_the_parts_of_a_step_add_up_and_report_page_metrics_and_command_line_hav
         assert engine.went_on_ms - 1 <= found.update_time_ms <= seen_ms + 1
         assert parts["hear"] > 0  # `latest` names it once it is durable
 
-        eventually(lambda: "confirm" in counted(running))  # the last one
+        eventually(lambda: "answer" in counted(running))  # the last one
         assert counted(running) == {name: (1, pytest.approx(seconds)) for name, seconds in parts.items()}
         reporter.say(state="serving")  # what is told again is not counted again
         line = ["engines", MODEL, "--json", "--server", running.address]

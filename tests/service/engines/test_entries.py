@@ -179,6 +179,14 @@ def test_a_step_begins_with_the_call_of_push_and_receiving_with_the_first_byte_w
     assert without == {"offer": 0.0, "receive": 5.0, "hear": pytest.approx(1.0), **PARTS}
 
 
+def test_an_engine_that_was_asked_for_a_token_had_heard_of_the_version_so_much_earlier() -> None:
+    asked = {**PARTS, "answer": 0.25}
+    entry = heard(1000.0, update_version=16, update_age_seconds=40.0, update_parts=asked)
+    parts = parts_of_step(entry, VersionTimes(ms(950), ms(955), True))
+    assert parts == {"receive": 5.0, "hear": pytest.approx(0.75), **asked}
+    assert ms(950) + 1000 * sum(parts.values()) == pytest.approx(entry.updated_ms)
+
+
 @pytest.mark.parametrize("times", [VersionTimes(), VersionTimes(0, ms(955)), VersionTimes(ms(950), 0)])
 def test_of_a_version_whose_times_are_not_known_a_step_has_the_parts_of_the_agent_alone(
     times: VersionTimes,

@@ -58,6 +58,12 @@ OF_AGENT = (
     StepPart("apply", "applied", "until its parameters were those of the version", still=True),
     StepPart("resume", "resumed", "until the engine went on", still=True),
     StepPart("confirm", "confirmed", "until all ranks had answered that they serve the version"),
+    StepPart(
+        "answer",
+        "answered",
+        "until each engine behind the agent had answered one token by the new weights, if it was asked",
+        optional=True,
+    ),
 )
 """Parts that an agent measures of the engine beside it."""
 PARTS = (*OF_SERVICE, *OF_AGENT)

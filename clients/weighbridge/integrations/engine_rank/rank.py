@@ -18,7 +18,6 @@ from typing import Any, cast
 from weighbridge import _lazy as lazy
 from weighbridge._clients.engine import EngineClient
 from weighbridge._core.engines.facts import ENGINE_FAILING, ENGINE_SERVING, ENGINE_UPDATING, ENGINE_WAITING
-from weighbridge._core.engines.step_parts import Parts
 from weighbridge._core.resources import REF_LATEST
 from weighbridge._reporting.reporter import EngineReporter
 from weighbridge._tracing import spans
@@ -534,7 +533,7 @@ class EngineRank:
         if self._reporter is not None:
             self._reporter.stop()
 
-    def _say(self, *, state: str, target: int = 0, error: str = "", **update: int | str | Parts) -> None:
+    def _say(self, *, state: str, target: int = 0, error: str = "", **update: Any) -> None:
         """Have the first rank report how the engine stands, if it is of a kind that is reported."""
         source = self.source if self.held is None else self.held.source
         if not self._reported or source is None or self.engine.ranks.rank:
