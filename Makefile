@@ -37,6 +37,8 @@ AREAL_STAMP := $(AREAL_VENV)/.installed
 WEIGHBRIDGE_NEMO_RL ?=
 NEMO_RL_VENV := .venv-nemo-rl
 NEMO_RL_STAMP := $(NEMO_RL_VENV)/.installed
+# Of a GPU machine's minor release, for the environments that are packed for it.
+GPU_PYTHON ?= python3.12
 NEWEST_VENV := .venv-newest
 NEWEST_PIP := $(NEWEST_VENV)/bin/python -m pip --disable-pip-version-check install -qq --upgrade --upgrade-strategy eager
 # Without those that `make test-transformers` runs across environments: their models are of parts of transformers 4.
@@ -71,7 +73,7 @@ TEST_SECONDS ?= 3600
 ARGS ?=
 STORE ?= .weighbridge
 
-.PHONY: help docs pictures release distributions install install-vllm install-sglang demo demo-s3 demo-vllm serve test test-long test-fast test-hub test-rolling test-transformers test-newest test-vllm test-vllm-newest test-sglang test-engines-older test-frameworks test-page bench-frameworks bench-slime bench bench-peers bench-nodes bench-asyncio bench-reading bench-planning bench-convert bench-upload bench-vllm bench-pause bench-history bench-adapters bench-vllm-adapters bench-counting bench-ranks bench-control bench-siege bench-first bench-torch bench-training bench-tls bench-quotas bench-tracing bench-page fuzz audit lock lint format protos protos-check protos-baseline clean
+.PHONY: help docs pictures release distributions install install-vllm install-sglang demo demo-s3 demo-vllm serve test test-long test-fast test-hub test-rolling test-transformers test-newest test-vllm test-vllm-newest test-sglang test-engines-older test-frameworks pack-gpu test-page bench-frameworks bench-slime bench bench-peers bench-nodes bench-asyncio bench-reading bench-planning bench-convert bench-upload bench-vllm bench-pause bench-history bench-adapters bench-vllm-adapters bench-counting bench-ranks bench-control bench-siege bench-first bench-torch bench-training bench-tls bench-quotas bench-tracing bench-page fuzz audit lock lint format protos protos-check protos-baseline clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -259,6 +261,9 @@ NEMO_RL_PLACE = $(if $(WEIGHBRIDGE_NEMO_RL),WEIGHBRIDGE_NEMO_RL=$(abspath $(WEIG
 
 test-frameworks: $(STAMP) $(VERL_STAMP) $(TRL_STAMP) $(AREAL_STAMP) $(if $(WEIGHBRIDGE_NEMO_RL),$(NEMO_RL_STAMP)) ## test the adapters to frameworks of reinforcement learning inside them, on CPUs; WEIGHBRIDGE_NEMO_RL=CHECKOUT takes NeMo-RL along
 	@$(VERL_PLACE) $(TRL_PLACE) $(AREAL_PLACE) $(NEMO_RL_PLACE) OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/python -m pytest tests/frameworks $(ARGS)
+
+pack-gpu: ## pack an environment for a GPU machine without a network into build/gpu, ENV=vllm, verl or smollm2, and import it here, without a card
+	@$(GPU_PYTHON) -m tests.gpu.pack $(ENV)
 
 # Chromium is the distribution's: apt-get install chromium. Screenshots go to SHOTS, or to a folder of the run.
 test-page: $(STAMP) $(PAGE_STAMP) ## test the pages in a real Chromium, with axe; SHOTS=DIR keeps the screenshots
