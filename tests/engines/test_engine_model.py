@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
@@ -129,6 +130,31 @@ def test_a_tensor_that_the_loader_computes_with_goes_through_the_loader_each_tim
         assert rank.status().nbytes == sum(tensor.nbytes for tensor in versions[0].values())
         rank.apply(number)
         check(model, versions[number - 1])
+
+
+def test_a_loader_of_a_package_that_has_changed_is_recorded_anew(
+    source: ModelSource, versions: list[dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
+    loader = """
+from tests.support.example_engine import Llama
+
+class Packaged(Llama):
+    def load_weights(self, weights):
+        super().load_weights((name, {tensor}) for name, tensor in weights)
+"""
+    first, second = "tensor", "tensor.flip(0) if name == 'model.norm.weight' else tensor"
+    for release, tensor in enumerate((first, second)):
+        file = tmp_path / f"release{release}" / "packaged.py"
+        file.parent.mkdir()
+        file.write_text(loader.format(tensor=tensor))
+        spec = importlib.util.spec_from_file_location("packaged", file)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        model = module.Packaged(CONFIG, 0, 1)
+        started(Alone(model), source)
+        check(model, versions[0])
 
 
 def test_a_loader_that_fails_is_refused_by_the_tensor_at_which_it_did(source: ModelSource) -> None:

@@ -141,7 +141,10 @@ class EarlyStaging:
 
     def take(self) -> bool:
         """Stage some of what has arrived; whether there was anything."""
-        with on_stream_of(self._device, self._stream), torch.no_grad():  # the engine computes on the current one
+        with (
+            on_stream_of(self._device, self._stream),
+            torch.no_grad(),
+        ):  # the engine computes on the current one
             return self._take()
 
     def _take(self) -> bool:

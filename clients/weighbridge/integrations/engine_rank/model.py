@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import inspect
 import itertools
 import logging
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -185,7 +189,8 @@ class EngineModel(ABC):
             name: each for name, each in named.items() if self.drafter is not None and name.startswith(PREFIX)
         }
         # the model before its drafter: what does not fit the model itself is no reason to leave the drafter behind
-        found = self._recorded(self.load, targets, source, configuration)
+        kind = type(self.model if self.drafter is None else self.model.target)
+        found = self._recorded(self.load, kind, targets, source, configuration)
         if not found.unrecorded:
             others = {name: each for name, each in named.items() if name not in own}
             check_covered(found.unwritten, others, source.version, self.spare)
@@ -215,7 +220,11 @@ class EngineModel(ABC):
         mine = of_drafter(source)
         with unshared(self.model.target, self.drafter) as twins:
             recorded = self._recorded(
-                self.drafter.load_weights, {**targets, **twins}, mine, _of_drafter(configuration)
+                self.drafter.load_weights,
+                type(self.drafter),
+                {**targets, **twins},
+                mine,
+                _of_drafter(configuration),
             )
         prefix = "" if mine is source else lazy.prefix_of(f"{mine.version.model}@")
         return joined(found, recorded, mine.version, prefix)
@@ -223,6 +232,7 @@ class EngineModel(ABC):
     def _recorded(
         self,
         load: lazy.Load,
+        kind: type,
         targets: Mapping[str, torch.Tensor],
         source: lazy.Source,
         configuration: str | None,
@@ -240,7 +250,7 @@ class EngineModel(ABC):
         try:
             if configuration is None:
                 return lazy.record(source.specs, run, targets)
-            return lazy.remembered(source.specs, run, targets, configuration)
+            return lazy.remembered(source.specs, run, targets, f"{configuration}\n{_loader_digest(kind)}")
         except WeighbridgeError:
             raise
         except Exception as error:
@@ -362,3 +372,14 @@ class EngineModel(ABC):
 
 def _of_drafter(configuration: str | None) -> str | None:
     return None if configuration is None else f"drafter: {configuration}"
+
+
+@functools.cache
+def _loader_digest(kind: type) -> str:
+    """Digest of the source files that a model's class has its loader from: a package beside the engine may change while the engine's release stays."""
+    digest = hashlib.sha256()
+    for each in kind.__mro__:
+        code = getattr(inspect.unwrap(vars(each).get("load_weights", each)), "__code__", None)
+        with suppress(OSError):
+            digest.update(b"" if code is None else Path(code.co_filename).read_bytes())
+    return digest.hexdigest()
