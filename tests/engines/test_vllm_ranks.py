@@ -64,8 +64,8 @@ class Ranks:
         self._server = server
         self._folders = folders
 
-    def run(self, tp: int, jobs: list[Job], cache: str = "cache") -> Iterator[tuple[Job, list[Any]]]:
-        """For each job that can be done here, what each rank says. Recordings are kept in the folder ``cache``."""
+    def run(self, tp: int, jobs: list[Job]) -> Iterator[tuple[Job, list[Any]]]:
+        """For each job that can be done here, what each rank says."""
         jobs = [job for job in jobs if HAS_KERNELS or job["do"] not in PROCESSES or job["of"] not in EXPERTS]
         asked = {
             "tp": tp,
@@ -88,7 +88,7 @@ class Ranks:
             env={
                 **environment(),
                 "VLLM_LOGGING_LEVEL": "ERROR",
-                "WEIGHBRIDGE_CACHE": str(self._folders / cache),
+                "WEIGHBRIDGE_CACHE": str(self._folders / "cache"),
             },
             capture_output=True,
             text=True,
@@ -265,8 +265,7 @@ def test_a_version_that_does_not_fit_the_engine_is_refused_by_what_differs(ranks
 def test_what_a_loader_makes_of_parameters_is_kept_while_it_is_recorded_and_made_anew_by_updates(
     ranks: Ranks,
 ) -> None:
-    # the loader is not that of the release, of which other tests have kept recordings
-    [(_, [rank])] = ranks.run(1, [{"do": "derived", "of": "llama"}], cache="derived")
+    [(_, [rank])] = ranks.run(1, [{"do": "derived", "of": "llama"}])
     assert rank == {"kept": True, "right": [True, True]}
 
 
