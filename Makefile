@@ -236,7 +236,7 @@ test-newest: ## test SDK, storage, service, Hub and demo with what pip resolves 
 test-vllm: $(STAMP) $(VLLM_STAMP) ## test the plug-in for vLLM inside vLLM; VLLM_VERSION=0.29.0 in another release
 	@WEIGHBRIDGE_VLLM_PYTHON=$$PWD/$(VLLM_BIN)/python OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 \
 		$(if $(filter $(VLLM_VERSION),$(VLLM_WITHOUT_KERNELS)),WEIGHBRIDGE_VLLM_KERNELS=0) $(BIN)/python -m pytest \
-		$(if $(filter $(VLLM_VERSION),$(VLLM_WITHOUT_KERNELS)),tests/engines/test_vllm_ranks.py,tests/engines/test_vllm_*.py tests/end_to_end/test_trained_adapters.py) $(ARGS)
+		$(if $(filter $(VLLM_VERSION),$(VLLM_WITHOUT_KERNELS)),tests/engines/test_vllm_ranks.py,tests/engines/test_vllm_*.py tests/engines/test_engine_faults.py tests/end_to_end/test_trained_adapters.py) $(ARGS)
 
 test-vllm-newest: ## load and update models in the newest vLLM, which computes nothing on a CPU
 	@$(MAKE) --no-print-directory test-vllm VLLM_VERSION=$(VLLM_NEWEST)

@@ -326,6 +326,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
             if "quantization" in options:
                 given = (service.grpc, options, extra)
                 found[name]["loaded anew"] = loaded_anew(arguments, trainer, logs["engine"], given, seen)
+                print(name, "loaded anew", json.dumps(found[name]["loaded anew"]), flush=True)
     return found
 
 
