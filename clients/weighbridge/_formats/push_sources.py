@@ -273,11 +273,13 @@ def _cast_shards(layout: Layout, tensors: Sequence[torch.Tensor]) -> Iterator[tu
             yield placement.shard.tensor, dtypes.from_torch(tensor.dtype)
 
 
-def _dtypes(layout: Layout, tensors: Sequence[torch.Tensor]) -> Iterator[torch.dtype]:
+def _dtypes(layout: Layout, tensors: Sequence[torch.Tensor]) -> Sequence[torch.dtype]:
     """The dtype in which each tensor of a stream is written."""
-    for placement, tensor, wanted in zip(layout.placements, tensors, layout.torch_dtypes, strict=True):
-        own = tensor.dtype
-        yield own if own == wanted else cast_of(layout.tensors[placement.shard.tensor], own)
+    own = tuple(tensor.dtype for tensor in tensors)
+    if own == layout.torch_dtypes:  # nearly always
+        return own
+    each = zip(layout.placements, own, strict=True)
+    return [cast_of(layout.tensors[placement.shard.tensor], dtype) for placement, dtype in each]
 
 
 class CastingSource(TensorSource):

@@ -11,7 +11,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from weighbridge._core.byte_copies import ByteCopy
 from weighbridge._core.nonfinite import Encoding
@@ -89,7 +89,7 @@ class TensorCounts:
         self._waiting = []
         for group in alike.values():
             dtype = getattr(torch, _FLOATS[group[0].encoding.mask])
-            norms = torch._foreach_norm([_bits(each.flat).view(dtype) for each in group], math.inf)
+            norms = torch._foreach_norm([_of_dtype(each.flat, dtype) for each in group], math.inf)
             self._norms.append((group, torch.stack(norms)))
 
     def take(self) -> dict[int, int]:
@@ -101,15 +101,14 @@ class TensorCounts:
         for group, largest in norms:
             for each, norm in zip(group, largest.tolist(), strict=True):
                 if not math.isfinite(norm):
-                    found[each.index] = _count_all(each.flat, each.copies, each.encoding, self._at_once)
+                    found[each.number] = _count_all(each.flat, each.copies, each.encoding, self._at_once)
         return {index: count for index, count in found.items() if count}
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Added:
+class _Added(NamedTuple):
     """A tensor that is counted."""
 
-    index: int
+    number: int
     flat: torch.Tensor
     copies: Sequence[ByteCopy[int]]
     encoding: Encoding
@@ -157,6 +156,11 @@ def _screened(
 
 def _bits(flat: torch.Tensor) -> torch.Tensor:
     return flat.detach().resolve_conj().resolve_neg()
+
+
+def _of_dtype(flat: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The elements as those of a floating-point dtype; the tensor itself, if it has it and its bits say its numbers."""
+    return flat if flat.dtype == dtype and not flat.is_neg() else _bits(flat).view(dtype)
 
 
 def _extremes(flat: torch.Tensor, encoding: Encoding) -> torch.Tensor:
