@@ -1,4 +1,4 @@
-/* The extension module weighbridge._memory._native: strided_copy.h and nonfinite.h for Python. */
+/* The extension module weighbridge._memory._native: strided_copy.h, nonfinite.h and word_sums.h for Python. */
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030B0000
 #include <Python.h>
@@ -6,6 +6,7 @@
 #include <stdlib.h>
 
 #include "strided_copy.h"
+#include "word_sums.h"
 
 #define WORDS_PER_ENCODING 3
 _Static_assert(sizeof(Encoding) == WORDS_PER_ENCODING * sizeof(int64_t), "an encoding is not three words");
@@ -202,9 +203,53 @@ static PyObject *count(PyObject *module, PyObject *arguments) {
     return result;
 }
 
+PyDoc_STRVAR(
+    add_words_doc,
+    "add_words(parts, word, found, threads)\n--\n\n"
+    "Add to found the sum of each part's words, modulo 2**64, without the interpreter's lock.\n\n"
+    "Parts are pairs of address and bytes; word is 1, 2, 4 or 8, and words of more than one byte have a sign.\n"
+    "Raises ValueError for another word, or if found has not one word for each part.");
+
+static PyObject *add_words(PyObject *module, PyObject *arguments) {
+    (void)module;
+    PyObject *result = NULL;
+    Py_buffer parts, found;
+    int word, threads;
+    if (!PyArg_ParseTuple(arguments, "y*iw*i:add_words", &parts, &word, &found, &threads)) {
+        return NULL;
+    }
+    int64_t words = words_of(&parts, 2), room = words_of(&found, 1), count = words / 2;
+    if (words < 0 || room < 0) {
+        goto release;
+    }
+    if (room != count || (word != 1 && word != 2 && word != 4 && word != 8)) {
+        PyErr_SetString(PyExc_ValueError, "there is not room for one sum for each part, or words are not of 1, 2, 4 or 8 bytes");
+        goto release;
+    }
+    SummedPart *each = PyMem_Malloc((size_t)(count + 1) * sizeof(SummedPart));
+    if (each == NULL) {
+        PyErr_NoMemory();
+        goto release;
+    }
+    for (int64_t i = 0; i < count; i++) {
+        Region part = region((const int64_t *)parts.buf + 2 * i);
+        each[i] = (SummedPart){part.start, part.nbytes, (int64_t *)found.buf + i};
+    }
+    Py_BEGIN_ALLOW_THREADS
+    sum_parts(each, count, word, threads);
+    Py_END_ALLOW_THREADS
+    PyMem_Free(each);
+    result = Py_BuildValue("");
+release:
+    PyBuffer_Release(&parts);
+    PyBuffer_Release(&found);
+    return result;
+}
+
 static PyMethodDef methods[] = {
     {"copy", copy, METH_VARARGS, copy_doc},
     {"count", count, METH_VARARGS, count_doc},
+    {"add_words", add_words, METH_VARARGS, add_words_doc},
     {NULL, NULL, 0, NULL},
 };
 
@@ -213,7 +258,7 @@ static PyModuleDef_Slot slots[] = {{0, NULL}};
 static struct PyModuleDef definition = {
     .m_base = PyModuleDef_HEAD_INIT,
     .m_name = "_native",
-    .m_doc = "Strided copies of whole plans, and counts of non-finite elements, in C.",
+    .m_doc = "Strided copies of whole plans, counts of non-finite elements, and sums of words, in C.",
     .m_methods = methods,
     .m_slots = slots,
 };

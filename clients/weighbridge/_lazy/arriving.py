@@ -6,12 +6,11 @@ import logging
 import math
 import os
 import random
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +20,6 @@ from weighbridge._lane.loans import ReadLoan
 from weighbridge._lazy.recording import RecordedCopy, Recording
 from weighbridge._lazy.staging import StagingPlace, flat, on_stream_of, part_of
 from weighbridge._memory import word_sums
-from weighbridge._memory.copying import groups_of
 from weighbridge._memory.cuda_copies import Reached
 from weighbridge.errors import FailedPrecondition
 
@@ -32,8 +30,6 @@ _ROUND_BYTES = 256 << 20
 _AGAIN_BYTES = 64 << 20
 """Of parameters that are compared a second time when the version is ready."""
 _MOST_THREADS = 8
-_NICENESS = 10
-"""Of threads that add up words: the engine computes in the same process, and has to get a processor first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +108,10 @@ class EarlyStaging:
         self._asked: deque[tuple[Reached, dict[str, _Parameter]]] = deque()
         self._left = {} if place is None else _parameters(recording, loan, place)
         self._seen = -1
-        self._sums: dict[str, tuple[_Parameter, torch.Tensor, list[Future[int]]]] = {}
-        threads = max(1, min(len(os.sched_getaffinity(0)) // 2, _MOST_THREADS))
-        self._pool = ThreadPoolExecutor(threads, "compare-staged", initializer=_let_others_go_first)
+        self._sums: dict[str, tuple[_Parameter, torch.Tensor, Future[int]]] = {}
+        self._threads = max(1, min(len(os.sched_getaffinity(0)) // 2, _MOST_THREADS))
+        # one of Python's: each more would take turns with the engine, which computes in the same process
+        self._pool = ThreadPoolExecutor(1, "compare-staged")
 
     @property
     def tensors_digest(self) -> str:
@@ -201,8 +198,8 @@ class EarlyStaging:
         staged = torch.stack([found for _, found, _ in self._sums.values()]).tolist() if self._sums else []
         sums = dict(zip(self._sums, staged, strict=True))
         again = {name: self._sum_again(self._sums[name][0]) for name in self._some()}
-        wrong = {name for name, (_, _, host) in self._sums.items() if _total(host) != sums[name]}
-        wrong |= {name for name, host in again.items() if _total(host) != sums[name]}
+        wrong = {name for name, (_, _, host) in self._sums.items() if host.result() != sums[name]}
+        wrong |= {name for name, host in again.items() if host.result() != sums[name]}
         for name in wrong:
             log.warning("%s was read before it had arrived whole, and is brought again", name)
         return frozenset(self._sums.keys() - wrong)
@@ -213,13 +210,10 @@ class EarlyStaging:
         self._pool.shutdown(cancel_futures=True)
         self._left, self._sums = {}, {}
 
-    def _sum_again(self, parameter: _Parameter) -> list[Future[int]]:
+    def _sum_again(self, parameter: _Parameter) -> Future[int]:
         """Begin to add up a parameter's words where they were copied from."""
-        pieces = (words for index in parameter.slices for words in self._loan.words(index, parameter.word))
-        return [
-            self._pool.submit(word_sums.total, group)
-            for group in groups_of(pieces, _nbytes_of, word_sums.AT_ONCE)
-        ]
+        pieces = [words for index in parameter.slices for words in self._loan.words(index, parameter.word)]
+        return self._pool.submit(word_sums.total, pieces, self._threads)
 
     def _some(self) -> list[str]:
         names, nbytes = list(self._sums), 0
@@ -243,17 +237,3 @@ def _parameters(recording: Recording, loan: ReadLoan, place: StagingPlace) -> di
         word = math.gcd(tensor.data_ptr(), *(copy.part.offset * tensor.itemsize for copy in copies), *words)
         found[name] = _Parameter(tensor, copies, slices, word)
     return found
-
-
-def _let_others_go_first() -> None:
-    """Give the calling thread a lower priority than the other threads of its process."""
-    with suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
-
-
-def _nbytes_of(words: word_sums.Words) -> int:
-    return words.nbytes
-
-
-def _total(sums: Iterable[Future[int]]) -> int:
-    return word_sums.as_signed(sum(each.result() for each in sums))

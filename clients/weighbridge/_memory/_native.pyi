@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 _Words: TypeAlias = NDArray[np.int64]
 
 # plans: as `weighbridge._memory.native_copies.Plan`; shards, memories, parts: address and bytes of each; encodings: itemsize, mask and
-# width of each, or empty; found: grows by the non-finite elements of each; narrowed: from float32 to bfloat16
+# width of each, or empty; found: grows by the non-finite elements of each, or by the sum of its words; narrowed: from float32 to bfloat16
 def copy(
     plans: Sequence[_Words],
     shards: _Words,
@@ -19,3 +19,4 @@ def copy(
     narrowed: bool,
 ) -> None: ...
 def count(parts: _Words, encodings: _Words, found: _Words, threads: int) -> None: ...
+def add_words(parts: _Words, word: int, found: _Words, threads: int) -> None: ...

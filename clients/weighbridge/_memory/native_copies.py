@@ -106,6 +106,22 @@ def count_natively(
     return found
 
 
+def sum_natively(parts: NDArray[np.int64], word: int, threads: int = 1) -> NDArray[np.int64] | None:
+    """Sums of the words of parts of host memory, modulo 2**64; None if there is no extension.
+
+    Args:
+        parts: address and bytes of each, shape [n, 2].
+        word: bytes of a word: 1, 2, 4 or 8. Words of more than one byte have a sign.
+        threads: at most so many share the parts.
+    """
+    native = _extension()
+    if native is None:
+        return None
+    found = np.zeros(len(parts), np.int64)
+    native.add_words(np.ascontiguousarray(parts), word, found, threads)
+    return found
+
+
 @functools.cache
 def _extension() -> ModuleType | None:
     try:
