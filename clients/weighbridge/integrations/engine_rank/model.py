@@ -303,7 +303,8 @@ class EngineModel(ABC):
         Raises:
             EngineAsleep: names a parameter.
         """
-        held = ((name, p) for name, p in self.targets().items() if p.is_cuda and p.numel() and p.data_ptr())
+        each = self.model.named_parameters()
+        held = ((name, p) for name, p in each if p.is_cuda and p.numel() and p.data_ptr())
         for name, target in itertools.islice(held, 1):  # all of them sleep together
             if not cuda_copies.is_mapped(target.data_ptr()):
                 raise EngineAsleep(
