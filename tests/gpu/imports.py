@@ -1,6 +1,6 @@
 """Imports of modules as on an H100, where there is none: prints those that fail, and exits with their number.
 
-torch is told that there is a card; nothing is computed. `tests.gpu.stubs` are the libraries.
+torch believes that there is a card; nothing is computed. `tests.gpu.stubs` are the libraries.
 """
 
 from __future__ import annotations

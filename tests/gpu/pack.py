@@ -23,7 +23,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 BUILD = ROOT / "build" / "gpu"
 MACHINE = "machine"
-"""What the machine has: installed for the check, and never packed."""
+"""Packages of the machine: installed for the check, and never packed."""
 PYTHON = (3, 12)
 PIECE = "52MB"
 """Of a file: with the repository it stays below the 64 MiB that travel at a time."""

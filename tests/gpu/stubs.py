@@ -68,6 +68,6 @@ def _compile(library: Path, source: str, versions: Mapping[str, str]) -> None:
 
 
 def _tool(command: Sequence[str], files: Sequence[Path]) -> str:
-    """What a tool of binutils says of files; it complains of those that are no libraries."""
+    """Output of a tool of binutils for files; it complains of those that are no libraries."""
     done = subprocess.run([*command, *files], capture_output=True, text=True, check=False)
     return done.stdout

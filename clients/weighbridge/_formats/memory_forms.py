@@ -171,7 +171,7 @@ def _swap(box: Box) -> Box:
 
 
 class Reading(NamedTuple):
-    """What an ordinary tensor in memory is of a model.
+    """Shards that an ordinary tensor in memory consists of.
 
     Attributes:
         name: of its form.

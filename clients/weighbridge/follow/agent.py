@@ -428,7 +428,7 @@ class Follower:
 
     def _measure_token(self, number: int, laps: Laps) -> None:
         """Measure until the engine has answered a token by a version that it has, if it is to be asked for one. An engine that does not answer has taken the
-        version all the same."""
+        version anyway."""
         if not (self._ask_token and isinstance(self._engine, AnswersToken)):
             return
         try:

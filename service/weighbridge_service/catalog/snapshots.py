@@ -16,7 +16,7 @@ from weighbridge_storage.memory.images import Image
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """How a version began, as the process knows it that has opened it. It is kept in memory alone.
+    """Beginning of a version, known to the process that has opened it, and kept in its memory alone.
 
     Attributes:
         offer_s: seconds from the trainer's call of push to the opening, as the rank has told whose request opened it; None if it has not.

@@ -50,7 +50,7 @@ def open_version(
         opening: says which version.
         registration: of the model, if the service may not have it, or have it otherwise. It is asked for only then: the next version of a model
             takes one call.
-        called: when the trainer has called for the push, by the monotonic clock; None if that is not to be told.
+        called: moment of the trainer's call of push, by the monotonic clock; None to leave it out.
     """
     age = None if called is None else partial(_called, called)
     try:
@@ -74,7 +74,7 @@ def open_version(
 
 
 def _called(at: float) -> pb.OpenVersionRequest:
-    """What an opening says of the trainer's call, which was at this moment of the monotonic clock."""
+    """Age of the trainer's call, which was at this moment of the monotonic clock, as a part of the opening."""
     return pb.OpenVersionRequest(call_age_seconds=time.monotonic() - at)
 
 
