@@ -16,12 +16,14 @@ from weighbridge._clients.calls import (
     ref_calls,
     version_calls,
 )
+from weighbridge._clients.calls.operation_calls import ask
 from weighbridge._clients.calls.watching import Watch
 from weighbridge._clients.connection import Connection
 from weighbridge._clients.operation_methods import OperationMethods
 from weighbridge._clients.transport import ConnectionOptions
 from weighbridge._core.engines.facts import Engine
 from weighbridge._core.layouts import TensorSpec
+from weighbridge._core.operations import table
 from weighbridge._core.references import Reference
 from weighbridge._core.resources import (
     REF_LIVE,
@@ -134,7 +136,7 @@ class Client(OperationMethods):
 
     def model(self, model: str, *, retry_seconds: float | None = None) -> Model:
         """One model; ``retry_seconds`` overrides the client's for this call. Raises NotFound."""
-        return self._connection.run(model_calls.get_model(model), retry_seconds=retry_seconds)
+        return self._connection.run(ask(table.GET_MODEL, model=model), retry_seconds=retry_seconds)
 
     def model_files(self, model: str, version: str | int | None = None) -> dict[str, bytes]:
         """The files besides the weights that belong to a version, or as registered now if no version is named.
@@ -246,16 +248,7 @@ class Client(OperationMethods):
 
     def refs(self, model: str) -> dict[str, int]:
         """Version number by ref."""
-        return self._connection.run(ref_calls.list_refs(model))
-
-    def set_ref(self, model: str, ref: str, version: str | int | None = None) -> Version:
-        """Let a tag name a version in the object store; by default the latest.
-
-        Raises:
-            PermissionDenied: the tag is protected, and no scope of this client's names it.
-            FailedPrecondition: a change of the tag takes approvals, and nothing was asked for: see `request_ref`.
-        """
-        return self._connection.run(ref_calls.set_ref(model, ref, version))
+        return dict(self._connection.run(ask(table.LIST_REFS, model=model)).refs)
 
     def request_ref(
         self,
@@ -285,43 +278,25 @@ class Client(OperationMethods):
         """
         return self._connection.run(ref_calls.request_ref(model, ref, version, note, request_id))
 
-    def delete_ref(self, model: str, ref: str) -> None:
-        """Take a tag away. Raises NotFound, and as `set_ref`."""
-        self._connection.run(ref_calls.delete_ref(model, ref))
-
     def request_ref_deletion(
         self, model: str, ref: str, *, note: str = "", request_id: str = ""
     ) -> RefRequest:
         """As `delete_ref`, but if that takes the approval of other identities, ask for it; see `request_ref`."""
-        return self._connection.run(ref_calls.request_ref_deletion(model, ref, note, request_id))
+        return self._connection.run(ref_calls.request_by(table.DELETE_REF, model, ref, note, request_id))
 
     def ref_requests(self, model: str) -> list[RefRequest]:
         """Requests to change protected refs: those that are pending, and the last ones that have ended, in the order of asking."""
-        return self._connection.run(ref_calls.ref_requests(model))
+        return list(self._connection.run(ask(table.LIST_REFS, model=model)).requests)
 
     def protections(self, model: str) -> list[Protection]:
         """What it takes to change those refs of a model that are protected. Raises NotFound."""
-        return self._connection.run(ref_calls.protections(model))
-
-    def protect_ref(self, model: str, ref: str, *, approvals: int = 0) -> list[Protection]:
-        """Protect a ref, whether it exists or not: from then on those alone change it of whose scopes one names it.
-
-        Args:
-            model: which model.
-            ref: the ref.
-            approvals: of how many other identities each change takes the approval, 16 at most.
-
-        Returns:
-            All protected refs of the model.
-
-        Raises:
-            FailedPrecondition: the service has no identities, or the ref takes more approvals now.
-        """
-        return self._connection.run(ref_calls.protect_ref(model, ref, approvals))
+        return list(self._connection.run(ask(table.LIST_REFS, model=model)).protections)
 
     def unprotect_ref(self, model: str, ref: str, *, note: str = "", request_id: str = "") -> RefRequest:
         """Protect a ref no longer, or ask for it: it takes what it takes to move it; see `request_ref`."""
-        return self._connection.run(ref_calls.unprotect_ref(model, ref, note, request_id))
+        return self._connection.run(
+            ref_calls.request_by(table.DELETE_PROTECTION, model, ref, note, request_id)
+        )
 
     def verify(self, model: str, version: str | int | None = None) -> Verification:
         """Compare a version's files in the object store with the digests in its manifest."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from weighbridge._clients.calls.operation_calls import ask, ask_pages
+from weighbridge._clients.calls.operation_calls import ask, ask_all
 from weighbridge._clients.connection import Connection
 from weighbridge._core.operations import table
 from weighbridge._core.references import Reference
 from weighbridge._core.reports.collection import Collection
 from weighbridge._core.reports.usage import Usage
-from weighbridge._core.resources import Gate, Model, RefRequest, Retention, Version, WarmMemory
+from weighbridge._core.resources import Gate, Model, Protection, RefRequest, Retention, Version, WarmMemory
 
 
 class OperationMethods:
@@ -18,7 +18,35 @@ class OperationMethods:
 
     def models(self) -> list[Model]:
         """Models by name."""
-        return self._connection.run(ask_pages(table.LIST_MODELS))
+        return self._connection.run(ask_all(table.LIST_MODELS))
+
+    def set_ref(self, model: str, ref: str, version: str | int | None = None) -> Version:
+        """Let a tag name a version in the object store. One whose change takes approvals is refused: a request asks for it.
+
+        Args:
+            model: ``namespace/name``.
+            ref: the ref.
+            version: a number or a ref; by default the latest.
+
+        Raises:
+            PermissionDenied: the tag is protected, and no scope of this client's names it.
+            FailedPrecondition: its change takes approvals, and nothing was asked for: see `request_ref`.
+        """
+        meant = Reference.of(model, version, "latest")
+        return (
+            self._connection.run(ask(table.SET_REF, model=meant.model, ref=ref, version=meant.version))
+        ).version
+
+    def delete_ref(self, model: str, ref: str) -> None:
+        """Take a tag away. One whose change takes approvals is refused: a request asks for it.
+
+        Raises NotFound, and as `set_ref`.
+
+        Args:
+            model: ``namespace/name``.
+            ref: the ref.
+        """
+        self._connection.run(ask(table.DELETE_REF, model=model, ref=ref))
 
     def approve_ref(self, model: str, ref: str, request_id: str, *, note: str = "") -> RefRequest:
         """Approve a change of a protected ref that another identity has asked for; the last approval that it takes carries it out.
@@ -51,6 +79,21 @@ class OperationMethods:
             request_id: the `request_id` of the request.
         """
         return self._connection.run(ask(table.WITHDRAW_REF, model=model, ref=ref, request_id=request_id))
+
+    def protect_ref(self, model: str, ref: str, *, approvals: int = 0) -> list[Protection]:
+        """Protect a ref, whether it exists or not: from then on those alone change it of whose scopes one names it.
+
+        Returns all protected refs of the model.
+
+        Args:
+            model: ``namespace/name``.
+            ref: the ref.
+            approvals: of how many others each change takes the approval, 16 at most.
+
+        Raises:
+            FailedPrecondition: the service has no identities, or the ref takes more approvals now.
+        """
+        return self._connection.run(ask_all(table.SET_PROTECTION, model=model, ref=ref, approvals=approvals))
 
     def retention(self, model: str) -> Retention:
         """Which versions of a model are kept.

@@ -414,6 +414,28 @@ class RefRequest(JsonValue):
 
 
 @dataclass(frozen=True, slots=True)
+class RefMove(JsonValue):
+    """A ref that was moved, or for which that was asked."""
+
+    version: Version
+    """The version that the ref names, or is asked to name."""
+    request: RefRequest
+    """Whether that is done."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRefs(JsonValue):
+    """The refs of a model."""
+
+    refs: Mapping[str, int]
+    """Version number by ref. `live` and `latest` move by themselves; the others are tags."""
+    protections: tuple[Protection, ...]
+    """Protected refs."""
+    requests: tuple[RefRequest, ...]
+    """To change protected refs: those that are pending, and the last ones that have ended, in the order of asking."""
+
+
+@dataclass(frozen=True, slots=True)
 class Verification(JsonValue):
     """What comparing a version's files with its manifest gave."""
 

@@ -268,10 +268,20 @@ def version_to_proto(version: Version) -> resources_pb2.Version:
 def fields_of(value: JsonValue) -> dict[str, Any]:
     """A value's fields as those of its message."""
     kind: Any = type(value)
-    found = {name: json_value(getattr(value, name)) for name in names_of(kind)}
+    found = {name: written(getattr(value, name)) for name in names_of(kind)}
     if isinstance(value, Version):
         found |= {"state": _STATES[value.state], "metadata": metadata_to_proto(value.metadata)}
     return found
+
+
+def written(value: Any) -> Any:
+    """What a field of a message is given for that of a value, or for values in it."""
+    match value:
+        case JsonValue():
+            return fields_of(value)
+        case tuple() | list():
+            return [written(each) for each in value]
+    return json_value(value)
 
 
 def version_from_proto(message: resources_pb2.Version) -> Version:
@@ -341,6 +351,8 @@ def _readers(kind: Any) -> list[tuple[str, Callable[[Any], Any] | None]]:
             found.append((name, _known_state))
         elif hint == Metadata:
             found.append((name, metadata_from_proto))
+        elif dataclasses.is_dataclass(hint):
+            found.append((name, functools.partial(read, typing.cast("type", hint))))
         elif inner is not None and dataclasses.is_dataclass(inner):
             found.append((name, functools.partial(_read_all, typing.cast("type", inner))))
         else:

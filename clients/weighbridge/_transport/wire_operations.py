@@ -34,9 +34,7 @@ class Messages(Generic[Answer]):
         self.path = f"/{descriptor.containing_service.full_name}/{descriptor.name}"
         self._request: Any = GetMessageClass(descriptor.input_type)
         self._response: Any = GetMessageClass(descriptor.output_type)
-        self._field, self._is_list = operation.within, bool(operation.pages)
-        self._gives: Any = operation.gives
-        self._takes = [(each.name, each.kind) for each in operation.takes]
+        self._operation = operation
 
     def request(self, arguments: Mapping[str, Any]) -> Message:
         """A request with these arguments, by the names of its fields."""
@@ -45,17 +43,16 @@ class Messages(Generic[Answer]):
 
     def arguments(self, request: Any) -> dict[str, Any]:
         """The arguments in a request. Raises what a dataclass raises of values out of bounds."""
-        return {name: _argument(kind, getattr(request, name)) for name, kind in self._takes}
+        return {
+            each.name: _argument(each.kind, getattr(request, each.name)) for each in self._operation.takes
+        }
 
     def response(self, answer: Any, next_page: str = "") -> Message:
         """The response that gives an answer; of a list, with where the next page begins."""
-        if self._is_list:
-            fields: dict[str, Any] = {
-                self._field: list(map(wire.fields_of, answer)),
-                "next_page_token": next_page,
-            }
-        else:
-            fields = {self._field: wire.fields_of(answer)} if self._field else wire.fields_of(answer)
+        found, within = wire.written(answer), self._operation.within
+        fields: dict[str, Any] = {within: found} if within else found
+        if self._operation.pages:
+            fields["next_page_token"] = next_page
         message: Message = self._response(**fields)
         return message
 
@@ -65,11 +62,10 @@ class Messages(Generic[Answer]):
 
     def answer(self, response: Any) -> Any:
         """The answer that a response gives: a value, or a list of values."""
-        found = getattr(response, self._field) if self._field else response
+        gives, within = self._operation.gives, self._operation.within
+        found = getattr(response, within) if within else response
         return (
-            [wire.read(self._gives, each) for each in found]
-            if self._is_list
-            else wire.read(self._gives, found)
+            [wire.read(gives, each) for each in found] if self._operation.order else wire.read(gives, found)
         )
 
 

@@ -10,10 +10,12 @@ from contextlib import aclosing
 from functools import partial
 from typing import TYPE_CHECKING, Self, Unpack
 
-from weighbridge._clients.calls import model_calls, pull_calls, ref_calls, version_calls
+from weighbridge._clients.calls import model_calls, pull_calls, version_calls
 from weighbridge._clients.calls.known_layouts import KnownLayouts
+from weighbridge._clients.calls.operation_calls import ask
 from weighbridge._clients.calls.watching import Watch
 from weighbridge._clients.transport import ConnectionOptions, Transport
+from weighbridge._core.operations import table
 from weighbridge._core.references import Reference
 from weighbridge._core.resources import REF_LIVE, Model, Version, VersionState
 from weighbridge._core.slices import LayoutRequest
@@ -78,7 +80,7 @@ class AsyncEngineClient(AsyncOperationMethods):
 
     async def model(self, model: str) -> Model:
         """One model. Raises NotFound."""
-        return await self._connection.run(model_calls.get_model(model))
+        return await self._connection.run(ask(table.GET_MODEL, model=model))
 
     async def model_files(self, model: str, version: str | int | None = None) -> dict[str, bytes]:
         """The files besides the weights that belong to a version, or as registered now if no version is named.
@@ -120,21 +122,13 @@ class AsyncEngineClient(AsyncOperationMethods):
 
     async def refs(self, model: str) -> dict[str, int]:
         """Version number by ref."""
-        return await self._connection.run(ref_calls.list_refs(model))
-
-    async def set_ref(self, model: str, ref: str, version: str | int | None = None) -> Version:
-        """Let a tag name a version in the object store."""
-        return await self._connection.run(ref_calls.set_ref(model, ref, version))
+        return dict((await self._connection.run(ask(table.LIST_REFS, model=model))).refs)
 
     async def approve(
         self, model: str, version: str | int | None = None, *, note: str = "", by: str = ""
     ) -> Version:
         """Hold a version no longer; as `Client.approve`."""
         return await self._connection.run(version_calls.approve(model, version, by=by, note=note))
-
-    async def delete_ref(self, model: str, ref: str) -> None:
-        """Take a tag away. Raises NotFound."""
-        await self._connection.run(ref_calls.delete_ref(model, ref))
 
     async def watch(self, model: str, ref: str | None = None) -> AsyncGenerator[Version, None]:
         """The version a ref names now, then each one it moves to, for ever; as `Client.watch`."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from weighbridge._clients.calls.operation_calls import ask, ask_pages
+from weighbridge._clients.calls.operation_calls import ask, ask_all
 from weighbridge._core.operations import table
 from weighbridge._core.references import Reference
 from weighbridge._core.reports.collection import Collection
 from weighbridge._core.reports.usage import Usage
-from weighbridge._core.resources import Gate, Model, RefRequest, Retention, Version, WarmMemory
+from weighbridge._core.resources import Gate, Model, Protection, RefRequest, Retention, Version, WarmMemory
 from weighbridge.aio.connection import AsyncConnection
 
 
@@ -18,7 +18,35 @@ class AsyncOperationMethods:
 
     async def models(self) -> list[Model]:
         """Models by name."""
-        return await self._connection.run(ask_pages(table.LIST_MODELS))
+        return await self._connection.run(ask_all(table.LIST_MODELS))
+
+    async def set_ref(self, model: str, ref: str, version: str | int | None = None) -> Version:
+        """Let a tag name a version in the object store. One whose change takes approvals is refused: a request asks for it.
+
+        Args:
+            model: ``namespace/name``.
+            ref: the ref.
+            version: a number or a ref; by default the latest.
+
+        Raises:
+            PermissionDenied: the tag is protected, and no scope of this client's names it.
+            FailedPrecondition: its change takes approvals, and nothing was asked for: see `request_ref`.
+        """
+        meant = Reference.of(model, version, "latest")
+        return (
+            await self._connection.run(ask(table.SET_REF, model=meant.model, ref=ref, version=meant.version))
+        ).version
+
+    async def delete_ref(self, model: str, ref: str) -> None:
+        """Take a tag away. One whose change takes approvals is refused: a request asks for it.
+
+        Raises NotFound, and as `set_ref`.
+
+        Args:
+            model: ``namespace/name``.
+            ref: the ref.
+        """
+        await self._connection.run(ask(table.DELETE_REF, model=model, ref=ref))
 
     async def approve_ref(self, model: str, ref: str, request_id: str, *, note: str = "") -> RefRequest:
         """Approve a change of a protected ref that another identity has asked for; the last approval that it takes carries it out.
@@ -52,6 +80,23 @@ class AsyncOperationMethods:
         """
         return await self._connection.run(
             ask(table.WITHDRAW_REF, model=model, ref=ref, request_id=request_id)
+        )
+
+    async def protect_ref(self, model: str, ref: str, *, approvals: int = 0) -> list[Protection]:
+        """Protect a ref, whether it exists or not: from then on those alone change it of whose scopes one names it.
+
+        Returns all protected refs of the model.
+
+        Args:
+            model: ``namespace/name``.
+            ref: the ref.
+            approvals: of how many others each change takes the approval, 16 at most.
+
+        Raises:
+            FailedPrecondition: the service has no identities, or the ref takes more approvals now.
+        """
+        return await self._connection.run(
+            ask_all(table.SET_PROTECTION, model=model, ref=ref, approvals=approvals)
         )
 
     async def retention(self, model: str) -> Retention:

@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from weighbridge._core.reports.collection import Collection
 from weighbridge._core.reports.usage import Usage
-from weighbridge._core.resources import Gate, Model, RefRequest, Retention, Version, WarmMemory
+from weighbridge._core.resources import (
+    REQUEST_DELETE,
+    REQUEST_UNPROTECT,
+    Gate,
+    Model,
+    ModelRefs,
+    Protection,
+    RefMove,
+    RefRequest,
+    Retention,
+    Version,
+    WarmMemory,
+)
 from weighbridge_service.access.peer import Peer
 from weighbridge_service.core import Core
 from weighbridge_service.push.image_allocator import IMAGES_OF_A_MODEL
@@ -35,11 +47,29 @@ class Bodies:
     def list_models(self, peer: Peer, *, after: str, size: int) -> list[Model]:
         return self._catalog.list_models(after, size, peer.sees)
 
+    def set_ref(
+        self, peer: Peer, *, model: str, ref: str, version: str, request_id: str, note: str
+    ) -> RefMove:
+        return RefMove(*self._gates.move(model, ref, version, peer, request_id=request_id, note=note))
+
+    def delete_ref(self, peer: Peer, *, model: str, ref: str, request_id: str, note: str) -> RefRequest:
+        return self._gates.ask(model, ref, REQUEST_DELETE, peer, request_id=request_id, note=note)
+
     def approve_ref(self, peer: Peer, *, model: str, ref: str, request_id: str, note: str) -> RefRequest:
         return self._gates.approve_ref(model, ref, request_id, peer, note=note)
 
     def withdraw_ref(self, peer: Peer, *, model: str, ref: str, request_id: str) -> RefRequest:
         return self._gates.withdraw_ref(model, ref, request_id, peer)
+
+    def protect_ref(self, peer: Peer, *, model: str, ref: str, approvals: int) -> list[Protection]:
+        return list(self._gates.protect(model, ref, approvals, peer))
+
+    def unprotect_ref(self, peer: Peer, *, model: str, ref: str, request_id: str, note: str) -> RefRequest:
+        return self._gates.ask(model, ref, REQUEST_UNPROTECT, peer, request_id=request_id, note=note)
+
+    def list_refs(self, peer: Peer, *, model: str) -> ModelRefs:
+        refs = self._catalog.refs(model)
+        return ModelRefs(refs, self._gates.protections(model), self._gates.ref_requests(model))
 
     def get_retention(self, peer: Peer, *, model: str) -> Retention:
         return self._collecting.retention(model)
@@ -52,6 +82,12 @@ class Bodies:
 
     def set_gate(self, peer: Peer, *, model: str, gate: Gate) -> Gate:
         return self._gates.set_gate(model, gate)
+
+    def approve_version(
+        self, peer: Peer, *, model: str, number: int, by: str, note: str, reasons: tuple[str, ...]
+    ) -> Version:
+        by = peer.called(by)
+        return self._gates.approve_version(model, number, by=by, note=note, reasons=reasons)
 
     def delete_version(self, peer: Peer, *, model: str, number: int, force: bool) -> Version:
         return self._collecting.delete_version(model, number, forced=force, sees=peer.sees)

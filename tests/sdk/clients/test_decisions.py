@@ -16,7 +16,7 @@ from tests.support.waiting import processor_seconds
 from weighbridge import Boxes, EngineClient, FullTensors, TrainerClient
 from weighbridge._clients.calls import model_calls, pull_calls, version_calls
 from weighbridge._clients.calls.known_layouts import KnownLayouts
-from weighbridge._clients.calls.operation_calls import ask_pages
+from weighbridge._clients.calls.operation_calls import ask_all
 from weighbridge._clients.calls.steps import Call, Pause, take
 from weighbridge._clients.calls.watching import Watch
 from weighbridge._core.operations import table
@@ -123,7 +123,7 @@ def test_all_pages_are_asked_for() -> None:
             next_page_token=f"page {page}" if page < 3 else "",
         ).SerializeToString()
 
-    found = take(ask_pages(table.LIST_MODELS), answer)
+    found = take(ask_all(table.LIST_MODELS), answer)
     assert [model.name for model in found] == [f"tests/{page}{each}" for page in (1, 2, 3) for each in "ab"]
     assert asked == ["", "page 1", "page 2"]
 

@@ -9,8 +9,8 @@ from typing import Any, Self, TypeVar
 
 from weighbridge._cli.doctor import asking
 from weighbridge._cli.showing.overview import MemoryUse, Place, Reading, unfinished
-from weighbridge._clients.calls import engine_calls, model_calls, version_calls
-from weighbridge._clients.calls.operation_calls import ask_pages
+from weighbridge._clients.calls import engine_calls, version_calls
+from weighbridge._clients.calls.operation_calls import ask, ask_all
 from weighbridge._clients.connection import Connection
 from weighbridge._core.engines.facts import Engine
 from weighbridge._core.operations import table
@@ -64,11 +64,10 @@ class Gatherer:
         """
         run = self._connection.run
         if self._models:
-            models = list(
-                self._pool.map(lambda name: run(model_calls.get_model(name)), map(_weights_of, self._models))
-            )
+            asked = [ask(table.GET_MODEL, model=name) for name in map(_weights_of, self._models)]
+            models = list(self._pool.map(run, asked))
         else:
-            models = run(ask_pages(table.LIST_MODELS))
+            models = run(ask_all(table.LIST_MODELS))
         names = [name for model in models for name in (model.name, training_of(model.name))]
         versions = [version for found in self._pool.map(self._versions, names) for version in found]
         return Reading(

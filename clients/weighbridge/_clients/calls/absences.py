@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from weighbridge._clients.calls.model_calls import get_model
+from weighbridge._clients.calls.operation_calls import ask
 from weighbridge._clients.calls.steps import Steps
 from weighbridge._clients.calls.version_calls import list_versions
+from weighbridge._core.operations import table
 from weighbridge._core.resources import REF_LATEST, REF_LIVE
 from weighbridge._core.text.counts import counted, named
 from weighbridge.errors import NotFound
@@ -31,7 +32,7 @@ def absences(refs: Sequence[tuple[str, str]]) -> Steps[list[str]]:
 def _absence(model: str, ref: str) -> Steps[str]:
     """A sentence about one ref; empty if it is there."""
     try:
-        refs = (yield from get_model(model)).refs
+        refs = (yield from ask(table.GET_MODEL, model=model)).refs
     except NotFound as error:
         said, semicolon, meant = error.message.partition(";")
         return f"{said} yet{semicolon}{meant}{' Waiting' if meant.endswith('?') else ': waiting'} for it"

@@ -1,4 +1,4 @@
-"""Calls about models: registration, files, rules of what is kept and held, memory, collection, limits."""
+"""Calls about models: registration, files, deletion."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
-from weighbridge._clients.calls.operation_calls import ask
 from weighbridge._clients.calls.steps import Steps, call_method
 from weighbridge._core import dtypes
 from weighbridge._core.file_names import is_file_name
 from weighbridge._core.layouts import TensorSpec
-from weighbridge._core.operations import table
 from weighbridge._core.operations.operation import LONG_SECONDS
 from weighbridge._core.references import Reference
 from weighbridge._core.resources import DeletedModel, Model
@@ -63,11 +61,6 @@ def registration(
 def register_model(request: pb.RegisterModelRequest) -> Steps[Model]:
     """Register a model."""
     return wire.read(Model, (yield from _call("RegisterModel", request, _REGISTERING_SECONDS)).model)
-
-
-def get_model(model: str) -> Steps[Model]:
-    """One model."""
-    return (yield from ask(table.GET_MODEL, model=model))
 
 
 def model_files(model: str, version: str | int | None) -> Steps[dict[str, bytes]]:

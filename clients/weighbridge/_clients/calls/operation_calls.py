@@ -20,13 +20,14 @@ def ask(operation: Operation[Answer], **arguments: Any) -> Steps[Answer]:
     return found
 
 
-def ask_pages(operation: Operation[Answer], **arguments: Any) -> Steps[list[Answer]]:
-    """Call an operation that gives a list in pages, page by page; all items."""
-    messages, found, after = messages_of(operation), list[Answer](), ""
+def ask_all(operation: Operation[Answer], **arguments: Any) -> Steps[list[Answer]]:
+    """Call an operation that gives a list, page by page if it comes in pages; all items."""
+    messages, found = messages_of(operation), list[Answer]()
     while True:
-        request = encoded_parts(messages.request({**arguments, "page_token": after}))
+        request = encoded_parts(messages.request(arguments))
         page = messages.read((yield Call(messages.path, request, operation.seconds)))
         found += messages.answer(page)
-        after = page.next_page_token
+        after = page.next_page_token if operation.pages else ""
         if not after:
             return found
+        arguments["page_token"] = after

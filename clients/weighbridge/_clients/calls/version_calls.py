@@ -1,4 +1,4 @@
-"""Calls about versions: queries, manifests and signatures as they are stored, waiting for a state, verification, approval, deletion."""
+"""Calls about versions: queries, manifests and signatures as they are stored, waiting for a state, verification, approval."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
+from weighbridge._clients.calls.operation_calls import ask
 from weighbridge._clients.calls.steps import Pause, Steps, Work, call_method
 from weighbridge._core.manifest_text import ManifestText
+from weighbridge._core.operations import table
 from weighbridge._core.operations.operation import LONG_SECONDS
 from weighbridge._core.references import Reference
 from weighbridge._core.reports.rank_progress import RankProgress
@@ -132,10 +134,8 @@ def approve(model: str, version: str | int | None, *, by: str, note: str) -> Ste
     found = yield from get_version(meant.model, meant.number)
     if not found.held:
         return found
-    request = pb.ApproveVersionRequest(
-        model=meant.model, number=meant.number, by=by, note=note, reasons=found.held
-    )
-    return wire.version_from_proto((yield from _call("ApproveVersion", request)).version)
+    said = {"model": meant.model, "number": meant.number, "by": by, "note": note, "reasons": found.held}
+    return (yield from ask(table.APPROVE_VERSION, **said))
 
 
 def get_manifest(model: str, number: int) -> Steps[ManifestText]:

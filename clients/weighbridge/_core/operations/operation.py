@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, get_type_hints
 
 from weighbridge._core.operations.verbs import Verb
 
@@ -53,12 +53,14 @@ class Parameter:
         kind: type of the value: `str`, `int`, `bool`, ``tuple[str, ...]``, or a dataclass that has the fields of the message.
         text: what it is, without a full stop, for the documentation of clients and of HTTP.
         default: value if the caller leaves it out.
+        offered: whether derived methods and routes take it; those that do not leave it out.
     """
 
     name: str
     kind: Any
     text: str
     default: Any = REQUIRED
+    offered: bool = field(default=True, kw_only=True)
 
     @property
     def is_value(self) -> bool:
@@ -109,13 +111,16 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Operation(Entry, Generic[Answer]):
-    """A call of which all code but its body is derived: it takes values, and gives one, or a list of them in pages.
+    """A call of which all code but its body is derived: it takes values, and gives one, or a list of them, at once or in pages.
 
     Attributes:
         gives: type of the answer, or of each item of a list.
         within: field of the response that holds the answer; empty if the response itself has the answer's fields.
         takes: arguments.
-        pages: of a list in pages, the attribute of an item after which the next page begins; empty of any other.
+        order: of a list, the attribute of an item by which it is in order; empty of any other.
+        pages: whether a list comes in pages, each of which begins behind that attribute of the item before.
+        part: attribute of the answer that derived methods and routes give; empty if they give all of it, None if they give nothing.
+        pending: property of the answer that says whether what was asked for is still to be done; HTTP answers 202 then. Empty if there is none.
         tag: group of the route in the OpenAPI document; empty if the route is written by hand.
         call: name of the clients' method; empty if that is written by hand.
         text: description, for the documentation of clients and of HTTP.
@@ -126,12 +131,27 @@ class Operation(Entry, Generic[Answer]):
     gives: type[Answer]
     within: str
     takes: tuple[Parameter, ...] = ()
-    pages: str = field(default="", kw_only=True)
+    order: str = field(default="", kw_only=True)
+    pages: bool = field(default=False, kw_only=True)
+    part: str | None = field(default="", kw_only=True)
+    pending: str = field(default="", kw_only=True)
     tag: str = field(default="", kw_only=True)
     call: str = field(default="", kw_only=True)
     text: str = field(kw_only=True)
     more: str = field(default="", kw_only=True)
     raises: tuple[tuple[str, str], ...] = field(default=(), kw_only=True)
+
+    @property
+    def shown(self) -> Any:
+        """Type of what derived methods and routes give, or of each item of a list; None if that is nothing."""
+        if self.part is None:
+            return None
+        return get_type_hints(self.gives)[self.part] if self.part else self.gives
+
+    @property
+    def offers(self) -> tuple[Parameter, ...]:
+        """Arguments that derived methods and routes take."""
+        return tuple(each for each in self.takes if each.offered)
 
     def __post_init__(self) -> None:
         names = {each.name for each in self.takes}

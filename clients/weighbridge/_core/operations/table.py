@@ -14,6 +14,9 @@ from weighbridge._core.reports.usage import Usage
 from weighbridge._core.resources import (
     Gate,
     Model,
+    ModelRefs,
+    Protection,
+    RefMove,
     RefRequest,
     Retention,
     Version,
@@ -25,9 +28,19 @@ _NO_VERSION = ("NotFound", "no such model or version")
 
 _MODEL = Parameter("model", str, "``namespace/name``")
 _NUMBER = Parameter("number", int, "its number; None if ``model`` names it, as ``acme/smol@17`` does")
+_VERSION = Parameter("version", str, "a number or a ref")
 _REF = Parameter("ref", str, "the ref")
+_NAMED = (
+    Parameter("request_id", str, "names the call, if it may wait for approvals", "", offered=False),
+    Parameter("note", str, "kept with the request", "", offered=False),
+)
 _REQUEST = Parameter("request_id", str, "the `request_id` of the request")
+_APPROVALS = Parameter("approvals", int, "of how many others each change takes the approval, 16 at most", 0)
+_BY = Parameter("by", str, "in your own words; by default the address of the caller", "")
 _NOTE = Parameter("note", str, "kept with the approval", "")
+_REASONS = Parameter(
+    "reasons", tuple[str, ...], "for which of its reasons; none is all, also those found since you looked", ()
+)
 
 OPEN_VERSION = Entry("CheckpointService.OpenVersion", Verb.PUSH, Of.MODEL)
 DECLARE_LAYOUT = Entry("CheckpointService.DeclareLayout", Verb.PUSH, Of.NUMBER)
@@ -56,7 +69,8 @@ LIST_MODELS = Operation(
     Of.NOTHING,
     Model,
     "models",
-    pages="name",
+    order="name",
+    pages=True,
     http="GET /v1/models",
     tag="models",
     call="models",
@@ -70,8 +84,37 @@ LIST_VERSIONS = Entry(
     "ModelService.ListVersions", Verb.LOOK, Of.MODEL, http="GET /v1/models/{model}/versions"
 )
 WATCH_REFS = Entry("ModelService.WatchRefs", Verb.LOOK, Of.REFS)
-SET_REF = Entry("ModelService.SetRef", Verb.TAG, Of.REF, http="PUT /v1/models/{model}/refs/{ref}")
-DELETE_REF = Entry("ModelService.DeleteRef", Verb.TAG, Of.REF, http="DELETE /v1/models/{model}/refs/{ref}")
+SET_REF = Operation(
+    "ModelService.SetRef",
+    Verb.TAG,
+    Of.REF,
+    RefMove,
+    "",
+    (_MODEL, _REF, _VERSION, *_NAMED),
+    part="version",
+    http="PUT /v1/models/{model}/refs/{ref}",
+    tag="refs",
+    call="set_ref",
+    text="Let a tag name a version in the object store. One whose change takes approvals is refused: a request asks for it.",
+    raises=(
+        ("PermissionDenied", "the tag is protected, and no scope of this client's names it"),
+        ("FailedPrecondition", "its change takes approvals, and nothing was asked for: see `request_ref`"),
+    ),
+)
+DELETE_REF = Operation(
+    "ModelService.DeleteRef",
+    Verb.TAG,
+    Of.REF,
+    RefRequest,
+    "request",
+    (_MODEL, _REF, *_NAMED),
+    part=None,
+    http="DELETE /v1/models/{model}/refs/{ref}",
+    tag="refs",
+    call="delete_ref",
+    text="Take a tag away. One whose change takes approvals is refused: a request asks for it.",
+    more="Raises NotFound, and as `set_ref`.",
+)
 APPROVE_REF = Operation(
     "ModelService.ApproveRef",
     Verb.APPROVE,
@@ -79,7 +122,9 @@ APPROVE_REF = Operation(
     RefRequest,
     "request",
     (_MODEL, _REF, _REQUEST, _NOTE),
+    pending="pending",
     http="POST /v1/models/{model}/refs/{ref}/requests/{request_id}/approve",
+    tag="refs",
     call="approve_ref",
     text="Approve a change of a protected ref that another identity has asked for; the last approval that it takes carries it out.",
     more="Repeating it is harmless, and a request that was asked for later is not approved by it.",
@@ -102,21 +147,44 @@ WITHDRAW_REF = Operation(
     text="End a request without carrying it out.",
     more="Repeating it is harmless. Raises as `approve_ref`.",
 )
-SET_PROTECTION = Entry(
+SET_PROTECTION = Operation(
     "ModelService.SetProtection",
     Verb.MANAGE,
     Of.REF,
+    Protection,
+    "protections",
+    (_MODEL, _REF, _APPROVALS),
+    order="ref",
     http="PUT /v1/models/{model}/refs/{ref}/protection",
     route="protect_ref",
+    tag="refs",
+    call="protect_ref",
+    text="Protect a ref, whether it exists or not: from then on those alone change it of whose scopes one names it.",
+    more="Returns all protected refs of the model.",
+    raises=(("FailedPrecondition", "the service has no identities, or the ref takes more approvals now"),),
 )
-DELETE_PROTECTION = Entry(
+DELETE_PROTECTION = Operation(
     "ModelService.DeleteProtection",
     Verb.MANAGE,
     Of.REF,
+    RefRequest,
+    "request",
+    (_MODEL, _REF, *_NAMED),
     http="DELETE /v1/models/{model}/refs/{ref}/protection",
     route="unprotect_ref",
+    text="Protect a ref no longer, or ask for it: it takes what it takes to move it.",
 )
-LIST_REFS = Entry("ModelService.ListRefs", Verb.LOOK, Of.MODEL, http="GET /v1/models/{model}/refs")
+LIST_REFS = Operation(
+    "ModelService.ListRefs",
+    Verb.LOOK,
+    Of.MODEL,
+    ModelRefs,
+    "",
+    (_MODEL,),
+    http="GET /v1/models/{model}/refs",
+    tag="refs",
+    text="All refs of a model, which of them are protected, and what is asked for these.",
+)
 VERIFY_VERSION = Entry(
     "ModelService.VerifyVersion",
     Verb.PULL,
@@ -191,11 +259,17 @@ SET_GATE = Operation(
     text="Say which versions of a model are held, of those that are opened from now on.",
     raises=(_UNREGISTERED,),
 )
-APPROVE_VERSION = Entry(
+APPROVE_VERSION = Operation(
     "ModelService.ApproveVersion",
     Verb.APPROVE,
     Of.NUMBER,
+    Version,
+    "version",
+    (_MODEL, _NUMBER, _BY, _NOTE, _REASONS),
     http="POST /v1/models/{model}/versions/{version}/approve",
+    tag="versions",
+    text="Hold a version no longer: ``live`` and ``latest`` may name it, if it is newer than what they name. "
+    "Approving one that is not held changes nothing.",
 )
 DELETE_VERSION = Operation(
     "ModelService.DeleteVersion",

@@ -10,8 +10,6 @@ from itertools import groupby
 from weighbridge._core.metadata import conditions
 from weighbridge._core.resources import (
     RECEIVING,
-    REQUEST_DELETE,
-    REQUEST_UNPROTECT,
     Version,
 )
 from weighbridge._transport import wire
@@ -61,7 +59,6 @@ class ModelHandlers:
         self._catalog = service.catalog
         self._bases = Bases(service.catalog)
         self._collecting = service.collecting
-        self._gates = service.gates
         self._intake = service.intake
         self._registry = service.registry
         self._quotas = service.quotas
@@ -145,52 +142,6 @@ class ModelHandlers:
                     if version is not None:
                         yield _watched(index, version)
 
-    def SetRef(self, request: pb.SetRefRequest, call: Call) -> pb.SetRefResponse:
-        version, found = self._gates.move(
-            request.model,
-            request.ref,
-            request.version,
-            call.peer,
-            request_id=request.request_id,
-            note=request.note,
-        )
-        return pb.SetRefResponse(
-            version=wire.version_to_proto(version), request=wire.write(resources_pb2.RefRequest, found)
-        )
-
-    def DeleteRef(self, request: pb.DeleteRefRequest, call: Call) -> pb.DeleteRefResponse:
-        return pb.DeleteRefResponse(request=self._asked(REQUEST_DELETE, request, call))
-
-    def SetProtection(self, request: pb.SetProtectionRequest, call: Call) -> pb.SetProtectionResponse:
-        found = self._gates.protect(request.model, request.ref, request.approvals, call.peer)
-        return pb.SetProtectionResponse(
-            protections=[wire.write(resources_pb2.Protection, each) for each in found]
-        )
-
-    def DeleteProtection(
-        self, request: pb.DeleteProtectionRequest, call: Call
-    ) -> pb.DeleteProtectionResponse:
-        return pb.DeleteProtectionResponse(request=self._asked(REQUEST_UNPROTECT, request, call))
-
-    def _asked(
-        self, action: str, request: pb.DeleteRefRequest | pb.DeleteProtectionRequest, call: Call
-    ) -> resources_pb2.RefRequest:
-        found = self._gates.ask(
-            request.model, request.ref, action, call.peer, request_id=request.request_id, note=request.note
-        )
-        return wire.write(resources_pb2.RefRequest, found)
-
-    def ListRefs(self, request: pb.ListRefsRequest, call: Call) -> pb.ListRefsResponse:
-        return pb.ListRefsResponse(
-            refs=self._catalog.refs(request.model),
-            requests=[
-                wire.write(resources_pb2.RefRequest, each) for each in self._gates.ref_requests(request.model)
-            ],
-            protections=[
-                wire.write(resources_pb2.Protection, each) for each in self._gates.protections(request.model)
-            ],
-        )
-
     def VerifyVersion(self, request: pb.VerifyVersionRequest, call: Call) -> pb.VerifyVersionResponse:
         found = self._catalog.verify(request.model, request.version, sha256=request.sha256)
         return pb.VerifyVersionResponse(**found.to_json())
@@ -211,13 +162,6 @@ class ModelHandlers:
     def AddSignature(self, request: pb.AddSignatureRequest, call: Call) -> pb.AddSignatureResponse:
         added = self._signatures.add(request.model, request.number, request.content, call.peer.name)
         return pb.AddSignatureResponse(id=added)
-
-    def ApproveVersion(self, request: pb.ApproveVersionRequest, call: Call) -> pb.ApproveVersionResponse:
-        by = call.peer.called(request.by)
-        version = self._gates.approve_version(
-            request.model, request.number, by=by, note=request.note, reasons=request.reasons
-        )
-        return pb.ApproveVersionResponse(version=wire.version_to_proto(version))
 
     def DeleteModel(self, request: pb.DeleteModelRequest, call: Call) -> pb.DeleteModelResponse:
         found = self._collecting.delete_model(

@@ -31,7 +31,7 @@ class OperationHandler:
     def __init__(self, operation: Operation[Any], body: Callable[..., Any]) -> None:
         self._messages = messages_of(operation)
         self._body = body
-        self._place = attrgetter(operation.pages) if operation.pages else None
+        self._place = attrgetter(operation.order) if operation.pages else None
 
     def __call__(self, request: Any, call: Call) -> Message:
         arguments = self._messages.arguments(request)

@@ -4,10 +4,10 @@ May import: `api.lane`, `service`, and folders below.
 
 - `app`: the application and its routes.
 - `derived`: routes and schemas that follow from the table of operations and from values.
-- `parameters`: parameters of paths.
+- `parameters`: parameters of paths and members of bodies.
 - `resources`: bodies of requests and responses.
 - `reports`: bodies of what `operations` answers.
-- `refs`: routes of refs, with their bodies.
+- `refs`: routes of requests to change refs, with their bodies.
 - `engines`: routes of engines, with their bodies.
 - `problems`: RFC 9457 problem documents.
 - `bodies`: limits of requests' bodies.

@@ -49,7 +49,6 @@ from weighbridge_service.api.http.resources import (
     VERSIONS,
     AdapterOut,
     AdaptersOut,
-    ApproveIn,
     CollectIn,
     ExportIn,
     ExportOut,
@@ -231,19 +230,6 @@ def _models_router(service: Weighbridge) -> APIRouter:
         content = body.content.encode()
         service.signatures.add(f"{namespace}/{name}", version, content, peer_of(request).name)
         return SignatureOut.of(Bundle.read(content).as_signature)
-
-    @router.post("/{namespace}/{name}/versions/{version}/approve", tags=["versions"], response_model=VERSION)
-    def approve_version(
-        namespace: Namespace, name: Name, version: Number, body: ApproveIn, request: Request
-    ) -> BaseModel:
-        """Hold a version no longer: `live` and `latest` may name it, if it is newer than what they name. Approving one that is not held
-        changes nothing."""
-        by = peer_of(request).called(body.by)
-        return VERSION.model_validate(
-            service.gates.approve_version(
-                f"{namespace}/{name}", version, by=by, note=body.note, reasons=body.reasons
-            )
-        )
 
     @router.post("/{namespace}/{name}/collect", tags=["retention"], response_model=COLLECTION)
     def collect_versions(namespace: Namespace, name: Name, body: CollectIn) -> BaseModel:

@@ -1,11 +1,13 @@
-"""Parameters of paths that several routes have."""
+"""Parameters of paths and members of bodies that several routes have."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any
 
 from fastapi import Path
+from pydantic import Field
 
+from weighbridge_storage.documents.entries import MAX_APPROVALS, MAX_TEXT
 from weighbridge_storage.documents.names import (
     MAX_VERSION,
     MODEL_NAME_PATTERN,
@@ -35,3 +37,19 @@ Ref = Annotated[str, _text("Name of the ref.", REF_PATTERN, "prod")]
 SignatureId = Annotated[str, _text("SHA-256 of the signature, its `id`.", "^[0-9a-f]{64}$")]
 JobId = Annotated[str, _text("The `id` that starting the export gave.", "^[0-9a-f]{32}$")]
 RequestId = Annotated[str, _text("The `request_id` of the request.", REQUEST_PATTERN)]
+VersionField = Annotated[
+    str, Field(description="A number or a ref.", max_length=128, coerce_numbers_to_str=True, examples=["17"])
+]
+Note = Annotated[str, Field(max_length=MAX_TEXT)]
+Approvals = Annotated[int, Field(ge=0, le=MAX_APPROVALS, strict=True)]
+Reasons = Annotated[tuple[str, ...], Field(max_length=16)]
+
+IN_PATH = {
+    "version": ("version", VersionOrRef),
+    "number": ("version", Number),
+    "ref": ("ref", Ref),
+    "request_id": ("request_id", RequestId),
+}
+"""Names and types of parameters of paths, by the operation's parameter."""
+IN_BODY = {"version": VersionField, "by": Note, "note": Note, "approvals": Approvals, "reasons": Reasons}
+"""Types of members of bodies with bounds, by the operation's parameter."""

@@ -1,4 +1,4 @@
-"""Routes of refs and of requests to change those that are protected, with their bodies."""
+"""Routes of requests to change refs that are protected, beside those that are derived, with their bodies."""
 
 from __future__ import annotations
 
@@ -6,49 +6,17 @@ import uuid
 from typing import Literal
 
 from fastapi import APIRouter, Request, Response
-from pydantic import BaseModel, Field, create_model
+from pydantic import BaseModel, Field
 
-from weighbridge._core.resources import REQUEST_DELETE, REQUEST_UNPROTECT, Protection, RefRequest
+from weighbridge._core.resources import REQUEST_DELETE, REQUEST_UNPROTECT, RefRequest
 from weighbridge_service.api.http.callers import peer_of
-from weighbridge_service.api.http.derived.schemas import In, Out, answer_of
-from weighbridge_service.api.http.parameters import Name, Namespace, Ref, RequestId
-from weighbridge_service.api.http.resources import VERSION, VersionField
+from weighbridge_service.api.http.derived.schemas import In, answer_of
+from weighbridge_service.api.http.parameters import Name, Namespace, Ref, VersionField
 from weighbridge_service.service import Weighbridge
-from weighbridge_storage.documents.entries import MAX_APPROVALS, MAX_TEXT
+from weighbridge_storage.documents.entries import MAX_TEXT
 from weighbridge_storage.documents.names import REQUEST_PATTERN
 
-PROTECTION, REQUEST = answer_of(Protection), answer_of(RefRequest)
-REFS = create_model(
-    "RefsOut",
-    __base__=Out,
-    __doc__="The refs of a model.",
-    refs=(
-        dict[str, int],
-        Field(
-            description="Version number by ref. `live` and `latest` move by themselves; the others are tags.",
-            examples=[{"latest": 17, "live": 18, "prod": 12}],
-        ),
-    ),
-    protections=(list[PROTECTION], Field(description="Protected refs.")),  # type: ignore[valid-type]
-    requests=(
-        list[REQUEST],  # type: ignore[valid-type]
-        Field(
-            description="To change protected refs: those that are pending, and the last ones that have ended, in the order of asking."
-        ),
-    ),
-)
-PROTECTIONS = create_model(
-    "ProtectionsOut",
-    __base__=Out,
-    __doc__="The protected refs of a model.",
-    protections=(list[PROTECTION], Field(description="By name.")),  # type: ignore[valid-type]
-)
-
-
-class SetRefIn(In):
-    """Which version a tag shall name."""
-
-    version: VersionField
+REQUEST = answer_of(RefRequest)
 
 
 class RequestRefIn(In):
@@ -64,24 +32,6 @@ class RequestRefIn(In):
     )
 
 
-class ApproveRefIn(In):
-    """What is noted with an approval."""
-
-    note: str = Field("", description="Kept with the approval.", max_length=MAX_TEXT)
-
-
-class ProtectRefIn(In):
-    """What it takes to change a ref, beside a scope that names it."""
-
-    approvals: int = Field(
-        0,
-        description="Of how many identities besides the one that asks.",
-        ge=0,
-        le=MAX_APPROVALS,
-        strict=True,
-    )
-
-
 def refs_router(service: Weighbridge) -> APIRouter:
     """The routes.
 
@@ -90,29 +40,6 @@ def refs_router(service: Weighbridge) -> APIRouter:
     """
     router = APIRouter(prefix="/v1/models/{namespace}/{name}/refs", tags=["refs"])
     gates = service.gates
-
-    @router.get("", response_model=REFS)
-    def list_refs(namespace: Namespace, name: Name) -> BaseModel:
-        """All refs of a model, which of them are protected, and what is asked for these."""
-        model = f"{namespace}/{name}"
-        return REFS.model_validate(
-            {
-                "refs": service.catalog.refs(model),
-                "protections": gates.protections(model),
-                "requests": gates.ref_requests(model),
-            }
-        )
-
-    @router.put("/{ref}", response_model=VERSION)
-    def set_ref(namespace: Namespace, name: Name, ref: Ref, body: SetRefIn, request: Request) -> BaseModel:
-        """Let a tag name a durable version; answers with that version. One that takes approvals is refused: `/requests` asks for it."""
-        version, _ = gates.move(f"{namespace}/{name}", ref, body.version, peer_of(request))
-        return VERSION.model_validate(version)
-
-    @router.delete("/{ref}", status_code=204)
-    def delete_ref(namespace: Namespace, name: Name, ref: Ref, request: Request) -> None:
-        """Take a tag away. One that takes approvals is refused: `/requests` asks for it."""
-        gates.ask(f"{namespace}/{name}", ref, REQUEST_DELETE, peer_of(request))
 
     @router.post("/{ref}/requests", response_model=REQUEST)
     def request_ref(
@@ -125,28 +52,6 @@ def refs_router(service: Weighbridge) -> APIRouter:
         else:
             _, found = gates.move(model, ref, body.version, peer, request_id=named, note=body.note)
         return _answer(found, response)
-
-    @router.post("/{ref}/requests/{request_id}/approve", response_model=REQUEST)
-    def approve_ref(
-        namespace: Namespace,
-        name: Name,
-        ref: Ref,
-        request_id: RequestId,
-        body: ApproveRefIn,
-        request: Request,
-        response: Response,
-    ) -> BaseModel:
-        """Approve a change that another identity has asked for: 200 if it is done with that, 202 if it takes more approvals."""
-        model, peer = f"{namespace}/{name}", peer_of(request)
-        return _answer(gates.approve_ref(model, ref, request_id, peer, note=body.note), response)
-
-    @router.put("/{ref}/protection", response_model=PROTECTIONS)
-    def protect_ref(
-        namespace: Namespace, name: Name, ref: Ref, body: ProtectRefIn, request: Request
-    ) -> BaseModel:
-        """Protect a ref, whether it exists or not, or raise what its changes take."""
-        found = gates.protect(f"{namespace}/{name}", ref, body.approvals, peer_of(request))
-        return PROTECTIONS.model_validate({"protections": found})
 
     @router.delete("/{ref}/protection", response_model=REQUEST)
     def unprotect_ref(

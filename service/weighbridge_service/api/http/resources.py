@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-from pydantic import Field, StrictBool, create_model
+from pydantic import Field, StrictBool
 
 from weighbridge._core import dtypes
 from weighbridge._core.reports.collection import Collection
 from weighbridge._core.resources import DeletedModel, Signature, Version
 from weighbridge._signing.bundle import MAX_BYTES, signed_by
-from weighbridge_service.api.http.derived.schemas import In, Out, answer_of
+from weighbridge_service.api.http.derived.schemas import In, Out, answer_of, list_of
+from weighbridge_service.api.http.parameters import VersionField
 from weighbridge_service.exports.jobs import ExportState
 from weighbridge_storage.documents.names import MODEL_PATTERN
-
-VersionField = Annotated[
-    str, Field(description="A number or a ref.", max_length=128, coerce_numbers_to_str=True, examples=["17"])
-]
 
 
 class AdapterOut(Out):
@@ -33,12 +28,7 @@ class AdaptersOut(Out):
 
 
 VERSION = answer_of(Version)
-VERSIONS = create_model(
-    "VersionsOut",
-    __base__=Out,
-    __doc__="A page of versions.",
-    versions=(list[VERSION], Field(description="Versions, newest first.")),  # type: ignore[valid-type]
-)
+VERSIONS = list_of(Version, "versions", "newest first")
 DELETED_MODEL, COLLECTION = answer_of(DeletedModel), answer_of(Collection)
 
 
@@ -87,20 +77,6 @@ class VerificationOut(Out):
     )
     nonfinite_elements: int = Field(
         description="Elements that are NaN or infinite, by the manifest. That is no problem of the files."
-    )
-
-
-class ApproveIn(In):
-    """Who approves a version, and why."""
-
-    by: str = Field(
-        "", description="In your own words; by default the address of the caller.", max_length=256
-    )
-    note: str = Field("", description="Kept with the approval.", max_length=256)
-    reasons: list[str] = Field(
-        default_factory=list,
-        description="For which of the reasons it is held for; none is all of them, those too that were found since you looked.",
-        max_length=16,
     )
 
 

@@ -19,7 +19,18 @@ from weighbridge import Client
 from weighbridge._core.operations import table
 from weighbridge._core.operations.operation import REQUIRED, Entry, Of, Operation
 from weighbridge._core.operations.verbs import Verb
-from weighbridge._core.resources import Gate, Model, Retention, Version, VersionState
+from weighbridge._core.resources import (
+    Gate,
+    Model,
+    ModelRefs,
+    Protection,
+    RefApproval,
+    RefMove,
+    RefRequest,
+    Retention,
+    Version,
+    VersionState,
+)
 from weighbridge._transport.wire_operations import descriptor_of, messages_of
 from weighbridge.aio import AsyncEngineClient
 from weighbridge_service.api.bodies import Bodies
@@ -29,6 +40,7 @@ PAGES = {"page_size", "page_token"}
 KINDS = {
     str: FieldDescriptor.CPPTYPE_STRING,
     bool: FieldDescriptor.CPPTYPE_BOOL,
+    tuple[str, ...]: FieldDescriptor.CPPTYPE_STRING,
 }
 derived = pytest.mark.parametrize("operation", table.OPERATIONS, ids=lambda each: each.rpc)
 
@@ -66,6 +78,7 @@ def test_a_request_has_the_fields_that_an_operation_takes_and_a_response_those_t
             assert {f.name for f in request[each.name].message_type.fields} == fields_of(each.kind)
         elif each.kind in KINDS:
             assert request[each.name].cpp_type == KINDS[each.kind]
+            assert request[each.name].is_repeated == (each.kind == tuple[str, ...])
         else:
             assert each.kind is int
             assert request[each.name].cpp_type in (
@@ -76,6 +89,7 @@ def test_a_request_has_the_fields_that_an_operation_takes_and_a_response_those_t
     if operation.within:
         assert response.keys() == {operation.within} | ({"next_page_token"} if operation.pages else set())
         assert {f.name for f in response[operation.within].message_type.fields} == fields_of(operation.gives)
+        assert response[operation.within].is_repeated == bool(operation.order)
     else:
         assert response.keys() == fields_of(operation.gives)
 
@@ -91,7 +105,7 @@ def test_a_body_takes_and_gives_what_the_table_says(operation: Operation[Any]) -
     kinds = {each.name: each.kind for each in operation.takes}
     if operation.pages:
         kinds |= {"after": str, "size": int}
-    given = list[operation.gives] if operation.pages else operation.gives  # type: ignore[name-defined]
+    given = list[operation.gives] if operation.order else operation.gives  # type: ignore[name-defined]
     assert hints.pop("return") == given
     hints.pop("peer")
     assert hints == kinds
@@ -104,11 +118,14 @@ def test_a_method_of_a_client_takes_what_the_table_says(operation: Operation[Any
         return
     method = getattr(client, operation.call)
     said = inspect.signature(method).parameters
-    expected = {"version" if each.name == "number" else each.name: each.default for each in operation.takes}
+    expected = {"version" if each.name == "number" else each.name: each.default for each in operation.offers}
     assert list(said) == ["self", *expected]
     for name, default in expected.items():
         wanted = inspect.Parameter.empty if default is REQUIRED else default
         assert said[name].default == (None if name == "version" else wanted)
+    given = typing.get_type_hints(operation.gives)[operation.part] if operation.part else operation.gives
+    given = list[given] if operation.order else given  # type: ignore[valid-type]
+    assert typing.get_type_hints(method)["return"] == (type(None) if operation.part is None else given)
     assert inspect.iscoroutinefunction(method) == (client is AsyncEngineClient)
 
 
@@ -137,6 +154,11 @@ def test_each_route_of_the_table_is_one_of_http(web: Web) -> None:
         (table.SET_GATE, {"model": "a/b", "gate": Gate(approval_required=True)}),
         (table.SET_RETENTION, {"model": "a/b", "retention": Retention(keep_last=3, keep_every_steps=7)}),
         (table.DELETE_VERSION, {"model": "a/b", "number": 2**40, "force": True}),
+        (table.SET_REF, {"model": "a/b", "ref": "prod", "version": "7", "request_id": "q", "note": "é"}),
+        (
+            table.APPROVE_VERSION,
+            {"model": "a/b", "number": 7, "by": "me", "note": "", "reasons": ("candidate", "nonfinite")},
+        ),
         (table.APPROVE_REF, {"model": "a/b", "ref": "prod", "request_id": "q", "note": "é"}),
     ],
     ids=lambda each: getattr(each, "rpc", ""),
@@ -159,6 +181,18 @@ def test_arguments_come_over_the_wire_as_they_were(
             Version(
                 "a/b", 7, VersionState.RETIRED, held=("nonfinite",), metadata={"reward": 0.5, "ok": True}
             ),
+        ),
+        (
+            table.SET_REF,
+            RefMove(
+                Version("a/b", 7, VersionState.DURABLE, held=("candidate",), metadata={"reward": 0.5}),
+                RefRequest("a/b", "prod", "move", "pending", 7, approvals=(RefApproval("me", 3, "é"),)),
+            ),
+        ),
+        (table.SET_PROTECTION, [Protection("prod", 2), Protection("test")]),
+        (
+            table.LIST_REFS,
+            ModelRefs({"latest": 7}, (Protection("prod"),), (RefRequest("a/b", "prod", "move", "done", 7),)),
         ),
         (
             table.LIST_MODELS,

@@ -7,23 +7,15 @@ from inspect import Parameter as Argument
 from inspect import Signature
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query, Request
-from pydantic import BaseModel
+from fastapi import APIRouter, Query, Request, Response
+from pydantic import BaseModel, Field, create_model
 
 from weighbridge._core.operations.operation import REQUIRED, Operation, Parameter
 from weighbridge._core.operations.table import OPERATIONS
 from weighbridge_service.api.bodies import LARGEST_PAGE, PAGE, Bodies
 from weighbridge_service.api.http.callers import peer_of
-from weighbridge_service.api.http.derived.schemas import answer_of, body_of, page_of
-from weighbridge_service.api.http.parameters import Name, Namespace, Number, Ref, RequestId, VersionOrRef
-
-_IN_PATH = {
-    "version": ("version", VersionOrRef),
-    "number": ("version", Number),
-    "ref": ("ref", Ref),
-    "request_id": ("request_id", RequestId),
-}
-"""Names and types of parameters of paths, by the operation's parameter."""
+from weighbridge_service.api.http.derived.schemas import In, answer_of, body_of, list_of
+from weighbridge_service.api.http.parameters import IN_BODY, IN_PATH, Name, Namespace
 
 
 class OperationRoute:
@@ -34,18 +26,19 @@ class OperationRoute:
         body: what is done.
 
     Attributes:
-        answer: schema of the answer.
+        answer: schema of the answer; None if there is none.
     """
 
     def __init__(self, operation: Operation[Any], body: Callable[..., Any]) -> None:
         self._operation = operation
         self._body = body
-        kind: Any = operation.gives
-        items = operation.within
-        self.answer = page_of(kind, items, operation.pages) if operation.pages else answer_of(kind)
-        self.__signature__ = Signature(
-            [Argument("request", Argument.KEYWORD_ONLY, annotation=Request), *self._arguments()]
-        )
+        self.answer: type[BaseModel] | None = None
+        if operation.order:
+            self.answer = list_of(operation.shown, operation.within, f"by {operation.order}")
+        elif operation.shown:
+            self.answer = answer_of(operation.shown)
+        self._left_out = {each.name: each.default for each in operation.takes if not each.offered}
+        self.__signature__ = Signature(self._arguments())
 
     def add_to(self, router: APIRouter) -> None:
         """Register the route."""
@@ -58,70 +51,101 @@ class OperationRoute:
             tags=[self._operation.tag],
             description=_markdown(self._operation),
             response_model=self.answer,
+            status_code=None if self.answer else 204,
         )
 
-    def __call__(self, request: Request, **said: Any) -> BaseModel:
+    def __call__(self, request: Request, response: Response, **said: Any) -> BaseModel | None:
         """The answer to a request, whose parameters are given by name."""
+        operation = self._operation
         if "namespace" in said:
             said["model"] = f"{said.pop('namespace')}/{said.pop('name')}"
-        for each in self._operation.takes:
-            if each.name in _IN_PATH:
-                said[each.name] = said.pop(_IN_PATH[each.name][0])
+        if "body" in said:
+            said |= said.pop("body").model_dump()
+        for each in operation.offers:
+            if _in_path(operation, each):
+                said[each.name] = said.pop(IN_PATH[each.name][0])
             elif each.is_value:
                 said[each.name] = each.kind(**said[each.name].model_dump())
-        if self._operation.pages:
-            size = said.pop("limit")
-            found = self._body(peer_of(request), **said, size=size)
-            return self.answer.model_validate({self._operation.within: found})
-        return self.answer.model_validate(self._body(peer_of(request), **said))
+        if operation.pages:
+            said["size"] = said.pop("limit")
+        found = self._body(peer_of(request), **said, **self._left_out)
+        if operation.pending and getattr(found, operation.pending):
+            response.status_code = 202
+        if self.answer is None:
+            return None
+        if operation.order:
+            found = {operation.within: found}
+        return self.answer.model_validate(getattr(found, operation.part) if operation.part else found)
 
     def _arguments(self) -> list[Argument]:
-        """Parameters of the path, then of the query or the body."""
-        found = [
-            Argument(each, Argument.KEYWORD_ONLY, annotation=kind) for each, kind in _model(self._operation)
-        ]
-        for each in self._operation.takes:
-            if each.name in _IN_PATH:
-                name, kind = _IN_PATH[each.name]
-                found.append(Argument(name, Argument.KEYWORD_ONLY, annotation=kind))
+        """What the framework gives, parameters of the path, then of the query or the body."""
+        found = [_argument("request", Request), _argument("response", Response)]
+        members: list[Parameter] = []
+        if "{model}" in self._operation.http:
+            found += [_argument("namespace", Namespace), _argument("name", Name)]
+        for each in self._operation.offers:
+            if _in_path(self._operation, each):
+                found.append(_argument(*IN_PATH[each.name]))
             elif each.is_value:
-                found.append(Argument(each.name, Argument.KEYWORD_ONLY, annotation=body_of(each.kind)))
+                found.append(_argument(each.name, body_of(each.kind)))
+            elif self._operation.http.startswith(("PUT", "POST")) and each.name != "model":
+                members.append(each)
             elif each.name != "model":
                 found.append(_queried(each))
+        if members:
+            found.append(_argument("body", _body_of(self._operation, members)))
         return found + _of_page(self._operation)
 
 
-def _model(operation: Operation[Any]) -> list[tuple[str, Any]]:
-    return [("namespace", Namespace), ("name", Name)] if "{model}" in operation.http else []
+def _argument(name: str, kind: Any, default: Any = Argument.empty) -> Argument:
+    return Argument(name, Argument.KEYWORD_ONLY, annotation=kind, default=default)
+
+
+def _in_path(operation: Operation[Any], parameter: Parameter) -> bool:
+    return parameter.name in IN_PATH and f"{{{IN_PATH[parameter.name][0]}}}" in operation.http
+
+
+def _body_of(operation: Operation[Any], members: list[Parameter]) -> type[BaseModel]:
+    """The schema of a body whose members are parameters of an operation."""
+    fields: dict[str, Any] = {}
+    for each in members:
+        default: Any = {} if each.default is REQUIRED else {"default": each.default}
+        if each.default == ():  # which schemas do not say
+            default = {"default_factory": tuple}
+        said = Field(**default, description=_sentence(each.text))
+        fields[each.name] = IN_BODY.get(each.name, each.kind), said
+    return create_model(
+        f"{operation.rpc}In", __base__=In, __doc__=operation.text.replace("``", "`"), **fields
+    )
+
+
+def _sentence(text: str) -> str:
+    return text[0].upper() + text[1:] + "."
 
 
 def _queried(parameter: Parameter) -> Argument:
-    text = parameter.text[0].upper() + parameter.text[1:] + "."
     default = Argument.empty if parameter.default is REQUIRED else parameter.default
     kind: Any = parameter.kind
-    annotation: Any = Annotated[kind, Query(description=text)]
-    return Argument(parameter.name, Argument.KEYWORD_ONLY, annotation=annotation, default=default)
+    return _argument(parameter.name, Annotated[kind, Query(description=_sentence(parameter.text))], default)
 
 
 def _of_page(operation: Operation[Any]) -> list[Argument]:
     """Parameters by which a list goes on."""
     if not operation.pages:
         return []
-    after = Query(description=f"Begin behind the {operation.within[:-1]} of this {operation.pages}.")
+    after = Query(description=f"Begin behind the {operation.within[:-1]} of this {operation.order}.")
     limit = Query(ge=1, le=LARGEST_PAGE, description=f"Largest number of {operation.within}.")
     return [
-        Argument("after", Argument.KEYWORD_ONLY, annotation=Annotated[str, after], default=""),
-        Argument("limit", Argument.KEYWORD_ONLY, annotation=Annotated[int, limit], default=PAGE),
+        _argument("after", Annotated[str, after], ""),
+        _argument("limit", Annotated[int, limit], PAGE),
     ]
 
 
 def _markdown(operation: Operation[Any]) -> str:
-    more = (
-        f" Give the last {operation.pages} of a page as `after` to get the next one."
-        if operation.pages
-        else ""
-    )
-    return operation.text.replace("``", "`") + more
+    text = operation.text.replace("``", "`")
+    if operation.pages:
+        text += f" Give the last {operation.order} of a page as `after` to get the next one."
+    return f"{text} 200 if it is done, 202 if it is pending." if operation.pending else text
 
 
 def operations_routes(bodies: Bodies) -> APIRouter:

@@ -94,11 +94,11 @@ def answer_of(kind: Any) -> type[BaseModel]:
 
 
 @functools.cache
-def page_of(kind: Any, name: str, key: str) -> type[BaseModel]:
-    """The schema of a page of a list, whose items are in the member of this name."""
-    text = f"{name.capitalize()}, by {key}."
+def list_of(kind: Any, name: str, order: str) -> type[BaseModel]:
+    """The schema of a list or of a page of one, whose items are in the member of this name, and in this order."""
+    text = f"{name.capitalize()}, {order}."
     members: dict[str, Any] = {name: (list[answer_of(kind)], Field(description=text))}  # type: ignore[misc]
-    return create_model(f"{name.capitalize()}Out", __base__=Out, __doc__=f"A page of {name}.", **members)
+    return create_model(f"{name.capitalize()}Out", __base__=Out, __doc__=text, **members)
 
 
 @functools.cache
