@@ -45,6 +45,7 @@ from weighbridge_service.api.http.refs import refs_router
 from weighbridge_service.api.http.resources import (
     COLLECTION,
     DELETED_MODEL,
+    VERIFICATION,
     VERSION,
     VERSIONS,
     AdapterOut,
@@ -56,7 +57,6 @@ from weighbridge_service.api.http.resources import (
     SignatureIn,
     SignatureOut,
     SignaturesOut,
-    VerificationOut,
 )
 from weighbridge_service.api.http.threads import in_threads
 from weighbridge_service.exports.jobs import ExportJob, Exports
@@ -195,11 +195,13 @@ def _models_router(service: Weighbridge) -> APIRouter:
         """One version; by number also one that is being received or has failed."""
         return VERSION.model_validate(service.catalog.get_version(f"{namespace}/{name}", version))
 
-    @router.post("/{namespace}/{name}/versions/{version}/verify", tags=["versions"])
+    @router.post(
+        "/{namespace}/{name}/versions/{version}/verify", tags=["versions"], response_model=VERIFICATION
+    )
     @in_threads(ThreadPool("http-verify", _VERIFYING))
-    def verify_version(namespace: Namespace, name: Name, version: VersionOrRef) -> VerificationOut:
+    def verify_version(namespace: Namespace, name: Name, version: VersionOrRef) -> BaseModel:
         """Read all files of a durable version and compare them with the digests in its manifest."""
-        return VerificationOut.model_validate(service.catalog.verify(f"{namespace}/{name}", version))
+        return VERIFICATION.model_validate(service.catalog.verify(f"{namespace}/{name}", version))
 
     @router.get("/{namespace}/{name}/versions/{version}/signatures", tags=["signatures"])
     def list_signatures(namespace: Namespace, name: Name, version: VersionOrRef) -> SignaturesOut:

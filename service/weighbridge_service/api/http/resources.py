@@ -6,7 +6,7 @@ from pydantic import Field, StrictBool
 
 from weighbridge._core import dtypes
 from weighbridge._core.reports.collection import Collection
-from weighbridge._core.resources import DeletedModel, Signature, Version
+from weighbridge._core.resources import DeletedModel, Signature, Verification, Version
 from weighbridge._signing.bundle import MAX_BYTES, signed_by
 from weighbridge_service.api.http.derived.schemas import In, Out, answer_of, list_of
 from weighbridge_service.api.http.parameters import VersionField
@@ -30,6 +30,7 @@ class AdaptersOut(Out):
 VERSION = answer_of(Version)
 VERSIONS = list_of(Version, "versions", "newest first")
 DELETED_MODEL, COLLECTION = answer_of(DeletedModel), answer_of(Collection)
+VERIFICATION = answer_of(Verification, "sha256")
 
 
 class SignatureOut(Out):
@@ -63,20 +64,6 @@ class SignatureIn(In):
 
     content: str = Field(
         description="The bundle that `model_signing sign` has written, as text.", max_length=MAX_BYTES
-    )
-
-
-class VerificationOut(Out):
-    """What comparing a version's files with its manifest gave."""
-
-    number: int = Field(description="The version.")
-    tensors_checked: int = Field(description="Tensors whose digests were compared.")
-    bytes_checked: int = Field(description="Bytes read.")
-    problems: list[str] = Field(
-        description="One line for each file or tensor that differs; empty if all is well."
-    )
-    nonfinite_elements: int = Field(
-        description="Elements that are NaN or infinite, by the manifest. That is no problem of the files."
     )
 
 

@@ -81,11 +81,13 @@ def texts_of(kind: Any) -> dict[str, str]:
 
 
 @functools.cache
-def answer_of(kind: Any) -> type[BaseModel]:
-    """The schema of a dataclass that is answered; of its class's name, with ``Out`` behind it."""
+def answer_of(kind: Any, *without: str) -> type[BaseModel]:
+    """The schema of a dataclass that is answered, without these fields; of its class's name, with ``Out`` behind it."""
     hints, texts = typing.get_type_hints(kind), texts_of(kind)
     members: dict[str, Any] = {
-        name: (_answered(hints[name]), _field(name, texts[name])) for name in names_of(kind)
+        name: (_answered(hints[name]), _field(name, texts[name]))
+        for name in names_of(kind)
+        if name not in without
     }
     for name in kind.ALSO_IN_JSON:
         read = getattr(kind, name).fget
