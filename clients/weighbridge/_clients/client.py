@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import random
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,6 +23,7 @@ from weighbridge._clients.transport import ConnectionOptions
 from weighbridge._core.engines.facts import Engine
 from weighbridge._core.layouts import TensorSpec
 from weighbridge._core.operations import table
+from weighbridge._core.pauses import DICE
 from weighbridge._core.references import Reference
 from weighbridge._core.resources import (
     REF_LIVE,
@@ -242,7 +242,7 @@ class Client(OperationMethods):
                     failure = error
                 outage.failed(failure, watch.left(time.monotonic()))
                 pause, watch = watch.failed(
-                    failure, closed=self._connection.closed, now=time.monotonic(), jitter=random.random()
+                    failure, closed=self._connection.closed, now=time.monotonic(), jitter=DICE.random()
                 )
                 self._connection.pause(pause)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +15,7 @@ from weighbridge._clients.calls.absences import absences
 from weighbridge._clients.calls.steps import Call, Steps, take
 from weighbridge._clients.holding.policy import current_hold
 from weighbridge._clients.transport import Transport
+from weighbridge._core.pauses import DICE
 from weighbridge._core.text import waits
 from weighbridge._tracing import spans
 from weighbridge._transport import rpc
@@ -136,7 +136,7 @@ class Connection(Transport):
                     raise
                 if isinstance(error, Unavailable) and self.addresses.failed(address, error) and at is None:
                     continue
-                retry = backoff.after_error(error, time.monotonic(), random.random())
+                retry = backoff.after_error(error, time.monotonic(), DICE.random())
                 if retry is None:
                     raise
                 backoff = retry.backoff

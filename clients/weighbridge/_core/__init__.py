@@ -23,7 +23,7 @@ May import: `weighbridge.errors`.
 - `reports`: what a service reports on its work.
 - `checks`: findings of ``weighbridge doctor``.
 - `json_values`: values as JSON.
-- `pauses`: lengths of pauses between tries.
+- `pauses`: lengths of pauses between tries, and random numbers of this package's own.
 - `text`: words for people.
 - `lru`: bounded cache of the values used last.
 """

@@ -1,13 +1,21 @@
 """Lengths of pauses between tries: doubling, bounded, and random, so that many who failed at one moment do not come back at one.
 
-Pure: whoever pauses brings the random number. (Retry libraries sleep themselves, which neither an event loop nor a state machine can use.)
+`Pauses` is pure: the caller brings the random number, of `DICE`. (Retry libraries sleep themselves, which neither an event loop nor a state machine can use.)
 """
 
 from __future__ import annotations
 
+import os
+import random
 from dataclasses import dataclass
 
 _MOST_DOUBLINGS = 64
+
+DICE = random.Random()
+"""Random numbers of this package's own. Python's generator belongs to the program: training seeds it, stores its state, and expects the same numbers after a
+restore; and ranks that seed it alike would pause alike."""
+
+os.register_at_fork(after_in_child=DICE.seed)
 
 
 @dataclass(frozen=True, slots=True)

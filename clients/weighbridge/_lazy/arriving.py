@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import random
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from weighbridge._core.pauses import DICE
 from weighbridge._core.resources import Version
 from weighbridge._lane.loans import ReadLoan
 from weighbridge._lazy.recording import RecordedCopy, Recording
@@ -217,7 +217,7 @@ class EarlyStaging:
 
     def _some(self) -> list[str]:
         names, nbytes = list(self._sums), 0
-        random.shuffle(names)
+        DICE.shuffle(names)
         for count, name in enumerate(names):
             nbytes += self._sums[name][0].tensor.nbytes
             if nbytes > _AGAIN_BYTES:

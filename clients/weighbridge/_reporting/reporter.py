@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import random
 import socket
 import threading
 import time
@@ -18,6 +17,7 @@ from weighbridge._clients.calls.engine_calls import report_engine
 from weighbridge._clients.client import Client
 from weighbridge._core.engines.facts import ENGINE_ENDED, EngineFacts, EngineReport
 from weighbridge._core.engines.status import AgentStatus
+from weighbridge._core.pauses import DICE
 from weighbridge._core.text.shortening import shortened
 from weighbridge._reporting.said import Contact, Said, status_of
 from weighbridge.errors import DeadlineExceeded, NotFound, ResourceExhausted, Unavailable, WeighbridgeError
@@ -146,7 +146,7 @@ class EngineReporter:
                 pause = _REFUSED_SECONDS
             if last:
                 return
-            self._wake.wait(pause * random.uniform(0.9, 1.0))
+            self._wake.wait(pause * DICE.uniform(0.9, 1.0))
 
     def _report(self) -> float:
         """Report once; seconds until that is to be done again."""

@@ -6,7 +6,6 @@ Calls that carry no weights have another connection (`rpc.open_channel`), so the
 from __future__ import annotations
 
 import logging
-import random
 import threading
 import time
 from collections import deque
@@ -16,6 +15,7 @@ from typing import Any, TypeVar
 
 import grpc
 
+from weighbridge._core.pauses import DICE
 from weighbridge._core.striping import MOST_CALLS, STRIPE_BYTES, WHOLE, Striping, calls_for
 from weighbridge._tracing import spans
 from weighbridge._transport import bulk_entry, rpc
@@ -275,7 +275,7 @@ class _Part:
                     raise
                 if isinstance(error, Unavailable):
                     self._connections.addresses.failed(server, error)
-                retry = backoff.after_error(error, time.monotonic(), random.random())
+                retry = backoff.after_error(error, time.monotonic(), DICE.random())
                 if retry is None:
                     raise
                 backoff = retry.backoff

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,6 +14,7 @@ import xxhash
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
+from weighbridge._core.pauses import DICE
 from weighbridge._core.striping import STRIPE_BYTES
 from weighbridge._transport import proxies
 from weighbridge._transport.addresses import SERVER_VARIABLE
@@ -273,11 +273,11 @@ class Patience:
 
     def wait(self) -> bool:
         """Sleep until the next try; False, at once, if there should be none."""
-        return self._sleep(self._backoff.after_failure(time.monotonic(), random.random()))
+        return self._sleep(self._backoff.after_failure(time.monotonic(), DICE.random()))
 
     def wait_after(self, error: WeighbridgeError) -> bool:
         """Sleep until a stream that has failed so is tried again; False, at once, if it should not be."""
-        return self._sleep(self._backoff.after_error(error, time.monotonic(), random.random()))
+        return self._sleep(self._backoff.after_error(error, time.monotonic(), DICE.random()))
 
     def _sleep(self, retry: Retry | None) -> bool:
         if retry is None:

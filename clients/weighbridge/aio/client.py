@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
@@ -16,6 +15,7 @@ from weighbridge._clients.calls.operation_calls import ask
 from weighbridge._clients.calls.watching import Watch
 from weighbridge._clients.transport import ConnectionOptions, Transport
 from weighbridge._core.operations import table
+from weighbridge._core.pauses import DICE
 from weighbridge._core.references import Reference
 from weighbridge._core.resources import REF_LIVE, Model, Version, VersionState
 from weighbridge._core.slices import LayoutRequest
@@ -157,7 +157,7 @@ class AsyncEngineClient(AsyncOperationMethods):
                     failure = error
                 outage.failed(failure, watch.left(time.monotonic()))
                 pause, watch = watch.failed(
-                    failure, closed=self._connection.closed, now=time.monotonic(), jitter=random.random()
+                    failure, closed=self._connection.closed, now=time.monotonic(), jitter=DICE.random()
                 )
                 await asyncio.sleep(pause)
 

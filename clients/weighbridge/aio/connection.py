@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -14,6 +13,7 @@ import grpc
 
 from weighbridge._clients.calls.absences import absences
 from weighbridge._clients.calls.steps import Call, Pause, Step, Steps, Work
+from weighbridge._core.pauses import DICE
 from weighbridge._core.text import waits
 from weighbridge._tracing import spans
 from weighbridge._transport import rpc
@@ -165,7 +165,7 @@ class AsyncConnection:
                     raise
                 if isinstance(error, Unavailable) and self.addresses.failed(address, error):
                     continue
-                retry = backoff.after_error(error, time.monotonic(), random.random())
+                retry = backoff.after_error(error, time.monotonic(), DICE.random())
                 if retry is None:
                     raise
                 backoff = retry.backoff

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import random
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -13,6 +12,7 @@ from weighbridge._core.layouts import TensorSpec
 from weighbridge._core.lru import Cache
 from weighbridge._core.metadata import BaseVersion, Metadata
 from weighbridge._core.operations.verbs import Verb
+from weighbridge._core.pauses import DICE
 from weighbridge._core.references import parse_reference
 from weighbridge._core.resources import REF_LATEST, Model
 from weighbridge.errors import FailedPrecondition, InvalidArgument, WeighbridgeError
@@ -211,7 +211,7 @@ class Bases:
         found = heads.read(model)
         pins = [each for each in (() if found is None else found[0].pins) if number in (None, each.version)]
         if most is not None and len(pins) > most:
-            pins = random.sample(pins, most)
+            pins = DICE.sample(pins, most)
         unused = [place(each) for each in pins if not self._is_needed(model, each)]
         if not unused:
             return 0

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-import random
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+from weighbridge._core.pauses import DICE
 from weighbridge._core.reports.collection import Collection
 from weighbridge._core.resources import REQUEST_DONE, DeletedModel, Retention, Version, VersionState
 from weighbridge._core.text.counts import counted
@@ -263,7 +263,7 @@ class Collecting:
 
     def _run(self) -> None:
         # at other times than the other replicas, and not at once: a service that starts has better things to do
-        while not self._catalog.stopping.wait(self._every_s * random.uniform(0.5, 1.5)):
+        while not self._catalog.stopping.wait(self._every_s * DICE.uniform(0.5, 1.5)):
             try:
                 self.collect_all()
             except Exception as error:  # there will be another time

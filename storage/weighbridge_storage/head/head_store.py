@@ -7,7 +7,6 @@ part of it goes into the tree of its history, whose new nodes are written before
 from __future__ import annotations
 
 import math
-import random
 import threading
 import time
 import uuid
@@ -17,7 +16,7 @@ from functools import partial
 from typing import TypeVar
 
 from weighbridge._core.lru import Cache
-from weighbridge._core.pauses import Pauses
+from weighbridge._core.pauses import DICE, Pauses
 from weighbridge._core.references import TRAINING
 from weighbridge.errors import (
     Conflict,
@@ -334,7 +333,7 @@ class HeadStore:
 
 def _pause_s(attempt: int) -> float:
     """A random pause, the longer the more attempts have failed, so that writers fall out of step."""
-    return _PAUSES.after(attempt, random.random())
+    return _PAUSES.after(attempt, DICE.random())
 
 
 def _missing(what: object) -> DataLoss:

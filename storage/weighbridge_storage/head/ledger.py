@@ -8,13 +8,12 @@ heads first (`counted`).
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from weighbridge._core.pauses import Pauses
+from weighbridge._core.pauses import DICE, Pauses
 from weighbridge.errors import Conflict, DataLoss, DeadlineExceeded, NotFound, Unavailable
 from weighbridge_storage.documents import document_digests, entry_json, strict_json
 from weighbridge_storage.documents.entries import check_fields
@@ -159,7 +158,7 @@ class LedgerStore:
             except (Conflict, Unavailable, DeadlineExceeded):
                 if time.monotonic() > give_up:
                     raise
-            time.sleep(_PAUSES.after(attempt, random.random()))
+            time.sleep(_PAUSES.after(attempt, DICE.random()))
             attempt += 1
 
     def _read(self, namespace: str) -> tuple[Ledger, PutMode]:

@@ -196,25 +196,6 @@ def test_a_version_becomes_ready_and_is_pulled_while_the_store_is_away(
         clients[0].wait_for(MODEL, number, VersionState.DURABLE, timeout=60)
 
 
-def test_readiness_crosses_by_direct_word_and_not_by_way_of_the_store(
-    tmp_path: Path, sources: list[TinyModel]
-) -> None:
-    with (
-        nodes(tmp_path / "store", tmp_path, sources[0]) as running,
-        clients_of([each.address for each in running]) as clients,
-    ):
-        push_all(clients, sources[0].arrays, rows_layout, 1)
-        apart = []
-        for step in range(2, 6):
-            number, _ = push_all(clients, sources[1].arrays, rows_layout, step)
-            ready = []
-            for each in running:
-                with EngineClient(each.address) as engine:
-                    ready.append(engine.wait_for(MODEL, number, VersionState.READY, timeout=20))
-            apart.append(abs(ready[0].ready_time_ms - ready[1].ready_time_ms))
-        assert min(apart) < 100
-
-
 @pytest.fixture
 def pair(tmp_path: Path) -> Iterator[list[KillableService]]:
     """Two services as processes over one store, each with a socket for the ranks of its node."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import random
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -14,6 +13,7 @@ from weighbridge._clients.calls.steps import Pause, Steps, call_method
 from weighbridge._core.layouts import Layout, TensorSpec, WeightLinks
 from weighbridge._core.megatron_rank import MegatronRank
 from weighbridge._core.metadata import BASE, OTHER_WRITER
+from weighbridge._core.pauses import DICE
 from weighbridge._core.references import Reference
 from weighbridge._core.resources import Version
 from weighbridge._core.tensor_spaces import TensorSpace
@@ -136,7 +136,7 @@ def declare(
                     ranks_text(absent),
                 )
             request.ClearField("layout")  # it has arrived
-            pause = response.retry_after_ms / 1000 * random.uniform(0.75, 1.25)  # not all at once
+            pause = response.retry_after_ms / 1000 * DICE.uniform(0.75, 1.25)  # not all at once
             yield Pause(min(pause, left))
         else:
             return response

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import base64
 import os
-import random
 import time
 import zlib
 from collections.abc import Iterator, Sequence
@@ -18,7 +17,7 @@ from typing import Any, TypeAlias
 import boto3
 from botocore.config import Config
 
-from weighbridge._core.pauses import Pauses
+from weighbridge._core.pauses import DICE, Pauses
 from weighbridge_storage.stores.objects import PutMode
 from weighbridge_storage.stores.s3.settings import S3Settings
 
@@ -278,4 +277,4 @@ def _crc32(body: Body) -> str:
 
 def pause(attempt: int) -> None:
     """Sleep before a further attempt; ``attempt`` is 0 for the first such pause."""
-    time.sleep(_PAUSES.after(attempt, random.random()))
+    time.sleep(_PAUSES.after(attempt, DICE.random()))
