@@ -28,8 +28,8 @@ from benchmarks import pause_decoding, processes
 from benchmarks.pause_models import CONFIGS, MODEL, config_of, write_model
 
 _ROOT = Path(__file__).parent.parent
-OURS, OWN = ("early", "auto", "grpc", "sleep", "fp8"), ("ipc", "reload")
-"""Cases besides values of card_share: updates by the service, and by vLLM alone."""
+OWN = ("ipc", "reload")
+"""Cases of updates by vLLM alone."""
 OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "sleep": {"enable_sleep_mode": True},
     "ipc": {"weight_transfer_config": {"backend": "ipc"}},

@@ -190,6 +190,8 @@ class TensorForms(dict[str, TensorSpec]):
     It keeps what does not change from push to push: how tensors of one name, shape and dtype are read, and the stream of the last push.
     """
 
+    _last_stream: tuple[Sequence[Shard], Layout] | None = None
+
     @staticmethod
     def of(tensors: Mapping[str, TensorSpec]) -> TensorForms:
         """These tensors; the same object if they are this already, for its other forms are made once."""
@@ -211,8 +213,6 @@ class TensorForms(dict[str, TensorSpec]):
             names = dict.fromkeys(shard.tensor for shard in shards)
             last = self._last_stream = shards, Layout.stream([self[name] for name in names], shards)
         return last[1]
-
-    _last_stream: tuple[Sequence[Shard], Layout] | None = None
 
     @cached_property
     def _plain_forms(self) -> Mapping[str, Form]:

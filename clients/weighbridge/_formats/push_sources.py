@@ -222,7 +222,7 @@ class TensorSource(ShardSource):
         )
         for index, (placement, tensor, dtype, of_shard) in enumerate(each):
             check_size(placement, tensor, dtype)
-            shift = self._shifts.get(placement.shard.tensor, 0.0) if self._shifts else 0.0
+            shift = self._shifts.get(placement.shard.tensor, 0.0)
             if of_shard and shift:
                 made = with_shift(tensor, dtype, shift)
                 found[index] = write_tensors([(made, of_shard)], memories, [encodings[index]])[0]

@@ -138,10 +138,8 @@ class EarlyStaging:
 
     def take(self) -> bool:
         """Stage some of what has arrived; whether there was anything."""
-        with (
-            on_stream_of(self._device, self._stream),
-            torch.no_grad(),
-        ):  # the engine computes on the current one
+        # a stream of its own: the engine computes on the current one
+        with on_stream_of(self._device, self._stream), torch.no_grad():
             return self._take()
 
     def _take(self) -> bool:

@@ -275,7 +275,7 @@ def fields_of(value: JsonValue) -> dict[str, Any]:
 
 
 def written(value: Any) -> Any:
-    """What a field of a message is given for that of a value, or for values in it."""
+    """Field of a message for a field of a value, with the values in it written, too."""
     match value:
         case JsonValue():
             return fields_of(value)

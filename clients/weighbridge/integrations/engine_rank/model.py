@@ -379,8 +379,8 @@ def _of_drafter(configuration: str | None) -> str | None:
 def _loader_digest(kind: type) -> str:
     """Digest of the source files that a model's class has its loader from: a package beside the engine may change while the engine's release stays."""
     digest = hashlib.sha256()
-    for each in kind.__mro__:
-        code = getattr(inspect.unwrap(vars(each).get("load_weights", each)), "__code__", None)
+    loaders = [vars(each)["load_weights"] for each in kind.__mro__ if "load_weights" in vars(each)]
+    for code in (getattr(inspect.unwrap(loader), "__code__", None) for loader in loaders):
         with suppress(OSError):
             digest.update(b"" if code is None else Path(code.co_filename).read_bytes())
     return digest.hexdigest()

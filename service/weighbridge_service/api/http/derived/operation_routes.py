@@ -78,7 +78,7 @@ class OperationRoute:
         return self.answer.model_validate(getattr(found, operation.part) if operation.part else found)
 
     def _arguments(self) -> list[Argument]:
-        """What the framework gives, parameters of the path, then of the query or the body."""
+        """Parameters of the route: request and response, then those of its path, then of its query or body."""
         found = [_argument("request", Request), _argument("response", Response)]
         members: list[Parameter] = []
         if "{model}" in self._operation.http:
