@@ -11,7 +11,8 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
 
 from benchmarks.pause_models import MODEL
 from weighbridge._core.resources import RECEIVING, REF_LIVE
@@ -28,19 +29,32 @@ QUIET, STAGING, AFTER = "quiet", "staging", "after"
 
 @dataclass
 class Steps:
-    """Steps of one kind."""
+    """Steps of one kind.
+
+    Attributes:
+        seconds: that they took.
+        tokens: that they gave.
+        longest: of them, in seconds.
+        count: how many.
+        computed: seconds for which the engine's thread had a processor.
+        queued: seconds for which it could have run, and had none.
+    """
 
     seconds: float = 0.0
     tokens: int = 0
     longest: float = 0.0
     count: int = 0
+    computed: float = 0.0
+    queued: float = 0.0
 
-    def add(self, seconds: float, tokens: int) -> None:
+    def add(self, seconds: float, tokens: int, computed: float, queued: float) -> None:
         """Count one."""
         self.seconds += seconds
         self.tokens += tokens
         self.longest = max(self.longest, seconds)
         self.count += 1
+        self.computed += computed
+        self.queued += queued
 
 
 @dataclass
@@ -199,15 +213,25 @@ def decode(engine: Engine, seconds: float, number: int, *, follows: bool) -> dic
     decoding, requests = Decoding(), Requests(engine.llm, number)
     updates = Updates(engine, decoding) if follows else None
     begun = last = time.monotonic()
-    while last - begun < seconds:
-        kind = QUIET if updates is None else updates.kind
-        tokens = requests.step()
-        paused = 0.0 if updates is None else updates.between_steps(tokens, number)
-        now = time.monotonic()
-        decoding.steps[kind].add(now - last - paused, tokens)
-        last = now
+    with Path("/proc/thread-self/schedstat").open() as schedule:
+        had = _scheduled(schedule)
+        while last - begun < seconds:
+            kind = QUIET if updates is None else updates.kind
+            tokens = requests.step()
+            has = _scheduled(schedule)
+            paused = 0.0 if updates is None else updates.between_steps(tokens, number)
+            now = time.monotonic()
+            decoding.steps[kind].add(now - last - paused, tokens, has[0] - had[0], has[1] - had[1])
+            last, had = now, _scheduled(schedule)
     requests.end()
     return decoding.figures()
+
+
+def _scheduled(schedule: IO[str]) -> tuple[float, float]:
+    """Seconds for which the calling thread has had a processor so far, and for which it waited for one."""
+    schedule.seek(0)
+    computed, queued, _ = schedule.read().split()
+    return int(computed) / 1e9, int(queued) / 1e9
 
 
 def _number(label: str) -> int:

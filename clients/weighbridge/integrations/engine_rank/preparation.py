@@ -329,7 +329,8 @@ class Preparation:
             log.exception("%s is not processed before the pause", self.label)
 
     def _note(self, what: str) -> None:
-        log.debug("%s: %s after %.4f s", self.label, what, time.monotonic() - self._begun)
+        seconds, computed = time.monotonic() - self._begun, time.thread_time()
+        log.debug("%s: %s after %.4f s, of which %.4f on a processor", self.label, what, seconds, computed)
 
     def _free(self, _ended: Future[None]) -> None:
         if self._update is not None:
