@@ -214,7 +214,7 @@ def decoded(
 
     for _ in range(math.ceil(arguments.images) or 2):  # memory of the service is registered with CUDA once
         step += 1
-        pushed = trainer.ask(f"push {step}")
+        pushed = trainer.ask(f"hurry {step}")
         engine.ask(json.dumps(["prepare", pushed["version"]]))
         engine.ask(json.dumps(["apply", pushed["version"]]))
     trainer.ask("durable")

@@ -9,6 +9,7 @@
 #include "word_sums.h"
 
 #define WORDS_PER_ENCODING 3
+#define WORDS_PER_ROWS 6
 _Static_assert(sizeof(Encoding) == WORDS_PER_ENCODING * sizeof(int64_t), "an encoding is not three words");
 
 /* Whole int64 words, or -1 with ValueError set. */
@@ -204,44 +205,85 @@ static PyObject *count(PyObject *module, PyObject *arguments) {
 }
 
 PyDoc_STRVAR(
+    ask_doc,
+    "ask(function, rows, direction, stream)\n--\n\n"
+    "Call cudaMemcpy2DAsync, which lies at an address, for each of some rows, without the interpreter's lock, until one call fails.\n\n"
+    "Rows are as weighbridge._memory.byte_rows has them. Gives the last call's code.");
+
+typedef int (*Ask)(void *target, size_t target_pitch, const void *source, size_t source_pitch, size_t width, size_t rows, int direction,
+                   void *stream);
+
+static PyObject *ask(PyObject *module, PyObject *arguments) {
+    (void)module;
+    PyObject *result = NULL;
+    Py_buffer rows;
+    unsigned long long function, stream;
+    int direction, code = 0;
+    if (!PyArg_ParseTuple(arguments, "Ky*iK:ask", &function, &rows, &direction, &stream)) {
+        return NULL;
+    }
+    int64_t words = words_of(&rows, WORDS_PER_ROWS);
+    if (words >= 0) {
+        Ask copy = (Ask)(uintptr_t)function;
+        const uint64_t *end = (const uint64_t *)rows.buf + words;
+        Py_BEGIN_ALLOW_THREADS
+        for (const uint64_t *row = rows.buf; row < end && code == 0; row += WORDS_PER_ROWS) {
+            code = copy((void *)(uintptr_t)row[0], row[1], (const void *)(uintptr_t)row[2], row[3], row[4], row[5], direction,
+                        (void *)(uintptr_t)stream);
+        }
+        Py_END_ALLOW_THREADS
+        result = PyLong_FromLong(code);
+    }
+    PyBuffer_Release(&rows);
+    return result;
+}
+
+PyDoc_STRVAR(
     add_words_doc,
-    "add_words(parts, word, found, threads)\n--\n\n"
-    "Add to found the sum of each part's words, modulo 2**64, without the interpreter's lock.\n\n"
-    "Parts are pairs of address and bytes; word is 1, 2, 4 or 8, and words of more than one byte have a sign.\n"
-    "Raises ValueError for another word, or if found has not one word for each part.");
+    "add_words(rows, words, found, threads)\n--\n\n"
+    "Add to found the sums of the words of the sources of some rows, modulo 2**64, without the interpreter's lock.\n\n"
+    "Rows are as weighbridge._memory.byte_rows has them; words has the bytes of a word for each of them, 1, 2, 4 or 8, and words of more\n"
+    "than one byte have a sign. Raises ValueError for another word, or if found has not one word for each.");
 
 static PyObject *add_words(PyObject *module, PyObject *arguments) {
     (void)module;
     PyObject *result = NULL;
-    Py_buffer parts, found;
-    int word, threads;
-    if (!PyArg_ParseTuple(arguments, "y*iw*i:add_words", &parts, &word, &found, &threads)) {
+    Py_buffer rows, sizes, found;
+    int threads;
+    if (!PyArg_ParseTuple(arguments, "y*y*w*i:add_words", &rows, &sizes, &found, &threads)) {
         return NULL;
     }
-    int64_t words = words_of(&parts, 2), room = words_of(&found, 1), count = words / 2;
-    if (words < 0 || room < 0) {
+    int64_t words = words_of(&rows, WORDS_PER_ROWS), given = words_of(&sizes, 1), room = words_of(&found, 1);
+    int64_t count = words / WORDS_PER_ROWS;
+    SummedRows *each = NULL;
+    if (words < 0 || given < 0 || room < 0) {
         goto release;
     }
-    if (room != count || (word != 1 && word != 2 && word != 4 && word != 8)) {
-        PyErr_SetString(PyExc_ValueError, "there is not room for one sum for each part, or words are not of 1, 2, 4 or 8 bytes");
-        goto release;
-    }
-    SummedPart *each = PyMem_Malloc((size_t)(count + 1) * sizeof(SummedPart));
+    each = PyMem_Malloc((size_t)(count + 1) * sizeof(SummedRows));
     if (each == NULL) {
         PyErr_NoMemory();
         goto release;
     }
-    for (int64_t i = 0; i < count; i++) {
-        Region part = region((const int64_t *)parts.buf + 2 * i);
-        each[i] = (SummedPart){part.start, part.nbytes, (int64_t *)found.buf + i};
+    int fits = room == count && given == count;
+    for (int64_t i = 0; fits && i < count; i++) {
+        const int64_t *row = (const int64_t *)rows.buf + WORDS_PER_ROWS * i;
+        int64_t word = ((const int64_t *)sizes.buf)[i];
+        fits = (word == 1 || word == 2 || word == 4 || word == 8) && row[4] >= 0;
+        each[i] = (SummedRows){(const uint8_t *)(uintptr_t)row[2], row[3], row[4], row[5], word, (int64_t *)found.buf + i};
     }
+    if (!fits) {
+        PyErr_SetString(PyExc_ValueError, "there is not room for one sum for each, or words are not of 1, 2, 4 or 8 bytes");
+        goto release;
+    }
+    int done;
     Py_BEGIN_ALLOW_THREADS
-    sum_parts(each, count, word, threads);
+    done = sum_rows(each, count, threads);
     Py_END_ALLOW_THREADS
-    PyMem_Free(each);
-    result = Py_BuildValue("");
+    result = done ? Py_BuildValue("") : PyErr_NoMemory();
 release:
-    PyBuffer_Release(&parts);
+    PyMem_Free(each);
+    PyBuffer_Release(&rows);
+    PyBuffer_Release(&sizes);
     PyBuffer_Release(&found);
     return result;
 }
@@ -249,6 +291,7 @@ release:
 static PyMethodDef methods[] = {
     {"copy", copy, METH_VARARGS, copy_doc},
     {"count", count, METH_VARARGS, count_doc},
+    {"ask", ask, METH_VARARGS, ask_doc},
     {"add_words", add_words, METH_VARARGS, add_words_doc},
     {NULL, NULL, 0, NULL},
 };
@@ -258,7 +301,7 @@ static PyModuleDef_Slot slots[] = {{0, NULL}};
 static struct PyModuleDef definition = {
     .m_base = PyModuleDef_HEAD_INIT,
     .m_name = "_native",
-    .m_doc = "Strided copies of whole plans, counts of non-finite elements, and sums of words, in C.",
+    .m_doc = "Strided copies of whole plans, counts of non-finite elements, sums of words, and calls of copy engines, in C.",
     .m_methods = methods,
     .m_slots = slots,
 };

@@ -2,8 +2,11 @@
 #include "word_sums.h"
 
 #include <stdatomic.h>
+#include <stdlib.h>
 
 #include "helpers.h"
+
+#define PART_BYTES ((int64_t)1 << 20) /* whole words of any size */
 
 typedef int16_t Words16 __attribute__((aligned(1), may_alias));
 typedef int32_t Words32 __attribute__((aligned(1), may_alias));
@@ -28,9 +31,16 @@ int64_t sum_words(const uint8_t *bytes, int64_t nbytes, int64_t word) {
     return (int64_t)sum;
 }
 
+/* Some rows, or a part of one, that one thread adds up. */
 typedef struct {
-    const SummedPart *parts;
-    int64_t count, word;
+    const SummedRows *of;
+    int64_t start; /* in its row */
+    int64_t row, rows;
+} Part;
+
+typedef struct {
+    const Part *parts;
+    int64_t count;
     _Atomic int64_t taken;
 } Work;
 
@@ -38,15 +48,58 @@ typedef struct {
 static void work_off(void *argument) {
     Work *work = argument;
     for (int64_t at; (at = atomic_fetch_add(&work->taken, 1)) < work->count;) {
-        const SummedPart *part = &work->parts[at];
-        *part->sum = (int64_t)((uint64_t)*part->sum + (uint64_t)sum_words(part->bytes, part->nbytes, work->word));
+        const Part *part = &work->parts[at];
+        const SummedRows *of = part->of;
+        int64_t left = of->width - part->start;
+        int64_t width = left < PART_BYTES || part->rows > 1 ? left : PART_BYTES;
+        uint64_t sum = 0;
+        for (int64_t row = part->row; row < part->row + part->rows; row++) {
+            sum += (uint64_t)sum_words(of->bytes + row * of->pitch + part->start, width, of->word);
+        }
+        __atomic_fetch_add((uint64_t *)of->sum, sum, __ATOMIC_RELAXED);
     }
 }
 
-void sum_parts(const SummedPart *parts, int64_t count, int64_t word, int threads) {
-    Work work = {parts, count, word, 0};
-    if (threads > count) {
-        threads = (int)count;
+/* Cut rows into parts of about PART_BYTES; how many. Written where there is room for them, unless it is NULL. */
+static int64_t cut(const SummedRows *of, Part *parts) {
+    int64_t count = 0;
+    if (of->width < PART_BYTES) {
+        int64_t rows = PART_BYTES / (of->width ? of->width : 1);
+        for (int64_t row = 0; row < of->rows; row += rows, count++) {
+            if (parts != NULL) {
+                parts[count] = (Part){of, 0, row, rows < of->rows - row ? rows : of->rows - row};
+            }
+        }
+        return count;
+    }
+    for (int64_t row = 0; row < of->rows; row++) {
+        for (int64_t start = 0; start < of->width; start += PART_BYTES, count++) {
+            if (parts != NULL) {
+                parts[count] = (Part){of, start, row, 1};
+            }
+        }
+    }
+    return count;
+}
+
+int sum_rows(const SummedRows *summed, int64_t count, int threads) {
+    int64_t total = 0;
+    for (int64_t i = 0; i < count; i++) {
+        total += cut(&summed[i], NULL);
+    }
+    Part *parts = malloc((size_t)(total + 1) * sizeof(Part));
+    if (parts == NULL) {
+        return 0;
+    }
+    int64_t at = 0;
+    for (int64_t i = 0; i < count; i++) {
+        at += cut(&summed[i], parts + at);
+    }
+    Work work = {parts, total, 0};
+    if (threads > total) {
+        threads = (int)total;
     }
     work_together(work_off, &work, threads - 1);
+    free(parts);
+    return 1;
 }

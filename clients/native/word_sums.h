@@ -4,17 +4,20 @@
 
 #include <stdint.h>
 
-/* A part of memory that is added up. */
+/* Rows of memory that are added up. */
 typedef struct {
-    const uint8_t *bytes;
-    int64_t nbytes;
-    int64_t *sum; /* grows by its sum */
-} SummedPart;
+    const uint8_t *bytes; /* of the first row */
+    int64_t pitch;        /* from a row to the next */
+    int64_t width;        /* of a row */
+    int64_t rows;
+    int64_t word;         /* 1, 2, 4 or 8 */
+    int64_t *sum;         /* grows by their sum */
+} SummedRows;
 
 /* Sum of words of 1, 2, 4 or 8 bytes, those of 1 without a sign; a rest shorter than a word is left out. */
 int64_t sum_words(const uint8_t *bytes, int64_t nbytes, int64_t word);
 
-/* Add parts up, the calling thread being one of `threads`; each part has a sum of its own. */
-void sum_parts(const SummedPart *parts, int64_t count, int64_t word, int threads);
+/* Add rows up, the calling thread being one of `threads`. Several may share a sum. False if there is no memory to do so. */
+int sum_rows(const SummedRows *summed, int64_t count, int threads);
 
 #endif

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -48,6 +46,6 @@ class ArrivalMarks:
         """Number of slices that have arrived whole."""
         return int(self._memory.bytes[self._marks].sum())
 
-    def arrived(self, slices: Sequence[int]) -> bool:
-        """Whether the tensors of all of these slices, named by index, have arrived whole."""
-        return bool(self._memory.bytes[self._marks[list(slices)]].all())
+    def of(self, slices: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Whether the tensor of each of these slices, named by index, has arrived whole."""
+        return self._memory.bytes[self._marks[slices]].astype(np.bool_)

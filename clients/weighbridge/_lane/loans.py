@@ -22,7 +22,6 @@ from weighbridge._lane.arrival_marks import ArrivalMarks
 from weighbridge._lane.connection import LaneConnection
 from weighbridge._lane.plans import PlacedPlan
 from weighbridge._lane.stored_files import StoredFile
-from weighbridge._memory import word_sums
 from weighbridge._memory.copying import fill_tensors, has_bytes, is_pinned, read_tensors
 from weighbridge._memory.cuda_copies import CopyQueue
 from weighbridge._memory.mappings import MappedMemory
@@ -327,7 +326,7 @@ class ReadLoan:
 
     def queue(self) -> CopyQueue:
         """A queue of copies from the memory to GPUs, for `fill`."""
-        return CopyQueue([memory.address for memory in self._memories() or ()])
+        return CopyQueue(self.addresses)
 
     def fill(self, targets: Iterable[tuple[int, torch.Tensor]], queue: CopyQueue | None = None) -> None:
         """Copy slices to tensors, as `Slices.fill`.
@@ -345,19 +344,15 @@ class ReadLoan:
         else:
             deque(self._filled(targets), maxlen=0)
 
-    def words(self, index: int, word: int) -> Iterator[word_sums.Words]:
-        """Words of a slice where they lie; see `word_sums.words_in_memory`. Not of a version of which a part lies in files.
+    @property
+    def copies(self) -> Sequence[ShardCopies]:
+        """Where the bytes of each slice lie. The same object for all versions that lie in memory alike."""
+        return self._copies
 
-        Args:
-            index: of the slice in the layout.
-            word: bytes of each word; divides `word_of` the slice.
-        """
-        memories = [each.kept for each in self._lent if isinstance(each, LentMemory)]
-        return word_sums.words_in_memory(self._copies[index], memories, word)
-
-    def word_of(self, index: int) -> int:
-        """Bytes of the largest words of which a slice consists, wherever it lies."""
-        return word_sums.word_of(self._copies[index])
+    @property
+    def addresses(self) -> Sequence[int]:
+        """Address of each memory that `copies` name by number, while the loan is held; empty if a part of the version lies in files."""
+        return [memory.address for memory in self._memories() or ()]
 
     def filled(self, tensor_for: Callable[[int], torch.Tensor]) -> Generator[torch.Tensor, None, None]:
         """Copy all slices to tensors on any device, in order; see `read_tensors`.

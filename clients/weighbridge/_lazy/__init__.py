@@ -11,6 +11,7 @@ May import: `_clients` and folders below it.
 - `recording`: what it takes, and where it puts it.
 - `staging`: spare memory beside the parameters, for a version that is not applied yet.
 - `arriving`: a version that is staged while it is still being received.
+- `early_plan`: which rows of bytes that takes.
 - `pairs`: a version of a policy and one of its drafter, as one.
 - `digests`: digests of parameters, as they are and as a version makes them.
 - `update`: one pull, straight to the parameters, without the loader.

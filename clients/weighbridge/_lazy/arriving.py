@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from weighbridge._core.pauses import DICE
 from weighbridge._core.resources import Version
 from weighbridge._lane.loans import ReadLoan
-from weighbridge._lazy.recording import RecordedCopy, Recording
-from weighbridge._lazy.staging import StagingPlace, flat, on_stream_of, part_of
-from weighbridge._memory import word_sums
+from weighbridge._lazy.early_plan import EarlyPlan
+from weighbridge._lazy.recording import Recording
+from weighbridge._lazy.staging import StagingPlace, on_stream_of
+from weighbridge._memory.byte_rows import copy_rows
 from weighbridge._memory.cuda_copies import Reached
+from weighbridge._memory.native_copies import has_extension, sum_natively
 from weighbridge.errors import FailedPrecondition
 
 log = logging.getLogger(__name__)
@@ -30,23 +30,7 @@ _ROUND_BYTES = 256 << 20
 _AGAIN_BYTES = 64 << 20
 """Of parameters that are compared a second time when the version is ready."""
 _MOST_THREADS = 8
-
-
-@dataclass(frozen=True, slots=True)
-class _Parameter:
-    """A parameter that can be staged.
-
-    Attributes:
-        tensor: its place.
-        copies: the steps that fill it.
-        slices: indexes of the slices that these copy, in their order.
-        word: bytes of the words whose sum is compared.
-    """
-
-    tensor: torch.Tensor
-    copies: tuple[RecordedCopy, ...]
-    slices: tuple[int, ...]
-    word: int
+_NONE = np.empty(0, np.int64)
 
 
 class Arrived:
@@ -91,27 +75,37 @@ class EarlyStaging:
     and if the sum of their words is that of the bytes that they were copied from, which is made from the service's memory after the copy, and a
     second time of some of them when the version is ready.
 
+    The engine computes in the same process: what takes long is done for many parameters in one call, without the interpreter's lock.
+
     Args:
         recording: of the engine's loader.
         loan: of the version, with its arrivals.
         place: where to; None stages nothing, and only prepares the copies from the service's memory to GPUs.
+
+    Raises:
+        FailedPrecondition: the version does not arrive in memory, or the C extension is missing.
     """
 
     def __init__(self, recording: Recording, loan: ReadLoan, place: StagingPlace | None) -> None:
-        if loan.arrivals is None:
-            raise FailedPrecondition("the version has been borrowed when it was ready")
+        addresses = loan.addresses
+        if loan.arrivals is None or not addresses:
+            raise FailedPrecondition("the version does not arrive in memory")
+        if not has_extension():
+            raise FailedPrecondition("the C extension is missing")
         self._loan = loan
         self._arrivals = loan.arrivals
         self._device = torch.device("cpu") if place is None else place.device
         self._queue = loan.queue()
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None  # type: ignore[no-untyped-call]  # torch's own
-        self._asked: deque[tuple[Reached, dict[str, _Parameter]]] = deque()
-        self._left = {} if place is None else _parameters(recording, loan, place)
-        self._seen = -1
-        self._sums: dict[str, tuple[_Parameter, torch.Tensor, Future[int]]] = {}
         self._threads = max(1, min(len(os.sched_getaffinity(0)) // 2, _MOST_THREADS))
-        # one of Python's: each more would take turns with the engine, which computes in the same process
-        self._pool = ThreadPoolExecutor(1, "compare-staged")
+        self._plan = None if place is None else _plan(recording, loan, place)
+        self._rows = np.empty((0, 6), np.int64) if self._plan is None else self._plan.rows_at(addresses)
+        count = 0 if self._plan is None else len(self._plan.names)
+        self._left = np.ones(count, np.bool_)
+        self._asked: deque[tuple[Reached, NDArray[np.int64]]] = deque()
+        self._seen = -1
+        self._staged: dict[int, torch.Tensor] = {}
+        self._sources = np.zeros(count, np.int64)
 
     @property
     def tensors_digest(self) -> str:
@@ -121,12 +115,12 @@ class EarlyStaging:
     @property
     def count(self) -> int:
         """Number of parameters that are staged."""
-        return len(self._sums)
+        return len(self._staged)
 
     @property
     def done(self) -> bool:
         """Whether nothing more can be staged before the version is ready."""
-        return not (self._left or self._asked) or not self._arrivals.hold
+        return not (self._left.any() or self._asked) or not self._arrivals.hold
 
     def pin(self) -> None:
         """Register the service's memory with CUDA, and plan the copies from it."""
@@ -138,53 +132,43 @@ class EarlyStaging:
 
     def take(self) -> bool:
         """Stage some of what has arrived; whether there was anything."""
+        if self._plan is None or not (self._asked or self._arrivals.count != self._seen):
+            return False
         # a stream of its own: the engine computes on the current one
         with on_stream_of(self._device, self._stream), torch.no_grad():
-            return self._take()
+            return self._take(self._plan)
 
-    def _take(self) -> bool:
-        found = self._next()
-        if found:
-            begun = time.monotonic()
-            self._loan.fill(
-                (
-                    (index, part_of(each.tensor, copy.part))
-                    for each in found.values()
-                    for index, copy in zip(each.slices, each.copies, strict=True)
-                ),
-                self._queue,
-            )
+    def _take(self, plan: EarlyPlan) -> bool:
+        found = self._next(plan)
+        if len(found):
+            rows = self._rows[self._are_of(plan, found)]
+            if self._device.type == "cuda":
+                self._queue.move(rows, self._device)
+            else:
+                copy_rows(rows, self._threads)
             self._asked.append((self._queue.reached(), found))
-            log.debug("copies of %d parameters asked for in %.4f s", len(found), time.monotonic() - begun)
         # while a round is copied the next one is asked for
-        while len(self._asked) > bool(found):
+        while len(self._asked) > (len(found) > 0):
             reached, copied = self._asked.popleft()
             reached.wait()
-            for name, each in copied.items():
-                self._sums[name] = (
-                    each,
-                    word_sums.sum_of(flat(each.tensor), each.word),
-                    self._sum_again(each),
-                )
-        return bool(found)
+            for number in copied.tolist():
+                self._staged[number] = plan.words[number].sum(dtype=torch.int64)
+            self._sources[copied] = self._sums(plan, copied)
+        return len(found) > 0
 
-    def _next(self) -> dict[str, _Parameter]:
+    def _next(self, plan: EarlyPlan) -> NDArray[np.int64]:
         """Parameters that have arrived and are to be staged next."""
         count = self._arrivals.count
-        if count == self._seen:
-            return {}
-        found: dict[str, _Parameter] = {}
-        nbytes = 0
-        for name, parameter in self._left.items():
-            if self._arrivals.arrived(parameter.slices):
-                found[name] = parameter
-                nbytes += parameter.tensor.nbytes
-                if nbytes >= _ROUND_BYTES:
-                    break
-        else:
+        if count == self._seen or not self._left.any():
             self._seen = count
-        for name in found:
-            del self._left[name]
+            return _NONE
+        arrived = np.logical_and.reduceat(self._arrivals.of(plan.slices), plan.first_slices)
+        found = np.flatnonzero(arrived & self._left)
+        fit = int(np.searchsorted(plan.nbytes[found].cumsum(), _ROUND_BYTES)) + 1
+        if fit >= len(found):
+            self._seen = count
+        found = found[:fit]
+        self._left[found] = False
         return found
 
     def arrived(self, version: Version) -> Arrived | None:
@@ -193,45 +177,50 @@ class EarlyStaging:
 
     def agreed(self) -> frozenset[str]:
         """Names of the parameters whose staged bytes are those of the version, which is ready and has `arrived`."""
-        staged = torch.stack([found for _, found, _ in self._sums.values()]).tolist() if self._sums else []
-        sums = dict(zip(self._sums, staged, strict=True))
-        again = {name: self._sum_again(self._sums[name][0]) for name in self._some()}
-        wrong = {name for name, (_, _, host) in self._sums.items() if host.result() != sums[name]}
-        wrong |= {name for name, host in again.items() if host.result() != sums[name]}
-        for name in wrong:
-            log.warning("%s was read before it had arrived whole, and is brought again", name)
-        return frozenset(self._sums.keys() - wrong)
+        if self._plan is None or not self._staged:
+            return frozenset()
+        numbers = np.array(list(self._staged), np.int64)
+        staged = torch.stack(list(self._staged.values())).cpu().numpy()
+        right = staged == self._sources[numbers]
+        again = self._some(self._plan, len(numbers))
+        right[again] &= staged[again] == self._sums(self._plan, numbers[again])
+        for number in numbers[~right].tolist():
+            log.warning(
+                "%s was read before it had arrived whole, and is brought again", self._plan.names[number]
+            )
+        return frozenset(self._plan.names[number] for number in numbers[right].tolist())
 
     def close(self) -> None:
         """Give back what was borrowed, when nothing is copied from it any more."""
         self._queue.close()
-        self._pool.shutdown(cancel_futures=True)
-        self._left, self._sums = {}, {}
+        self._left, self._staged = np.empty(0, np.bool_), {}
 
-    def _sum_again(self, parameter: _Parameter) -> Future[int]:
-        """Begin to add up a parameter's words where they were copied from."""
-        pieces = [words for index in parameter.slices for words in self._loan.words(index, parameter.word)]
-        return self._pool.submit(word_sums.total, pieces, self._threads)
+    def _are_of(self, plan: EarlyPlan, numbers: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Which rows are those of some parameters."""
+        chosen = np.zeros(len(plan.names), np.bool_)
+        chosen[numbers] = True
+        return chosen[plan.owners]
 
-    def _some(self) -> list[str]:
-        names, nbytes = list(self._sums), 0
-        DICE.shuffle(names)
-        for count, name in enumerate(names):
-            nbytes += self._sums[name][0].tensor.nbytes
-            if nbytes > _AGAIN_BYTES:
-                return names[: count + 1]
-        return names
+    def _sums(self, plan: EarlyPlan, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Sums of the words of some parameters where they are copied from."""
+        rows = self._are_of(plan, numbers)
+        found = sum_natively(self._rows[rows], plan.row_words[rows], self._threads)
+        sums = np.zeros(len(plan.names), np.int64)
+        np.add.at(sums, plan.owners[rows], found)
+        return sums[numbers]
+
+    def _some(self, plan: EarlyPlan, count: int) -> NDArray[np.int64]:
+        """Indexes of some of the parameters that are staged."""
+        numbers = list(self._staged)
+        order = list(range(count))
+        DICE.shuffle(order)
+        nbytes = plan.nbytes[[numbers[index] for index in order]].cumsum()
+        return np.array(order[: int(np.searchsorted(nbytes, _AGAIN_BYTES)) + 1], np.int64)
 
 
-def _parameters(recording: Recording, loan: ReadLoan, place: StagingPlace) -> dict[str, _Parameter]:
-    """The parameters that can be staged one by one: to which boxes come as they are, and of which no byte is left out."""
-    found = {}
-    for name, tensor in place.tensors(recording.whole).items():
-        copies = recording.plain.get(name, ())
-        if not copies or sum(copy.part.numel for copy in copies) * tensor.itemsize != flat(tensor).nbytes:
-            continue
-        slices = tuple(recording.boxes[copy.tensor, copy.box] for copy in copies)
-        words = (loan.word_of(index) for index in slices)
-        word = math.gcd(tensor.data_ptr(), *(copy.part.offset * tensor.itemsize for copy in copies), *words)
-        found[name] = _Parameter(tensor, copies, slices, word)
-    return found
+def _plan(recording: Recording, loan: ReadLoan, place: StagingPlace) -> EarlyPlan:
+    """The plan by which the version before was staged, if it is right for this one, or a new one."""
+    known = place.early_plan
+    if known is None or known.copies is not loan.copies or known.recording is not recording:
+        known = place.early_plan = EarlyPlan.of(recording, loan, place)
+    return known

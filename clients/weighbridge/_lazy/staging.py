@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 
 from weighbridge._lazy.recording import Shape
 from weighbridge._lazy.views import Strided
+
+if TYPE_CHECKING:
+    from weighbridge._lazy.early_plan import EarlyPlan
 
 _ALIGNMENT = 512
 """Bytes, as torch's own allocator aligns tensors on a GPU."""
@@ -19,10 +23,15 @@ class StagingPlace:
 
     Args:
         memory: ``uint8``, one dimension, on the device of the parameters, or pinned.
+
+    Attributes:
+        early_plan: by which the last version was staged while it arrived; None before the first one.
     """
 
     def __init__(self, memory: torch.Tensor) -> None:
         self._memory = memory
+        self.early_plan: EarlyPlan | None = None
+        self._found: tuple[Mapping[str, Shape], Mapping[str, torch.Tensor]] = ({}, {})
 
     def __repr__(self) -> str:
         return f"<StagingPlace: {self.nbytes} bytes on {self._memory.device}>"
@@ -37,8 +46,13 @@ class StagingPlace:
         """Device of the memory."""
         return self._memory.device
 
-    def tensors(self, shapes: Mapping[str, Shape]) -> dict[str, torch.Tensor]:
-        """Tensors in the memory that lie as these do, by name: as many as there is room for, in order."""
+    def tensors(self, shapes: Mapping[str, Shape]) -> Mapping[str, torch.Tensor]:
+        """Tensors in the memory that lie as these do, by name: as many as there is room for, in order. Those of the same mapping are made once."""
+        if shapes is not self._found[0]:
+            self._found = (shapes, self._tensors(shapes))
+        return self._found[1]
+
+    def _tensors(self, shapes: Mapping[str, Shape]) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = {}
         start = 0
         for name, shape in shapes.items():

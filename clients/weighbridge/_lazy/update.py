@@ -58,7 +58,7 @@ class Update:
         self.incoming = incoming
         self._spare = recording.spare
         self._slices: Slices | None = None
-        self._staged: dict[str, torch.Tensor] = {}
+        self._staged: Mapping[str, torch.Tensor] = {}
         self.replaced: frozenset[str] = frozenset()
         self._made: dict[str, torch.Tensor] = {}
         for name, spec in incoming.layout.tensors.items():

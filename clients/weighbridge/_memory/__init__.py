@@ -13,6 +13,7 @@ May import: `_core`, `weighbridge.errors`.
 - `tensor_counts`: counts of non-finite elements by torch, on any device.
 - `cuda_copies`: copies by a GPU's copy engines.
 - `copy_steps`: what these are asked for.
+- `byte_rows`: the same for many shards in one call.
 - `word_sums`: sums by which a copy of a tensor is compared with what it was copied from.
 - `sampling`: parts of a stream that are compared again.
 """

@@ -106,20 +106,45 @@ def count_natively(
     return found
 
 
-def sum_natively(parts: NDArray[np.int64], word: int, threads: int = 1) -> NDArray[np.int64] | None:
-    """Sums of the words of parts of host memory, modulo 2**64; None if there is no extension.
+def sum_natively(rows: NDArray[np.int64], words: NDArray[np.int64], threads: int = 1) -> NDArray[np.int64]:
+    """Sums of the words of the sources of copies of rows, modulo 2**64.
 
     Args:
-        parts: address and bytes of each, shape [n, 2].
-        word: bytes of a word: 1, 2, 4 or 8. Words of more than one byte have a sign.
-        threads: at most so many share the parts.
+        rows: see `byte_rows.Rows`.
+        words: bytes of a word, for each: 1, 2, 4 or 8. Words of more than one byte have a sign.
+        threads: at most so many share the work.
+
+    Raises:
+        RuntimeError: there is no extension.
+        ValueError: words have another size.
+    """
+    native = _extension()
+    if native is None:
+        raise RuntimeError("the C extension is missing")
+    found = np.zeros(len(rows), np.int64)
+    native.add_words(np.ascontiguousarray(rows), np.ascontiguousarray(words), found, threads)
+    return found
+
+
+def ask_natively(function: int, rows: NDArray[np.int64], direction: int, stream: int) -> int | None:
+    """Ask a copy engine for copies of rows, until it refuses one; the code of the last call, or None if there is no extension, and nothing was asked.
+
+    Args:
+        function: address of ``cudaMemcpy2DAsync``.
+        rows: see `byte_rows.Rows`.
+        direction: the kind of copy, as the function takes it.
+        stream: handle of the stream.
     """
     native = _extension()
     if native is None:
         return None
-    found = np.zeros(len(parts), np.int64)
-    native.add_words(np.ascontiguousarray(parts), word, found, threads)
-    return found
+    code: int = native.ask(function, np.ascontiguousarray(rows), direction, stream)
+    return code
+
+
+def has_extension() -> bool:
+    """Whether the C extension is there."""
+    return _extension() is not None
 
 
 @functools.cache
