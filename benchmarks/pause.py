@@ -199,10 +199,10 @@ def decoded(
 
     def run(seconds: float, order: str) -> dict[str, Any]:
         nonlocal step
+        trainer.ask("durable")
         begun = time.monotonic()
         engine.tell(json.dumps(["decode", seconds, arguments.requests, order == "hurry"]))
-        turns = int((seconds - 1.0) // arguments.every)
-        for turn in range(turns):
+        for turn in range(int((seconds - 1.0) // arguments.every)):
             time.sleep(max(begun + 0.5 + turn * arguments.every - time.monotonic(), 0.0))
             if time.monotonic() - begun > seconds - 1.0:  # pushes take longer than that
                 break
@@ -217,9 +217,13 @@ def decoded(
         pushed = trainer.ask(f"hurry {step}")
         engine.ask(json.dumps(["prepare", pushed["version"]]))
         engine.ask(json.dumps(["apply", pushed["version"]]))
-    trainer.ask("durable")
     run(3.0, "make")
-    found = {"without": run(arguments.seconds, "make"), "during": run(arguments.seconds, "hurry")}
+    turns = [
+        run(arguments.seconds / arguments.turns, order)
+        for _ in range(arguments.turns)
+        for order in ("make", "hurry")
+    ]
+    found = {"without": pause_decoding.joined(turns[::2]), "during": pause_decoding.joined(turns[1::2])}
     if any("failed" in each and each["failed"] for each in found.values()):
         return found, step
     found |= pause_decoding.summary(found["without"], found["during"])
@@ -430,9 +434,14 @@ def main() -> None:
         help="early (staged while it arrives, card_share 1), values of card_share, auto, grpc (brought over gRPC), sleep, fp8 (as early, with vLLM's online quantisation, compared "
         "with a fresh load), colocated, decode (rates of generation as early), or vLLM's own ipc and reload",
     )
-    parser.add_argument("--seconds", type=float, default=20.0, help="of each run of the case decode")
+    parser.add_argument(
+        "--seconds", type=float, default=20.0, help="of the case decode without updates, and with them"
+    )
     parser.add_argument(
         "--every", type=float, default=2.0, help="seconds between two updates of the case decode"
+    )
+    parser.add_argument(
+        "--turns", type=int, default=2, help="of the case decode, without updates and with them, in turn"
     )
     parser.add_argument("--requests", type=int, default=16, help="at once, in the case decode")
     parser.add_argument(

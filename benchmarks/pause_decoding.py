@@ -238,6 +238,22 @@ def _number(label: str) -> int:
     return int(label.rpartition("@")[2] or 0)
 
 
+def joined(found: list[dict[str, Any]]) -> dict[str, Any]:
+    """Figures of several runs as those of one; of a run that failed, these alone."""
+    failed = next((each for each in found if each["failed"]), None)
+    if failed is not None:
+        return failed
+    together = Decoding()
+    for each in found:
+        for kind, steps in together.steps.items():
+            for name, value in vars(steps).items():
+                join = max if name == "longest" else sum
+                setattr(steps, name, join((value, each["steps"][kind][name])))
+        together.pauses += each["pauses"]
+        together.versions += each["versions"]
+    return together.figures()
+
+
 def summary(without: dict[str, Any], during: dict[str, Any]) -> dict[str, Any]:
     """Ratios of the rates with updates to those without."""
     ratios = {

@@ -6,6 +6,7 @@ import logging
 import os
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 
 import numpy as np
@@ -105,7 +106,9 @@ class EarlyStaging:
         self._asked: deque[tuple[Reached, NDArray[np.int64]]] = deque()
         self._seen = -1
         self._staged: dict[int, torch.Tensor] = {}
-        self._sources = np.zeros(count, np.int64)
+        self._sources: list[tuple[NDArray[np.int64], Future[NDArray[np.int64]]]] = []
+        # one of Python's: each more would take turns with the engine's
+        self._pool = ThreadPoolExecutor(1, "compare-staged")
 
     @property
     def tensors_digest(self) -> str:
@@ -153,7 +156,7 @@ class EarlyStaging:
             reached.wait()
             for number in copied.tolist():
                 self._staged[number] = plan.words[number].sum(dtype=torch.int64)
-            self._sources[copied] = self._sums(plan, copied)
+            self._sources.append((copied, self._pool.submit(self._sums, plan, copied)))
         return len(found) > 0
 
     def _next(self, plan: EarlyPlan) -> NDArray[np.int64]:
@@ -179,10 +182,10 @@ class EarlyStaging:
         """Names of the parameters whose staged bytes are those of the version, which is ready and has `arrived`."""
         if self._plan is None or not self._staged:
             return frozenset()
-        numbers = np.array(list(self._staged), np.int64)
-        staged = torch.stack(list(self._staged.values())).cpu().numpy()
-        right = staged == self._sources[numbers]
-        again = self._some(self._plan, len(numbers))
+        numbers = np.concatenate([copied for copied, _ in self._sources])
+        staged = torch.stack([self._staged[number] for number in numbers.tolist()]).cpu().numpy()
+        right = staged == np.concatenate([sums.result() for _, sums in self._sources])
+        again = self._some(self._plan.nbytes[numbers])
         right[again] &= staged[again] == self._sums(self._plan, numbers[again])
         for number in numbers[~right].tolist():
             log.warning(
@@ -193,7 +196,8 @@ class EarlyStaging:
     def close(self) -> None:
         """Give back what was borrowed, when nothing is copied from it any more."""
         self._queue.close()
-        self._left, self._staged = np.empty(0, np.bool_), {}
+        self._pool.shutdown(cancel_futures=True)
+        self._left, self._staged, self._sources = np.empty(0, np.bool_), {}, []
 
     def _are_of(self, plan: EarlyPlan, numbers: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Which rows are those of some parameters."""
@@ -209,13 +213,12 @@ class EarlyStaging:
         np.add.at(sums, plan.owners[rows], found)
         return sums[numbers]
 
-    def _some(self, plan: EarlyPlan, count: int) -> NDArray[np.int64]:
-        """Indexes of some of the parameters that are staged."""
-        numbers = list(self._staged)
-        order = list(range(count))
+    @staticmethod
+    def _some(nbytes: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Indexes of some parameters of so many bytes, by chance."""
+        order = list(range(len(nbytes)))
         DICE.shuffle(order)
-        nbytes = plan.nbytes[[numbers[index] for index in order]].cumsum()
-        return np.array(order[: int(np.searchsorted(nbytes, _AGAIN_BYTES)) + 1], np.int64)
+        return np.array(order[: int(np.searchsorted(nbytes[order].cumsum(), _AGAIN_BYTES)) + 1], np.int64)
 
 
 def _plan(recording: Recording, loan: ReadLoan, place: StagingPlace) -> EarlyPlan:
