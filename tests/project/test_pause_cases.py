@@ -88,11 +88,17 @@ def test_rates_are_of_steps_alone_and_compared_by_what_went_on(monkeypatch: pyte
     assert engine.llm.steps == 5
     assert (found["rate"], found["steps"][QUIET]["tokens"]) == (4.0, 20)
     during = Decoding(pauses=[9.0], versions=[7])
-    during.steps[QUIET].add(2.0, 8)
-    during.steps[STAGING].add(2.0, 6)
+    during.steps[QUIET].add(2.0, 8, computed=1.5, queued=0.25)
+    during.steps[STAGING].add(2.0, 6, computed=1.0, queued=0.5)
     ratios = summary(found, during.figures())
     assert ratios["ratio"] == pytest.approx(3.5 / 4)
     assert ratios["ratios"] == {QUIET: 1.0, STAGING: 0.75}
+    twice = pause_decoding.joined([during.figures()] * 2)
+    assert (twice["rate"], twice["pauses"], twice["versions"]) == (3.5, [9.0] * 2, [7] * 2)
+    assert twice["steps"][STAGING]["queued"] == 1.0
+    assert twice["steps"][QUIET]["longest"] == 2.0
+    failed = {**during.figures(), "failed": ["no memory"]}
+    assert pause_decoding.joined([during.figures(), failed]) is failed
     line, other = pause.summary(
         {"copy": 0.5, "decode": {"without": found, "during": {}, **ratios}, "ipc": {"updates": [UPDATE]}},
         ["decode", "ipc", "reload"],
