@@ -14,17 +14,9 @@ from contextlib import ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any, Self
 
 from weighbridge._core.byte_copies import ByteCopy
-from weighbridge._memory.byte_rows import (
-    COUNT,
-    SOURCE,
-    SOURCE_PITCH,
-    TARGET,
-    TARGET_PITCH,
-    WIDTH,
-    Rows,
-    rows_of,
-)
+from weighbridge._memory.byte_rows import Rows
 from weighbridge._memory.native_copies import ask_natively
+from weighbridge._memory.strided import ShardCopies
 from weighbridge.errors import FailedPrecondition, ResourceExhausted
 
 if TYPE_CHECKING:
@@ -32,8 +24,6 @@ if TYPE_CHECKING:
 
 _HOST_TO_DEVICE, _DEVICE_TO_HOST = 1, 2
 _REGISTER_DEFAULT, _REGISTER_READ_ONLY = 0, 8
-_TURNED = (SOURCE, SOURCE_PITCH, TARGET, TARGET_PITCH, WIDTH, COUNT)
-"""Columns of rows from a shard to memory, of those that fill the shard."""
 _UNKNOWN = 0
 """Kind of memory that is not CUDA's: neither a GPU's, nor managed, nor pinned."""
 
@@ -167,7 +157,13 @@ class CopyQueue:
             rows: from the memories of this queue.
             device: the GPU.
         """
-        self._ask(device, rows, _HOST_TO_DEVICE, after_stream=False)
+        import torch
+
+        stream = self._stream(device, after_stream=False)
+        function = ctypes.cast(_runtime().cudaMemcpy2DAsync, ctypes.c_void_p).value or 0
+        with torch.cuda.device(device):
+            code = ask_natively(function, rows, _HOST_TO_DEVICE, stream.cuda_stream)
+        _check(code, "copying from memory to a GPU")
 
     def reached(self) -> Reached:
         """The point behind the copies so far."""
@@ -201,31 +197,26 @@ class CopyQueue:
         *,
         after_stream: bool = True,
     ) -> bool:
-        rows = rows_of(copies, flat.data_ptr(), self._addresses)
-        if rows is None:
-            return False
-        if direction == _DEVICE_TO_HOST:
-            rows = rows[:, _TURNED]
-        self._ask(flat.device, rows, direction, after_stream=after_stream)
-        return True
-
-    def _ask(self, device: torch.device, rows: Rows, direction: int, *, after_stream: bool) -> None:
         import torch
 
-        stream = self._stream(device, after_stream=after_stream).cuda_stream
-        runtime = _runtime()
+        planned = ShardCopies.of(copies)
+        if planned.steps is None:
+            return False
+        device = flat.device
+        runtime, stream = _runtime(), self._stream(device, after_stream=after_stream)
         # to enter a device takes longer than to ask for a copy
         is_current = device.index == torch.cuda.current_device()
         with nullcontext() if is_current else torch.cuda.device(device):
-            code = ask_natively(_address_of(runtime.cudaMemcpy2DAsync), rows, direction, stream)
-            if code is None:
-                code = next(
-                    filter(
-                        None, (runtime.cudaMemcpy2DAsync(*each, direction, stream) for each in rows.tolist())
-                    ),
-                    0,
-                )
-            _check(code, "copying between a GPU and memory")
+            for copy, steps in zip(planned, planned.steps, strict=True):
+                for step in steps:
+                    ours = (flat.data_ptr() + step.shard_offset, step.shard_pitch)
+                    theirs = (self._addresses[copy.file] + step.memory_offset, step.memory_pitch)
+                    target, source = (theirs, ours) if direction == _DEVICE_TO_HOST else (ours, theirs)
+                    code = runtime.cudaMemcpy2DAsync(
+                        *target, *source, step.width, step.rows, direction, stream.cuda_stream
+                    )
+                    _check(code, "copying between a GPU and memory")
+        return True
 
     def _stream(self, device: torch.device, *, after_stream: bool) -> torch.cuda.Stream:
         import torch
@@ -237,10 +228,6 @@ class CopyQueue:
         if after_stream or not known:
             stream.wait_stream(torch.cuda.current_stream(device))
         return stream
-
-
-def _address_of(function: Any) -> int:
-    return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
 def _check(code: int, what: str) -> None:

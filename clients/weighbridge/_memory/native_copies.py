@@ -118,33 +118,37 @@ def sum_natively(rows: NDArray[np.int64], words: NDArray[np.int64], threads: int
         RuntimeError: there is no extension.
         ValueError: words have another size.
     """
-    native = _extension()
-    if native is None:
-        raise RuntimeError("the C extension is missing")
     found = np.zeros(len(rows), np.int64)
-    native.add_words(np.ascontiguousarray(rows), np.ascontiguousarray(words), found, threads)
+    _needed().add_words(np.ascontiguousarray(rows), np.ascontiguousarray(words), found, threads)
     return found
 
 
-def ask_natively(function: int, rows: NDArray[np.int64], direction: int, stream: int) -> int | None:
-    """Ask a copy engine for copies of rows, until it refuses one; the code of the last call, or None if there is no extension, and nothing was asked.
+def ask_natively(function: int, rows: NDArray[np.int64], direction: int, stream: int) -> int:
+    """Ask a copy engine for copies of rows, until it refuses one; the code of the last call.
 
     Args:
         function: address of ``cudaMemcpy2DAsync``.
         rows: see `byte_rows.Rows`.
         direction: the kind of copy, as the function takes it.
         stream: handle of the stream.
+
+    Raises:
+        RuntimeError: there is no extension.
     """
-    native = _extension()
-    if native is None:
-        return None
-    code: int = native.ask(function, np.ascontiguousarray(rows), direction, stream)
+    code: int = _needed().ask(function, np.ascontiguousarray(rows), direction, stream)
     return code
 
 
 def has_extension() -> bool:
     """Whether the C extension is there."""
     return _extension() is not None
+
+
+def _needed() -> ModuleType:
+    native = _extension()
+    if native is None:
+        raise RuntimeError("the C extension is missing")
+    return native
 
 
 @functools.cache
