@@ -85,8 +85,14 @@ class Adapters:
         """Push so many versions of each."""
         with ThreadPoolExecutor(4) as threads:
             for step in range(versions):
+                begun = time.monotonic()
                 for _ in threads.map(partial(self.push, base, step=step), names):
                     pass
+                took = time.monotonic() - begun
+                print(
+                    f"{base}: version {step + 1} of {versions} of {len(names)} in {took:.0f} s",
+                    file=sys.stderr,
+                )
 
     def measure(self, base: str, name: str, step: int, window: Window) -> None:
         """Everything that is compared, once."""

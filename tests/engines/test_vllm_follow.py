@@ -175,11 +175,13 @@ def test_the_command_follows_too_and_says_what_it_did(place: Place) -> None:
     number = place.push()
     command = [sys.executable, "-m", "weighbridge", "follow", MODEL, "--server", place.running.address]
     options = ["--engine-server", place.gate.address, "--url", place.server.url, "--count", "1", "--json"]
-    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*command, *options, "--ask-token"], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
     assert (said["version"], said["serves"], said["error"]) == (number, number, "")
     assert said["nbytes"] > 0
+    (parts,) = [each.update_parts for each in place.client.engines(MODEL) if each.update_version == number]
+    assert 0 < parts["answer"] < 60
     assert place.seen() == place.version(number)
 
 
