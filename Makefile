@@ -431,14 +431,14 @@ format: $(STAMP) ## rewrite the code to the house style
 	@$(BIN)/ruff check --fix-only --quiet .
 	@$(BIN)/ruff format .
 
-protos: $(STAMP) ## write the stubs from the contract, and the clients' methods from the table of operations
+protos: $(STAMP) ## write the stubs from the contract, and what follows from declarations: methods of clients, public names, the table of access
 	@$(BIN)/python protos/generate.py
-	@$(BIN)/python protos/generate_clients.py
+	@$(BIN)/python -m protos.derive
 
-protos-check: $(STAMP) ## fail if the stubs do not match the contract, or methods of clients the table of operations
+protos-check: $(STAMP) ## fail if the stubs do not match the contract, or what is derived its declarations
 	@echo "== stubs"
 	@$(BIN)/python protos/generate.py --check
-	@$(BIN)/python protos/generate_clients.py --check
+	@$(BIN)/python -m protos.derive --check
 
 protos-baseline: $(STAMP) ## promise the contract as it is now: later changes are compared with it
 	@cd protos && ../$(BIN)/buf build --exclude-source-info -o baseline.binpb

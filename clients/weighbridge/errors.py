@@ -29,6 +29,23 @@ import math
 from collections.abc import Sequence
 from typing import ClassVar, Self
 
+__all__ = [
+    "AlreadyExists",
+    "Conflict",
+    "DataLoss",
+    "DeadlineExceeded",
+    "FailedPrecondition",
+    "InvalidArgument",
+    "LayoutError",
+    "NotFound",
+    "PermissionDenied",
+    "ResourceExhausted",
+    "Unauthenticated",
+    "Unavailable",
+    "VersionFailed",
+    "WeighbridgeError",
+]
+
 
 class WeighbridgeError(Exception):
     """Base of all errors that Weighbridge raises on purpose.

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import weighbridge
+
 
 @dataclass(frozen=True)
 class Page:
@@ -36,47 +38,43 @@ def _public(*names: str) -> tuple[str, ...]:
     return tuple(f"weighbridge.{name}" for name in names)
 
 
+def _of(*modules: str) -> tuple[str, ...]:
+    """What modules of the SDK offer at its top, in the order of its names in each."""
+    return _public(
+        *(name for module in modules for name, of in weighbridge._MODULE_OF.items() if of == module)
+    )
+
+
 PAGES: Mapping[str, Page] = {
     "clients": Page(
         "Clients",
         "What trainers, engines and tools call. How it goes together: [trainers](../trainers.md), [pulling](../pulling.md), [asyncio](../asyncio.md).",
         {
-            "Trainers": _public("TrainerClient", "PushOptions", "PushHandle", "PushReport"),
-            "Engines": _public("EngineClient", "EngineReporter", "Pull", "PullPlan", "Filled", "HostSlices", "Slices"),
-            "Asyncio": _public("AsyncEngineClient", "AsyncPull"),
-            "Training states": _public("CheckpointManager", "RandomStates", "WrittenCheckpoint"),
-            "Any client": _public("Client", "Signatures", "ConnectionOptions", "Credentials"),
+            "Trainers": _of("_trainers.trainer", "_clients.push_options", "_clients.push_handle"),
+            "Engines": _of(
+                "_clients.engine", "_reporting.reporter", "_clients.calls.pull_calls", "_clients.filling", "_formats.host_slices"
+            ),
+            "Asyncio": _of("aio.client", "aio.pulls"),
+            "Training states": _of("_trainers.checkpoint_manager", "_trainers.states.random_states", "_trainers.training_files"),
+            "Any client": _of("_clients.client", "_signing.signatures", "_clients.transport", "_transport.credentials"),
         },
     ),
     "values": Page(
         "Values",
         "What clients take and give: frozen dataclasses.",
         {
-            "Models, versions and refs": _public(
-                "Model", "Version", "VersionState", "Metadata", "BaseVersion", "Verification", "DeletedModel", "REF_LIVE", "REF_LATEST"
-            ),
-            "Layouts": _public("Box", "DType", "TensorSpec", "TensorSpace", "Shard", "Placement", "Layout", "MegatronRank"),
-            "What a pull asks for": _public("LayoutRequest", "FullTensors", "TensorParallel", "ExpertParallel", "Boxes"),
-            "Sources of a push": _public("OpenSource", "ShardSource", "StreamSource"),
-            "Gates and approvals": _public(
-                "Gate", "Protection", "RefRequest", "RefApproval", "HELD_CANDIDATE", "HELD_NONFINITE"
-            ),
-            "Signatures": _public("Signature", "Signed", "Signer", "Signing", "Trusted"),
-            "Retention": _public("Retention", "Collection", "KeptVersion", "DeletedVersion", "SweptVersion", "WaitingVersion"),
-            "Engines that serve": _public("Engine", "AgentStatus", "GoldenPrompt"),
-            "Memory and limits": _public("WarmMemory", "Quota", "Usage"),
+            "Models, versions, refs, and what is said of them": _of("_core.resources", "_core.metadata"),
+            "Layouts": _of("_core.boxes", "_core.dtypes", "_core.layouts", "_core.tensor_spaces", "_core.megatron_rank"),
+            "What a pull asks for": _of("_core.slices"),
+            "Sources of a push": _of("_formats.push_sources"),
+            "Signatures": _of("_signing.checking", "_signing.signer", "_signing.steps", "_signing.trust"),
+            "Collections": _of("_core.reports.collection"),
+            "Engines that serve": _of("_core.engines.facts", "_core.engines.status", "_core.engines.golden"),
+            "Limits": _of("_core.reports.usage"),
         },
     ),
     "errors": Page(
-        "Errors",
-        "Errors of the SDK, named by what the caller can do about them.",
-        {
-            "All errors": _public(
-                "WeighbridgeError", "InvalidArgument", "LayoutError", "Unauthenticated", "PermissionDenied", "NotFound",
-                "AlreadyExists", "FailedPrecondition", "VersionFailed", "Conflict", "ResourceExhausted", "DataLoss",
-                "DeadlineExceeded", "Unavailable",
-            ),
-        },
+        "Errors", "Errors of the SDK, named by what the caller can do about them.", {"All errors": _of("errors")}
     ),
     "integrations": Page(
         "Integrations",

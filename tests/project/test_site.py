@@ -84,7 +84,7 @@ def test_each_public_name_of_the_sdk_is_on_one_page() -> None:
     ]
     assert len(told) == len(set(told))
     public = {name for name in told if "." not in name}
-    assert public == set(weighbridge.__all__), "give each its place in docs/website/python_api.py"
+    assert public == set(weighbridge.__all__), "give each module its place in docs/website/python_api.py"
 
 
 def test_each_command_is_told_as_it_tells_of_itself() -> None:

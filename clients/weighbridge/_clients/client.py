@@ -42,6 +42,8 @@ from weighbridge.errors import ResourceExhausted, Unavailable, WeighbridgeError
 if TYPE_CHECKING:
     import torch
 
+__all__ = ["Client"]
+
 log = logging.getLogger(__name__)
 
 _SLOW_SECONDS = 2.0

@@ -31,6 +31,8 @@ from weighbridge.errors import FailedPrecondition
 if TYPE_CHECKING:
     import torch
 
+__all__ = ["EngineClient", "Pull"]
+
 
 class Pull:
     """A pull that is about to begin: iterate over it to get ``(name, tensor)``, each as soon as it is complete.

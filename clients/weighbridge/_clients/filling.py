@@ -19,6 +19,8 @@ from weighbridge.errors import LayoutError
 if TYPE_CHECKING:
     import torch
 
+__all__ = ["Filled"]
+
 T = TypeVar("T")
 
 

@@ -14,6 +14,8 @@ from weighbridge._clients.copying.copies import Copying
 from weighbridge._core.resources import Version, VersionState, why_held
 from weighbridge.errors import DeadlineExceeded
 
+__all__ = ["PushHandle", "PushReport"]
+
 log = logging.getLogger(__name__)
 
 

@@ -14,6 +14,8 @@ from weighbridge._transport import wire
 from weighbridge.errors import InvalidArgument
 from weighbridge.v1 import checkpoint_service_pb2 as pb
 
+__all__ = ["PushOptions"]
+
 
 class PushOptions(TypedDict, total=False):
     """What every way to push takes. All ranks of a push say the same, or only some of them anything.

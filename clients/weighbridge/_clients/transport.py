@@ -19,6 +19,8 @@ from weighbridge._transport.credentials import NONE, Credentials
 from weighbridge.errors import Unavailable
 from weighbridge.v1 import local_lane_pb2, local_lane_pb2_grpc
 
+__all__ = ["ConnectionOptions"]
+
 _LANE_SECONDS = 5.0
 
 

@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 from weighbridge.errors import LayoutError
 
+__all__ = ["Box"]
+
 _MOST_COMPARED = 1 << 20
 _MOST_CUTS, _FREE_CUTS = 64, 1 << 18
 """How often each box may be sorted, on average, until all are parted: a grid of eight axes takes 36 times at the very most, and most of its boxes

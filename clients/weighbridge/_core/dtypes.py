@@ -15,6 +15,8 @@ from weighbridge.errors import InvalidArgument
 if TYPE_CHECKING:
     import torch
 
+__all__ = ["DType"]
+
 
 @dataclass(frozen=True, slots=True)
 class DType:

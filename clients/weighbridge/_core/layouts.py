@@ -24,6 +24,8 @@ from weighbridge.errors import LayoutError
 if TYPE_CHECKING:
     import torch
 
+__all__ = ["Layout", "Placement", "Shard", "TensorSpec"]
+
 STREAM = ""
 MAX_RANK = 8
 """Most axes a tensor may have (the largest known weight, a convolution over video patches, has five)."""

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from weighbridge.errors import InvalidArgument
 
+__all__ = ["MegatronRank"]
+
 
 @dataclass(frozen=True, slots=True)
 class MegatronRank:

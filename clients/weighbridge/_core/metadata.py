@@ -14,6 +14,8 @@ from weighbridge._core.json_values import JsonValue
 from weighbridge._core.text.shortening import shown
 from weighbridge.errors import InvalidArgument
 
+__all__ = ["BaseVersion", "Metadata"]
+
 MetadataValue: TypeAlias = str | int | float | bool
 Metadata: TypeAlias = Mapping[str, MetadataValue]
 """What is said of a version by who pushes it: texts, finite numbers and booleans."""

@@ -14,6 +14,25 @@ from weighbridge._core.text.counts import counted
 from weighbridge._core.text.durations import readable_duration
 from weighbridge.errors import FailedPrecondition, InvalidArgument
 
+__all__ = [
+    "HELD_CANDIDATE",
+    "HELD_NONFINITE",
+    "REF_LATEST",
+    "REF_LIVE",
+    "DeletedModel",
+    "Gate",
+    "Model",
+    "Protection",
+    "RefApproval",
+    "RefRequest",
+    "Retention",
+    "Signature",
+    "Verification",
+    "Version",
+    "VersionState",
+    "WarmMemory",
+]
+
 _MOST = 2**53
 REF_LIVE = "live"
 """The newest version that is complete and not held; it may not be verified or in the object store yet."""

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 from weighbridge.errors import InvalidArgument
 
+__all__ = ["Boxes", "ExpertParallel", "FullTensors", "LayoutRequest", "TensorParallel"]
+
 MAX_VOCAB_MULTIPLE = 1 << 16
 """Largest multiple that a vocabulary is padded to: engines use 64, trainers up to 128 times their ranks."""
 _MAX_SIZE = (1 << 32) - 1

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from enum import StrEnum
 
+__all__ = ["TensorSpace"]
+
 
 class TensorSpace(StrEnum):
     """Names and shapes of a model's tensors, as one side has them."""

@@ -12,6 +12,8 @@ from weighbridge._memory import cuda_copies
 if TYPE_CHECKING:
     import torch
 
+__all__ = ["HostSlices", "Slices"]
+
 _ALIGNMENT = 64
 
 

@@ -36,6 +36,8 @@ from weighbridge._transport.pieces import Buffer
 if TYPE_CHECKING:
     import torch
 
+__all__ = ["OpenSource", "ShardSource", "StreamSource"]
+
 Bytes = NDArray[np.uint8]
 
 

@@ -22,6 +22,8 @@ from weighbridge._core.text.shortening import shortened
 from weighbridge._reporting.said import Contact, Said, status_of
 from weighbridge.errors import DeadlineExceeded, NotFound, ResourceExhausted, Unavailable, WeighbridgeError
 
+__all__ = ["EngineReporter"]
+
 log = logging.getLogger(__name__)
 
 _AGAIN_SECONDS = 1.0

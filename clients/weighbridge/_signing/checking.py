@@ -12,6 +12,8 @@ from weighbridge._signing.bundle import Bundle
 from weighbridge._signing.trust import Trusted, check
 from weighbridge.errors import FailedPrecondition, InvalidArgument
 
+__all__ = ["Signed"]
+
 _SHOWN = 12
 """Digits of a signature's digest that are shown."""
 

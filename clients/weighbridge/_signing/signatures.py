@@ -12,6 +12,8 @@ from weighbridge._signing.signer import Signer
 from weighbridge._signing.steps import Signing
 from weighbridge._signing.trust import Trusted
 
+__all__ = ["Signatures"]
+
 
 class Signatures:
     """Signatures of versions; `Client.signatures` reads them. Safe to use from several threads.

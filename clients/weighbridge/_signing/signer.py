@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from cryptography import x509
     from cryptography.hazmat.primitives.asymmetric import ec
 
+__all__ = ["Signer"]
+
 EXTRA = "signing"
 _CURVES = ("secp256r1", "secp384r1", "secp521r1")
 _MAKE_KEY = "make one: openssl ecparam -name prime256v1 -genkey -noout -out KEY.pem"

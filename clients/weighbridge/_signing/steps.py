@@ -23,6 +23,8 @@ from weighbridge._signing.trust import Trusted
 from weighbridge.errors import DataLoss, InvalidArgument
 from weighbridge.v1 import model_service_pb2 as pb
 
+__all__ = ["Signing"]
+
 _call = partial(call_method, pb.DESCRIPTOR.services_by_name["ModelService"])
 
 

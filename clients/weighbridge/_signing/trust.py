@@ -13,6 +13,8 @@ from weighbridge._signing.bundle import Bundle
 from weighbridge._signing.signer import EXTRA, check_usable, is_supported, key_id, kind_of
 from weighbridge.errors import InvalidArgument
 
+__all__ = ["Trusted"]
+
 log = logging.getLogger(__name__)
 
 _BLOCK = re.compile(rb"-----BEGIN ([A-Z0-9 ]+)-----.*?-----END \1-----", re.DOTALL)

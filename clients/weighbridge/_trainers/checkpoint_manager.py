@@ -17,6 +17,8 @@ from weighbridge._trainers.states.megatron_chunks import sharded_chunks, unwrapp
 from weighbridge._trainers.trainer import TrainerClient
 from weighbridge.errors import NotFound, WeighbridgeError
 
+__all__ = ["CheckpointManager"]
+
 log = logging.getLogger(__name__)
 
 

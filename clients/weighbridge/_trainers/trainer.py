@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from weighbridge._formats.megatron_state import WeightShards
     from weighbridge._trainers.megatron_adapters import PlacedAdapters
 
+__all__ = ["TrainerClient"]
+
 
 class TrainerClient(ImportingClient):
     """The trainer's side of the service; one for each rank.

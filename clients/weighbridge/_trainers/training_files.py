@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from weighbridge._trainers.states.checkpoints.checkpoint_values import CheckpointValues
     from weighbridge._trainers.torch_dist.folder import TorchDistFiles
 
+__all__ = ["WrittenCheckpoint"]
+
 log = logging.getLogger(__name__)
 
 TRACKER_FILE = "latest_checkpointed_iteration.txt"

@@ -17,6 +17,8 @@ import grpc
 
 from weighbridge.errors import InvalidArgument
 
+__all__ = ["Credentials"]
+
 CA_VARIABLE = "WEIGHBRIDGE_CA"
 CERTIFICATE_VARIABLE = "WEIGHBRIDGE_CERT"
 KEY_VARIABLE = "WEIGHBRIDGE_KEY"

@@ -28,6 +28,8 @@ from weighbridge.errors import ResourceExhausted, Unavailable, WeighbridgeError
 if TYPE_CHECKING:
     import torch
 
+__all__ = ["AsyncEngineClient"]
+
 
 class AsyncEngineClient(AsyncOperationMethods):
     """Client of an engine rank for asyncio: what an agent needs of `weighbridge.EngineClient`; one for each rank. Belongs to the event loop that it is first used on.

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
     FilledTensors = Callable[[Callable[[int], torch.Tensor]], Iterable[tuple[str, torch.Tensor]]]
 
+__all__ = ["AsyncPull"]
+
 
 class Carrier:
     """What carries out the pulls of one client.

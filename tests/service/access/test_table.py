@@ -107,7 +107,7 @@ def doors(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Doors]:
 
 def test_the_document_has_each_method_and_each_route() -> None:
     assert set(METHODS) == {f"{service}.{method.name}" for service, method in CALLS} | {"Health.List"}
-    assert set(ROUTES) == set(http_app._VERBS) | http_app._ASKING
+    assert set(ROUTES) == set(http_app.VERBS) | set(http_app.ASKING)
 
 
 def _request(method: Any) -> tuple[bytes, str, str]:

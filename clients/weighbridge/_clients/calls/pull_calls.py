@@ -23,6 +23,8 @@ from weighbridge.v1 import weight_service_pb2 as pb
 if TYPE_CHECKING:
     import torch
 
+__all__ = ["PullPlan"]
+
 
 @dataclass(frozen=True, slots=True)
 class PullPlan:

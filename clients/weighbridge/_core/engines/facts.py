@@ -10,6 +10,8 @@ from weighbridge._core.text.counts import counted
 from weighbridge._core.text.durations import readable_duration
 from weighbridge._core.text.sizes import readable_size
 
+__all__ = ["Engine"]
+
 ENGINE_WAITING, ENGINE_UPDATING, ENGINE_SERVING = "waiting", "updating", "serving"
 ENGINE_FAILING, ENGINE_ENDED = "failing", "ended"
 """States of an engine, as its agent says: it waits for a version that it may take, is being taken to one, serves the one that it was to have,

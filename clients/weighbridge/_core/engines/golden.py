@@ -16,6 +16,8 @@ from weighbridge._core.text.counts import counted
 from weighbridge._core.text.shortening import shown
 from weighbridge.errors import InvalidArgument, WeighbridgeError
 
+__all__ = ["GoldenPrompt"]
+
 PROMPTS, BOUND = "weighbridge.golden", "weighbridge.max_drift"
 """Keys of a version's metadata: golden prompts, as a JSON array of pairs of arrays; and the largest drift that they allow."""
 MOST_PROMPTS = 16

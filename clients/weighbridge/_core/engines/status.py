@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from weighbridge._core.engines.facts import STANDING_UNKNOWN, EngineFacts
 
+__all__ = ["AgentStatus"]
+
 
 @dataclass(frozen=True, slots=True)
 class AgentStatus(EngineFacts):

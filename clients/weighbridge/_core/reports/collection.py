@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from weighbridge._core.json_values import JsonValue
 
+__all__ = ["Collection", "DeletedVersion", "KeptVersion", "SweptVersion", "WaitingVersion"]
+
 RULE_KEEP_LAST = "keep_last"
 RULE_KEEP_EVERY = "keep_every"
 RULE_KEEP_YOUNGER = "keep_younger_s"

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from weighbridge._core.json_values import JsonValue
 
+__all__ = ["Quota", "Usage"]
+
 QUOTA_STREAMS = "streams"
 """Streams of weights of an identity at one time."""
 QUOTA_BYTES_PER_SECOND = "bytes_per_second"

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+__all__ = ["RandomStates"]
+
 
 class RandomStates:
     """The random number generators of this process, for ``rank_state``: Python's, numpy's global one, and torch's of the CPU and of the CUDA device in use.

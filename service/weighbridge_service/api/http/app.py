@@ -67,7 +67,7 @@ from weighbridge_storage.threads import ThreadPool
 _DOCUMENTATION = "/docs"
 _VERIFYING = 8
 """Versions that are verified at one time."""
-_VERBS = {each.name: each.verb for each in ENTRIES if each.http} | {
+VERBS = {each.name: each.verb for each in ENTRIES if each.http} | {
     "custom_swagger_ui_html": Verb.PROBE,
     "swagger_ui_redirect": Verb.PROBE,
     "liveness": Verb.PROBE,
@@ -110,10 +110,15 @@ _VERBS = {each.name: each.verb for each in ENTRIES if each.http} | {
     "start_export_form": Verb.MANAGE,
 }
 """What each route asks for, by its name: those of the table of operations, and those that HTTP alone has."""
-_ASKING = frozenset(
-    {"start_export", "get_export", "cancel_export", "follow_export", "new_ref_form", "cancel_export_form"}
-)
-"""Routes that ask themselves: only they know the model that they are about."""
+ASKING = {
+    "start_export": Verb.MANAGE,
+    "get_export": Verb.LOOK,
+    "cancel_export": Verb.MANAGE,
+    "follow_export": Verb.LOOK,
+    "new_ref_form": Verb.TAG,
+    "cancel_export_form": Verb.MANAGE,
+}
+"""Routes that ask themselves, and for what: only they know the model that they are about."""
 _SEND_SECONDS = 30.0
 """How long a client that follows an export may leave an event unread."""
 
@@ -317,15 +322,15 @@ def _exports_router(exports: Exports) -> APIRouter:
 
 
 async def _ask(request: Request) -> None:
-    """Refuse what the caller may not do; every route asks this first, but for those in `_ASKING`."""
+    """Refuse what the caller may not do; every route asks this first, but for those in `ASKING`."""
     route = request.scope["route"].name
-    if route in _ASKING:
+    if route in ASKING:
         return
     there = request.path_params
     model = f"{there['namespace']}/{there['name']}" if "namespace" in there and "name" in there else ""
     of_hub = str(there.get("rest", "")).partition("/")[0]
     ref = str(there.get("ref") or there.get("version") or there.get("number") or of_hub)
-    ask(request, _VERBS[route], model, ref)
+    ask(request, VERBS[route], model, ref)
 
 
 def _operation_id(route: APIRoute) -> str:
