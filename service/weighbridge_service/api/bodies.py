@@ -72,16 +72,16 @@ class Bodies:
         return ModelRefs(refs, self._gates.protections(model), self._gates.ref_requests(model))
 
     def get_retention(self, peer: Peer, *, model: str) -> Retention:
-        return self._collecting.retention(model)
+        return self._catalog.kept(model, Retention)
 
     def set_retention(self, peer: Peer, *, model: str, retention: Retention) -> Retention:
         return self._collecting.set_retention(model, retention)
 
     def get_gate(self, peer: Peer, *, model: str) -> Gate:
-        return self._gates.gate(model)
+        return self._catalog.kept(model, Gate)
 
     def set_gate(self, peer: Peer, *, model: str, gate: Gate) -> Gate:
-        return self._gates.set_gate(model, gate)
+        return self._catalog.keep(model, gate)
 
     def approve_version(
         self, peer: Peer, *, model: str, number: int, by: str, note: str, reasons: tuple[str, ...]

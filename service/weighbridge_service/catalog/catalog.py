@@ -9,10 +9,12 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import islice
+from typing import TypeVar
 
+from weighbridge._core.json_values import JsonValue
 from weighbridge._core.layouts import TensorSpec
 from weighbridge._core.metadata import BaseVersion, Condition, all_hold
-from weighbridge._core.resources import Model, Verification, Version, VersionState, why_failed
+from weighbridge._core.resources import REQUEST_DONE, Model, Verification, Version, VersionState, why_failed
 from weighbridge._core.text.counts import named
 from weighbridge._core.text.suggestions import did_you_mean, model_meant, question
 from weighbridge.errors import (
@@ -25,6 +27,7 @@ from weighbridge.errors import (
     VersionFailed,
     WeighbridgeError,
 )
+from weighbridge_service.access.audit import note as note_change
 from weighbridge_service.catalog.changes import Changes
 from weighbridge_service.catalog.head_versions import (
     approval_in,
@@ -59,6 +62,7 @@ from weighbridge_service.models.registration import (
 from weighbridge_service.runtime.clock import unix_ms
 from weighbridge_storage.documents.names import RESERVED_REFS, ModelName, first_version_of
 from weighbridge_storage.head.head import Head
+from weighbridge_storage.head.head_changes import keep
 from weighbridge_storage.head.head_store import HeadStore
 from weighbridge_storage.head.history import History
 from weighbridge_storage.head.leases import Grace
@@ -68,6 +72,8 @@ from weighbridge_storage.versions.reading import side_files
 from weighbridge_storage.versions.verifying import verify_version
 
 log = logging.getLogger(__name__)
+
+V = TypeVar("V", bound=JsonValue)
 
 AWAY = (Unavailable, DeadlineExceeded)
 """What a store raises that is away. What is in memory can be read all the same."""
@@ -266,6 +272,18 @@ class Catalog:
         if unreadable is not None and not found and not after:
             raise unreadable
         return found
+
+    def kept(self, name: str, kind: type[V]) -> V:
+        """The value of a kind that is kept of a model, such as its `Retention`. Raises NotFound."""
+        return self.head(ModelName.parse(name)).kept(kind)
+
+    def keep(self, name: str, value: V) -> V:
+        """Keep a value of a model in the place of the one of its type; the audit has both. Raises NotFound."""
+        model, kind = ModelName.parse(name), type(value)
+        before = self.heads.update(model, lambda head: (keep(head, value), head.kept(kind)))
+        note_change(before=before.to_json(), after=value.to_json(), state=REQUEST_DONE)
+        self.changes.notify(model)
+        return value
 
     def model_files(self, name: str, version: str = "") -> dict[str, bytes]:
         """The files besides the weights that belong to a version, or as registered now."""

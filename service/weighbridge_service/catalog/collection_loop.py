@@ -9,17 +9,16 @@ from dataclasses import replace
 
 from weighbridge._core.pauses import DICE
 from weighbridge._core.reports.collection import Collection
-from weighbridge._core.resources import REQUEST_DONE, DeletedModel, Retention, Version, VersionState
+from weighbridge._core.resources import DeletedModel, Retention, Version, VersionState
 from weighbridge._core.text.counts import counted
 from weighbridge.errors import FailedPrecondition, NotFound, WeighbridgeError
-from weighbridge_service.access.audit import note as note_change
 from weighbridge_service.catalog.bases import Bases
 from weighbridge_service.catalog.catalog import Catalog
 from weighbridge_service.models.registration import is_part_of
 from weighbridge_storage.documents.names import ModelName
 from weighbridge_storage.head.collecting import collect
 from weighbridge_storage.head.head import Head
-from weighbridge_storage.head.head_changes import delete_model, delete_versions, set_retention
+from weighbridge_storage.head.head_changes import delete_model, delete_versions
 from weighbridge_storage.head.history import History
 from weighbridge_storage.head.open_versions import give_up_ended
 from weighbridge_storage.head.pins import sees_all
@@ -67,21 +66,12 @@ class Collecting:
         """Keep the versions of a model that engines serve: ``served`` names the engines by the number of the version."""
         self._served = served
 
-    def retention(self, name: str) -> Retention:
-        """Which versions of a model are kept. Raises NotFound."""
-        return self._catalog.head(ModelName.parse(name)).retention
-
     def set_retention(self, name: str, retention: Retention) -> Retention:
-        """Say which versions of a model are kept; the next collection goes by that. Raises NotFound."""
+        """Say which versions of a model are kept; the next collection goes by that. A training state may be yet to come. Raises NotFound."""
         model = ModelName.parse(name)
         if model.part:
             self._catalog.register_part(model)
-        before = self._catalog.heads.update(
-            model, lambda head: (set_retention(head, retention), head.retention)
-        )
-        note_change(before=before.to_json(), after=retention.to_json(), state=REQUEST_DONE)
-        self._catalog.changes.notify(model)
-        return retention
+        return self._catalog.keep(name, retention)
 
     def delete_version(
         self,

@@ -15,7 +15,6 @@ from weighbridge._core.resources import (
     REQUEST_MOVE,
     REQUEST_PROTECT,
     REQUEST_UNPROTECT,
-    Gate,
     Protection,
     RefApproval,
     RefRequest,
@@ -32,7 +31,6 @@ from weighbridge_storage.documents.entries import Approval, RequestEntry
 from weighbridge_storage.documents.names import ModelName, check_request_id
 from weighbridge_storage.head import requests
 from weighbridge_storage.head.head import Head
-from weighbridge_storage.head.head_changes import set_gate
 from weighbridge_storage.head.history import History
 
 log = logging.getLogger(__name__)
@@ -86,18 +84,6 @@ class Gates:
         except WeighbridgeError:
             return True
         return bool(version.held) and version.state is not VersionState.RETIRED
-
-    def gate(self, name: str) -> Gate:
-        """Which versions of a model are held. Raises NotFound."""
-        return self._catalog.head(ModelName.parse(name)).gate
-
-    def set_gate(self, name: str, gate: Gate) -> Gate:
-        """Say which versions of a model are held, of those that are opened from now on. Raises NotFound."""
-        return self._change(
-            ModelName.parse(name),
-            lambda history: (set_gate(history.head, gate), gate),
-            lambda head, _: head.gate.to_json(),
-        )
 
     def approve_version(
         self, name: str, number: int, *, by: str, note: str, reasons: Iterable[str] = ()

@@ -13,10 +13,14 @@ from weighbridge_storage.documents import strict_json
 from weighbridge_storage.documents.entries import Approval, FailedEntry, OpenEntry, VersionEntry
 
 
-class Entry(Protocol):
+class Stored(Protocol):
     """A dataclass that is stored."""
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+
+
+class Entry(Stored, Protocol):
+    """One that keeps what a later release has put in."""
 
     @property
     def extra(self) -> Mapping[str, Any]:
@@ -31,12 +35,13 @@ N = TypeVar("N", VersionEntry, OpenEntry, FailedEntry)
 
 def to_json(entry: Entry) -> dict[str, Any]:
     """An entry as a JSON object."""
-    document = dict(entry.extra)
-    for name, default, _ in _fields(type(entry)):
-        value = getattr(entry, name)
-        if value != default:
-            document[name] = _value_to_json(value)
-    return document
+    return {**entry.extra, **fields_to_json(entry)}
+
+
+def fields_to_json(value: Stored, *, whole: bool = False) -> dict[str, Any]:
+    """The fields of a dataclass by name, without those that have their defaults, unless all of it is wanted."""
+    found = {name: (getattr(value, name), default) for name, default, _ in _fields(type(value))}
+    return {name: _value_to_json(got) for name, (got, default) in found.items() if whole or got != default}
 
 
 def _value_to_json(value: Any) -> Any:
@@ -90,13 +95,17 @@ def from_json(kind: type[E], value: object, where: str) -> E:
         InvalidArgument: a value is out of bounds.
     """
     found = strict_json.Fields(value, where)
-    values: dict[str, Any] = {
+    values = fields_from_json(kind, found)
+    return kind(**(values | {"extra": found.rest()}))
+
+
+def fields_from_json(kind: type[Stored], found: strict_json.Fields, *, whole: bool = False) -> dict[str, Any]:
+    """What `fields_to_json` gave, taken from an object; of a ``whole`` value every field has to be there. Raises as `from_json`."""
+    return {
         name: read(found, name)
         for name, default, read in _fields(kind)
-        if default is MISSING or name in found
+        if whole or default is MISSING or name in found
     }
-    values["extra"] = found.rest()
-    return kind(**values)
 
 
 def named_to_json(entries: Mapping[str, Entry]) -> dict[str, dict[str, Any]]:

@@ -8,8 +8,8 @@ tree that holds the others (`history`).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import Field, dataclass, field, fields
+from typing import Any, TypeVar, cast
 
 from weighbridge._core.resources import REF_LATEST, Gate, Retention
 from weighbridge._core.text.shortening import shown
@@ -62,8 +62,11 @@ REMEMBERED_WRITES = 64
 REMEMBERED_FAILURES = 32
 REMEMBERED_REQUESTS = 32
 """How many requests to change refs a head remembers that have ended."""
-_KEEP_EVERYTHING = Retention()
-_OPEN_GATE = Gate()
+_KEPT: Mapping[str, bool] = {"whole": False}
+"""Metadata of a field of `Head` whose value is a member of its own in the text, without what has its default."""
+_KEPT_WHOLE: Mapping[str, bool] = {"whole": True}
+"""Likewise, with all that the value says, and the reader refuses a head that lacks any of it."""
+V = TypeVar("V")
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,9 +131,8 @@ class Head:
         failed: the last `REMEMBERED_FAILURES` versions that were given up, by number.
         refs: what each ref says. ``latest`` names the highest version that was ever part of history and not held.
         retention: which versions are to be kept.
-        retention_extra: the fields of the retention that this release does not know.
         gate: which versions are held.
-        gate_extra: the fields of the gate that this release does not know.
+        kept_extra: by their names, the fields of these values (`KEPT`) that this release does not know.
         protected: what it takes to change those refs that are protected, whether they exist or not. Stored with the gate.
         requests: requests to change them: one at most for each that is pending, and the last `REMEMBERED_REQUESTS` that have ended,
             in the order in which they were asked.
@@ -154,10 +156,9 @@ class Head:
     open: Mapping[int, OpenEntry] = field(default_factory=dict)
     failed: Mapping[int, FailedEntry] = field(default_factory=dict)
     refs: Mapping[str, Ref] = field(default_factory=dict)
-    retention: Retention = _KEEP_EVERYTHING
-    retention_extra: Mapping[str, Any] = field(default_factory=dict)
-    gate: Gate = _OPEN_GATE
-    gate_extra: Mapping[str, Any] = field(default_factory=dict)
+    retention: Retention = field(default=Retention(), metadata=_KEPT_WHOLE)
+    gate: Gate = field(default=Gate(), metadata=_KEPT)
+    kept_extra: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     protected: Mapping[str, ProtectionEntry] = field(default_factory=dict)
     requests: tuple[RequestEntry, ...] = ()
     writes: tuple[str, ...] = ()
@@ -201,6 +202,10 @@ class Head:
     def ref_numbers(self) -> dict[str, int]:
         """The number that each ref names."""
         return {name: ref.version for name, ref in self.refs.items()}
+
+    def kept(self, kind: type[V]) -> V:
+        """The value of a kind that it keeps, such as the `Retention`."""
+        return cast(V, getattr(self, KEPT[kind].name))
 
     def requested(self, now_ms: int) -> dict[str, int]:
         """The number that each ref is asked to name, of requests that have not expired."""
@@ -330,9 +335,8 @@ class Head:
                 "open": entry_json.list_to_json(self.open),
                 "failed": entry_json.list_to_json(self.failed),
                 "refs": entry_json.named_to_json(self.refs),
-                "retention": {**self.retention_extra, **self.retention.to_json()},
                 "writes": list(self.writes),
-                **self._gate_to_json(),
+                **self._kept_to_json(),
                 **(
                     {"requests": [entry_json.to_json(each) for each in self.requests]}
                     if self.requests
@@ -343,12 +347,18 @@ class Head:
             }
         )
 
-    def _gate_to_json(self) -> dict[str, Any]:
-        """The gate as a field of the text; none if nothing was ever said of it."""
-        said = {name: value for name, value in self.gate.to_json().items() if value}
-        protected = entry_json.named_to_json(self.protected)
-        found = {**self.gate_extra, **said, **({"protected": protected} if protected else {})}
-        return {"gate": found} if found else {}
+    def _kept_to_json(self) -> dict[str, Any]:
+        """Values that are kept, as fields of the text, without those of which nothing was ever said. Protected refs are part of the gate's."""
+        found = {
+            each.name: {
+                **self.kept_extra.get(each.name, {}),
+                **entry_json.fields_to_json(self.kept(kind), whole=each.metadata["whole"]),
+            }
+            for kind, each in KEPT.items()
+        }
+        if self.protected:
+            found["gate"]["protected"] = entry_json.named_to_json(self.protected)
+        return {name: value for name, value in found.items() if value}
 
     @staticmethod
     def from_json(data: bytes, where: str = HEAD_FILE) -> Head:
@@ -368,12 +378,24 @@ class Head:
     @staticmethod
     def _from_fields(document: strict_json.Fields) -> Head:
         where = document.where
-        retention = strict_json.Fields(document.table("retention"), f"{where}, retention")
-        gate = strict_json.Fields(document.table("gate") if "gate" in document else {}, f"{where}, gate")
+        members = {
+            each.name: strict_json.Fields(
+                document.table(each.name) if each.metadata["whole"] or each.name in document else {},
+                f"{where}, {each.name}",
+            )
+            for each in KEPT.values()
+        }
+        gate = members["gate"]
         with strict_json.malformed_as_data_loss(where):
             protected = gate.table("protected") if "protected" in gate else {}
             requests = document.array("requests") if "requests" in document else []
             pins = document.array("pins") if "pins" in document else []
+            kept: dict[str, Any] = {
+                each.name: kind(
+                    **entry_json.fields_from_json(kind, members[each.name], whole=each.metadata["whole"])
+                )
+                for kind, each in KEPT.items()
+            }
             removed = [check_number("removed version", n, 1, MAX_VERSION) for n in document.array("removed")]
             return Head(
                 generation=document.integer("generation", 1),
@@ -387,10 +409,6 @@ class Head:
                 open=entry_json.list_from_json(OpenEntry, document.array("open"), f"{where}, open"),
                 failed=entry_json.list_from_json(FailedEntry, document.array("failed"), f"{where}, failed"),
                 refs=entry_json.named_from_json(Ref, document.table("refs"), f"{where}, ref"),
-                retention=Retention(**{name: retention.integer(name) for name in _KEEP_EVERYTHING.to_json()}),
-                retention_extra=retention.rest(),
-                gate=Gate(**{name: gate.boolean(name) for name in _OPEN_GATE.to_json() if name in gate}),
-                gate_extra=gate.rest(),
                 protected=entry_json.named_from_json(ProtectionEntry, protected, f"{where}, protected ref"),
                 requests=tuple(
                     entry_json.from_json(RequestEntry, value, f"{where}, requests[{i}]")
@@ -404,5 +422,13 @@ class Head:
                 deletion=entry_json.nullable(Deletion, document, "deletion")
                 if "deletion" in document
                 else None,
+                kept_extra={name: rest for name, found in members.items() if (rest := found.rest())},
                 extra=document.rest(),
+                **kept,
             )
+
+
+KEPT: Mapping[type, Field[Any]] = {
+    type(each.default): each for each in fields(Head) if "whole" in each.metadata
+}
+"""The fields of a head that are values of a model, each written as a member of its own, by the type of the value."""

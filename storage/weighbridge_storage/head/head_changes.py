@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from weighbridge._core.resources import REF_LATEST, Gate, Retention
+from weighbridge._core.resources import REF_LATEST
 from weighbridge._core.text.shortening import shown
 from weighbridge.errors import (
     AlreadyExists,
@@ -19,7 +19,7 @@ from weighbridge.errors import (
 )
 from weighbridge_storage.documents.entries import Ref, VersionEntry
 from weighbridge_storage.documents.names import check_ref_name
-from weighbridge_storage.head.head import REMEMBERED_WRITES, Deletion, Head, Mark
+from weighbridge_storage.head.head import KEPT, REMEMBERED_WRITES, Deletion, Head, Mark
 from weighbridge_storage.head.history import History
 from weighbridge_storage.head.open_versions import still_open
 from weighbridge_storage.head.pins import adapters_text, pinned_by, sees_all
@@ -175,14 +175,9 @@ def mark_history(head: Head, now_ms: int) -> Head:
     return replace(head, mark=Mark(head.root, head.generation, now_ms))
 
 
-def set_retention(head: Head, retention: Retention) -> Head:
-    """Say which versions are to be kept. Nothing is deleted by that alone."""
-    return replace(head, retention=retention)
-
-
-def set_gate(head: Head, gate: Gate) -> Head:
-    """Say which versions are held from now on. Those that are opened already stay as they are."""
-    return replace(head, gate=gate)
+def keep(head: Head, value: Any) -> Head:
+    """Keep a value in the place of the one of its type: a `Retention`, by which alone nothing is deleted, or a `Gate`, for versions that are opened from now on."""
+    return replace(head, **{KEPT[type(value)].name: value})
 
 
 def delete_model(

@@ -48,7 +48,7 @@ from weighbridge_storage.documents.names import (
 )
 from weighbridge_storage.head.collecting import collect
 from weighbridge_storage.head.head import Head
-from weighbridge_storage.head.head_changes import delete_versions, publish, set_ref, set_retention
+from weighbridge_storage.head.head_changes import delete_versions, keep, publish, set_ref
 from weighbridge_storage.head.head_store import HeadStore
 from weighbridge_storage.head.history import History
 from weighbridge_storage.head.history_tree import names
@@ -130,7 +130,7 @@ class Bench:
         self.heads.edit(SMOL, lambda history: (change(history), None))
 
     def keep(self, **rules: int) -> None:
-        self.change(lambda history: set_retention(history.head, Retention(**rules)))
+        self.change(lambda history: keep(history.head, Retention(**rules)))
 
     def collect(self, store: ObjectStore | None = None, *, dry_run: bool = False) -> Collection:
         store = store or self.store

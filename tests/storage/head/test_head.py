@@ -21,20 +21,20 @@ from tests.support.heads import (
     text_of,
     with_digest,
 )
-from weighbridge._core.resources import Retention
+from weighbridge._core.resources import Gate, Retention
 from weighbridge.errors import (
     DataLoss,
     FailedPrecondition,
     InvalidArgument,
 )
 from weighbridge_storage.documents.names import ModelName
-from weighbridge_storage.head.head import REMEMBERED_WRITES, Head
+from weighbridge_storage.head.head import KEPT, REMEMBERED_WRITES, Head
 from weighbridge_storage.head.head_changes import (
     delete_versions,
+    keep,
     mark_history,
     register,
     set_ref,
-    set_retention,
     stamp,
 )
 from weighbridge_storage.head.head_store import HeadStore
@@ -54,7 +54,7 @@ def good() -> dict[str, Any]:
     head = delete_versions(nodes.history(head), [1], 99)
     head = opened(opened(head)[0])[0]
     head = give_up_version(claim_version(head, 4, "c"), 5, "no more", 7)
-    head = set_retention(head, Retention(keep_last=3))
+    head = keep(head, Retention(keep_last=3))
     document: dict[str, Any] = json.loads(stamp(head, head, "w1").to_json())
     del document["digest"]
     return document
@@ -228,6 +228,64 @@ def test_any_value_in_a_head_is_refused_or_kept(data: st.DataObject) -> None:
     except (DataLoss, FailedPrecondition):  # it may have become another format
         return
     assert Head.from_json(head.to_json()) == head
+
+
+_REST = (
+    b'"generation":1,"mark":null,"next_version":1,"open":[],"recent":[],"refs":{},"registration":{},"removed":[],'
+    b'"requires":[%s],"retention":{%s},"root":null,"writes":["w"]}'
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "head"),
+    [
+        (
+            b'{"failed":[],"files_id":"","format":3,'
+            + _REST % (b"", b'"keep_every":0,"keep_every_steps":0,"keep_last":0,"keep_younger_s":0'),
+            Head(generation=1, writes=("w",)),
+        ),
+        (
+            b'{"failed":[],"files_id":"","format":3,"gate":{"allow_nonfinite":true},'
+            + _REST % (b"", b'"keep_every":0,"keep_every_steps":0,"keep_last":3,"keep_younger_s":60'),
+            Head(
+                generation=1,
+                retention=Retention(keep_last=3, keep_younger_s=60),
+                gate=Gate(allow_nonfinite=True),
+                writes=("w",),
+            ),
+        ),
+        (
+            b'{"failed":[],"files_id":"","format":3,"gate":{"approval_required":true,"later":[1],"protected":{"prod":{"approvals":2}}},'
+            + _REST
+            % (
+                b'"held-versions","protected-refs","kept-steps"',
+                b'"keep_every":0,"keep_every_steps":50,"keep_last":0,"keep_younger_s":0,"later":{"x":1}',
+            ),
+            None,
+        ),
+    ],
+    ids=["nothing said", "said", "with members of a later release"],
+)
+def test_what_a_head_keeps_is_read_and_written_to_the_byte(text: bytes, head: Head | None) -> None:
+    found = Head.from_json(with_digest(text))
+    assert found.to_json() == with_digest(text)
+    assert head in (None, found)
+    assert {ref: entry.approvals for ref, entry in found.protected.items()} == (
+        {"prod": 2} if b"prod" in text else {}
+    )
+
+
+@pytest.mark.parametrize("kind", KEPT, ids=lambda each: each.__name__)
+def test_a_value_that_a_head_keeps_is_read_back_until_another_takes_its_place(kind: type[Any]) -> None:
+    samples = {"int": 7, "bool": True, "str": "é", "tuple[str, ...]": ("a", "b")}
+    value = kind(**{each.name: samples[str(each.type)] for each in dataclasses.fields(kind)})
+    named = [each for each in dataclasses.fields(Head) if type(each.default) is kind]
+    assert [each.name for each in named] == [KEPT[kind].name], "a type stands for one value"
+    head = stamp(keep(Head(extra={"later": 1}), value), Head(), "w")
+    read = Head.from_json(head.to_json())
+    assert (read, read.kept(kind)) == (head, value)
+    assert json.loads(read.to_json())[named[0].name] == json.loads(json.dumps(dataclasses.asdict(value)))
+    assert keep(read, kind()).to_json() == stamp(Head(extra={"later": 1}), Head(), "w").to_json()
 
 
 @pytest.mark.parametrize("value", [{"x": float("nan")}, {"x": b"1"}, {"x": {1, 2}}])

@@ -34,10 +34,10 @@ from weighbridge_storage.head.head_changes import (
     delete_ref,
     delete_versions,
     forget_versions,
+    keep,
     publish,
     register,
     set_ref,
-    set_retention,
     stamp,
 )
 from weighbridge_storage.head.history import History
@@ -182,7 +182,7 @@ class HeadHistory(RuleBasedStateMachine):
 
     @rule(last=st.integers(0, 5), every=st.integers(0, 5), younger=st.integers(0, 5))
     def retain(self, last: int, every: int, younger: int) -> None:
-        self.head = set_retention(self.head, Retention(last, every, younger))
+        self.head = keep(self.head, Retention(last, every, younger))
         assert self.head.retention == Retention(last, every, younger)
 
     @rule(ahead=st.integers(0, 5))

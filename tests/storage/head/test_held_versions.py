@@ -15,7 +15,7 @@ from weighbridge.errors import DataLoss, FailedPrecondition, InvalidArgument, No
 from weighbridge_storage.documents.entries import Approval, VersionEntry
 from weighbridge_storage.head import head as head_module
 from weighbridge_storage.head.head import HELD_VERSIONS, Head
-from weighbridge_storage.head.head_changes import delete_versions, publish, set_gate, set_ref, stamp
+from weighbridge_storage.head.head_changes import delete_versions, keep, publish, set_ref, stamp
 from weighbridge_storage.head.open_versions import Said, claim_version
 from weighbridge_storage.head.requests import approve_version
 from weighbridge_storage.head.retention import decide, retire
@@ -124,7 +124,7 @@ def test_nothing_is_approved_that_is_not_there() -> None:
 
 def test_a_model_whose_gate_requires_approval_holds_what_is_opened_from_then_on() -> None:
     head, before = opened(Head())
-    head, after = opened(set_gate(head, Gate(approval_required=True, allow_nonfinite=True)))
+    head, after = opened(keep(head, Gate(approval_required=True, allow_nonfinite=True)))
     assert (head.open[before].held, head.open[before].allow_nonfinite) == ((), False)
     assert (head.open[after].held, head.open[after].allow_nonfinite) == (("candidate",), True)
     assert written(head).gate == head.gate
@@ -182,7 +182,7 @@ def test_a_release_that_knows_no_held_versions_refuses_a_head_that_has_some(
             assert head.root is not None
             assert head.root.held == 1
         case "gate":
-            head = set_gate(head, Gate(approval_required=True))
+            head = keep(head, Gate(approval_required=True))
     assert written(head) == head
     monkeypatch.setattr(head_module, "FEATURES", frozenset())
     with pytest.raises(FailedPrecondition, match="requires 'held-versions'"):

@@ -28,11 +28,11 @@ from weighbridge_storage.head.head import Head
 from weighbridge_storage.head.head_changes import (
     delete_versions,
     forget_versions,
+    keep,
     mark_history,
     publish,
     register,
     set_ref,
-    set_retention,
 )
 from weighbridge_storage.head.head_store import HeadStore
 from weighbridge_storage.head.history import MOST_RECENT, History
@@ -448,7 +448,7 @@ def test_what_a_newer_release_has_written_stays_whatever_this_one_does(watched: 
         document["failed"][0] |= {"state": "rejected", "rejected_by": ["kim"]}
 
     newer_release(watched, add)
-    heads.update(SMOL, lambda head: (set_retention(head, Retention(keep_last=10**6)), None))
+    heads.update(SMOL, lambda head: (keep(head, Retention(keep_last=10**6)), None))
     heads.update(SMOL, lambda head: (claim_version(head, 6, "someone"), None))
     heads.edit(SMOL, lambda history: (set_ref(history, "prod", 4), None))
     heads.edit(SMOL, lambda history: (delete_versions(history, [3], 9), None))

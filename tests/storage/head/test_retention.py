@@ -18,9 +18,9 @@ from weighbridge_storage.head.head import Head
 from weighbridge_storage.head.head_changes import (
     delete_versions,
     forget_versions,
+    keep,
     publish,
     set_ref,
-    set_retention,
 )
 from weighbridge_storage.head.open_versions import claim_version, give_up_version
 from weighbridge_storage.head.retention import Decision, decide, retire
@@ -178,7 +178,7 @@ def test_the_one_of_every_k_stays_the_one_in_whatever_order_versions_come(
     data: st.DataObject, every: int
 ) -> None:
     """Once no lower number of its slot is open, the first of a slot is kept for good; no slot that had one is ever empty."""
-    head = set_retention(Head(), Retention(keep_every=every))
+    head = keep(Head(), Retention(keep_every=every))
     final: set[int] = set()
     for _ in range(data.draw(st.integers(0, 25))):
         step = data.draw(st.sampled_from(["open", "publish", "give up", "retire", "forget"]))

@@ -23,7 +23,7 @@ from weighbridge._core.resources import Retention
 from weighbridge.errors import Conflict, DeadlineExceeded, NotFound, Unavailable
 from weighbridge_storage.documents.names import ModelName
 from weighbridge_storage.head.head import Head
-from weighbridge_storage.head.head_changes import set_retention
+from weighbridge_storage.head.head_changes import keep
 from weighbridge_storage.head.head_store import HeadStore
 from weighbridge_storage.stores.breaker import Breaker
 from weighbridge_storage.stores.guarded import GuardedStore
@@ -320,12 +320,12 @@ def test_a_head_is_changed_once_although_its_write_was_given_up_and_landed_later
     hung: HungStore, guarded: GuardedStore
 ) -> None:
     heads = HeadStore(guarded, patience_s=60.0)
-    heads.update(NAME, lambda head: (set_retention(head, Retention(keep_last=3)), None), create=True)
+    heads.update(NAME, lambda head: (keep(head, Retention(keep_last=3)), None), create=True)
     changes: list[int] = []
 
     def change(head: Head) -> tuple[Head, int]:
         changes.append(head.generation)
-        return set_retention(head, Retention(keep_last=7)), head.generation
+        return keep(head, Retention(keep_last=7)), head.generation
 
     hung.hangs = lambda key: key == NAME.head_key and bool(changes)
     with ThreadPoolExecutor(1) as pool:
