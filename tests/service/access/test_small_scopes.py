@@ -5,12 +5,14 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import re
 import stat
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 import grpc
 import pytest
@@ -22,8 +24,11 @@ from tests.support.services import RunningService, running_service
 from tests.support.waiting import eventually
 from weighbridge import Client, Credentials, NotFound, TrainerClient
 from weighbridge._core.checks import Check, CheckStatus
+from weighbridge._core.operations import table
+from weighbridge._core.operations.operation import Of, Operation
 from weighbridge._core.operations.verbs import Verb
 from weighbridge._transport import rpc
+from weighbridge._transport.wire_operations import messages_of
 from weighbridge.v1 import model_service_pb2
 from weighbridge_service.access.audit import Audit
 from weighbridge_service.api.http import hub_reading
@@ -35,6 +40,8 @@ from weighbridge_service.server import HttpServer
 MINE, SECRET, HIDDEN = "mine/smol", "mine/smollm", "s/mine"
 SCOPES = {"root": ["admin"], "small": [f"pull:{MINE}"], "exporter": [f"manage:{MINE}"]}
 MODELS = (MINE, SECRET, HIDDEN)
+LISTS = [each for each in table.OPERATIONS if each.order and each.of is Of.NOTHING and each.verb is Verb.LOOK]
+"""Lists that are asked of no model, and so by everybody who may look at any."""
 READ_BYTES = 4096
 """That a download reads at a time."""
 
@@ -111,6 +118,42 @@ def test_a_name_that_nobody_has_is_not_answered_with_one_that_the_caller_may_not
     for said in (str(told.value), text):
         assert f"did you mean {MINE}" in said
         assert SECRET not in said
+
+
+def _asked(doors: Doors, operation: Operation[Any], name: str, after: str) -> tuple[str, str]:
+    messages = messages_of(operation)
+    request = messages.request({"page_size": 1, "page_token": after} if operation.pages else {})
+    with rpc.open_channel(doors.running.address) as channel:
+        call: Any = channel.unary_unary(messages.path, None, None)
+        told = call(request.SerializeToString(), metadata=bearer(f"token-of-{name}"), timeout=60)
+    page = messages.read(told)
+    return repr(page), page.next_page_token if operation.pages else ""
+
+
+def _got(doors: Doors, operation: Operation[Any], name: str, after: str) -> tuple[str, str]:
+    method, _, path = operation.http.partition(" ")
+    query = urlencode({"limit": 1, "after": after}) if operation.pages else ""
+    status, text = doors.ask(method, f"{path}?{query}", name)
+    assert status == 200, text
+    items = json.loads(text)[operation.within]
+    return text, items[-1][operation.order] if operation.pages and items else ""
+
+
+@pytest.mark.parametrize("ask", [_asked, _got], ids=["gRPC", "HTTP"])
+@pytest.mark.parametrize("operation", LISTS, ids=lambda each: each.rpc)
+def test_a_list_over_models_has_what_is_of_models_that_the_caller_may_look_at(
+    doors: Doors, operation: Operation[Any], ask: Callable[..., tuple[str, str]]
+) -> None:
+    """Page by page, and no page says where one begins that the caller may not look at."""
+    if ask is _got and not operation.http:
+        pytest.skip("HTTP has no such route")
+    for name, seen in (("root", MODELS), ("small", (MINE,))):
+        told, after = ask(doors, operation, name, "")
+        while after:
+            page, after = ask(doors, operation, name, after)
+            told += page
+        found = {model for model in MODELS if re.search(rf"\b{model}\b", told)}
+        assert found == {*seen}, "of a new list: let `doors` give each model something that it lists"
 
 
 def test_an_export_of_what_the_caller_may_not_know_is_as_if_there_were_none(doors: Doors) -> None:
