@@ -73,6 +73,7 @@ from weighbridge_storage.versions.verifying import verify_version
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 V = TypeVar("V", bound=JsonValue)
 
 AWAY = (Unavailable, DeadlineExceeded)
@@ -242,17 +243,28 @@ class Catalog:
     def list_models(
         self, after: str = "", limit: int = 100, shown: Callable[[str], bool] = lambda _name: True
     ) -> list[Model]:
-        """Up to ``limit`` models by namespace and name, from the one behind ``after`` on. Only their heads are read.
+        """Up to ``limit`` models by namespace and name, from the one behind ``after`` on; arguments and errors are those of `listed`."""
+        return self.listed(lambda name, head: self._summary(name, head, shown), after, limit, shown)
+
+    def listed(
+        self,
+        of: Callable[[ModelName, Head], T],
+        after: str,
+        limit: int,
+        shown: Callable[[str], bool],
+    ) -> list[T]:
+        """A page of what there is to say of each model, by namespace and name. Only their heads are read.
 
         Args:
-            after: name of a model.
+            of: says it of a model's name and head.
+            after: name of the model behind which the page begins; empty for the first one.
             limit: most of them.
-            shown: whether a model is among those that are wanted.
+            shown: whether a model is among those that are wanted, or that the caller may look at.
 
         Raises:
             DataLoss, FailedPrecondition: there are some, and none of them can be read, as in a store of a later release.
         """
-        found: list[Model] = []
+        found: list[T] = []
         unreadable: DataLoss | FailedPrecondition | None = None
         for name in self.heads.models(after):
             if len(found) >= limit:
@@ -262,7 +274,7 @@ class Catalog:
             try:
                 history = self.registered_history(name)
                 if history is not None:
-                    found.append(self._summary(name, history.head, shown))
+                    found.append(of(name, history.head))
             except (
                 DataLoss,
                 FailedPrecondition,
