@@ -22,8 +22,6 @@ from weighbridge._core.operations import table
 from weighbridge._core.operations.operation import REQUIRED, Operation, Parameter
 from weighbridge._core.operations.verbs import Verb
 from weighbridge._core.resources import REF_LATEST
-from weighbridge_service.api.grpc import asking
-from weighbridge_service.api.http import app
 
 ROOT = Path(__file__).resolve().parent.parent
 CLIENTS = ROOT / "clients" / "weighbridge"
@@ -79,8 +77,7 @@ def _derived() -> Iterator[tuple[Path, str]]:
     for path, name, title, connection, mark in KINDS:
         yield CLIENTS / path, _formatted(_source(name, title, connection, mark))
     yield CLIENTS / "__init__.py", _formatted(_with_part(CLIENTS / "__init__.py", _NAMES, _names(_public())))
-    access = ROOT / "docs" / "access.md"
-    yield access, _with_part(access, _ACCESS, _access(asking.METHODS, app.VERBS | app.ASKING))
+    yield ROOT / "docs" / "access.md", _with_part(ROOT / "docs" / "access.md", _ACCESS, _access())
 
 
 def _with_part(path: Path, marks: tuple[str, str], part: str) -> str:
@@ -116,7 +113,13 @@ def _names(modules: Mapping[str, str]) -> str:
     return f"if TYPE_CHECKING:\n{''.join(imports)}\n__all__ = {[*modules]}\n_MODULE_OF = {modules}\n"
 
 
-def _access(methods: Mapping[str, Verb], routes: Mapping[str, Verb]) -> str:
+def _access() -> str:
+    # the service imports the clients, whose methods are written by now
+    from weighbridge_service.api.grpc.asking import VERBS
+    from weighbridge_service.api.http import app
+
+    methods = {f"{service}.{name}": verb for service, of in VERBS.items() for name, verb in of.items()}
+    routes = app.VERBS | app.ASKING
     rows = ["| verb | gRPC | HTTP |", "|---|---|---|"]
     for verb in Verb:
         who = " (everybody)" if verb is Verb.PROBE else ""

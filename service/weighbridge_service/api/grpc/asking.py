@@ -20,10 +20,6 @@ VERBS: dict[str, dict[str, Verb]] = {
 for _each in ENTRIES:
     VERBS.setdefault(_each.service, {})[_each.rpc] = _each.verb
 """By service and method: those of the contract, and of the services of gRPC itself."""
-METHODS = {
-    f"{service}.{method}": verb for service, methods in VERBS.items() for method, verb in methods.items()
-}
-"""By both names together."""
 LONG = frozenset(each.method for each in ENTRIES if each.takes_long)
 """Methods that read all of a version, or go over all of a model."""
 
