@@ -34,7 +34,7 @@ from tests.support.signing import (
 )
 from weighbridge import Client, Credentials, EngineClient, Signatures, Signer, TrainerClient, Trusted
 from weighbridge._cli import commands
-from weighbridge._clients.calls.version_calls import get_manifest
+from weighbridge._clients.client import manifest_of
 from weighbridge._signing.bundle import Bundle
 from weighbridge._signing.signer import sign
 from weighbridge._signing.statement import Statement
@@ -357,7 +357,7 @@ def test_with_sha256_in_the_manifest_signing_reads_no_weights(tmp_path: Path) ->
 
 def about(client: Client, number: int, **changes: str) -> Statement:
     """A statement about a version, with other digests of some files."""
-    found = client._connection.run(get_manifest(MODEL, number))
+    found = manifest_of(client, MODEL, number)
     statement = Statement.of_version(found, dict.fromkeys(found.files, "0" * 64))
     return Statement(statement.subject, {**statement.sha256, **changes}, statement.passed_over)
 

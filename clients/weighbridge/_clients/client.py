@@ -22,6 +22,7 @@ from weighbridge._clients.operation_methods import OperationMethods
 from weighbridge._clients.transport import ConnectionOptions
 from weighbridge._core.engines.facts import Engine
 from weighbridge._core.layouts import TensorSpec
+from weighbridge._core.manifest_text import ManifestText
 from weighbridge._core.operations import table
 from weighbridge._core.pauses import DICE
 from weighbridge._core.references import Reference
@@ -378,3 +379,8 @@ class Client(OperationMethods):
             NotFound: the model is not registered.
         """
         return self._connection.run(engine_calls.list_engines(model))
+
+
+def manifest_of(client: Client, model: str, number: int) -> ManifestText:
+    """The manifest of a version. Raises as `get_manifest`."""
+    return client._connection.run(version_calls.get_manifest(model, number))

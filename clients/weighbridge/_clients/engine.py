@@ -13,7 +13,7 @@ from weighbridge._clients.adapter_filling import adapter_target
 from weighbridge._clients.calls import pull_calls, version_calls
 from weighbridge._clients.calls.known_layouts import KnownLayouts
 from weighbridge._clients.calls.pull_calls import PullPlan
-from weighbridge._clients.client import Client
+from weighbridge._clients.client import Client, manifest_of
 from weighbridge._clients.connection import Connection
 from weighbridge._clients.filling import Filled, fill_tensors, fit
 from weighbridge._clients.pulling import PullRun
@@ -239,7 +239,7 @@ class EngineClient(Client):
         if dtype is None and plan.version.state.stored:
             _, signatures = self._connection.run(version_calls.get_signatures(model, number))
             if signatures:
-                manifest = self._connection.run(version_calls.get_manifest(model, number))
+                manifest = manifest_of(self, model, number)
                 write_signatures(Path(folder), manifest, signatures)
         return plan.version
 

@@ -8,8 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from weighbridge._clients.calls.version_calls import get_manifest
-from weighbridge._clients.client import Client
+from weighbridge._clients.client import Client, manifest_of
 from weighbridge._core.engines.facts import NOT_ANSWERED
 from weighbridge._core.engines.golden import GoldenPrompt, GoldenPrompts, check_bound
 from weighbridge._core.json_values import JsonValue
@@ -263,7 +262,7 @@ def _metadata(client: Client, version: Version, required: Sequence[Trusted]) -> 
     """Metadata of a version: what was signed, where that is required. The service keeps it beside the manifest, too, which no signature covers."""
     if not required:
         return version.metadata
-    manifest = client._connection.run(get_manifest(version.model, version.number))
+    manifest = manifest_of(client, version.model, version.number)
     check_signed(manifest, client.signatures(version.model, version.number), required)
     return manifest.metadata
 

@@ -15,8 +15,7 @@ from tests.support.services import RunningService, running_service
 from tests.support.signing import SigningAuthority, new_key
 from weighbridge import EngineClient, Signatures, Signer, TrainerClient, Trusted
 from weighbridge._cli import commands
-from weighbridge._clients.calls.version_calls import get_manifest
-from weighbridge._core.manifest_text import ManifestText
+from weighbridge._clients.client import manifest_of
 from weighbridge._signing.signer import sign
 from weighbridge._signing.statement import Statement
 from weighbridge.follow.agent import Followed, Follower
@@ -51,10 +50,6 @@ def follow(client: EngineClient, engine: Recording, *required: Trusted) -> Itera
 def push(running: RunningService, source: TinyModel, step: int) -> None:
     with TrainerClient(running.address) as trainer:
         trainer.push_folder(MODEL, source.folder, step=step).wait(timeout=60)
-
-
-def manifest_of(client: EngineClient, number: int) -> ManifestText:
-    return client._connection.run(get_manifest(MODEL, number))
 
 
 def staged(engine: Recording) -> list[str]:
@@ -115,7 +110,7 @@ def test_what_a_store_was_given_behind_the_service_does_not_count(
 ) -> None:
     keys = new_key(tmp_path)
     push(running, source, 2)
-    other = manifest_of(client, 1)
+    other = manifest_of(client, MODEL, 1)
     statement = Statement.of_version(other, dict.fromkeys(other.files, "0" * 64))
     content = sign(Signer(keys.key), statement) if of_other == "version" else b"{}"
     write_signature(running.service.catalog.store, ModelName.parse(MODEL), 2, content)
@@ -133,7 +128,7 @@ def test_a_signed_manifest_that_was_replaced_is_refused(
 ) -> None:
     keys = new_key(tmp_path)
     Signatures(client).sign(MODEL, 1, signer=Signer(keys.key))
-    text = manifest_of(client, 1).text
+    text = manifest_of(client, MODEL, 1).text
     path = Path(running.service.config.store) / f"models/{MODEL}/versions/{1:012d}/weighbridge.json"
     path.write_bytes(text.replace(b'"step":1', b'"step":9'))
     engine = Recording(Serving(None))

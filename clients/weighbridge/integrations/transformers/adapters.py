@@ -6,7 +6,7 @@ import tempfile
 from dataclasses import dataclass
 from typing import Any
 
-from weighbridge._clients.calls.version_calls import get_manifest
+from weighbridge._clients.client import manifest_of
 from weighbridge._clients.engine import EngineClient
 from weighbridge._core.metadata import BaseVersion
 from weighbridge._core.resources import Version
@@ -61,7 +61,7 @@ def check_base(client: EngineClient, version: Version, base: BaseVersion) -> Non
         found = client.version(base.model, base.number)
         # one that was deleted can be read until its objects go
         there = found.state.stored and not found.error
-        digest = client._connection.run(get_manifest(base.model, base.number)).digest if there else ""
+        digest = manifest_of(client, base.model, base.number).digest if there else ""
     except NotFound:
         there, digest = False, ""
     if not there:

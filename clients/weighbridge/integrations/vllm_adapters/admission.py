@@ -17,7 +17,7 @@ from weakref import WeakValueDictionary
 
 from safetensors import safe_open
 
-from weighbridge._clients.calls.version_calls import get_manifest
+from weighbridge._clients.client import manifest_of
 from weighbridge._clients.engine import EngineClient
 from weighbridge._core.references import Reference, parse_reference
 from weighbridge._core.resources import Version
@@ -312,8 +312,7 @@ class Admission:
             if known is not None and (known.name, known.created_ms) == (found.name, found.created_ms):
                 return known
             if there.state.stored and not there.error:
-                run = self._service._connection.run
-                manifest = await self._call(run, get_manifest(*_apart(base)))
+                manifest = await self._call(manifest_of, self._service, *_apart(base))
                 found = self._base = replace(found, digest=manifest.digest)
         except (NotFound, PermissionDenied):
             return None
