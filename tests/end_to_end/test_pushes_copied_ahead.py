@@ -69,7 +69,7 @@ def test_what_is_changed_as_soon_as_a_push_returns_arrives_as_it_was(client: Tra
             for tensor in (*module.state_dict().values(), *optimizer.state[module[0].weight].values()):
                 tensor.add_(1)
         waited(handle)
-    for pool in (client._pusher._ahead, client._training._ahead):
+    for pool in (client._pushes.pusher._ahead, client._pushes.training._ahead):
         assert pool._free, "nothing was copied ahead"
     for number, (held, state) in pushed.items():
         with EngineClient(client.server) as engine:
@@ -88,11 +88,11 @@ def test_what_is_changed_as_soon_as_a_push_returns_arrives_as_it_was(client: Tra
 
 def test_a_push_takes_no_more_memory_than_it_may(client: TrainerClient) -> None:
     module, optimizer = trainer()
-    client._ahead_bytes = 1000
+    client._pushes._ahead_bytes = 1000
     for step in range(2):
         waited(client.push_state_dict(MODEL, module, step=step, optimizer=optimizer))
-    assert not client._pusher._ahead._free
-    assert not client._training._ahead._free
+    assert not client._pushes.pusher._ahead._free
+    assert not client._pushes.training._ahead._free
 
 
 def test_tensors_that_were_not_expected_arrive_as_they_were(client: TrainerClient) -> None:

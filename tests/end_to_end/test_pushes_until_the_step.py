@@ -211,7 +211,7 @@ def test_a_push_that_is_interrupted_while_others_are_on_their_way_keeps_no_step(
 ) -> None:
     trainer = Trainer()
     push = partial(client.push_state_dict, MODEL, trainer.module, until=trainer.optimizer)
-    slots = client._pusher._slots
+    slots = client._pushes.pusher._slots
     for _ in range(_PUSHES_AT_ONCE):
         slots.acquire()
     previous = signal.signal(signal.SIGALRM, interrupted)
@@ -289,7 +289,7 @@ def test_a_push_that_is_interrupted_when_its_thread_has_begun_gives_its_slot_bac
         with pytest.raises(KeyboardInterrupt):
             client.push_state_dict(MODEL, trainer.module, step=2)
     assert len(started) == 1
-    slots = client._pusher._slots
+    slots = client._pushes.pusher._slots
     assert [slots.acquire(blocking=False) for _ in range(_PUSHES_AT_ONCE + 1)] == [True] * _PUSHES_AT_ONCE + [
         False
     ]

@@ -13,7 +13,7 @@ from weighbridge._clients.engine import Pull
 from weighbridge._clients.filling import fill_tensors
 from weighbridge._core.layouts import Layout
 from weighbridge._core.references import Reference
-from weighbridge._core.resources import REF_LATEST, Version
+from weighbridge._core.resources import Version
 from weighbridge._core.slices import Boxes
 from weighbridge._core.striping import Striping
 from weighbridge._core.tensor_spaces import TensorSpace
@@ -28,14 +28,9 @@ if TYPE_CHECKING:
 
 
 def megatron_shards(
-    connection: Connection,
-    model: str,
-    version: str | int | None,
-    layout: Layout,
-    tensor_for: Callable[[int], torch.Tensor],
+    connection: Connection, meant: Reference, layout: Layout, tensor_for: Callable[[int], torch.Tensor]
 ) -> Iterator[tuple[Version, int]]:
     """Fill shards in megatron-core's tensor space; see `TrainerClient.restore_layout`."""
-    meant = Reference.of(model, version, REF_LATEST)
     message = wire.layout_to_proto(layout, TensorSpace.MEGATRON)
     resolved: list[Version] = []
 
@@ -80,27 +75,22 @@ def megatron_shards(
 
 
 def hugging_face_shards(
-    connection: Connection,
-    model: str,
-    layout: Layout,
-    tensors: Sequence[torch.Tensor],
-    version: str | int | None,
+    connection: Connection, meant: Reference, layout: Layout, tensors: Sequence[torch.Tensor]
 ) -> Version:
     """Fill shards in Hugging Face's tensor space, and cast those whose tensors are of another floating-point dtype.
 
     Args:
         connection: the client's.
-        model: ``namespace/name``.
+        meant: the model and the version.
         layout: which shards.
         tensors: one for each of them, of the extent of its box, on any device.
-        version: a number or a ref.
 
     Returns:
         The version that they were filled from.
     """
     if not tensors:
-        return connection.run(version_calls.get_version(model, version))
+        return connection.run(version_calls.get_version(meant.model, meant.version))
     boxes = Boxes([(shard.tensor, *shard.box) for shard, _, _, _ in layout.placements])
-    plan = connection.run(pull_calls.plan_pull(KnownLayouts(), model, version, boxes, None))
+    plan = connection.run(pull_calls.plan_pull(KnownLayouts(), meant.model, meant.version, boxes))
     deque(fill_tensors(plan.layout, tensors, Pull(connection, plan).filled), maxlen=0)
     return plan.version

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, MutableMapping
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from weighbridge._clients.calls import pull_calls
 from weighbridge._clients.calls.known_layouts import KnownLayouts
@@ -13,9 +14,9 @@ from weighbridge._core.boxes import Box
 from weighbridge._core.engines.golden import BOUND, PROMPTS
 from weighbridge._core.layouts import Layout, Shard, TensorSpec
 from weighbridge._core.references import Reference, training_of
-from weighbridge._core.resources import REF_LATEST, Version
-from weighbridge._core.slices import FullTensors
+from weighbridge._core.resources import Version
 from weighbridge._core.text.counts import counted
+from weighbridge._formats.torch_state import rank_and_world
 from weighbridge._trainers import restoring
 from weighbridge._trainers.states import stateful
 from weighbridge.errors import DataLoss, InvalidArgument
@@ -25,6 +26,29 @@ if TYPE_CHECKING:
     from weighbridge._trainers.states.training_state import Fit, RankValues, TrainingState, TrainingTensors
 
 log = logging.getLogger(__name__)
+
+ValuesT = TypeVar("ValuesT", bound=Mapping[str, Any])
+
+
+@dataclass(frozen=True, slots=True)
+class Beside(Generic[ValuesT]):
+    """What a trainer names beside its weights, to be pushed with them or restored.
+
+    Attributes:
+        optimizer, state, rank_state: as for `TrainerClient.push_state_dict`.
+        rank, world_size: whose it is to be, as for `TrainerClient.restore_state_dict`; a push says that itself.
+    """
+
+    optimizer: Any = None
+    state: ValuesT | None = None
+    rank_state: ValuesT | None = None
+    rank: int | None = None
+    world_size: int | None = None
+
+    @property
+    def given(self) -> bool:
+        """Whether anything is named, and so a training state is meant."""
+        return not (self.optimizer is self.state is self.rank_state is None)
 
 
 def opening_behind(weights: pb.OpenVersionRequest) -> pb.OpenVersionRequest:
@@ -62,14 +86,7 @@ def training_state(
 
 
 def restore_training(
-    connection: Connection,
-    model: str,
-    version: str | int | None,
-    fit: Fit,
-    ranks: tuple[int, int],
-    *,
-    state: MutableMapping[str, Any] | None,
-    rank_state: MutableMapping[str, Any] | None,
+    connection: Connection, meant: Reference, fit: Fit, beside: Beside[MutableMapping[str, Any]]
 ) -> Version:
     """Fill what a rank holds from a training state. Nothing is changed unless all of it fits; what breaks off after that says so.
 
@@ -77,11 +94,9 @@ def restore_training(
 
     Args:
         connection: the client's.
-        model: ``namespace/name``, or the name of its part.
-        version: of the part: a number or a ref; by default the latest.
-        fit: fits what the rank holds to the state.
-        ranks: which rank, of how many.
-        state, rank_state: as for `TrainerClient.restore_state_dict`.
+        meant: the model, or its part, and a version of the part.
+        fit: fits what the rank holds to the state, its optimizer too.
+        beside: what else is asked for, and by which rank.
 
     Returns:
         The version of the part.
@@ -97,13 +112,13 @@ def restore_training(
     from weighbridge._trainers.states.checkpoints.checkpoint_values import checkpoint_ranks, opened
     from weighbridge._trainers.states.training_state import StoredState, without_blobs
 
-    meant = Reference.of(model, version, REF_LATEST)
     part = training_of(meant.model)
-    plan = connection.run(pull_calls.plan_pull(KnownLayouts(), part, meant.version, FullTensors(), None))
+    plan = connection.run(pull_calls.plan_pull(KnownLayouts(), part, meant.version))
     found, tensors = plan.version, plan.layout.tensors
     others = without_blobs(tensors)
     pushed_by = found.ranks or len(tensors) - len(others)
-    rank, world_size = ranks
+    rank, world_size = rank_and_world(beside.rank, beside.world_size)
+    state, rank_state = beside.state, beside.rank_state
     name = f"{found.model}@{found.number}"
     kept = rank_values(connection, found, tensors, rank if pushed_by == world_size else 0)
     own = checkpoint_ranks(kept, name)
@@ -125,7 +140,9 @@ def restore_training(
         log.warning("%s was pushed with %s, which this restore leaves out", name, ", ".join(left))
     with torch.no_grad():
         try:
-            restoring.hugging_face_shards(connection, part, filling.layout, filling.tensors, found.number)
+            restoring.hugging_face_shards(
+                connection, Reference.of(part, found.number), filling.layout, filling.tensors
+            )
             filling.finish()
         except BaseException as error:
             filling.undo()
@@ -159,5 +176,5 @@ def rank_values(
         )
     blob = torch.empty(spec.shape, dtype=torch.uint8, device="cpu")
     layout = Layout.stream([spec], [Shard(name, Box.whole(spec.shape))])
-    restoring.hugging_face_shards(connection, version.model, layout, [blob], version.number)
+    restoring.hugging_face_shards(connection, Reference.of(version.model, version.number), layout, [blob])
     return read_blob(blob, f"{name} of {version.model}@{version.number}")

@@ -15,7 +15,7 @@ from weighbridge._clients.connection import Connection
 from weighbridge._clients.pulling import PullRun
 from weighbridge._core.layouts import TensorSpec
 from weighbridge._core.references import Reference, training_of
-from weighbridge._core.resources import REF_LATEST, Version
+from weighbridge._core.resources import Version
 from weighbridge._core.slices import FullTensors
 from weighbridge._formats.hf_folder import check_free, unwritable
 from weighbridge._trainers.torch_dist.whole_folders import appearing
@@ -51,8 +51,7 @@ class WrittenCheckpoint:
 
 def write_checkpoint(
     connection: Connection,
-    model: str,
-    version: str | int | None,
+    meant: Reference,
     folder: Path,
     *,
     checkpoint_format: str | None,
@@ -60,7 +59,7 @@ def write_checkpoint(
     max_file_bytes: int,
     on_progress: Callable[[int, int], None],
 ) -> WrittenCheckpoint:
-    """Write a training state as a checkpoint; see `RestoringClient.export_training`."""
+    """Write a training state as a checkpoint; see `TrainerClient.export_training`."""
     from weighbridge._trainers.states.checkpoints.checkpoint_folder import MAX_VALUES_BYTES
     from weighbridge._trainers.states.checkpoints.checkpoint_values import CheckpointValues
     from weighbridge._trainers.states.training_state import without_blobs
@@ -71,10 +70,9 @@ def write_checkpoint(
         check_free(
             folder, fix="name a new folder, or replace the checkpoint that is there: --replace, replace=True"
         )
-    meant = Reference.of(model, version, REF_LATEST)
     part = training_of(meant.model)
     known = KnownLayouts()
-    plan = connection.run(pull_calls.plan_pull(known, part, meant.version, FullTensors(), None))
+    plan = connection.run(pull_calls.plan_pull(known, part, meant.version))
     found, all_tensors = plan.version, plan.layout.tensors
     tensors = without_blobs(all_tensors)
     ranks = found.ranks or len(all_tensors) - len(tensors)
@@ -91,7 +89,7 @@ def write_checkpoint(
         raise LayoutError(
             f"{found.model}@{found.number} has no tensors", fix="name a state of a model or an optimizer"
         )
-    pull = connection.run(pull_calls.plan_pull(known, part, found.number, FullTensors(tuple(tensors)), None))
+    pull = connection.run(pull_calls.plan_pull(known, part, found.number, FullTensors(tuple(tensors))))
     order = [tensors[placement.shard.tensor] for placement in pull.layout.placements]
     files = _laid_out(order, values, max_file_bytes)
 

@@ -187,6 +187,13 @@ def test_a_service_that_is_away_holds_a_push_no_longer_than_it_may(caplog: pytes
     assert "a/b: step 2 was not pushed; the loop goes on. the service at" in caplog.text
 
 
+def test_a_push_whose_metadata_are_refused_is_skipped_where_the_loop_goes_on() -> None:
+    with TrainerClient(f"127.0.0.1:{reserved_port()}") as trainer:
+        handle = trainer.push("a/b", {}, step=1, metadata={"who": object()}, on_failure="warn")  # type: ignore[dict-item]
+        assert isinstance(handle.skipped, InvalidArgument)
+        assert "who" in str(handle.skipped)
+
+
 def test_a_push_waits_for_the_bytes_of_earlier_ones_no_longer_than_it_may(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,13 +202,13 @@ def test_a_push_waits_for_the_bytes_of_earlier_ones_no_longer_than_it_may(
     with running_service(tmp_path / "store") as service, TrainerClient(service.address) as trainer:
         trainer.register_model("a/b", tmp_path / "hf", dtype="fp32")
         arrives = threading.Event()
-        deliver = trainer._pusher._deliver
+        deliver = trainer._pushes.pusher._deliver
 
         def slow(*arguments: object) -> object:
             arrives.wait(LONG)
             return deliver(*arguments)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(trainer._pusher, "_deliver", slow)
+        monkeypatch.setattr(trainer._pushes.pusher, "_deliver", slow)
         earlier = [trainer.push_state_dict("a/b", model, step=step) for step in (1, 2)]
         with pytest.raises(DeadlineExceeded, match=r"earlier pushes .* after max_hold_s=0.2"):
             trainer.push_state_dict("a/b", model, step=3, max_hold_s=0.2)
@@ -222,7 +229,7 @@ def test_a_push_that_fails_behind_the_loop_is_logged_where_the_loop_goes_on(
         def broken(*_: object) -> object:
             raise Unavailable("the wire was cut")
 
-        monkeypatch.setattr(trainer._pusher, "_deliver", broken)
+        monkeypatch.setattr(trainer._pushes.pusher, "_deliver", broken)
         handle = trainer.push_state_dict("a/b", model, step=1, on_failure="warn")
         with pytest.raises(Unavailable, match="the wire was cut"):
             handle.report()

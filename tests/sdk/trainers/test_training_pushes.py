@@ -129,7 +129,7 @@ def test_a_rank_whose_weights_fail_once_all_have_declared_is_not_waited_for_with
         begun = time.monotonic()
         fine = pool.submit(pushed, first, 0, 1)
         with monkeypatch.context() as patched:
-            patched.setattr(second, "_copies", lambda *_: BrokenCopies())
+            patched.setattr(second._pushes, "_copies", lambda *_: BrokenCopies())
             with pytest.raises(RuntimeError, match="the device is gone"):
                 pushed(second, 1, 1)
         with pytest.raises(VersionFailed, match="the device is gone"):
@@ -202,7 +202,7 @@ def test_a_rank_that_has_no_memory_for_its_copies_is_not_waited_for(
         begun = time.monotonic()
         fine = pool.submit(push, first, 0)
         with monkeypatch.context() as patched:
-            patched.setattr(second._steps, "until", full)
+            patched.setattr(second._pushes._steps, "until", full)
             with pytest.raises(torch.OutOfMemoryError):
                 push(second, 1)
         with pytest.raises(VersionFailed, match="the device is full"):

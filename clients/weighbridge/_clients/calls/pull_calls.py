@@ -63,8 +63,8 @@ def plan_pull(
     layouts: KnownLayouts,
     model: str,
     version: str | int | None,
-    layout: LayoutRequest | None,
-    dtype: str | torch.dtype | None,
+    layout: LayoutRequest | None = None,
+    dtype: str | torch.dtype | None = None,
 ) -> Steps[PullPlan]:
     """Which version a pull would bring, and which slices: there may be a hundred thousand, which come once."""
     asked = layout or FullTensors()

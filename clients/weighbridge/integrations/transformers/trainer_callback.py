@@ -18,7 +18,7 @@ from weighbridge._formats.peft_models import has_adapters
 from weighbridge._formats.side_files.carried import carried_files
 from weighbridge._formats.side_files.reading import SideFiles
 from weighbridge._formats.torch_state import rank_and_world, torch_shards
-from weighbridge._trainers.importer import replace_files
+from weighbridge._trainers.model_folders import replace_files
 from weighbridge._trainers.trainer import TrainerClient
 from weighbridge._transport.credentials import Credentials
 from weighbridge.errors import FailedPrecondition, InvalidArgument, LayoutError, NotFound

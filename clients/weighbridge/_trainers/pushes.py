@@ -1,0 +1,326 @@
+"""Pushes of one trainer's client: what every way to push goes through in the end, and what of it goes together in one call."""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from weighbridge._clients.connection import Connection
+from weighbridge._clients.copying.ahead import CopiesAhead
+from weighbridge._clients.copying.copies import Copies, CopiesInCall
+from weighbridge._clients.holding.agreement import RankAgreement
+from weighbridge._clients.holding.policy import HoldPolicy, held, is_away
+from weighbridge._clients.push_handle import PushHandle
+from weighbridge._clients.push_options import PushOptions, check_options, say
+from weighbridge._clients.pushing import Pusher, PushTerms
+from weighbridge._core.layouts import Layout
+from weighbridge._core.references import is_training
+from weighbridge._core.tensor_spaces import TensorSpace
+from weighbridge._formats.folder_weights import FolderWeights
+from weighbridge._formats.gathered_shards import GatheredShards, OpenPassing, held_layout, share_layout
+from weighbridge._formats.megatron_state import WeightShards, as_registered, sharded_tensors
+from weighbridge._formats.peft_models import merges_together
+from weighbridge._formats.push_sources import OpenSource, cast_dtypes
+from weighbridge._formats.torch_state import check_cast, rank_and_world, torch_shards
+from weighbridge._trainers.copies_until_step import StepGate
+from weighbridge._trainers.known_tensors import KnownTensors
+from weighbridge._trainers.training import Beside, opening_behind, training_state
+from weighbridge.errors import InvalidArgument
+from weighbridge.v1 import checkpoint_service_pb2 as pb
+from weighbridge.v1.model_service_pb2 import RegisterModelRequest
+
+if TYPE_CHECKING:
+    import torch
+
+    from weighbridge._trainers.states.training_state import TrainingState, TrainingTensors
+
+log = logging.getLogger(__name__)
+
+
+class _Shards(Protocol):
+    """What a rank holds of a model: the shards as one stream, and a tensor for each of them."""
+
+    @property
+    def layout(self) -> Layout: ...
+    @property
+    def tensors(self) -> Sequence[torch.Tensor]: ...
+
+
+FoundT = TypeVar("FoundT", bound=_Shards)
+
+
+@dataclass(slots=True)
+class PushCall:
+    """One call of a trainer that pushes.
+
+    Attributes:
+        opening: the request that opens the version.
+        rank: which rank.
+        options: as for `TrainerClient.push`; the opening has them, too, once the push has begun.
+        registration: of the model, if it may not be registered, or be registered otherwise.
+        hold_seal: as for `TrainerClient.push_shards`.
+        beside: what is pushed behind tensors, as a training state.
+        terms: on which, once it has begun.
+        handle: of the push, once that was made or skipped.
+    """
+
+    opening: pb.OpenVersionRequest
+    rank: int
+    options: PushOptions
+    registration: RegisterModelRequest | None = None
+    hold_seal: bool = False
+    beside: Beside[Mapping[str, Any]] = field(default_factory=Beside)
+    terms: PushTerms = field(init=False)
+    handle: PushHandle = field(init=False)
+
+    @property
+    def behind(self) -> pb.OpenVersionRequest | None:
+        """The opening of the training state."""
+        return opening_behind(self.opening) if self.beside.given else None
+
+
+class Pushes:
+    """Makes the pushes of one trainer's client.
+
+    Args:
+        connection: the client's.
+        known: the tensors of models.
+        ahead_bytes: as for `TrainerClient`.
+
+    Attributes:
+        pusher: of weights.
+        training: of training states: slots and buffers of their own, so that neither waits for the other's bytes.
+    """
+
+    def __init__(self, connection: Connection, known: KnownTensors, ahead_bytes: int) -> None:
+        self._connection = connection
+        self._known = known
+        self._ahead_bytes = ahead_bytes
+        self.pusher, self.training = Pusher(connection), Pusher(connection)
+        self._steps = StepGate()
+        self._away = False
+
+    def close(self) -> None:
+        """Wait until what was pushed has arrived or failed."""
+        self.pusher.close()
+        self.training.close()
+
+    def call(
+        self,
+        model: str,
+        step: int,
+        run: str,
+        rank: int | None,
+        world_size: int | None,
+        request_id: str | None,
+        options: PushOptions,
+        *,
+        part: bool = False,
+    ) -> PushCall:
+        """A call that is about to push; ``part`` allows training states for themselves. Raises InvalidArgument, and as `check_options`."""
+        check_options(options)
+        if is_training(model) and not part:
+            raise InvalidArgument(
+                f"{model} takes training states alone, which are pushed beside weights",
+                fix=f"push to {model.partition(':')[0]}, with optimizer= or state=",
+            )
+        if "@" in model:
+            raise InvalidArgument(
+                f"{model!r} names a version, and a push makes one", fix=f"push to {model.partition('@')[0]!r}"
+            )
+        rank, ranks = rank_and_world(rank, world_size)
+        try:
+            opening = pb.OpenVersionRequest(
+                model=model, step=operator.index(step), run=run, ranks=ranks, client_id=self._connection.client_id,
+                request_id=request_id or f"{run}/{step}",
+            )  # fmt: skip
+        except (TypeError, ValueError) as error:  # protobuf's speak of no argument by name
+            said = {"step": step, "run": run, "world_size": ranks, "request_id": request_id}
+            raise InvalidArgument(
+                f"a push cannot be opened with {', '.join(f'{name}={value!r}' for name, value in said.items())}",
+                fix="step and world_size are integers that are not negative, run and request_id are texts",
+            ) from error
+        return PushCall(opening, rank, options)
+
+    @contextmanager
+    def on_terms(self, call: PushCall) -> Iterator[None]:
+        """In the block, make a push on the terms that its options say. Every way to push goes through this.
+
+        Where torch.distributed has as many ranks as the push, all of them push, or none. With ``on_failure="warn"`` an error ends the block alone, and the
+        call has the handle of a push that was skipped.
+        """
+        policy, opening = HoldPolicy.of(call.options), call.opening
+        agreement = RankAgreement.of_process_group(opening.model, opening.request_id, opening.ranks)
+        if agreement is not None and agreement.refused_before:
+            opening.request_id += f"#{agreement.refused_before}"
+        call.terms = PushTerms(policy.begin(away=self._away), agreement)
+        try:
+            with held(call.terms.hold):
+                yield
+            self._away = False
+        except Exception as error:
+            if agreement is not None:
+                agreement.fail(error)
+            self._away = is_away(error)
+            if not call.terms.hold.policy.warns:
+                raise
+            call.handle = self._skipped(opening, "step", error)
+
+    def shards(
+        self, call: PushCall, layout: Layout, space: TensorSpace, open_source: OpenSource
+    ) -> PushHandle:
+        """Push the shards of any layout; see `TrainerClient.push_shards`."""
+        with self.on_terms(call):
+            self._say(call)
+            call.handle = self.pusher.push(
+                call.opening, call.rank, layout, space, open_source, hold_seal=call.hold_seal, terms=call.terms,
+                registration=call.registration,
+            )  # fmt: skip
+        return call.handle
+
+    def weights(self, call: PushCall, weights: FolderWeights) -> PushHandle:
+        """Push the weights of a folder; see `TrainerClient.push_folder`."""
+        call.opening.cast_from.extend(weights.cast_from)
+        return self.shards(call, weights.layout, TensorSpace.HUGGING_FACE, weights.open_source)
+
+    def megatron(self, call: PushCall, trained: Any, cast: str, until: Any) -> PushHandle:
+        """Push a sharded state dict of Megatron-core; see `TrainerClient.push`."""
+        from weighbridge._trainers.states.megatron_training import training_tensors
+
+        check_cast(cast)
+        find = partial(self._weight_shards, call.opening.model, trained, cast)
+        with self.on_terms(call):
+            call.handle = self.tensors(
+                call, TensorSpace.MEGATRON, find, until, lambda shards: training_tensors(shards.held, call.beside.optimizer)
+            )  # fmt: skip
+        return call.handle
+
+    def state_dict(self, call: PushCall, trained: Any, cast: str, until: Any) -> PushHandle:
+        """Push a torch model; see `TrainerClient.push_state_dict`."""
+        from weighbridge._trainers.states.torch_training import training_tensors
+
+        model, alone = call.opening.model, call.opening.ranks == 1
+        with self.on_terms(call), self._known.of(model) as tensors:
+            if merges_together(trained):
+                self.pusher.meet(model, call.terms)
+            find = partial(torch_shards, trained, tensors, cast=cast, whole=alone, of=model)
+            call.handle = self.tensors(
+                call, TensorSpace.HUGGING_FACE, find, until, lambda _: training_tensors(trained, call.beside.optimizer)
+            )  # fmt: skip
+        return call.handle
+
+    def gathered(
+        self,
+        call: PushCall,
+        passing: Iterator[tuple[str, torch.Tensor]],
+        cast: str,
+        buffer_bytes: int,
+        held: Iterable[str] | None,
+    ) -> PushHandle:
+        """Push whole tensors that pass by; see `TrainerClient.push_gathered`."""
+        check_cast(cast)
+        opening, rank, ranks = call.opening, call.rank, call.opening.ranks
+        with self.on_terms(call), self._known.of(opening.model) as tensors:
+            self._say(call)
+            with self.pusher.telling([opening], rank, call.terms):
+                if held is None:
+                    shares = share_layout(tensors, rank, ranks)
+                    given = partial(GatheredShards, rank=rank, ranks=ranks)
+                else:
+                    shares = held_layout(tensors, held)
+                    given = partial(GatheredShards, rank=0, ranks=1, expected=shares.tensors)
+            passed = OpenPassing(partial(given, passing, tensors, cast=cast), buffer_bytes)
+            call.handle = self.pusher.push(
+                opening, rank, shares, TensorSpace.HUGGING_FACE, passed, terms=call.terms
+            )
+        return call.handle
+
+    def tensors(
+        self,
+        call: PushCall,
+        space: TensorSpace,
+        find_shards: Callable[[], FoundT],
+        until: Any = None,
+        training_tensors: Callable[[FoundT], TrainingTensors] | None = None,
+    ) -> PushHandle:
+        """Push a rank's tensors, and behind them its training state if anything of it is given. What is refused of them is told to all ranks.
+
+        Args:
+            call: which has begun.
+            space: to which the names of the shards belong.
+            find_shards: finds what the rank holds of the model.
+            until: as for `TrainerClient.push`.
+            training_tensors: gives what the rank holds of model and optimizer, by these shards; None if nothing is pushed behind them.
+        """
+        self._say(call)
+        opening, behind, rank, terms = call.opening, call.behind, call.rank, call.terms
+        state: TrainingState | None = None
+        with ExitStack() as stack:
+            with self.pusher.telling([opening, behind], rank, terms):
+                copies = stack.enter_context(self._copies(until, call.beside))
+                shards = find_shards()
+                layout, tensors = shards.layout, shards.tensors
+                self.pusher.begin(copies, opening.model, layout, tensors)
+                if behind is not None and training_tensors is not None:
+                    own = training_tensors(shards)
+                    self.training.begin(copies, behind.model, own.layout, own.tensors)
+                    state = training_state(own, rank, call.beside.state, call.beside.rank_state)
+                opening.cast_from.extend(cast_dtypes(layout, tensors))
+            source, copying = copies.source(tensors, self.pusher.staging)
+            handle = self.pusher.push(
+                opening, rank, layout, space, source, behind=behind, copying=copying, terms=terms, registration=call.registration,
+            )  # fmt: skip
+            if behind is None or state is None:
+                return handle
+            behind.at_least = handle.number
+            try:
+                copies.keep(state.tensors[-1:])  # the blob
+                source, copying = copies.source(state.tensors, self.training.staging)
+                handle.training = self.training.push(
+                    behind, rank, state.layout, state.space, source, copying=copying, terms=terms.behind()
+                )
+            except Exception as error:
+                error.add_note(f"This rank had pushed the weights by then: {handle.model}@{handle.number}.")
+                if not terms.hold.policy.warns:
+                    raise
+                handle.training = self._skipped(behind, "the training state of step", error)
+            return handle
+
+    def _say(self, call: PushCall) -> None:
+        """Put the options of a call into its opening. The other ranks are told if they are refused."""
+        with self.pusher.telling([call.opening, call.behind], call.rank, call.terms):
+            say(call.opening, call.options)
+
+    def _copies(self, until: Any, beside: Beside[Mapping[str, Any]]) -> Copies:
+        """How one call copies what it pushes: weights, and perhaps a training state beside them."""
+        if until is not None:
+            return self._steps.until(until, beside.optimizer)
+        return CopiesAhead(self._ahead_bytes) if beside.given else CopiesInCall()
+
+    def _skipped(self, opening: pb.OpenVersionRequest, what: str, error: Exception) -> PushHandle:
+        """The handle of a push that has failed, and may."""
+        log.error("%s: %s %d was not pushed; the loop goes on. %s", opening.model, what, opening.step, error)
+        return PushHandle.of_skipped(self._connection, opening.model, error)
+
+    def _weight_shards(self, model: str, sharded_state_dict: Any, cast: str) -> WeightShards:
+        held = sharded_tensors(sharded_state_dict)
+        with self._known.registered(model, held.layout) as registered:
+            return as_registered(held, registered, cast)
+
+
+@contextmanager
+def all_taken(passing: Iterator[object]) -> Iterator[None]:
+    """Take what the block leaves of tensors, also if it fails: the other ranks gather them together with this one, and would wait for it for ever."""
+    try:
+        yield
+    except Exception:
+        for _ in passing:
+            pass
+        raise
+    for _ in passing:
+        pass
