@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from weighbridge._core.pauses import DICE
 from weighbridge._core.resources import Version
 from weighbridge._lane.loans import ReadLoan
-from weighbridge._lazy.early_plan import EarlyPlan
+from weighbridge._lazy.early_plan import EarlyPlan, plan_for
 from weighbridge._lazy.recording import Recording
 from weighbridge._lazy.staging import StagingPlace, on_stream_of
 from weighbridge._memory.byte_rows import copy_rows
@@ -99,7 +99,7 @@ class EarlyStaging:
         self._queue = loan.queue()
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None  # type: ignore[no-untyped-call]  # torch's own
         self._threads = max(1, min(len(os.sched_getaffinity(0)) // 2, _MOST_THREADS))
-        self._plan = None if place is None else _plan(recording, loan, place)
+        self._plan = None if place is None else plan_for(recording, loan, place)
         self._rows = np.empty((0, 6), np.int64) if self._plan is None else self._plan.rows_at(addresses)
         count = 0 if self._plan is None else len(self._plan.names)
         self._left = np.ones(count, np.bool_)
@@ -219,11 +219,3 @@ class EarlyStaging:
         order = list(range(len(nbytes)))
         DICE.shuffle(order)
         return np.array(order[: int(np.searchsorted(nbytes[order].cumsum(), _AGAIN_BYTES)) + 1], np.int64)
-
-
-def _plan(recording: Recording, loan: ReadLoan, place: StagingPlace) -> EarlyPlan:
-    """The plan by which the version before was staged, if it is right for this one, or a new one."""
-    known = place.early_plan
-    if known is None or known.copies is not loan.copies or known.recording is not recording:
-        known = place.early_plan = EarlyPlan.of(recording, loan, place)
-    return known

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -94,6 +95,18 @@ class EarlyPlan:
         if len(found):
             found[:, SOURCE] += np.array(addresses, np.int64)[self.memories]
         return found
+
+
+_last: WeakKeyDictionary[StagingPlace, EarlyPlan] = WeakKeyDictionary()
+"""Plan by which the last version was staged in each place."""
+
+
+def plan_for(recording: Recording, loan: ReadLoan, place: StagingPlace) -> EarlyPlan:
+    """Plan for a version: that of the one before in the same place, if it lies in memory alike."""
+    known = _last.get(place)
+    if known is None or known.copies is not loan.copies or known.recording is not recording:
+        known = _last[place] = EarlyPlan.of(recording, loan, place)
+    return known
 
 
 def _rows_of_parameter(

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 
 from weighbridge._lazy.recording import Shape
 from weighbridge._lazy.views import Strided
-
-if TYPE_CHECKING:
-    from weighbridge._lazy.early_plan import EarlyPlan
 
 _ALIGNMENT = 512
 """Bytes, as torch's own allocator aligns tensors on a GPU."""
@@ -23,14 +19,10 @@ class StagingPlace:
 
     Args:
         memory: ``uint8``, one dimension, on the device of the parameters, or pinned.
-
-    Attributes:
-        early_plan: by which the last version was staged while it arrived; None before the first one.
     """
 
     def __init__(self, memory: torch.Tensor) -> None:
         self._memory = memory
-        self.early_plan: EarlyPlan | None = None
         self._found: tuple[Mapping[str, Shape], Mapping[str, torch.Tensor]] = ({}, {})
 
     def __repr__(self) -> str:
