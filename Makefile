@@ -262,7 +262,7 @@ NEMO_RL_PLACE = $(if $(WEIGHBRIDGE_NEMO_RL),WEIGHBRIDGE_NEMO_RL=$(abspath $(WEIG
 test-frameworks: $(STAMP) $(VERL_STAMP) $(TRL_STAMP) $(AREAL_STAMP) $(if $(WEIGHBRIDGE_NEMO_RL),$(NEMO_RL_STAMP)) ## test the adapters to frameworks of reinforcement learning inside them, on CPUs; WEIGHBRIDGE_NEMO_RL=CHECKOUT takes NeMo-RL along
 	@$(VERL_PLACE) $(TRL_PLACE) $(AREAL_PLACE) $(NEMO_RL_PLACE) OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/python -m pytest tests/frameworks $(ARGS)
 
-pack-gpu: ## pack an environment for a GPU machine without a network into build/gpu, ENV=vllm, verl or smollm2, and import it here, without a card
+pack-gpu: ## pack an environment for a GPU machine without a network into build/gpu, ENV=vllm, verl, sglang or smollm2, and import it here, without a card
 	@$(GPU_PYTHON) -m tests.gpu.pack $(ENV)
 
 # Chromium is the distribution's: apt-get install chromium. Screenshots go to SHOTS, or to a folder of the run.

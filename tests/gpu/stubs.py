@@ -33,8 +33,9 @@ def build_stubs(folders: Sequence[Path], into: Path) -> Path:
     into.mkdir(parents=True, exist_ok=True)
     libraries = [path for folder in folders for path in folder.rglob("*.so*") if path.is_file()]
     headers = _tool(["objdump", "-p"], libraries)
-    needed = set(_NEEDED.findall(headers))
-    runtime = next(library for library in needed if library.startswith(_RUNTIME))
+    needed = set(_NEEDED.findall(headers)) - {path.name for path in libraries}
+    # torch's is the newest: others are needed by what serves several releases of CUDA
+    runtime = max(library for library in needed if library.startswith(_RUNTIME))
     asked = [(library, lines) for library, lines in _ASKED.findall(headers) if library in needed]
     owners = {line.split()[-1]: library for library, lines in asked for line in lines.splitlines()}
     symbols: dict[str, dict[str, str]] = {library: {} for library in needed}
