@@ -239,7 +239,7 @@ def test_a_service_that_was_killed_and_started_again_knows_its_engines_again(
         with TrainerClient(service.address) as trainer:
             trainer.import_folder(MODEL, source.folder).wait(timeout=60)
         with closing(reporting(client, version=1)) as reporter:
-            eventually(lambda: client.engines(MODEL))
+            eventually(lambda: reporter.status.standing == "current")
             service.kill()
             eventually(lambda: reporter.status.standing == "stale")
             away = reporter.status

@@ -293,7 +293,7 @@ def test_a_replica_whose_answer_is_lost_is_asked_again_and_nothing_is_reported_a
         held = HeldStore(tmp_path / "store", source, [1])
         number = push([each.address for each in ((leaving, staying) if together else (leaving,))], source)
         with caplog.at_level(logging.WARNING):
-            assert leaving.service.intake.drain(20.0)
+            assert leaving.service.intake.drain(60.0)
         assert calls == [3]
         assert "is lost" not in caplog.text
         end(leaving)
