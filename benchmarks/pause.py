@@ -99,9 +99,11 @@ def peer(command: list[str], log: Path, mark: str = "=") -> Iterator[Peer]:
         made.close()
 
 
-def trainer_of(server: str, hf: Path, device: str, log: Path) -> AbstractContextManager[Peer]:
+def trainer_of(
+    server: str, hf: Path, device: str, log: Path, python: str = sys.executable
+) -> AbstractContextManager[Peer]:
     """The trainer of a model's folder (`benchmarks.pause_trainer`), for as long as the context lasts."""
-    return peer([sys.executable, "-m", "benchmarks.pause_trainer", server, str(hf), device], log, "{")
+    return peer([python, "-m", "benchmarks.pause_trainer", server, str(hf), device], log, "{")
 
 
 def copy_seconds(nbytes: int, device: str) -> float:

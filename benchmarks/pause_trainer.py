@@ -95,6 +95,15 @@ class Trainer:
         }
         return {"begun": begun, "held": time.monotonic() - begun, "update": update}
 
+    def sglang(self, step: str) -> dict[str, Any]:
+        """Handles of new weights, as SGLang's ``update_weights_from_tensor`` takes them."""
+        from sglang.srt.utils import MultiprocessingSerializer
+
+        self.make(step)
+        begun = time.monotonic()
+        serialised: Any = MultiprocessingSerializer.serialize
+        return {"begun": begun, "payload": serialised(list(self._tensors.items()), output_str=True)}
+
     def folder(self, step: str, path: str) -> dict[str, Any]:
         """Write new weights into a folder, for vLLM's ``reload_weights``."""
         self.make(step)
