@@ -12,7 +12,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -75,7 +74,7 @@ class Stage:
         self._logs = arguments.logs or folder
         self._stacks: dict[str, ExitStack] = {}
         self._pids: dict[str, int] = {}
-        self._port, http = _free_port(), _free_port()
+        self._port, http = processes.free_port(), processes.free_port()
         self.address, self.url = f"127.0.0.1:{self._port}", f"http://127.0.0.1:{http}"
         self._engine_port = http
         self._hf, self._bytes = write_model(folder, arguments.model)
@@ -154,7 +153,7 @@ class Stage:
         made = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=known, start_new_session=True
         )
-        stack.callback(_end, made)
+        stack.callback(processes.kill_group, made)
         return made
 
     def _engine_answers(self, *, ends: bool = False) -> bool:
@@ -280,18 +279,6 @@ def rounds(stage: Stage, folder: Path, chosen: Sequence[tuple[str, str]]) -> Ite
         except (Hung, OSError, WeighbridgeError, RuntimeError) as error:
             yield {"killed": killed, "in": phase, "good": False, "failed": f"{type(error).__name__}: {error}"}
             return
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def main() -> None:

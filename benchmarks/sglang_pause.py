@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
-import signal
 import statistics
 import subprocess
 import sys
@@ -110,7 +108,7 @@ def suppress_missing() -> Iterator[None]:
 @contextmanager
 def sglang(arguments: argparse.Namespace, server: str, log: Path) -> Iterator[str]:
     """URL of a SGLang that was started from the service."""
-    port = random.randint(20000, 32000)
+    port = processes.free_port()
     command = [
         *(arguments.python, "-m", "sglang.launch_server", "--host", "127.0.0.1", "--port", str(port)),
         *("--model-path", f"weighbridge://{server}/{MODEL}@latest", "--served-model-name", MODEL),
@@ -132,9 +130,7 @@ def sglang(arguments: argparse.Namespace, server: str, log: Path) -> Iterator[st
         print(f"SGLang answers after {time.monotonic() - begun:.1f} s", flush=True)
         yield url
     finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        processes.kill_group(process)
 
 
 def update(trainer: Peer, driver: SglangServer, client: EngineClient, step: int) -> dict[str, Any]:

@@ -346,7 +346,7 @@ class ReadLoan:
 
     @property
     def copies(self) -> Sequence[ShardCopies]:
-        """Where the bytes of each slice lie. The same object for all versions that lie in memory alike."""
+        """Copies that fill each slice from memory. Versions with the same plan in the same memory share one object."""
         return self._copies
 
     @property

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -69,6 +70,20 @@ class Arrived:
         return loan
 
 
+class _Staged(NamedTuple):
+    """Parameters that are in their place.
+
+    Attributes:
+        numbers: of the parameters, in the plan.
+        sums: of their words in the place, ``int64``, on its device.
+        sources: sums of the words that they were copied from.
+    """
+
+    numbers: NDArray[np.int64]
+    sums: torch.Tensor
+    sources: Future[NDArray[np.int64]]
+
+
 class EarlyStaging:
     """Parameters of one version, staged while the version is still being received. For one thread.
 
@@ -105,8 +120,7 @@ class EarlyStaging:
         self._left = np.ones(count, np.bool_)
         self._asked: deque[tuple[Reached, NDArray[np.int64]]] = deque()
         self._seen = -1
-        self._staged: dict[int, torch.Tensor] = {}
-        self._sources: list[tuple[NDArray[np.int64], Future[NDArray[np.int64]]]] = []
+        self._staged: list[_Staged] = []
         # one of Python's: each more would take turns with the engine's
         self._pool = ThreadPoolExecutor(1, "compare-staged")
 
@@ -118,7 +132,7 @@ class EarlyStaging:
     @property
     def count(self) -> int:
         """Number of parameters that are staged."""
-        return len(self._staged)
+        return sum(len(each.numbers) for each in self._staged)
 
     @property
     def done(self) -> bool:
@@ -154,9 +168,8 @@ class EarlyStaging:
         while len(self._asked) > (len(found) > 0):
             reached, copied = self._asked.popleft()
             reached.wait()
-            for number in copied.tolist():
-                self._staged[number] = plan.words[number].sum(dtype=torch.int64)
-            self._sources.append((copied, self._pool.submit(self._sums, plan, copied)))
+            sums = torch.stack([plan.words[number].sum(dtype=torch.int64) for number in copied.tolist()])
+            self._staged.append(_Staged(copied, sums, self._pool.submit(self._sums, plan, copied)))
         return len(found) > 0
 
     def _next(self, plan: EarlyPlan) -> NDArray[np.int64]:
@@ -182,9 +195,9 @@ class EarlyStaging:
         """Names of the parameters whose staged bytes are those of the version, which is ready and has `arrived`."""
         if self._plan is None or not self._staged:
             return frozenset()
-        numbers = np.concatenate([copied for copied, _ in self._sources])
-        staged = torch.stack([self._staged[number] for number in numbers.tolist()]).cpu().numpy()
-        right = staged == np.concatenate([sums.result() for _, sums in self._sources])
+        numbers = np.concatenate([each.numbers for each in self._staged])
+        staged = torch.cat([each.sums for each in self._staged]).cpu().numpy()
+        right = staged == np.concatenate([each.sources.result() for each in self._staged])
         again = self._some(self._plan.nbytes[numbers])
         right[again] &= staged[again] == self._sums(self._plan, numbers[again])
         for number in numbers[~right].tolist():
@@ -197,10 +210,10 @@ class EarlyStaging:
         """Give back what was borrowed, when nothing is copied from it any more."""
         self._queue.close()
         self._pool.shutdown(cancel_futures=True)
-        self._left, self._staged, self._sources = np.empty(0, np.bool_), {}, []
+        self._left, self._staged = np.empty(0, np.bool_), []
 
     def _are_of(self, plan: EarlyPlan, numbers: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Which rows are those of some parameters."""
+        """Mask of the rows that fill some parameters."""
         chosen = np.zeros(len(plan.names), np.bool_)
         chosen[numbers] = True
         return chosen[plan.owners]
