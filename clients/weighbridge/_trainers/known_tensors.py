@@ -19,7 +19,7 @@ ValueT = TypeVar("ValueT")
 
 
 class KnownTensors:
-    """What one client knows of the tensors of models.
+    """Cache of the tensors of models, for one client.
 
     Args:
         connection: the client's.
@@ -50,7 +50,7 @@ class KnownTensors:
         return self._kept(self._registered, (model, frozenset(specs)), asking)
 
     def links(self, base: str, beside: Collection[TensorSpec]) -> WeightLinks:
-        """Where the elements of tensors, by Megatron-core's names, are in those of a base. Of a ref they are asked for each time."""
+        """Positions of the elements of Megatron-core's tensors in those of a base. If the base is named by a ref, the service is asked each time."""
         if not beside:
             return WeightLinks({}, {}, ())
         meant = parse_reference(base)

@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 
 class _Shards(Protocol):
-    """What a rank holds of a model: the shards as one stream, and a tensor for each of them."""
+    """Shards that a rank holds of a model, as one stream, and a tensor for each of them."""
 
     @property
     def layout(self) -> Layout: ...
@@ -292,12 +292,12 @@ class Pushes:
             return handle
 
     def _say(self, call: PushCall) -> None:
-        """Put the options of a call into its opening. The other ranks are told if they are refused."""
+        """Put the options of a call into its opening. If they are refused, this rank tells the others."""
         with self.pusher.telling([call.opening, call.behind], call.rank, call.terms):
             say(call.opening, call.options)
 
     def _copies(self, until: Any, beside: Beside[Mapping[str, Any]]) -> Copies:
-        """How one call copies what it pushes: weights, and perhaps a training state beside them."""
+        """Copies of one call, of its weights and of its training state if it has one."""
         if until is not None:
             return self._steps.until(until, beside.optimizer)
         return CopiesAhead(self._ahead_bytes) if beside.given else CopiesInCall()

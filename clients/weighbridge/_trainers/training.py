@@ -32,7 +32,7 @@ ValuesT = TypeVar("ValuesT", bound=Mapping[str, Any])
 
 @dataclass(frozen=True, slots=True)
 class Beside(Generic[ValuesT]):
-    """What a trainer names beside its weights, to be pushed with them or restored.
+    """Optimizer and state that a trainer pushes or restores together with its weights.
 
     Attributes:
         optimizer, state, rank_state: as for `TrainerClient.push_state_dict`.

@@ -67,7 +67,7 @@ class Collecting:
         self._served = served
 
     def set_retention(self, name: str, retention: Retention) -> Retention:
-        """Say which versions of a model are kept; the next collection goes by that. A training state may be yet to come. Raises NotFound."""
+        """Set which versions of a model are kept, from the next collection on. The model of a training state need not exist yet. Raises NotFound."""
         model = ModelName.parse(name)
         if model.part:
             self._catalog.register_part(model)
