@@ -5,12 +5,12 @@ from __future__ import annotations
 import errno
 import os
 import resource
-import time
 from pathlib import Path
 
 import pytest
 from huggingface_hub.file_download import _create_symlink
 
+from tests.support.executed_lines import executed_lines
 from weighbridge._formats.safetensors_files import map_file
 from weighbridge._formats.side_files.carried import carried_files
 from weighbridge._formats.side_files.choice import Found, choose
@@ -126,14 +126,13 @@ def test_a_folder_that_may_not_be_read_is_named(tmp_path: Path, monkeypatch: pyt
         SideFiles.read(tmp_path)
 
 
-def test_a_choice_among_many_folders_takes_time_by_their_number_alone() -> None:
-    def seconds(count: int) -> float:
+def test_the_work_of_a_choice_among_many_folders_grows_with_their_number_alone() -> None:
+    def lines(count: int) -> int:
         found = [Found(f"{number}/{name}", 1) for number in range(count) for name in ("a.bin", "a.json")]
-        began = time.process_time()
         assert len(choose(found).left_out) == count
-        return time.process_time() - began
+        return executed_lines(lambda: choose(found))
 
-    assert seconds(4000) < 8 * max(min(seconds(1000) for _ in range(3)), 0.01)
+    assert lines(800) < 4.5 * lines(200)
 
 
 def test_a_snapshot_in_a_cache_of_the_hub_is_read_through_its_links(tmp_path: Path) -> None:

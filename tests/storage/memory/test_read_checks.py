@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 
 import numpy as np
 import pytest
@@ -11,6 +10,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.executed_lines import executed_lines
 from weighbridge.errors import DataLoss
 from weighbridge_storage.memory import read_checks
 from weighbridge_storage.memory.read_checks import DigestedRange, ReadChecks
@@ -57,19 +57,24 @@ def test_a_bit_that_flipped_is_found_when_all_was_read_in_any_order(
         assert bool(raised) is reading.damaged is wrong
 
 
-def test_columns_that_are_read_one_after_the_other_are_compared_in_time_by_their_number_alone() -> None:
-    def seconds(rows: int) -> float:
+def test_the_work_of_comparing_columns_that_are_read_one_after_the_other_grows_with_their_number_alone() -> (
+    None
+):
+    def lines(rows: int) -> int:
         content = bytes(4 * rows)
         part = DigestedRange("t", 0, len(content), xxhash.xxh3_128_hexdigest(content))
         reading = ReadChecks("f", "a/b@1", [part], lambda _at, n: bytes(n))
-        began = time.process_time()
-        for column in (1, 3, 0, 2):
-            for row in range(rows):
-                reading.took(4 * row + column, b"\0")
-        assert not reading._under_way, "it was compared"
-        return time.process_time() - began
 
-    assert seconds(4000) < 8 * min(seconds(1000) for _ in range(3))
+        def read() -> None:
+            for column in (1, 3, 0, 2):
+                for row in range(rows):
+                    reading.took(4 * row + column, b"\0")
+
+        found = executed_lines(read)
+        assert not reading._under_way, "it was compared"
+        return found
+
+    assert lines(800) < 4.5 * lines(200)
 
 
 def test_each_time_that_all_was_read_it_is_compared_again() -> None:
