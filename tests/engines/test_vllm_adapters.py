@@ -46,7 +46,7 @@ pytestmark = [
     pytest.mark.timeout(14_400),
 ]
 
-CLIENTS = 4
+CLIENTS = rounds("SERVED_CLIENTS")
 TAG = "prod"
 START_SECONDS = 1500.0
 

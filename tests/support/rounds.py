@@ -59,6 +59,7 @@ ROUNDS = (
     Rounds("ENGINE_KILLS", 1, 15, "tests/engines/test_engine_kills.py", "a rank of an engine, its agent, the service or the trainer is killed, in each phase of an update"),
     Rounds("SERVED_ADAPTERS", 3, 50, "tests/engines/test_vllm_adapters.py", "an adapter that a live vLLM serves"),
     Rounds("SERVED_VERSIONS", 3, 20, "tests/engines/test_vllm_adapters.py", "a version of each of these, pushed while clients ask"),
+    Rounds("SERVED_CLIENTS", 4, 20, "tests/engines/test_vllm_adapters.py", "a client that asks meanwhile"),
     Rounds("FUZZ_SAMPLES", 100, 300, "tests/fuzz/test_targets.py", "an input of each parser, without coverage guidance"),
     Rounds("FUZZ_CALLS", 60, 20_000, "tests/service/api/grpc/test_fuzzing.py", "a call over the network"),
     Rounds("FUZZ_REQUESTS", 60, 20_000, "tests/service/api/http/test_fuzzing.py", "a request over the network"),

@@ -111,14 +111,26 @@ def torch_shards(
     return reader.shards(whole=whole, others=others)
 
 
+def adapter_forms(state: Mapping[str, torch.Tensor]) -> TensorForms:
+    """The tensors of an adapter as its state dict has them, by the names there."""
+    return TensorForms(
+        {
+            name: TensorSpec(name, dtypes.from_torch(value.dtype), shape_of(value))
+            for name, value in state.items()
+        }
+    )
+
+
 def adapter_shards(
-    state: Mapping[str, torch.Tensor], *, whole: bool, of: str, filled: bool = False
+    state: Mapping[str, torch.Tensor], forms: TensorForms, *, whole: bool, of: str, filled: bool = False
 ) -> TorchShards:
-    """What a rank holds of an adapter, whose tensors are those of its state dict. Arguments and errors are those of `torch_shards`."""
-    specs = [
-        TensorSpec(name, dtypes.from_torch(value.dtype), shape_of(value)) for name, value in state.items()
-    ]
-    reader = _Reader(TensorForms({spec.name: spec for spec in specs}), NEVER, filled=filled, of=of)
+    """What a rank holds of an adapter, whose tensors are those of its state dict. Other arguments and errors are those of `torch_shards`.
+
+    Args:
+        state: its tensors.
+        forms: of these tensors, as `adapter_forms` finds them.
+    """
+    reader = _Reader(forms, NEVER, filled=filled, of=of)
     for name, value in state.items():
         reader.read(name, value)
     return reader.shards(whole=whole, others=False)

@@ -27,7 +27,7 @@ from weighbridge._trainers import restoring
 from weighbridge._trainers.adapter_restores import StoredAdapter, apart, fill_shared
 from weighbridge._trainers.known_tensors import KnownTensors
 from weighbridge._trainers.megatron_adapters import MegatronAdapters, PlacedAdapters, is_megatron
-from weighbridge._trainers.peft_adapters import AdapterFolder, LoraParts, TrainedAdapter, wrapped_model
+from weighbridge._trainers.peft_adapters import AdapterFolder, LoraParts, TrainedAdapters, wrapped_model
 from weighbridge._trainers.pushes import PushCall, Pushes
 from weighbridge.errors import InvalidArgument, LayoutError
 from weighbridge.v1.model_service_pb2 import RegisterModelRequest
@@ -46,6 +46,7 @@ class Adapters:
         self._connection = connection
         self._known = known
         self._pushes = pushes
+        self._trained = TrainedAdapters()
 
     def push_folder(self, call: PushCall, folder: Path, base: str) -> PushHandle:
         """Push what peft's ``save_pretrained`` has written; see `TrainerClient.import_adapter`."""
@@ -87,8 +88,8 @@ class Adapters:
                     details=first_lines(merged),
                     fix="call model.unmerge_adapter() before",
                 )
-            found = TrainedAdapter.of(peft_model, adapter_name, embeddings)
-            shards = adapter_shards(found.state, whole=False, of=stored.name, filled=True)
+            found = self._trained.read(peft_model, adapter_name, embeddings)
+            shards = adapter_shards(found.state, found.forms, whole=False, of=stored.name, filled=True)
             stored.check_tensors(shards.layout.tensors)
             config = wrapped_model(peft_model).peft_config[adapter_name]
             check_computes_alike(files, config, stored.name)
@@ -128,8 +129,10 @@ class Adapters:
             with self._known.of(on) as base_tensors:
                 config_json, tensors = parts.config_json(on, base_tensors), parts.tensors
         else:
-            found = TrainedAdapter.of(peft_model, adapter_name, embeddings)
-            shards = adapter_shards(found.state, whole=call.opening.ranks == 1, of=call.opening.model)
+            found = self._trained.read(peft_model, adapter_name, embeddings)
+            shards = adapter_shards(
+                found.state, found.forms, whole=call.opening.ranks == 1, of=call.opening.model
+            )
             config_json, tensors = found.config_json, shards.layout.tensors
         call.registration = _registration(call, base, config_json, tensors.values())
         call.opening.metadata[ADAPTER_DIGEST].text = adapter_digest(config_json, tensors.values())

@@ -11,16 +11,19 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from weighbridge._core import dtypes
 from weighbridge._core.file_names import ADAPTER_CONFIG, CONFIG
 from weighbridge._core.layouts import Layout, TensorSpec
 from weighbridge._core.text.counts import counted, first_lines
+from weighbridge._formats.memory_forms import TensorForms
 from weighbridge._formats.naming.weight_files import ADAPTER_WEIGHTS
 from weighbridge._formats.peft_models import peft_model_in
 from weighbridge._formats.push_sources import MappedSource, OpenSource
 from weighbridge._formats.safetensors_files import layout_of_files, map_file
 from weighbridge._formats.side_files.regular import read_regular
+from weighbridge._formats.torch_state import adapter_forms
 from weighbridge._formats.zero3 import partitioned_state
 from weighbridge.errors import InvalidArgument, LayoutError, NotFound
 
@@ -94,13 +97,29 @@ class TrainedAdapter:
     Attributes:
         config_json: content of its ``adapter_config.json``.
         state: its tensors, by the names that peft's own file has; DTensors, and parameters that ZeRO-3 has partitioned, as they are.
+        forms: how its tensors are read; the same object for later pushes of an adapter that is made alike.
     """
 
     config_json: bytes = field(repr=False)
     state: Mapping[str, torch.Tensor]
+    forms: TensorForms = field(repr=False)
 
-    @staticmethod
-    def of(model: Any, adapter_name: str, save_embedding_layers: bool | str = "auto") -> TrainedAdapter:
+
+class TrainedAdapters:
+    """Adapters of models in training.
+
+    peft names the tensors of an adapter. That takes it longer than the rest of a push, and may ask the Hub, so its names are kept for as long as
+    the model lives, and used while names, shapes and dtypes of the model's tensors and the adapter's config stay the same.
+    """
+
+    def __init__(self) -> None:
+        self._named: WeakKeyDictionary[torch.nn.Module, dict[tuple[str, bool | str], _Named]] = (
+            WeakKeyDictionary()
+        )
+
+    def read(
+        self, model: Any, adapter_name: str, save_embedding_layers: bool | str = "auto"
+    ) -> TrainedAdapter:
         """The adapter of this name, as peft would save it.
 
         Args:
@@ -112,20 +131,50 @@ class TrainedAdapter:
             InvalidArgument: peft has not wrapped the model, or there is no adapter of this name.
         """
         peft_model = wrapped_model(model)
-        from peft import get_peft_model_state_dict
-
         if adapter_name not in peft_model.peft_config:
             raise InvalidArgument(
                 f"the model has no adapter {adapter_name!r}",
                 fix=f"name one that it has: {', '.join(map(repr, sorted(peft_model.peft_config)))}",
             )
-        state = get_peft_model_state_dict(
+        state = partitioned_state(peft_model) or peft_model.state_dict()
+        config_json = _config_json(peft_model, adapter_name)
+        made = (
+            config_json,
+            [
+                (place, getattr(value, "shape", None), getattr(value, "dtype", None))
+                for place, value in state.items()
+            ],
+        )
+        named = self._named.setdefault(peft_model, {})
+        known = named.get((adapter_name, save_embedding_layers))
+        if known is not None and known.made == made:
+            found = {name: state[place] for name, place in known.places.items()}
+            return TrainedAdapter(config_json, found, known.forms)
+        from peft import get_peft_model_state_dict
+
+        found = get_peft_model_state_dict(
             peft_model,
-            state_dict=partitioned_state(peft_model),
+            state_dict=state,
             adapter_name=adapter_name,
             save_embedding_layers=save_embedding_layers,
         )
-        return TrainedAdapter(_config_json(peft_model, adapter_name), state)
+        forms = adapter_forms(found)
+        places = {id(value): place for place, value in state.items()}
+        if all(
+            id(value) in places for value in found.values()
+        ):  # and no copies, as of what transformers shards
+            own = {name: places[id(value)] for name, value in found.items()}
+            named[adapter_name, save_embedding_layers] = _Named(made, own, forms)
+        return TrainedAdapter(config_json, found, forms)
+
+
+@dataclass(frozen=True)
+class _Named:
+    """Where the tensors of an adapter lie in the state of its model, by peft's names, for models that are made alike."""
+
+    made: tuple[bytes, list[tuple[str, Any, Any]]]
+    places: Mapping[str, str]
+    forms: TensorForms
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from tests.support.reference import tiny_config, tiny_model
 from weighbridge._core import dtypes
 from weighbridge._core.layouts import TensorSpec
 from weighbridge._formats.torch_state import adapter_shards, tensor_specs
-from weighbridge._trainers.peft_adapters import TrainedAdapter
+from weighbridge._trainers.peft_adapters import TrainedAdapters
 from weighbridge.errors import InvalidArgument, LayoutError
 from weighbridge_service.models.adapters import MAX_TEXT, check_adapter_config, check_fits
 
@@ -49,8 +49,8 @@ def test_what_peft_adds_to_models_of_transformers_fits_their_own_tensors(family:
         model = tiny_model(tiny_config(family, tied=True), seed=1)
     base = {spec.name: spec for spec in tensor_specs(model)}
     wrapped = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=target, task_type="CAUSAL_LM"))
-    found = TrainedAdapter.of(wrapped, "default", save_embedding_layers=False)
-    specs = adapter_shards(found.state, whole=True, of="a").layout.tensors.values()
+    found = TrainedAdapters().read(wrapped, "default", save_embedding_layers=False)
+    specs = adapter_shards(found.state, found.forms, whole=True, of="a").layout.tensors.values()
     check_fits(specs, base, json.loads(found.config_json), "base")
 
 
@@ -152,7 +152,7 @@ def test_a_trained_adapter_is_what_peft_would_save_under_any_name(tmp_path: Path
         tiny_model(tiny_config("llama", tied=True), seed=1), peft.LoraConfig(r=2, target_modules=["q_proj"])
     )
     model.add_adapter("second", peft.LoraConfig(r=3, target_modules=["v_proj"], init_lora_weights=False))
-    found = TrainedAdapter.of(torch.nn.parallel.DataParallel(model), "second")
+    found = TrainedAdapters().read(torch.nn.parallel.DataParallel(model), "second")
     model.save_pretrained(tmp_path, selected_adapters=["second"])
     saved = load_file(tmp_path / "second" / "adapter_model.safetensors")
     assert found.state.keys() == saved.keys()
@@ -161,6 +161,52 @@ def test_a_trained_adapter_is_what_peft_would_save_under_any_name(tmp_path: Path
         (tmp_path / "second" / "adapter_config.json").read_text()
     )
     assert not model.peft_config["second"].inference_mode
+
+
+def test_peft_names_an_adapter_anew_only_when_the_model_is_made_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = []
+    names = peft.get_peft_model_state_dict
+
+    def count(*arguments: Any, **options: Any) -> Any:
+        asked.append(options["adapter_name"])
+        return names(*arguments, **options)
+
+    monkeypatch.setattr(peft, "get_peft_model_state_dict", count)
+    model = peft.get_peft_model(
+        tiny_model(tiny_config("llama", tied=False), seed=1),
+        peft.LoraConfig(r=2, target_modules=["q_proj"], bias="lora_only", init_lora_weights=False),
+    )
+    trained = TrainedAdapters()
+
+    def agrees(questions: int, name: str = "default", embeddings: bool | str = False) -> None:
+        asked.clear()
+        found = trained.read(model, name, embeddings)
+        assert len(asked) == questions
+        saved = names(model, adapter_name=name, save_embedding_layers=embeddings)
+        assert found.state.keys() == saved.keys() == found.forms.keys()
+        assert all(torch.equal(found.state[key], value) for key, value in saved.items())
+
+    agrees(1)
+    agrees(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 1
+    agrees(0)
+    agrees(1, embeddings=True)
+    agrees(0)
+    model.add_adapter("second", peft.LoraConfig(r=3, target_modules=["v_proj"], init_lora_weights=False))
+    agrees(1)
+    agrees(1, "second")
+    agrees(0, "second")
+    model.peft_config["second"].bias = "all"
+    agrees(1, "second")
+    model.get_base_model().resize_token_embeddings(50)
+    agrees(1, "second", embeddings=True)
+    model.to(torch.float16)
+    agrees(1, "second")
+    assert {spec.dtype for spec in trained.read(model, "second").forms.values()} == {dtypes.parse("f16")}
 
 
 def test_the_config_of_a_trained_adapter_is_the_same_whatever_the_order_of_its_sets() -> None:
@@ -172,7 +218,7 @@ def test_the_config_of_a_trained_adapter_is_the_same_whatever_the_order_of_its_s
         tiny_model(tiny_config("llama", tied=True), seed=1),
         peft.LoraConfig(r=2, target_modules=["q_proj", "k_proj", "v_proj"]),
     )
-    first = TrainedAdapter.of(model, "default").config_json
+    first = TrainedAdapters().read(model, "default").config_json
     model.peft_config["default"].target_modules = Backwards(["q_proj", "k_proj", "v_proj"])
-    assert TrainedAdapter.of(model, "default").config_json == first
+    assert TrainedAdapters().read(model, "default").config_json == first
     assert json.loads(first)["target_modules"] == ["k_proj", "q_proj", "v_proj"]
