@@ -33,7 +33,6 @@ from weighbridge._core.resources import (
     Protection,
     RefRequest,
     Signature,
-    Verification,
     Version,
     VersionState,
 )
@@ -300,10 +299,6 @@ class Client(OperationMethods):
         return self._connection.run(
             ref_calls.request_by(table.DELETE_PROTECTION, model, ref, note, request_id)
         )
-
-    def verify(self, model: str, version: str | int | None = None) -> Verification:
-        """Compare a version's files in the object store with the digests in its manifest."""
-        return self._connection.run(version_calls.verify(model, version))
 
     def tensor_digests(self, model: str, version: str | int | None = None) -> Mapping[str, str]:
         """XXH3-128 of each tensor's bytes by its name, as 32 hex digits, as the manifest of a version says; by default of the latest.

@@ -7,10 +7,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from weighbridge._clients.calls.operation_calls import ask
 from weighbridge._clients.calls.steps import Steps, Work, call_method
-from weighbridge._clients.calls.version_calls import get_manifest, get_signatures, verify
+from weighbridge._clients.calls.version_calls import get_manifest, get_signatures
 from weighbridge._core.json_values import JsonValue
 from weighbridge._core.manifest_text import ManifestText
+from weighbridge._core.operations import table
 from weighbridge._core.references import Reference
 from weighbridge._core.resources import REF_LATEST, Signature, Verification
 from weighbridge._signing import checking
@@ -93,7 +95,9 @@ def verify_signed(
 ) -> Steps[tuple[Verification, tuple[Signed, ...]]]:
     """As `check_signed`, and have the service compare all files with the manifest, and their SHA-256 with what was signed."""
     manifest, signatures, signed = yield from _compared(model, version, required)
-    verified = yield from verify(manifest.model, manifest.number, sha256=True)
+    verified = yield from ask(
+        table.VERIFY_VERSION, model=manifest.model, version=str(manifest.number), sha256=True
+    )
     contents = {each.id: each.content for each in signatures}
     statements = [(each.by, Bundle.read(contents[each.id]).statement) for each in signed]
     problems = [
@@ -120,7 +124,9 @@ def sign(model: str, version: str | int | None, signer: Signer) -> Steps[Signing
     made: Mapping[str, str] = {}
     nbytes = 0
     if not all(file.sha256 for file in manifest.files.values()):
-        verified = yield from verify(manifest.model, number, sha256=True)
+        verified = yield from ask(
+            table.VERIFY_VERSION, model=manifest.model, version=str(number), sha256=True
+        )
         if verified.problems:
             raise DataLoss(
                 f"{manifest.title} is damaged, and was not signed",

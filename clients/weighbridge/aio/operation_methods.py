@@ -7,7 +7,16 @@ from weighbridge._core.operations import table
 from weighbridge._core.references import Reference
 from weighbridge._core.reports.collection import Collection
 from weighbridge._core.reports.usage import Usage
-from weighbridge._core.resources import Gate, Model, Protection, RefRequest, Retention, Version, WarmMemory
+from weighbridge._core.resources import (
+    Gate,
+    Model,
+    Protection,
+    RefRequest,
+    Retention,
+    Verification,
+    Version,
+    WarmMemory,
+)
 from weighbridge.aio.connection import AsyncConnection
 
 
@@ -98,6 +107,19 @@ class AsyncOperationMethods:
         return await self._connection.run(
             ask_all(table.SET_PROTECTION, model=model, ref=ref, approvals=approvals)
         )
+
+    async def verify(self, model: str, version: str | int | None = None) -> Verification:
+        """Compare a version's files in the object store with the digests in its manifest.
+
+        Args:
+            model: ``namespace/name``.
+            version: a number or a ref; by default the latest.
+
+        Raises:
+            NotFound: no such model or version.
+        """
+        meant = Reference.of(model, version, "latest")
+        return await self._connection.run(ask(table.VERIFY_VERSION, model=meant.model, version=meant.version))
 
     async def retention(self, model: str) -> Retention:
         """Which versions of a model are kept.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from weighbridge._core.metadata import conditions
 from weighbridge._core.reports.collection import Collection
 from weighbridge._core.reports.usage import Usage
 from weighbridge._core.resources import (
@@ -14,9 +15,11 @@ from weighbridge._core.resources import (
     RefMove,
     RefRequest,
     Retention,
+    Verification,
     Version,
     WarmMemory,
 )
+from weighbridge.errors import InvalidArgument
 from weighbridge_service.access.peer import Peer
 from weighbridge_service.core import Core
 from weighbridge_service.push.image_allocator import IMAGES_OF_A_MODEL
@@ -46,6 +49,30 @@ class Bodies:
 
     def list_models(self, peer: Peer, *, after: str, size: int) -> list[Model]:
         return self._catalog.list_models(after, size, peer.sees)
+
+    def list_versions(
+        self,
+        peer: Peer,
+        *,
+        model: str,
+        include_invisible: bool,
+        where: tuple[str, ...],
+        after: str,
+        size: int,
+    ) -> list[Version]:
+        before = after or "0"
+        if not before.isascii() or not before.isdigit() or len(before) > 12:
+            raise InvalidArgument(f"{before[:40]!r} is no page token", fix="pass on what the last page gave")
+        return self._catalog.list_versions(
+            model,
+            before=int(before),
+            limit=size,
+            include_invisible=include_invisible,
+            where=conditions(where),
+        )
+
+    def verify_version(self, peer: Peer, *, model: str, version: str, sha256: bool) -> Verification:
+        return self._catalog.verify(model, version, sha256=sha256)
 
     def set_ref(
         self, peer: Peer, *, model: str, ref: str, version: str, request_id: str, note: str

@@ -20,14 +20,16 @@ def ask(operation: Operation[Answer], **arguments: Any) -> Steps[Answer]:
     return found
 
 
-def ask_all(operation: Operation[Answer], **arguments: Any) -> Steps[list[Answer]]:
-    """Call an operation that gives a list, page by page if it comes in pages; all items."""
+def ask_all(operation: Operation[Answer], limit: int | None = None, **arguments: Any) -> Steps[list[Answer]]:
+    """Call an operation that gives a list, page by page if it comes in pages; all items, or the first ``limit``."""
     messages, found = messages_of(operation), list[Answer]()
+    if limit is not None:
+        arguments["page_size"] = limit
     while True:
         request = encoded_parts(messages.request(arguments))
         page = messages.read((yield Call(messages.path, request, operation.seconds)))
         found += messages.answer(page)
         after = page.next_page_token if operation.pages else ""
-        if not after:
-            return found
+        if not after or (limit is not None and len(found) >= limit):
+            return found[:limit]
         arguments["page_token"] = after

@@ -9,14 +9,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from weighbridge._clients.calls.operation_calls import ask
+from weighbridge._clients.calls.operation_calls import ask, ask_all
 from weighbridge._clients.calls.steps import Pause, Steps, Work, call_method
 from weighbridge._core.manifest_text import ManifestText
 from weighbridge._core.operations import table
-from weighbridge._core.operations.operation import LONG_SECONDS
 from weighbridge._core.references import Reference
 from weighbridge._core.reports.rank_progress import RankProgress
-from weighbridge._core.resources import REF_LATEST, Signature, Verification, Version, VersionState
+from weighbridge._core.resources import REF_LATEST, Signature, Version, VersionState
 from weighbridge._core.text.durations import readable_duration
 from weighbridge._core.text.waits import REMIND_SECONDS, Reminder
 from weighbridge._transport import wire
@@ -109,23 +108,11 @@ def list_versions(
     """A model's versions, page by page; as many as are wanted."""
     if limit is not None and limit < 1:
         raise InvalidArgument(f"{limit} versions cannot be listed", fix="ask for one at the least")
-    found: list[Version] = []
-    request = pb.ListVersionsRequest(
-        model=model, include_invisible=include_invisible, where=where, page_size=limit or 0
+    return (
+        yield from ask_all(
+            table.LIST_VERSIONS, limit, model=model, include_invisible=include_invisible, where=tuple(where)
+        )
     )
-    while True:
-        page = yield from _call("ListVersions", request)
-        found += map(wire.version_from_proto, page.versions)
-        if not page.next_page_token or (limit is not None and len(found) >= limit):
-            return found[:limit]
-        request.page_token = page.next_page_token
-
-
-def verify(model: str, version: str | int | None, *, sha256: bool = False) -> Steps[Verification]:
-    """Compare a version's files with its manifest."""
-    meant = Reference.of(model, version, REF_LATEST)
-    request = pb.VerifyVersionRequest(model=meant.model, version=meant.version, sha256=sha256)
-    return wire.read(Verification, (yield from _call("VerifyVersion", request, LONG_SECONDS)))
 
 
 def approve(model: str, version: str | int | None, *, by: str, note: str) -> Steps[Version]:

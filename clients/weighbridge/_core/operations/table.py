@@ -19,6 +19,7 @@ from weighbridge._core.resources import (
     RefMove,
     RefRequest,
     Retention,
+    Verification,
     Version,
     WarmMemory,
 )
@@ -80,8 +81,21 @@ GET_MODEL_FILES = Entry("ModelService.GetModelFiles", Verb.LOOK, Of.VERSION)
 GET_VERSION = Entry(
     "ModelService.GetVersion", Verb.LOOK, Of.VERSION, http="GET /v1/models/{model}/versions/{version}"
 )
-LIST_VERSIONS = Entry(
-    "ModelService.ListVersions", Verb.LOOK, Of.MODEL, http="GET /v1/models/{model}/versions"
+LIST_VERSIONS = Operation(
+    "ModelService.ListVersions",
+    Verb.LOOK,
+    Of.MODEL,
+    Version,
+    "versions",
+    (
+        _MODEL,
+        Parameter("include_invisible", bool, "also those being received, and failed ones", False),
+        Parameter("where", tuple[str, ...], "comparisons of metadata, all of which are true", ()),
+    ),
+    order="number",
+    pages=True,
+    http="GET /v1/models/{model}/versions",
+    text="A model's versions, newest first.",
 )
 WATCH_REFS = Entry("ModelService.WatchRefs", Verb.LOOK, Of.REFS)
 SET_REF = Operation(
@@ -185,11 +199,17 @@ LIST_REFS = Operation(
     tag="refs",
     text="All refs of a model, which of them are protected, and what is asked for these.",
 )
-VERIFY_VERSION = Entry(
+VERIFY_VERSION = Operation(
     "ModelService.VerifyVersion",
     Verb.PULL,
     Of.VERSION,
+    Verification,
+    "",
+    (_MODEL, _VERSION, Parameter("sha256", bool, "make SHA-256 of each file as well", False, offered=False)),
     http="POST /v1/models/{model}/versions/{version}/verify",
+    call="verify",
+    text="Compare a version's files in the object store with the digests in its manifest.",
+    raises=(_NO_VERSION,),
     seconds=LONG_SECONDS,
 )
 READ_MANIFEST = Entry("ModelService.ReadManifest", Verb.LOOK, Of.NUMBER)

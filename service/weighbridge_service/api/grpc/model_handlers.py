@@ -7,7 +7,6 @@ from contextlib import aclosing
 from functools import lru_cache, partial
 from itertools import groupby
 
-from weighbridge._core.metadata import conditions
 from weighbridge._core.resources import (
     RECEIVING,
     Version,
@@ -19,7 +18,6 @@ from weighbridge.v1 import resources_pb2
 from weighbridge_service.admission.quotas import HostQuota
 from weighbridge_service.api.grpc.call import Call
 from weighbridge_service.api.grpc.methods import Methods
-from weighbridge_service.api.grpc.operation_handlers import page_size
 from weighbridge_service.api.grpc.watches import Watches, merged
 from weighbridge_service.catalog.bases import Bases
 from weighbridge_service.core import Core
@@ -108,23 +106,6 @@ class ModelHandlers:
             else [wire.write(resources_pb2.RankProgress, each) for each in push.progress.ranks],
         )
 
-    def ListVersions(self, request: pb.ListVersionsRequest, call: Call) -> pb.ListVersionsResponse:
-        size = page_size(request.page_size)
-        before = request.page_token or "0"
-        if not before.isascii() or not before.isdigit() or len(before) > 12:
-            raise InvalidArgument(f"{before[:40]!r} is no page token", fix="pass on what the last page gave")
-        versions = self._catalog.list_versions(
-            request.model,
-            before=int(before),
-            limit=size,
-            include_invisible=request.include_invisible,
-            where=conditions(request.where),
-        )
-        return pb.ListVersionsResponse(
-            versions=map(wire.version_to_proto, versions),
-            next_page_token=str(versions[-1].number) if len(versions) == size else "",
-        )
-
     async def WatchRefs(self, request: pb.WatchRefsRequest, call: Call) -> AsyncIterator[bytes]:
         if not 0 < len(request.refs) <= _MOST_REFS:
             raise InvalidArgument(f"{len(request.refs)} refs are not between 1 and {_MOST_REFS}")
@@ -141,10 +122,6 @@ class ModelHandlers:
                         accepted = True
                     if version is not None:
                         yield _watched(index, version)
-
-    def VerifyVersion(self, request: pb.VerifyVersionRequest, call: Call) -> pb.VerifyVersionResponse:
-        found = self._catalog.verify(request.model, request.version, sha256=request.sha256)
-        return pb.VerifyVersionResponse(**found.to_json())
 
     def ReadManifest(self, request: pb.ReadManifestRequest, call: Call) -> pb.ReadManifestResponse:
         data, total = self._signatures.manifest_part(

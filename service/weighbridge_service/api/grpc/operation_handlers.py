@@ -39,7 +39,7 @@ class OperationHandler:
             return self._messages.response(self._body(call.peer, **arguments))
         size = page_size(request.page_size)
         items = self._body(call.peer, **arguments, after=request.page_token, size=size)
-        return self._messages.response(items, self._place(items[-1]) if len(items) == size else "")
+        return self._messages.response(items, str(self._place(items[-1])) if len(items) == size else "")
 
 
 def operation_handlers(bodies: Bodies) -> dict[str, OperationHandler]:
