@@ -73,7 +73,7 @@ TEST_SECONDS ?= 3600
 ARGS ?=
 STORE ?= .weighbridge
 
-.PHONY: help docs pictures release distributions install install-vllm install-sglang demo demo-s3 demo-vllm serve test test-long test-fast test-hub test-rolling test-transformers test-newest test-vllm test-vllm-newest test-sglang test-engines-older test-frameworks pack-gpu test-page bench-frameworks bench-slime bench bench-peers bench-nodes bench-asyncio bench-reading bench-planning bench-convert bench-upload bench-vllm bench-pause bench-history bench-adapters bench-vllm-adapters bench-counting bench-ranks bench-control bench-siege bench-first bench-torch bench-training bench-tls bench-quotas bench-tracing bench-page fuzz audit lock lint format protos protos-check protos-baseline clean
+.PHONY: help docs pictures release distributions install install-vllm install-sglang demo demo-s3 demo-vllm serve test test-all test-long test-fast test-hub test-rolling test-transformers test-newest test-vllm test-vllm-newest test-sglang test-engines-older test-frameworks pack-gpu test-page bench-frameworks bench-slime bench bench-peers bench-nodes bench-asyncio bench-reading bench-planning bench-convert bench-upload bench-vllm bench-pause bench-history bench-adapters bench-vllm-adapters bench-counting bench-ranks bench-control bench-siege bench-first bench-torch bench-training bench-tls bench-quotas bench-tracing bench-page fuzz audit lock lint format protos protos-check protos-baseline clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -177,9 +177,14 @@ serve: $(SERVICE_STAMP) ## run the service on localhost, keeping versions in .we
 # One thread of arithmetic per worker: two workers that each start a thread per core are slower than one.
 # A worker takes a file at a time, and imports it then.
 # Bytecode is kept: otherwise each process that a test starts would compile what it imports.
-test: $(STAMP) ## run the tests; ARGS="-k name" narrows, ARGS=--changed runs what the changes since main reach, ARGS=--core the tests of the core, WORKERS=0 runs them in one process
-	@env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 \
-		$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --session-timeout=$(TEST_SECONDS) $(ARGS)
+RUN_TESTS = env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 \
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --session-timeout=$(TEST_SECONDS)
+
+test: $(STAMP) ## run the tests but the costly ones; ARGS="-k name" narrows, ARGS=--changed runs what the changes since main reach, ARGS=--core the tests of the core, WORKERS=0 runs them in one process
+	@$(RUN_TESTS) --cheap $(ARGS)
+
+test-all: $(STAMP) ## run all tests; ARGS=--record-costly writes anew which are costly
+	@$(RUN_TESTS) $(ARGS)
 
 test-long: $(STAMP) $(FUZZ_STAMP) ## run everything at its long counts, part by part; goes on where it was interrupted; ARGS="--list" names the parts
 	@env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 \

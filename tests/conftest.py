@@ -21,6 +21,7 @@ from weighbridge_storage.stores.objects import ObjectStore
 
 pytest_plugins = (
     "tests.support.costs",
+    "tests.support.costly",
     "tests.support.cells",
     "tests.support.changed",
     "tests.support.core",

@@ -12,6 +12,7 @@ from pathlib import Path, PurePosixPath
 import pytest
 
 from tests import long
+from tests.support import costly
 from tests.support.alone import alone
 from tests.support.cells import CELLS, Cells, left_out
 from tests.support.changed import ROOT, Tree, reached
@@ -91,6 +92,31 @@ def test_processor_time_of_processes_counts_while_they_run_and_once_they_have_en
     process.start()
     process.join()
     assert processor_seconds() - before >= 0.25
+
+
+def test_cheap_runs_leave_out_what_the_list_names_and_nothing_else(
+    tmp_path: Path,
+) -> None:
+    assert costly.listed({"a::b": 2.0, "a::a[1]": 0.9, "a::c": 0.1}) == "a::a[1]\na::b\n"
+    (tmp_path / "test_x.py").write_text("def test_a(): pass\ndef test_b(): pass\n")
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    (tmp_path / "costly.txt").write_text("test_x.py::test_b\n")
+    (tmp_path / "conftest.py").write_text(
+        "from pathlib import Path\n"
+        "from tests.support import costly\n"
+        "costly.LIST = Path(__file__).parent / 'costly.txt'\n"
+        "pytest_plugins = ('tests.support.costs', 'tests.support.costly')\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+
+    def ran(*arguments: str) -> list[str]:
+        command = [sys.executable, "-m", "pytest", "-rA", *arguments]
+        said = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True).stdout
+        return re.findall(r"^PASSED (\S+)", said, re.MULTILINE)
+
+    assert ran("--cheap") == ["test_x.py::test_a"]
+    assert ran() == ran("--record-costly") == ["test_x.py::test_a", "test_x.py::test_b"]
+    assert (tmp_path / "costly.txt").read_text() == ""
 
 
 def test_the_documents_name_the_rounds_of_each_test() -> None:

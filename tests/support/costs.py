@@ -9,7 +9,7 @@ import json
 import os
 import time
 from collections import defaultdict
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from pathlib import Path
 
 import pytest
@@ -23,7 +23,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("costs")
     group.addoption("--costs", type=int, default=20, metavar="N", help="list the N costliest tests")
     group.addoption(
-        "--costs-json", type=Path, metavar="FILE", help="write processor and wall seconds of each test"
+        "--costs-json", type=Path, metavar="FILE", help="write the processor seconds of each test"
     )
 
 
@@ -44,25 +44,27 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """List the costliest tests."""
-    costs: dict[str, float] = defaultdict(float)
-    wall: dict[str, float] = defaultdict(float)
-    for reports in terminalreporter.stats.values():
-        for report in reports:
-            if isinstance(report, pytest.TestReport):
-                wall[report.nodeid] += report.duration
-                costs[report.nodeid] += sum(
-                    value for name, value in report.user_properties if name == _PROPERTY
-                )
+    costs = costs_of(terminalreporter)
     if file := config.getoption("costs_json"):
-        file.write_text(
-            json.dumps({test: [round(costs[test], 3), round(wall[test], 3)] for test in costs}, indent=0)
-        )
+        file.write_text(json.dumps({test: round(seconds, 3) for test, seconds in costs.items()}, indent=0))
     costliest = sorted(costs.items(), key=lambda each: -each[1])[: config.getoption("costs")]
     if costliest:
         total = sum(costs.values())
         terminalreporter.section(f"processor seconds: {total:.0f} in {len(costs):,} tests, the costliest")
         for test, seconds in costliest:
             terminalreporter.write_line(f"{seconds:7.2f}  {test}")
+
+
+def costs_of(reporter: pytest.TerminalReporter) -> Mapping[str, float]:
+    """Processor seconds of each test of a run, by its id."""
+    costs: dict[str, float] = defaultdict(float)
+    for reports in reporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                costs[report.nodeid] += sum(
+                    value for name, value in report.user_properties if name == _PROPERTY
+                )
+    return costs
 
 
 def processor_seconds() -> float:
