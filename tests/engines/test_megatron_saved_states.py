@@ -353,5 +353,5 @@ def test_weights_are_pushed_alone_when_one_rank_cannot_push_a_training_state_and
 
 
 def test_no_hook_is_made_that_would_let_nobody_keep_the_optimizer() -> None:
-    with pytest.raises(InvalidArgument, match="nobody keeps the optimizer's state"):
+    with pytest.raises(InvalidArgument, match="the optimizer's state is not saved"):
         push_on_save(MODEL, training=False, megatron_saves=False)

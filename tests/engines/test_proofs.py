@@ -403,7 +403,7 @@ def test_an_engine_that_is_not_told_to_go_on_after_a_load_is_told_again_or_faili
     done = agent.take_to(1)
     assert (done.proof, bool(done.error)) == (proof, proof == FAILED)
     if done.error:
-        assert "it could not be told to go on" in done.error
+        assert "it could not be resumed" in done.error
         assert agent.take_to(1).error == ""
     assert engine.asked[-1] == "resume"
 

@@ -96,9 +96,9 @@ _GUESSED = {
 }
 """Commands that other tools have, and what they are called here."""
 _BESIDES = 4
-"""Columns of a line of help beside a command's name and what it does."""
+"""Columns of a help line besides a command's name and its description."""
 _INTERRUPTED = 130
-"""What shells report of a process that was interrupted: 128 and SIGINT."""
+"""Exit code that shells report for a process that was interrupted: 128 plus SIGINT."""
 
 
 class _LazyGroup(click.Group):
@@ -117,7 +117,7 @@ class _LazyGroup(click.Group):
         return found
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """The commands with what each does, section by section."""
+        """Write the commands with their descriptions, section by section."""
         wide = max(map(len, _MODULE_OF))
         room = formatter.width - wide - _BESIDES
         for title, section in _SECTIONS.items():
@@ -176,13 +176,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0; 1 if the command failed; 2 if it was misspelt; 130 if it was interrupted.
     """
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what its C core prints besides, our errors say
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # our errors report what its C core would print
     if "_WEIGHBRIDGE_COMPLETE" in os.environ:
         from weighbridge._cli.showing import completing
 
         completing.register()
     arguments = sys.argv[1:] if argv is None else list(argv)
-    if logging.lastResort is not None:  # what clients warn of, where nobody has said where that goes
+    if logging.lastResort is not None:  # warnings of clients, where no logging is configured
         logging.lastResort.setFormatter(PlainFormatter())
     try:
         code = _run(arguments)
@@ -190,7 +190,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except click.Abort:
         return _INTERRUPTED
     except BrokenPipeError:
-        # whoever read our output has seen enough; the interpreter must not try to flush the rest when it ends
+        # the program that reads our output has closed the pipe; the interpreter must not try to flush the rest when it ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return code
@@ -200,7 +200,7 @@ def _run(arguments: list[str]) -> int:
     try:
         code = commands.main(args=list(arguments), prog_name="weighbridge", standalone_mode=False)
     except click.ClickException as error:
-        # what is misspelt has not been parsed, so --json is looked for in what was typed
+        # a usage error comes before parsing, so --json is looked for in the raw arguments
         if "--json" in itertools.takewhile(lambda argument: argument != "--", arguments):
             _print_as_json(error)
         else:

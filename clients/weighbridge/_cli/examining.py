@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from weighbridge._transport.credentials import Credentials
 
 _SECONDS = 60.0
-"""How long a service may take: it looks at each model."""
+"""Timeout of a service's answer: the service examines each model."""
 _GRACE_SECONDS = 900.0
-"""`serve --grace` unless told otherwise."""
+"""Default of `serve --grace`."""
 
 
 @click.command("doctor", cls=Command)
@@ -94,7 +94,7 @@ def doctor_command(
 
 
 def _of_service(named: str | None, server: str, memory_budget: int | None, scratch: Path) -> Iterator[Check]:
-    """What a service says of itself, or what this machine allows one; and what is found of the way to it."""
+    """Checks that a service reports about itself, or, without a service, those of this machine; then those of the connections to it."""
     from weighbridge._transport.addresses import Addresses
     from weighbridge._transport.credentials import Credentials
 
@@ -124,7 +124,7 @@ def _of_service(named: str | None, server: str, memory_budget: int | None, scrat
 
 
 def _told_address(servers: Sequence[str], credentials: Credentials) -> str:
-    """Where the first service that answers says that its HTTP face is. Raises WeighbridgeError, of the last one that was asked."""
+    """HTTP address that the first service to answer reports. Raises WeighbridgeError if none answers, or one refuses."""
     for server in servers[:-1]:
         with contextlib.suppress(Unavailable):
             return asking.told_address(server, credentials)
@@ -141,7 +141,7 @@ def _found(answer: asking.Answer) -> list[Check]:
 
 
 def _absent(error: Unavailable, *, wanted: bool) -> Check:
-    """What is said where no service has answered: that is wrong only if one was named."""
+    """Check for a service that has not answered: it fails only if the user named one."""
     if wanted:
         return Check.fail("service", error.message, error.fix)
     return Check.ok("service", f"{error.message}: this is what this machine allows one")
@@ -155,7 +155,7 @@ def _examine_machine(memory_budget: int | None, scratch: Path) -> list[Check]:
 
 
 def _of_connections(servers: Sequence[str], http: str, credentials: Credentials) -> Iterator[Check]:
-    """What is found of the gRPC addresses of a service, and of the certificates at these and at its HTTP address."""
+    """Checks of a service's gRPC addresses, and of the certificates at these and at its HTTP address."""
     from weighbridge._cli.doctor import checks, readings
 
     secured = [asking.address_of(http)] if http.startswith("https://") else []
@@ -184,7 +184,7 @@ def _of_store(location: Path | str) -> list[Check]:
 
 
 def _of_machine() -> Iterator[Check]:
-    """What is found of this machine: its shared memory, and the packages of this environment."""
+    """Checks of this machine: its shared memory, and the packages of this environment."""
     from weighbridge._cli.doctor import checks, readings, releases
 
     memory = readings.read_shared_memory()

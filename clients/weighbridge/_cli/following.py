@@ -197,9 +197,9 @@ def follow_command(
     """Keep a running vLLM or SGLang server on a ref's version.
 
     Each new version is fetched while the server answers; then it is paused, gets it, and goes on. On any failure it keeps the version
-    that it has. One line a version. A server that cannot be reached is told of, since when, again and again until it is back; then it gets the version that
-    it should have. With --require-signature it fetches nothing of a version that is not signed so, and takes the version
-    when it is.
+    that it has. One line a version. While a server cannot be reached, this is reported again and again, with the time since when; once
+    it is back, it gets the version that it should have. With --require-signature it fetches nothing of a version that is not signed so,
+    and takes the version when it is.
     """
     from weighbridge._reporting.reporter import EngineReporter
     from weighbridge.follow.adapters import Chosen, LoadsAhead, TakesAdapters
@@ -263,7 +263,7 @@ def follow_command(
 
 
 def _nobody(_status: AgentStatus) -> None:
-    """Is told how the engine stands where there is no file."""
+    """Discard the status: no status file was asked for."""
 
 
 def _engine(

@@ -24,7 +24,7 @@ _REQUIRED, _NONE = "required", "none"
 _HOLD, _ALLOW = "hold", "allow"
 _MOST_APPROVALS = 16
 _NAMED = 10
-"""How many versions are named that are held."""
+"""Number of held versions that are named."""
 
 
 @click.command("gate", cls=Command)
@@ -120,7 +120,7 @@ def approve_command(
     if request_id is not None:
         raise click.UsageError("--request goes with REF")
     if not reference.version:
-        model_at_number(ctx, ctx.command.params[0], reference.model)  # refuses it, in its words
+        model_at_number(ctx, ctx.command.params[0], reference.model)  # reports the parser's own error
     model = reference.model
     with client_of(server) as client:
         before = client.version(model, reference.version)

@@ -12,9 +12,9 @@ from weighbridge._core.text.extras import needs_extra
 @click.command("token", cls=Command)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, also for errors.")
 def token_command(as_json: bool) -> None:
-    """Make a token that nobody knows yet.
+    """Make a new token.
 
-    The token goes to whoever is to be known by it (WEIGHBRIDGE_TOKEN), the digest into the policy of the service (--policy).
+    Give the token to the client that it is to identify (WEIGHBRIDGE_TOKEN), and put the digest into the policy of the service (--policy).
     """
     with needs_extra("service"):
         from weighbridge_service.access.tokens import digest, new_token

@@ -81,7 +81,7 @@ def retention_command(
 ) -> None:
     """Show or set which versions of a model are kept.
 
-    A version is kept if one of the rules speaks for it, a ref names it or an engine serves it (`weighbridge engines`); the others are
+    A version is kept if one of the rules keeps it, a ref names it or an engine serves it (`weighbridge engines`); the others are
     deleted some time later. New rules replace all that were there. Without any option the rules are shown. Training states, versions
     of MODEL:training, have rules of their own, which --keep-training-last, --keep-training-every-steps and --keep-training-every-numbers set as well.
     """
@@ -132,7 +132,7 @@ def collect_command(ctx: click.Context, model: str, dry_run: bool, server: str, 
 def _show(report: Collection) -> None:
     rows: list[tuple[object, str, str]] = [
         *((v.number, "kept", _why_it_is_kept(v)) for v in report.kept),
-        *((number, "retired", "no rule, no ref and no engine speaks for it") for number in report.retired),
+        *((number, "retired", "no rule, no ref and no engine keeps it") for number in report.retired),
         *((v.number, "waits", _why_it_waits(v.until_ms, v.readers)) for v in report.waiting),
         *((v.number, "deleted", readable_size(v.nbytes)) for v in report.deleted),
         *((number, "given up", "nothing more was heard of it") for number in report.given_up),
@@ -178,8 +178,8 @@ def _why_it_waits(until_ms: int, readers: int) -> str:
 def warm_command(ctx: click.Context, model: str, server: str, as_json: bool) -> None:
     """Allocate memory ahead of a model's first pushes.
 
-    It is room that nobody has, within the service's memory budget; another model that needs it gets it. The exit code is 1 if there is
-    not as much as pushes want that follow each other.
+    The memory is free room within the service's memory budget; another model that needs it can take it. The exit code is 1 if there is
+    less than successive pushes need.
     """
     with client_of(server) as client:
         memory = client.warm(model)

@@ -217,7 +217,7 @@ def show_command(reference: Reference, with_tensors: bool, server: str, as_json:
 
 
 def _newest_state(client: EngineClient, model: str) -> Version | None:
-    """The newest training state; None of a model that has none."""
+    """Newest training state; None if the model has none."""
     try:
         return next(iter(client.versions(training_of(model), limit=1)), None)
     except NotFound:
@@ -225,7 +225,7 @@ def _newest_state(client: EngineClient, model: str) -> Version | None:
 
 
 def _kind_lines(model: Model, version: Version | None) -> list[tuple[str, str]]:
-    """What the versions of a model hold; of training states, each holds something else."""
+    """Lines on the contents of a model's versions. Training states differ from each other, so theirs give the size of the one shown."""
     if is_training(model.name):
         size = "" if version is None else f", {readable_size(version.tensor_bytes)} in the one shown"
         return [("type", f"training states{size}")]
@@ -295,8 +295,9 @@ def watch_command(
 
 
 def say_if_absent(client: EngineClient, model: str, ref: str) -> Model | None:
-    """The model, if it is registered. Says on stderr that a model is not registered, or does not have a ref, that is about to be waited for. A service that is not there, or a name
-    that no model can have, is an error now; a service that goes away later is waited out.
+    """Return the model if it is registered. Otherwise, or if it lacks a ref that the caller is about to wait for, say so on stderr.
+
+    A service that cannot be reached, or a name that no model can have, is an error now; callers wait out a service that goes away later.
     """
     found: Model | None = None
     try:
@@ -335,7 +336,7 @@ def say_if_absent(client: EngineClient, model: str, ref: str) -> Model | None:
     "chains",
     type=FILE,
     multiple=True,
-    help="File of authorities (PEM), of one of which the signer's certificate must be; likewise.",
+    help="File of authorities (PEM), one of which must have issued the signer's certificate; given several times, one of each file.",
 )
 @click.option(
     "--all", "all_versions", is_flag=True, help="Check all stored versions of the model, the newest first."
@@ -405,7 +406,7 @@ def verify_command(
 
 
 def _verify_all(client: EngineClient, model: str, progress: Progress, *, as_json: bool) -> int:
-    """Compare all stored versions of a model, one after another; the exit code."""
+    """Compare all stored versions of a model, one after another. Returns the exit code."""
     versions = [version for version in client.versions(model) if version.state.stored]
     found: list[Verification] = []
     before = done = 0

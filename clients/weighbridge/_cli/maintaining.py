@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from weighbridge_storage.stores.objects import ObjectStore
 
 _DONE = {"drop": "taken out of history", "stray": "deleted"}
-"""What `fsck` says of what it has mended, by how; otherwise that it is repaired."""
+"""Outcomes that `fsck` reports, by kind of repair; all other problems are reported as repaired."""
 
 
 @click.command("fsck", cls=Command)
@@ -106,7 +106,7 @@ class _Contents:
 
 
 def _compared(store: ObjectStore, location: str, model: CheckedModel, compared: Progress) -> _Contents:
-    """Read the contents of a model's versions, but for those that were compared in the same place before."""
+    """Read the contents of a model's versions, except those that were compared in the same place before."""
     from weighbridge_service.fsck.contents import compare_contents
 
     nbytes = versions = 0
@@ -126,7 +126,7 @@ def _compared(store: ObjectStore, location: str, model: CheckedModel, compared: 
 
 
 def _checked_json(model: CheckedModel, contents: _Contents | None) -> dict[str, Any]:
-    """A model as a JSON object; whether contents were read stands in it."""
+    """Model as a JSON object, which states whether contents were read."""
     found = model.to_json()
     if contents is None:
         return {**found, "contents_read": False}

@@ -27,25 +27,26 @@ _APART = 2
 
 
 def say(*lines: str, err: bool = False) -> None:
-    """Lines on stdout or stderr. Whatever others have written in them, such as names and reasons, is only shown: a terminal obeys nothing of
-    it, and it makes no line of its own.
+    """Print lines to stdout or stderr.
+
+    Text from elsewhere in them, such as names and reasons, is escaped: the terminal executes none of it, and it starts no line of its own.
     """
     click.echo("\n".join(map(plain, lines)), err=err)
 
 
 def print_left_out(left_out: Mapping[str, int], *, err: bool = False) -> None:
-    """Say what of a checkpoint was not taken, if there is anything: how many entries, by kind."""
+    """Report how many entries of a checkpoint were not taken, by kind; nothing if all were."""
     if left_out:
         what = ", ".join(f"{kind}: {count}" for kind, count in left_out.items())
         say(f"left out, as they are no weights of the model: {what}", err=err)
 
 
 def print_result(found: Any, as_json: bool, *lines: str, one_line: bool = False) -> None:
-    """What a command has found or done, on stdout.
+    """Print the result of a command to stdout.
 
     Args:
         found: for programs, as `print_json` takes it.
-        as_json: whether ``--json`` was said.
+        as_json: whether ``--json`` was given.
         lines: the same for people.
         one_line: whether the document is one of several.
     """
@@ -56,7 +57,7 @@ def print_result(found: Any, as_json: bool, *lines: str, one_line: bool = False)
 
 
 def print_json(value: Any, *, one_line: bool = False) -> None:
-    """One JSON document on stdout, of values and of dataclasses that are `JsonValue`. What a terminal would obey in its texts is escaped."""
+    """Print one JSON document to stdout, of values and of dataclasses that are `JsonValue`. Terminal control sequences in its texts are escaped."""
     text = json.dumps(json_value(value), indent=None if one_line else 2, ensure_ascii=False)
     if not text.isprintable():
         text = "".join(
@@ -68,7 +69,7 @@ def print_json(value: Any, *, one_line: bool = False) -> None:
 def print_table(
     columns: Sequence[str], rows: Sequence[Sequence[object]], *, below: Collection[str] = ()
 ) -> None:
-    """A table on stdout, plain text where that is not a terminal.
+    """Print a table to stdout, as plain text where that is not a terminal.
 
     Args:
         columns: their titles.
@@ -109,7 +110,7 @@ def print_table(
 
 
 def print_drawn(console: Console, *drawn: RenderableType) -> None:
-    """What rich draws, on stdout and without blanks at the ends of lines. The texts in it are `plain` ones already."""
+    """Print renderables of rich to stdout, without blanks at the ends of lines. Their texts must have passed `plain` already."""
     with console.capture() as captured:
         console.print(*drawn, sep="\n")
     click.echo("\n".join(line.rstrip() for line in captured.get().splitlines()))
@@ -124,7 +125,7 @@ def _fitted(natural: Sequence[int], room: int) -> list[int]:
 
 
 def print_error(error: WeighbridgeError, *, as_json: bool) -> None:
-    """What is wrong and what to do about it: on stderr, or as JSON on stdout."""
+    """Print an error and what to do about it: to stderr, or as JSON to stdout."""
     if as_json:
         print_json(
             {
@@ -143,7 +144,7 @@ def print_error(error: WeighbridgeError, *, as_json: bool) -> None:
 
 
 class PlainFormatter(logging.Formatter):
-    """Messages of loggers, of which a terminal obeys nothing."""
+    """Formatter of log records that escapes terminal control sequences."""
 
     def format(self, record: logging.LogRecord) -> str:
         """The message of a record, with its traceback if there is one."""
@@ -155,11 +156,11 @@ def progress_bar(what: str, *, counted: bool = False) -> Iterator[Callable[[int,
     """A progress bar on stderr while the block runs; none where that is not a terminal.
 
     Args:
-        what: is being done.
-        counted: whether it goes on in things instead of bytes.
+        what: name of the work.
+        counted: whether progress is counted in things instead of bytes.
 
     Yields:
-        Call it with bytes, or things, done and in all.
+        A function to call with the bytes, or things, done and in all.
     """
     if not sys.stderr.isatty():
         yield lambda _done, _total: None
@@ -188,14 +189,14 @@ def progress_bar(what: str, *, counted: bool = False) -> Iterator[Callable[[int,
 
 @contextmanager
 def progress_phases(what: str, first: str) -> Iterator[Callable[[str, int, int], None]]:
-    """A line on stderr that names the phase of something while the block runs, and how long it has taken; none where that is not a terminal.
+    """A line on stderr that names the current phase while the block runs, and how long it has taken; no line where stderr is not a terminal.
 
     Args:
-        what: is being done.
+        what: name of the work.
         first: its first phase.
 
     Yields:
-        Call it with a phase, and with the bytes done and in all of it; 0 and 0 of a phase that does not count any.
+        A function to call with a phase, and with its bytes done and in all; 0 and 0 for a phase that counts none.
     """
     if not sys.stderr.isatty():
         yield lambda _phase, _done, _total: None

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 
 _FIRST_PHASE = "registering and copying"
-"""Until the version has a number, and its service says what it is at."""
+"""Phase until the version has a number, and its service reports a phase."""
 _FOLDER = click.Path(file_okay=False, path_type=Path)
 
 
@@ -43,7 +43,7 @@ _NO_WEIGHT_MAP = click.option(
 
 
 def _push_options(function: F) -> F:
-    """Add what is said of a version that is pushed."""
+    """Add the options that describe a pushed version."""
     for option in (
         click.option(
             "--metadata",
@@ -329,7 +329,7 @@ def _tell_of_casts(handle: PushHandle) -> None:
 
 
 def _pushed(client: TrainerClient, model: str, push: Callable[[], PushHandle]) -> tuple[Version, PushHandle]:
-    """Push, and wait until the version is durable; a push that fails or is interrupted is given up at once."""
+    """Push, and wait until the version is durable. A push that fails or is interrupted is aborted at once."""
     with progress_phases(f"pushing {model}", _FIRST_PHASE) as update:
         handle = push()
         return _finish(client, handle, handle.model, lambda version: update(*phase_of(version))), handle

@@ -25,12 +25,12 @@ from weighbridge.errors import DataLoss, FailedPrecondition, LayoutError
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """Where in a file the bytes of a shard lie: in runs of one length, at one distance from each other.
+    """Position of a shard's bytes in a file: runs of equal length at a constant distance.
 
     Attributes:
-        offset: of the first run.
+        offset: offset of the first run in bytes.
         run: bytes of a run.
-        distance: from the beginning of a run to that of the next, in bytes.
+        distance: bytes from the beginning of a run to the beginning of the next.
     """
 
     offset: int
@@ -40,11 +40,11 @@ class Runs:
 
 @dataclass(frozen=True)
 class RankFile:
-    """How the shards of a stream lie in a file.
+    """Layout of a stream's shards in a file.
 
     Attributes:
         header: the file's first bytes.
-        places: where in the file each placement of the stream lies.
+        places: position of each placement of the stream in the file.
         nbytes: size of the file.
     """
 
@@ -54,7 +54,7 @@ class RankFile:
 
 
 def describe(part: TensorParallel, dtype: str | None) -> tuple[str, dict[str, str]]:
-    """Name of the file of an engine's rank, and what its ``__metadata__`` says about the rank.
+    """Name of the file of an engine's rank, and the entries of its ``__metadata__`` about the rank.
 
     Args:
         part: what the rank holds.

@@ -62,7 +62,7 @@ def _number(reference: Reference, why_no_ref: str) -> int:
 
 
 def _confirm(client: Client, model: str, as_json: bool) -> None:
-    """Have the name typed again. Raises click.UsageError where nobody can."""
+    """Ask the user to type the name again. Raises click.UsageError if there is no terminal to ask at."""
     if as_json or not _at_a_terminal():
         raise click.UsageError(f"this deletes {model} with all of its versions: confirm it with --yes")
     found, count = client.model(model), len(client.versions(model))
@@ -83,7 +83,8 @@ def _at_a_terminal() -> bool:
 def abort_command(reference: Reference, reason: str, server: str, as_json: bool) -> None:
     """Abort a version that is being received.
 
-    Its ranks are told so. A version that is visible and cannot be made durable can be given up, too. `weighbridge versions MODEL --all` lists what is being received.
+    Its ranks are notified. A version that is visible but cannot be made durable can be aborted, too. `weighbridge versions MODEL --all`
+    lists what is being received.
     """
     number = _number(
         reference,

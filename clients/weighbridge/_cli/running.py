@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 
 RETRY_SECONDS = 5.0
-"""How long a command tries to reach the service: someone is waiting for the answer."""
+"""Time for which a command tries to reach the service: a user is waiting for the answer."""
 
 
 def client_of(server: str) -> Client:
@@ -54,7 +54,7 @@ class Command(click.Command):
         except WeighbridgeError as error:
             problem = error
         except BrokenPipeError:
-            raise  # not an error: whoever reads the output has seen enough
+            raise  # not an error: the program that reads the output has closed the pipe
         except OSError as error:
             where = f"{error.filename}: " if error.filename is not None else ""
             allow = "let this user read and write there (ls -ld says who may), or name another place"
@@ -89,7 +89,7 @@ engine_key_option = click.option(
 
 
 def end_tidily() -> None:
-    """Let SIGTERM end the command as an error would: what it has begun is undone."""
+    """Let SIGTERM end the command as an error would, so that what it has begun is undone."""
 
     def end(number: int, _frame: object) -> None:
         raise SystemExit(128 + number)

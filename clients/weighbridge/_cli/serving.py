@@ -92,7 +92,7 @@ from weighbridge._core.text.extras import needs_extra
     type=WholeNumber(min=0),
     metavar="UID",
     help="A user, besides the service's own, whose trainers write weights to the service's memory themselves; can be given several times. "
-    "Others push by gRPC. Who is lent memory for writing could change it later: trust whom you would let run as the service's user.",
+    "Others push by gRPC. These users could change that memory later: name only those whom you would let run as the service's user.",
 )
 @click.option(
     "--receive-timeout",
@@ -180,7 +180,7 @@ from weighbridge._core.text.extras import needs_extra
 @click.option(
     "--policy",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Who may do what (TOML; docs/access.md). Read again when it changes.  [default: whoever reaches the service may do everything]",
+    help="Who may do what (TOML; docs/access.md). Read again when it changes.  [default: every client that reaches the service may do everything]",
 )
 @click.option(
     "--audit",

@@ -1,4 +1,4 @@
-"""Commands about signatures of versions: sign, signatures; and what verify and follow are told to trust."""
+"""Commands about signatures of versions: sign, signatures; and the trusted keys of verify and follow."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _PASSWORD = "WEIGHBRIDGE_KEY_PASSWORD"  # noqa: S105  # the name of a variable
 
 
 def trusted(paths: Iterable[Path]) -> tuple[Trusted, ...]:
-    """What files of public keys and authorities hold, each of which must have signed."""
+    """Keys and authorities in files, each of which must have signed."""
     from weighbridge._signing.trust import Trusted
 
     return tuple(map(Trusted.of_file, paths))

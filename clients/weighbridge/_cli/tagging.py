@@ -71,7 +71,7 @@ def named_request(
     """The request of this name; without one, what is asked for a ref now.
 
     Raises:
-        FailedPrecondition: there is none, or it is for something else than that the ref names the version of ``reference``, if that has one.
+        FailedPrecondition: there is no such request, or ``reference`` names a version and the request is not to set the ref to that one.
     """
     model = reference.model
     found = next(
@@ -98,7 +98,7 @@ def named_request(
 
 
 def outcome_lines(request: RefRequest) -> list[str]:
-    """What has become of a request, and what to do next."""
+    """Lines on the outcome of a request, and on the next step."""
     model, ref = request.model, request.ref
     if request.pending:
         others = "another identity" if request.missing == 1 else f"{request.missing} other identities"

@@ -24,9 +24,9 @@ class Cut(NamedTuple):
     """A cut of an axis over the ranks along one axis of a mesh.
 
     Attributes:
-        ranks: how many there are.
-        rank: which of them, from 0.
-        pieces: into which the axis is cut before, each to be cut over the ranks; 1 but for a ``_StridedShard``.
+        ranks: number of ranks.
+        rank: this rank, from 0.
+        pieces: number of pieces into which the axis is cut first, each of which is then cut over the ranks; 1 except for a ``_StridedShard``.
     """
 
     ranks: int
@@ -36,9 +36,9 @@ class Cut(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)  # layers are cut alike
 def runs_after(length: int, cuts: tuple[Cut, ...]) -> tuple[tuple[int, int], ...]:
-    """What cuts, one after the other, leave of an axis: runs of indexes, the first of each and one past its last, in order.
+    """Runs of indexes that the cuts, one after the other, leave of an axis: the first index of each and one past its last, in order.
 
-    The work goes by the pieces, and not by the length, which may be what a file claims.
+    The work depends on the number of pieces, and not on the length: a file may claim any length.
     """
     left = [(0, length)] if length else []
     for cut in cuts:
@@ -47,7 +47,7 @@ def runs_after(length: int, cuts: tuple[Cut, ...]) -> tuple[tuple[int, int], ...
 
 
 def _parts(length: int, cut: Cut) -> Iterator[tuple[int, int]]:
-    """Where in so many indexes those are that a cut leaves, in order."""
+    """Parts of ``length`` indexes that a cut leaves to the rank, in order."""
     size = -(-length // cut.pieces)
     for begin in range(0, length, size or 1):
         end = min(begin + size, length)
@@ -57,7 +57,7 @@ def _parts(length: int, cut: Cut) -> Iterator[tuple[int, int]]:
 
 
 def _between(runs: Iterable[tuple[int, int]], parts: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """What of runs lies in parts, which say it by positions in all runs together; both in order."""
+    """Intersections of runs with parts, which are positions in all runs together; both are in order."""
     at, left = 0, iter(runs)
     start, stop = next(left, (0, 0))
     for first, last in parts:
@@ -72,7 +72,7 @@ def _between(runs: Iterable[tuple[int, int]], parts: Iterable[tuple[int, int]]) 
 
 
 def _joined(runs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Runs of which none goes on where the one before it ends."""
+    """Runs, of which adjacent ones are joined."""
     joined: list[tuple[int, int]] = []
     for start, stop in runs:
         if joined and joined[-1][1] == start:
@@ -173,7 +173,7 @@ def local_tensor(tensor: Any) -> torch.Tensor:
 
 
 def _is_dtensor(tensor: torch.Tensor) -> bool:
-    # only who has imported it can have one, and the import takes half a second
+    # only a process that has imported the module can have a DTensor, and the import takes half a second
     api = sys.modules.get("torch.distributed.tensor")
     return api is not None and isinstance(tensor, api.DTensor)
 

@@ -1,4 +1,4 @@
-"""Ranges of a flat tensor's elements, as boxes of what the tensor is the memory of: what is left to a rank of ZeRO, and of Megatron's distributed optimizer."""
+"""Boxes of a tensor whose elements lie in a range of flat memory: the part of a rank under ZeRO, or under Megatron's distributed optimizer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StridedView:
-    """Where the elements of a tensor lie in the flat memory of another one.
+    """Position of a tensor's elements in the flat memory of another tensor.
 
     Attributes:
         shape: its extent.
@@ -34,7 +34,7 @@ class StridedView:
 
 
 class Part(NamedTuple):
-    """A box of a view, all of whose elements lie in a range of the memory that the view is of.
+    """Box of a view. All of its elements lie in a range of the memory that the view is of.
 
     Attributes:
         box: in the coordinates of the view.

@@ -46,7 +46,7 @@ _NAMED = 20
 
 @dataclass(frozen=True)
 class HeadBeside:
-    """Output head beside an embedding of its shape and dtype, of which the config does not say whether it ties them: that is up to the model's class.
+    """Output head beside an embedding of its shape and dtype. The config does not state whether they are tied: that depends on the model's class.
 
     Attributes:
         head: its name.
@@ -193,7 +193,7 @@ def _remarks(folder: Path, found: safetensors_files.FolderFiles) -> tuple[str, .
 
 
 class StandIns:
-    """Tensors that have no data, in address space that is never touched: where one of them lies, or a view of it, says which bytes of the files it stands for.
+    """Tensors without data, in address space that is never touched. The address of one, or of a view of it, identifies the bytes of the files.
 
     Args:
         files: the tensors, and where they lie.
@@ -331,7 +331,7 @@ def same(buffers: Mapping[str, OpenFile], one: Placement, other: Placement) -> b
 
 
 def tied_copies(config_json: bytes, tensors: Mapping[str, TensorSpec]) -> dict[str, str]:
-    """Tensors that a config ties to another one and that are there all the same, each with that one.
+    """Tensors that a config ties to another tensor and that are in the files nevertheless, each with that other tensor.
 
     Published folders have such copies: transformers leaves them out when it writes, and ignores them when it reads.
     """
@@ -346,7 +346,7 @@ def _says_tied(config_json: bytes) -> bool | None:
         text = config.get("text_config") or {}
         said = config.get("tie_word_embeddings", text.get("tie_word_embeddings"))
     except (ValueError, AttributeError, RecursionError):
-        return None  # whoever reads the config for its own sake says what is wrong with it
+        return None  # the code that reads the config itself reports what is wrong with it
     return said if isinstance(said, bool) else None
 
 

@@ -1,7 +1,7 @@
 """Shares of tensors that all ranks of a framework gather: whole ones, one after another, each gone when the next one is asked for.
 
-Every rank is given the same tensors, and takes its share of each. So what has been gathered is copied once, by all ranks at a time, and none
-holds more than the tensor that it is being given.
+Every rank receives the same tensors, and takes its share of each. So each gathered tensor is copied once, by all ranks at the same
+time, and no rank holds more than the tensor that it is receiving.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     import torch
 
 LEAST_SHARE_BYTES = 256 << 10
-"""What a rank takes of a tensor at the least: smaller copies cost more than they carry."""
+"""Least bytes that a rank takes of a tensor: smaller copies cost more than they carry."""
 _WORD_BYTES = 8
 _WORDS_AT_ONCE = 1 << 22
 
@@ -89,7 +89,7 @@ class Passing(NamedTuple):
 
 
 class GatheredShards:
-    """The shards that a rank is to push, of tensors that pass by. They can be gone through once.
+    """Shards that a rank is to push, of tensors that pass by. They can be iterated once.
 
     Names are understood as `push_state_dict` does. Left out are rotary frequencies, and copies of tied tensors, whose bytes are compared.
 
@@ -126,7 +126,7 @@ class GatheredShards:
 
     @property
     def casts(self) -> tuple[int, int]:
-        """How many tensors were cast on the way, and how many of these casts are exact; once they have passed by."""
+        """Number of tensors that were cast on the way, and number of these casts that are exact; final once all have passed by."""
         return len(self._casts), sum(self._casts.values())
 
     def parts(self) -> Iterator[Passing]:
@@ -214,8 +214,9 @@ class GatheredShards:
 class _Ties:
     """Names that the model does not have, and whether they are copies of its embedding: a head that is tied to it.
 
-    Each rank compares a share of the rows, so that all together compare everything. A model that has a head beside the embedding has none that is
-    tied. Where the embedding is on another rank, as in the first of several pipeline stages, what has its shape is taken for a copy.
+    Each rank compares a share of the rows, so that all ranks together compare everything. A model that has a head beside the embedding
+    has no tied head. Where the embedding is on another rank, as in the first of several pipeline stages, every tensor of its shape
+    counts as a copy.
     """
 
     def __init__(
@@ -232,12 +233,12 @@ class _Ties:
         self._unknown: list[tuple[str, _Digest | None]] = []
 
     def known(self, name: str, value: torch.Tensor) -> None:
-        """Take note of a tensor that the model has."""
+        """Record a tensor that the model has."""
         if self._embedding is not None and name == self._embedding.name:
             self._given = self._digest(value)
 
     def unknown(self, name: str, value: torch.Tensor) -> None:
-        """Take note of one that it does not have."""
+        """Record a tensor that the model does not have."""
         if not name.endswith("inv_freq"):
             alike = self._embedding is not None and tuple(value.shape) == self._embedding.shape
             if alike and self._elsewhere:
@@ -245,7 +246,7 @@ class _Ties:
             self._unknown.append((name, self._digest(value) if alike else None))
 
     def unmatched(self) -> list[str]:
-        """The names of those that are no copies."""
+        """Names of the recorded tensors that are no copies."""
         given = None if self._given is None else self._given.value()
         return [name for name, digest in self._unknown if digest is None or digest.value() != given]
 
@@ -257,7 +258,7 @@ class _Ties:
 
 @dataclass(frozen=True, slots=True)
 class _Digest:
-    """Digest of a tensor: XXH3 of its bytes; on a GPU, sums of its words with random weights, for which nobody waits until they are compared."""
+    """Digest of a tensor: XXH3 of its bytes; on a GPU, sums of its words with random weights, which no thread waits for until they are compared."""
 
     dtype: torch.dtype
     found: bytes | torch.Tensor
@@ -273,7 +274,7 @@ class _Digest:
         return _Digest(tensor.dtype, _sums(octets))
 
     def value(self) -> object:
-        """What is equal for equal tensors."""
+        """Value that is equal for equal tensors."""
         found = self.found if isinstance(self.found, bytes) else tuple(self.found.tolist())
         return self.dtype, found
 
@@ -307,7 +308,7 @@ class OpenPassing:
 
     Attributes:
         make: of the layout of these.
-        buffer_bytes: host memory for what of them goes by gRPC.
+        buffer_bytes: host memory for the part of them that is sent by gRPC.
     """
 
     make: Callable[[Layout], GatheredShards]

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def unwritable(path: Path, error: OSError) -> WeighbridgeError:
-    """What to raise where the operating system refuses to write."""
+    """Error to raise where the operating system refuses to write."""
     text = f"{path} cannot be written: {error.strerror}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return ResourceExhausted(text, fix="make room and try again")

@@ -177,13 +177,13 @@ def as_registered(
 
 
 _ADVICE = (
-    "pass what Megatron-core's model.sharded_state_dict() returns; a torch module or state dict, also of FSDP2, goes by push_state_dict "
+    "pass what Megatron-core's model.sharded_state_dict() returns; for a torch module or state dict, also of FSDP2, use push_state_dict "
     "and restore_state_dict"
 )
 
 
 def _check_installed() -> None:
-    """Raise FailedPrecondition without Megatron-core: then nobody can have a sharded state dict."""
+    """Raise FailedPrecondition without Megatron-core, since no sharded state dict can exist then."""
     if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
         raise FailedPrecondition("megatron-core is not installed", fix=_ADVICE)
 

@@ -5,7 +5,7 @@ expert and projection. A form says which box of a file's tensor each box of the 
 filled without a copy. Source of the conventions: ``conversion_mapping`` of transformers 5.23.
 
 - ``experts.gate_up_proj`` ``[experts, 2 * width, hidden]``: of each expert ``gate_proj`` and ``up_proj``, or ``w1`` and ``w3``.
-- ``experts.down_proj`` ``[experts, hidden, width]``: of each expert ``down_proj``, or ``w2``; without gates ``experts.up_proj`` likewise.
+- ``experts.down_proj`` ``[experts, hidden, width]``: of each expert ``down_proj``, or ``w2``; without gates, ``experts.up_proj`` is formed in the same way.
 - Both may have their last two axes swapped, and so may tensors that the files themselves have stacked. Where the two lengths are equal they
   are taken as they are, as transformers does.
 - ``gate_up_proj.weight`` ``[2 * width, hidden]``: ``gate_proj.weight`` and ``up_proj.weight``.
@@ -65,7 +65,7 @@ _ENDINGS = (
         ".mlp.gate.moe_statics.e_score_correction_bias",
     ),
 )
-"""What names have in files, and what transformers 5 has for it in memory."""
+"""Endings of names in files, and the endings that transformers 5 gives them in memory."""
 
 
 class Member(NamedTuple):

@@ -1,4 +1,4 @@
-"""Misfits between tensors that are given and those of a model, in words: what is one mistake is told as one. Pure."""
+"""Misfits between given tensors and those of a model, as text. Tensors with the same mistake share a line. Pure."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import NamedTuple
 from weighbridge.errors import LayoutError
 
 _LIKE = 3
-"""From how many on tensors that are wrong in the same way are told in one line."""
+"""Number of tensors with the same mistake from which they share a line."""
 
 
 class Misfit(NamedTuple):
-    """What is wrong with one tensor.
+    """Mistake in one tensor.
 
     Attributes:
-        text: says it, with the tensor's name.
-        alike: says it of several, behind their names; empty where each is a case of its own.
-        name: of the tensor.
+        text: message, with the tensor's name.
+        alike: message for several tensors, which follows their names; empty where each tensor is a case of its own.
+        name: name of the tensor.
     """
 
     text: str
@@ -42,7 +42,7 @@ def told(misfits: Iterable[Misfit]) -> list[str]:
 
 
 def common_prefix(names: Iterable[str], model: Collection[str]) -> str | None:
-    """What stands before a model's names in names that are given; None if it is several things, or nothing."""
+    """Prefix before a model's names in the given names; None if there are several prefixes, or none."""
     found: set[str] = set()
     for parts in (name.split(".") for name in names):
         ends = (end for end in range(1, len(parts)) if ".".join(parts[end:]) in model)
@@ -51,7 +51,7 @@ def common_prefix(names: Iterable[str], model: Collection[str]) -> str | None:
 
 
 def check_prefix(unknown: Sequence[str], model: Collection[str]) -> None:
-    """Refuse names that the model has but for what stands before all of them, in what is given or in the model.
+    """Refuse names that differ from the model's only by a common prefix, in the given names or in the model's.
 
     Args:
         unknown: names that the model does not have.

@@ -28,7 +28,7 @@ class PassingChunks:
 
     Args:
         stream: layout of the rank's shards.
-        streamed: which parts of it go by gRPC.
+        streamed: parts of it that are sent by gRPC.
         staging: where buffers come from.
         nbytes: of both buffers.
         send: called in another thread, for one chunk at a time.
@@ -57,7 +57,7 @@ class PassingChunks:
             self._chunk.release()
 
     def take(self, passing: Passing) -> None:
-        """Copy shards, of what goes by gRPC. Raises what the sending of an earlier chunk has raised."""
+        """Copy the parts of shards that are sent by gRPC. Raises the error of an earlier chunk's sending."""
         part = self._stream.select(passing.indexes)
         for index, place in zip(passing.indexes, part.placements, strict=True):
             placement = self._stream.placements[index]
@@ -124,11 +124,11 @@ class _Chunk(StreamSource):
 
     @property
     def ranges(self) -> Ranges:
-        """Which parts there are, sorted."""
+        """Ranges of the stream that the chunk holds, sorted."""
         return [(start, stop) for start, stop, _ in self._parts]
 
     def add(self, start: int, stop: int) -> Bytes:
-        """Where these bytes of the stream are to be written."""
+        """Buffer for these bytes of the stream, for the caller to fill."""
         bisect.insort(self._parts, (start, stop, self._used))
         into = self._buffer[self._used : self._used + stop - start]
         self._used += stop - start

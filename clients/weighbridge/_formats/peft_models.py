@@ -30,7 +30,7 @@ APART = (
 
 def has_adapters(module: torch.nn.Module) -> bool:
     """Whether peft has wrapped the module, or layers of it."""
-    if "peft" not in sys.modules:  # nobody has made one
+    if "peft" not in sys.modules:  # peft was never imported, so no module has its adapters
         return False
     from peft import PeftModel
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -39,8 +39,8 @@ def has_adapters(module: torch.nn.Module) -> bool:
 
 
 def peft_model_in(module: Any) -> Any:
-    """The ``PeftModel`` that a module is, or in what DDP or torch.compile have made of one; None if there is none."""
-    if "peft" not in sys.modules:  # it has made none in this process
+    """The ``PeftModel`` that a module is, or that DDP or torch.compile have wrapped; None if there is none."""
+    if "peft" not in sys.modules:  # it was never imported, so there is none
         return None
     from peft import PeftModel
 
@@ -57,7 +57,7 @@ def merged_entries(
     """The entries of its state dict that are the model's, by the names that they have without adapters.
 
     Weights below active adapters that are not merged are merged into copies, a layer at a time; of a layer whose tensors are DTensors that
-    is a collective. Of modules that an adapter replaces as a whole (``modules_to_save``), the active adapter's stand for the model's.
+    is a collective. For modules that an adapter replaces as a whole (``modules_to_save``), the active adapter's tensors replace the model's.
 
     Args:
         module: one with adapters.
@@ -209,7 +209,7 @@ def _check_not_tied(module: torch.nn.Module, apart: Mapping[str, Any]) -> None:
 def _merged_copy(name: str, layer: Any) -> Mapping[str, torch.Tensor]:
     """The state dict of a layer as peft merges it. Only what lies below the adapters is copied.
 
-    DTensors are merged whole, and cut again: peft replaces ``weight.data``, of which a DTensor takes no notice.
+    DTensors are merged whole, and cut again: peft replaces ``weight.data``, which has no effect on a DTensor.
     """
     import torch
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -322,7 +322,7 @@ def _own_name(module: torch.nn.Module, parts: list[str]) -> str | None:
 
 
 def _unwrapped(module: torch.nn.Module | None, part: str) -> torch.nn.Module | None:
-    """The module of which a name speaks: inside of those that names of a state dict leave out, as activation checkpointing's."""
+    """Module that a part of a name refers to, inside the wrappers that names of a state dict leave out, as those of activation checkpointing."""
     while module is not None and not _has(module, part) and len(module._modules) == 1:
         (module,) = module._modules.values()
     return module
@@ -333,7 +333,7 @@ def _has(module: torch.nn.Module, part: str) -> bool:
 
 
 def _saved_in(wrapper: Any) -> list[str]:
-    """Where the module lies that a wrapper computes with."""
+    """Path, inside a wrapper, of the module that it computes with."""
     active = (
         []
         if wrapper.disable_adapters

@@ -34,7 +34,7 @@ class PlacedPart(NamedTuple):
 class PushCounts:
     """Counts of one rank's push. Thread-safe.
 
-    An element counts as often as it lies in the version's files: so the counts of all ranks come to what the service finds there.
+    An element counts as often as it lies in the version's files, so that the counts of all ranks add up to what the service finds there.
 
     Args:
         stream: the shards.
@@ -51,7 +51,7 @@ class PushCounts:
         self._parts: _Parts | None = None
 
     def add(self, counts: Sequence[int] | None) -> None:
-        """Take the counts of what was written of each shard; None if nobody has counted."""
+        """Add the counts of written elements, one for each shard; None if they were not counted."""
         with self._lock:
             if counts is None:
                 self._complete = False
@@ -59,18 +59,18 @@ class PushCounts:
                 self._found += np.array(counts, np.int64)
 
     def add_of(self, counts: Mapping[int, int]) -> None:
-        """Take the counts of what was written of some shards, by their indexes."""
+        """Add the counts of written elements of some shards, by their indexes."""
         with self._lock:
             for index, count in counts.items():
                 self._found[index] += count
 
     def take(self, start: int, data: Buffer, read: Callable[[int, int], Buffer]) -> None:
-        """Count in a piece of the stream what no earlier one has brought: pieces are sent again where a stream breaks.
+        """Count the elements of a piece that no earlier piece contained: pieces are sent again after a stream breaks.
 
         Args:
             start: its first byte in the stream.
             data: the piece, cut anywhere.
-            read: gives other bytes of the stream, for an element that ends behind the piece.
+            read: reads other bytes of the stream, for an element that ends behind the piece.
         """
         with self._lock:
             fresh = self._counted.claim(start, start + len(data))
@@ -84,13 +84,13 @@ class PushCounts:
 
     @property
     def total(self) -> int | None:
-        """All that were counted so far; None if something was not."""
+        """Number of non-finite elements so far; None if some elements were not counted."""
         with self._lock:
             return int(self._found.sum()) if self._complete else None
 
     @property
     def by_tensor(self) -> dict[str, int]:
-        """The same by the names of the tensors that have any, in the order of the stream."""
+        """Numbers of non-finite elements by tensor, for tensors that have any, in the order of the stream."""
         with self._lock:
             found = {int(index): int(self._found[index]) for index in np.flatnonzero(self._found)}
         counts: dict[str, int] = {}
@@ -134,7 +134,7 @@ class _Parts:
     def count(
         self, first: int, last: int, start: int, data: Buffer, read: Callable[[int, int], Buffer]
     ) -> list[tuple[int, int]]:
-        """How many of the elements that begin in a range are non-finite, as often as they count: index of the shard, and count.
+        """Numbers of non-finite elements among those that begin in a range, as often as they count: index of the shard, and number.
 
         Args:
             first, last: the range; lies in the piece.

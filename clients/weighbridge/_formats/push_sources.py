@@ -52,7 +52,7 @@ class ShardSource(ABC):
 
     @abstractmethod
     def stage(self, ranges: Ranges) -> StreamSource:
-        """These parts of the stream that the shards form; released by itself."""
+        """Source of these parts of the stream that the shards form, which the caller releases separately."""
 
     @abstractmethod
     def write(
@@ -79,11 +79,11 @@ class ShardSource(ABC):
 
     @abstractmethod
     def release(self) -> None:
-        """They are needed no more."""
+        """Release the shards, which are needed no more."""
 
     @property
     def casts(self) -> tuple[int, int]:
-        """How many tensors are cast on the way, and how many of them to a dtype that has all their own numbers. By itself, none."""
+        """Number of tensors that are cast on the way, and number of them whose new dtype has all numbers of their own. Both are 0 by default."""
         return 0, 0
 
 
@@ -129,7 +129,7 @@ class StreamSource(ShardSource):
         return _Shifted(self, self._layout, shifts)
 
     def release(self) -> None:
-        """See `ShardSource.release`. By itself, nothing is held."""
+        """See `ShardSource.release`. Nothing is held by default."""
 
 
 class _Shifted(StreamSource):

@@ -13,16 +13,18 @@ from weighbridge._formats.push_sources import OpenSource
 from weighbridge.v1 import checkpoint_service_pb2 as pb
 
 _STAGED_BYTES = 64 << 20
-"""How much of the shards is copied out at one time."""
+"""Bytes of shards that are copied out at one time."""
 _SAMPLE_BYTES = 64 << 10
 _SAMPLED = 16
-"""Each push compares parts of one in so many shards."""
+"""Number of shards of which each push compares parts of one."""
 _MOST = 60_000
 """Checksums in one message."""
 
 
 class ReplicaChecksums:
-    """What a client says of shards that other ranks hold, too: all of them until a version with these shards is visible, samples later. Thread-safe."""
+    """Checksums that a client sends of shards that other ranks hold, too: of all bytes until a version with these shards is visible, of
+    samples later. Thread-safe.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -41,16 +43,16 @@ class ReplicaChecksums:
         """The checksums for one push.
 
         Args:
-            model: which model.
-            number: of the version: all ranks sample the same parts.
+            model: ``namespace/name``.
+            number: number of the version: all ranks sample the same parts.
             layout: the shards that the rank holds.
-            shared: which of them others hold, too; indexes.
+            shared: indexes of those that other ranks hold, too.
             open_source: of shards by index, as for the push.
             is_visible: whether a version of the model, by its number, has become visible.
         """
         if not shared:
             return []
-        # samples in each case: other ranks may have compared all before
+        # samples in any case: other ranks may have compared all bytes before
         found = [_sample(layout, index, number) for index in shared]
         parts = [part for part in found if part is not None]
         # by these shards alone: what no other rank holds may have another size in each push
@@ -63,7 +65,7 @@ class ReplicaChecksums:
         ]  # fmt: skip
 
     def _agreed(self, key: tuple[str, str], number: int, is_visible: Callable[[int], bool]) -> bool:
-        """Whether all ranks have been found to hold the same: a version of which all was compared is visible."""
+        """Whether all ranks were found to hold the same shards: a version for which all bytes were compared is visible."""
         with self._lock:
             compared = self._compared.setdefault(key, number)
             agreed = key in self._known

@@ -38,7 +38,7 @@ DEFAULT_SHARD_BYTES = 5_000_000_000
 MAX_HEADER_BYTES = 100_000_000
 """The limit that safetensors' own reader has."""
 _SHARDING = "DCP_SHARDING_INFO"
-"""Key in the metadata of headers under which torch's HuggingFaceStorageWriter notes where parts of tensors begin."""
+"""Key in the metadata of headers under which torch's HuggingFaceStorageWriter records where parts of tensors begin."""
 _ALIGNMENT = 8
 _LARGEST = (1 << 63) - 1
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,200}\.safetensors")
@@ -189,7 +189,7 @@ def read_header(
 
 
 def _texts(metadata: Any) -> dict[str, str]:
-    """What is text in the metadata of a header; readers differ in whether they refuse the rest."""
+    """Texts in the metadata of a header, without other values, which not all readers refuse."""
     found = metadata.items() if isinstance(metadata, dict) else ()
     return {key: value for key, value in found if isinstance(value, str)}
 
@@ -246,7 +246,7 @@ class FolderFiles:
         layout: the tensors, by their names without those of wrappers, and where they lie. Buffers are named like the files.
         buffers: the files, open for reading.
         left_out: names of safetensors files in the folder that are not the model's.
-        wrapped: how many names had those of wrappers in them.
+        wrapped: number of names that contained names of wrappers.
     """
 
     layout: Layout
@@ -256,7 +256,7 @@ class FolderFiles:
 
 
 def read_folder(folder: Path, *, by_path: bool = False) -> FolderFiles:
-    """Open the weights in an HF folder, and compare what it says of itself: its index, the names of its files, their headers.
+    """Open the weights in an HF folder, and compare its index, the names of its files and their headers.
 
     Args:
         folder: the folder.
@@ -280,7 +280,7 @@ def read_folder(folder: Path, *, by_path: bool = False) -> FolderFiles:
 
 
 def _offsets_of_parts(file: TensorFile) -> dict[str, list[int]]:
-    """Where the parts of tensors in a file begin, as torch's HuggingFaceStorageWriter notes it. Raises DataLoss if that cannot be read."""
+    """Offsets of the parts of tensors in a file, as torch's HuggingFaceStorageWriter records them. Raises DataLoss if they cannot be read."""
     noted = file.metadata.get(_SHARDING)
     if noted is None:
         return {}
@@ -303,7 +303,7 @@ def map_folder(folder: Path) -> dict[str, OpenFile]:
 
 
 def _weights_in(folder: Path) -> tuple[tuple[str, ...], tuple[str, ...], Mapping[str, str]]:
-    """The files that hold a folder's weights, the safetensors files besides, and its index, which is empty if there is none."""
+    """Files that hold a folder's weights, the other safetensors files in it, and its index, which is empty if there is none."""
     if not folder.is_dir():
         raise NotFound(f"there is no folder {folder}")
     there = [path.name for path in folder.glob("*.safetensors")]

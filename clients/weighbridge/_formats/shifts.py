@@ -18,19 +18,19 @@ from weighbridge._core.dtypes import DType
 
 Bytes = NDArray[np.uint8]
 Shifts = Mapping[str, float]
-"""What is added to each element of some tensors, by their names."""
+"""Constants that are added to each element of some tensors, by the tensors' names."""
 NO_SHIFTS: Shifts = MappingProxyType({})
 _SIGNIFICAND_CUT = 16
 """Bits by which the significand of a float32 is longer than that of a bfloat16."""
 
 
 def shifted(data: bytes | memoryview | Bytes, dtype: DType, shift: float) -> Bytes:
-    """Elements with a constant added to each.
+    """Add a constant to each element.
 
     Args:
         data: whole elements; at any address.
         dtype: of the elements: floating-point numbers of 16 bits or more.
-        shift: what is added; a float32.
+        shift: the constant; a float32.
 
     Returns:
         As many bytes, in memory of their own.

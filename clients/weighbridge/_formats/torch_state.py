@@ -29,22 +29,22 @@ if TYPE_CHECKING:
     import torch
 
 ALLOW, EXACT, NEVER = CASTS = ("allow", "exact", "never")
-"""What is done with a tensor of another floating-point dtype than the model's: it is cast; cast if that is exact; refused."""
+"""Rules for a tensor of another floating-point dtype than the model's: it is cast; cast if that is exact; refused."""
 NAMED = 20
-"""How many problems an error names; it counts them all."""
+"""Number of problems that an error names; it counts them all."""
 _ASKS = "a pull brings another dtype if it is asked to: pull(..., dtype='bf16')"
 _NOT_ALLOWED, _NOT_EXACT = "casts are not allowed", "the cast would not be exact"
 
 
 @dataclass(frozen=True)
 class TorchShards:
-    """What one rank holds of a model.
+    """Part of a model that one rank holds.
 
     Attributes:
         layout: the shards as one stream, in Hugging Face's tensor space; with the dtypes of the model, not of the tensors.
         tensors: the tensor of each shard, of the extent of its box, in its own dtype; they alias those that were given.
         cast: tensors of another floating-point dtype than the model's.
-        unknown: names that were given and the model does not have.
+        unknown: given names that the model does not have.
         absent: tensors of the model that were not given.
     """
 
@@ -92,10 +92,10 @@ def torch_shards(
         filled: whether the tensors take what the model has, instead of giving what it gets. Copies that this rank holds besides its shards,
             as ZeRO-3 keeps them of small parameters, are among them then.
         merge: whether adapters of a module are merged into copies of the weights below. If not, these stand for them, as a check needs no more.
-        of: what is said of the model in errors: its name.
+        of: the model's name in errors.
 
     Raises:
-        InvalidArgument: ``state`` or ``cast`` is none of these.
+        InvalidArgument: ``state`` is of another type, or there is no such ``cast``.
         LayoutError: names, shapes, dtypes or placements contradict the model, or LoRA adapters cannot be merged.
     """
     import torch
@@ -112,7 +112,7 @@ def torch_shards(
 
 
 def adapter_forms(state: Mapping[str, torch.Tensor]) -> TensorForms:
-    """The tensors of an adapter as its state dict has them, by the names there."""
+    """Forms of an adapter's tensors, by their names in its state dict."""
     return TensorForms(
         {
             name: TensorSpec(name, dtypes.from_torch(value.dtype), shape_of(value))
@@ -124,11 +124,11 @@ def adapter_forms(state: Mapping[str, torch.Tensor]) -> TensorForms:
 def adapter_shards(
     state: Mapping[str, torch.Tensor], forms: TensorForms, *, whole: bool, of: str, filled: bool = False
 ) -> TorchShards:
-    """What a rank holds of an adapter, whose tensors are those of its state dict. Other arguments and errors are those of `torch_shards`.
+    """Part of an adapter that a rank holds: the tensors of its state dict. Other arguments and errors are those of `torch_shards`.
 
     Args:
-        state: its tensors.
-        forms: of these tensors, as `adapter_forms` finds them.
+        state: tensors of the adapter, by name.
+        forms: forms of these tensors, as `adapter_forms` finds them.
     """
     reader = _Reader(forms, NEVER, filled=filled, of=of)
     for name, value in state.items():
@@ -198,7 +198,7 @@ def tensor_specs(state: Any) -> list[TensorSpec]:
 
 
 def check_not_copied(module: torch.nn.Module, layout: Layout, tensors: Sequence[torch.Tensor]) -> None:
-    """Refuse a module whose ``state_dict()`` gives copies, as FSDP1's does: whoever fills them fills nothing of the module.
+    """Refuse a module whose ``state_dict()`` gives copies, as FSDP1's does: filling the copies would not fill the module.
 
     Args:
         module: the module.
@@ -206,7 +206,7 @@ def check_not_copied(module: torch.nn.Module, layout: Layout, tensors: Sequence[
         tensors: one for each of them.
 
     Raises:
-        LayoutError: it does; names the tensors.
+        LayoutError: it gives copies; names the tensors.
     """
     own = {
         local_tensor(tensor).untyped_storage().data_ptr()
@@ -298,7 +298,7 @@ class _Reader:
                 self._model.readings[key] = Reading(form.name, form.tensors, parts)
 
     def _take(self, reading: Reading, value: torch.Tensor) -> None:
-        """Read an entry as one like it was read before."""
+        """Read an entry as an earlier entry like it was read."""
         self._found.update(reading.tensors)
         self._given[reading.name] = value
         held = value.detach()
@@ -307,7 +307,9 @@ class _Reader:
             self._tensors.append(part.view(held))
 
     def shards(self, *, whole: bool, others: bool, fix: str = "") -> TorchShards:
-        """What was read. Raises LayoutError if anything is wrong with it, which says the ``fix`` if there is one besides casts."""
+        """Shards of all entries that were read. Raises LayoutError with all problems; its ``fix`` is the given one, if any, unless
+        casts are the only problem.
+        """
         import torch
 
         problems, unknown, foreign = self._problems, [], []
@@ -404,7 +406,7 @@ def _entries(state: Any, merge: bool) -> Iterator[tuple[str, Any]]:
 
 
 def check_cast(cast: str) -> None:
-    """Refuse what is none of `CASTS`. Raises InvalidArgument."""
+    """Check that there is such a cast. Raises InvalidArgument."""
     if cast not in CASTS:
         raise InvalidArgument(f"cast={cast!r} is not known", fix="use one of " + ", ".join(map(repr, CASTS)))
 
@@ -420,7 +422,7 @@ def not_dense(name: str, value: torch.Tensor) -> Misfit | None:
 
 
 def unknown_names(names: Sequence[str], model: Collection[str]) -> Iterator[Misfit]:
-    """What is said of names that a model does not have; of the first ones, which of its own is probably meant, each of those once."""
+    """Misfits for names that a model does not have. The first ones suggest the nearest name of the model, each name once."""
     meant: set[str] = set()
     for index, name in enumerate(names):
         nearest = _shares(name, model) or did_you_mean(name, model) if index < NAMED else ""
@@ -442,7 +444,7 @@ def _shares(name: str, model: Collection[str]) -> str:
 def mismatch(
     form: Form, shape: Sequence[int], dtype: torch.dtype, cast: str, *, filled: bool = False
 ) -> str | None:
-    """As `misfit`, in words."""
+    """As `misfit`, as text."""
     found = misfit(form, shape, dtype, cast, filled=filled)
     return None if found is None else found.text
 
@@ -450,9 +452,9 @@ def mismatch(
 def misfit(
     form: Form, shape: Sequence[int], dtype: torch.dtype, cast: str, *, filled: bool = False
 ) -> Misfit | None:
-    """What keeps a tensor of this shape and dtype from being this one of the model; None if nothing does.
+    """Reason why a tensor of this shape and dtype cannot be this tensor of the model; None if it can.
 
-    ``filled`` is whether the tensor takes what the model has, instead of giving what it gets.
+    ``filled``: whether the tensor is filled from the model, instead of pushed to it.
     """
     if tuple(shape) == (0,) and 0 not in form.shape:
         why = "of a model that ZeRO-3 has partitioned, give the module itself"
@@ -491,11 +493,11 @@ def shards_of(value: torch.Tensor) -> list[tuple[Box, torch.Tensor]]:
 
 
 def held_tensor(value: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a tensor, as it lies in memory."""
+    """Part of a tensor that this rank holds, as it lies in memory."""
     held: torch.Tensor = value.ds_tensor if zero3.is_partitioned(value) else local_tensor(value)  # type: ignore[attr-defined]
     return held
 
 
 def memory_of(value: torch.Tensor) -> tuple[int, tuple[int, ...]]:
-    """Where a tensor's elements lie, and its shape: the same for two names of one tensor."""
+    """Address of a tensor's elements, and its shape: the same for two names of one tensor."""
     return held_tensor(value).data_ptr(), shape_of(value)

@@ -32,10 +32,10 @@ class LaneConnection:
 
     Args:
         path: of the socket.
-        own_user: whether it must be a process of this user that answers.
-        service_id: of the process that it must belong to.
-        client_id: who asks; the one that layouts are declared with.
-        ticket: says who that is, as the service has given it.
+        own_user: whether the process that answers must be this user's.
+        service_id: id of the service that must answer.
+        client_id: id of this client, with which layouts are declared.
+        ticket: the client's credential, which the service has issued.
         on_recall: is called with the key of memory that the service wants back.
         on_end: is called once, when the connection has ended, from whichever side.
 
@@ -85,7 +85,7 @@ class LaneConnection:
         _open.add(self)
         self._reader = threading.Thread(target=self._read, name="local-lane", daemon=True)
         self._reader.start()
-        # what is let go of by the garbage collector, which must wait for nothing
+        # requests from destructors and callbacks: the garbage collector must not wait for the socket
         self._last_words: SimpleQueue[pb.LaneRequest | None] = SimpleQueue()
         self._speaker = threading.Thread(target=self._speak, name="local-lane-ends", daemon=True)
         self._speaker.start()
@@ -99,12 +99,12 @@ class LaneConnection:
             raise
 
     def ask(self, request: pb.LaneRequest, *, seconds: float = _ANSWER_SECONDS) -> Answer:
-        """Send a request; its answer, and the descriptors that came with it, which the caller closes.
+        """Send a request, and wait for its answer. Returns it with its descriptors, which the caller closes.
 
         Raises:
             Unavailable: the connection has ended.
             DeadlineExceeded: there was no answer in time.
-            WeighbridgeError: as the service raised it.
+            WeighbridgeError: the error that the service has returned.
         """
         answer: Future[Answer] = Future()
         with self._lock:
@@ -117,11 +117,11 @@ class LaneConnection:
             with self._sending:
                 protocol.send(self._socket, request)
         except OSError:
-            self.close()  # its end is told to whoever waits
+            self.close()  # the reading thread then fails all requests that wait, with Unavailable
         try:
             response, descriptors = answer.result(seconds)
         except TimeoutError as error:
-            self.close()  # an answer that came later would bring descriptors that nobody closes
+            self.close()  # no caller would close the descriptors of an answer that came later
             raise DeadlineExceeded(f"the service's socket has not answered within {seconds:g} s") from error
         if response.HasField("error"):
             protocol.close_all(descriptors)
@@ -129,7 +129,7 @@ class LaneConnection:
         return response, descriptors
 
     def tell(self, request: pb.LaneRequest | None) -> None:
-        """Send a request soon, and do not wait for its answer; None to send no more than what ends the reading.
+        """Send a request soon, in another thread, without waiting for its answer. With None, close the connection once no read is in progress.
 
         May be called from anywhere, destructors included.
         """
@@ -141,17 +141,17 @@ class LaneConnection:
         return self._ended
 
     def reading(self) -> None:
-        """A version is being read from now on, until it is told that this has ended."""
+        """Count one more read that is in progress, until its ``end_read`` is sent."""
         with self._lock:
             self._readers += 1
 
     def not_reading(self) -> None:
-        """What `reading` has said does not come to pass."""
+        """Undo `reading` for a read that did not begin."""
         with self._lock:
             self._readers -= 1
 
     def close_when_read(self) -> None:
-        """End the connection when nothing of what was lent for reading is looked at any more."""
+        """End the connection once no granted memory is being read any more."""
         self.tell(None)
 
     def leave(self) -> None:
@@ -160,7 +160,7 @@ class LaneConnection:
         self._socket.close()
 
     def close(self) -> None:
-        """End the connection: all that was lent goes back."""
+        """End the connection, which releases all grants."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -182,7 +182,7 @@ class LaneConnection:
                 else:
                     answer.set_result((response, descriptors))
         except (OSError, DecodeError, Unavailable):
-            pass  # it is at its end, which is told below
+            pass  # the connection has ended; `_end` fails all requests that wait
         finally:
             self._end()
 
@@ -213,7 +213,7 @@ class LaneConnection:
                 self._readers -= 1
             request.id = self._next_id
             self._next_id += 1
-        with contextlib.suppress(OSError), self._sending:  # its end is told by the one who reads
+        with contextlib.suppress(OSError), self._sending:  # the reading thread sees its end
             protocol.send(self._socket, request)
 
 

@@ -1,4 +1,4 @@
-"""Loans of the service's memory: what can be done with it, and when it goes back."""
+"""Loans of the service's memory: the operations on it, and its release."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ if TYPE_CHECKING:
 
 
 _REPORTED_BYTES = 32 << 20
-"""Of a stream, that are reported together at least."""
+"""Least bytes of a stream that are reported together."""
 
 
 class WriteLoan:
     """Memory that a rank writes its stream to; made by `LocalLane.write`.
 
     Attributes:
-        streamed: the parts of the stream that belong elsewhere, and go by gRPC.
+        streamed: the parts of the stream that belong elsewhere, and are sent by gRPC.
     """
 
     def __init__(
@@ -61,15 +61,14 @@ class WriteLoan:
         self._uncounted: Sequence[Uncounted] = ()
 
     def fill(self, source: ShardSource, nbytes: int) -> Sequence[int] | None:
-        """Copy the shards to where they belong, and take note of a sample of them before.
+        """Copy the shards to where they belong, after recording a sample of them.
 
         Args:
             source: the shards.
             nbytes: of their stream.
 
         Returns:
-            For each shard how many of the elements that were written are non-finite; but for those that `count` counts. None if the
-            source does not count.
+            Numbers of the written elements of each shard that are non-finite, without those that `count` counts. None if the source does not count.
         """
         if self._memory is None:
             return [0] * len(self._copies)
@@ -87,11 +86,11 @@ class WriteLoan:
 
     @contextmanager
     def passing(self, stream: Layout, counts: PushCounts) -> Iterator[PassingFill]:
-        """Copy shards to where they belong as they pass by. When the block ends without an error, all that passed by is there.
+        """Copy shards to where they belong as they pass by. When the block ends without an error, all of them are there.
 
         Args:
             stream: layout of all shards of the rank.
-            counts: takes the counts of the elements that are non-finite; but for those that `count` counts.
+            counts: receives the numbers of elements that are non-finite, without those that `count` counts.
         """
         memory = self._memory
         if memory is None:
@@ -108,7 +107,7 @@ class WriteLoan:
         self._uncounted = writer.uncounted
 
     def count(self) -> Sequence[int]:
-        """For each shard how many elements are non-finite of those that were not counted while they were written; once, before the end."""
+        """Numbers of non-finite elements of each shard, among the elements that were not counted as they were written; called once, before `end`."""
         found = [0] * len(self._copies)
         uncounted, self._uncounted = self._uncounted, []
         if self._memory is not None and uncounted:
@@ -120,7 +119,7 @@ class WriteLoan:
         return found
 
     def end(self, *, complete: bool) -> None:
-        """Write no more. The mapping stays, with its registration with CUDA, for later pushes.
+        """End the writing. The mapping stays, with its registration with CUDA, for later pushes.
 
         Args:
             complete: whether all that belongs to the memory was written.
@@ -163,7 +162,7 @@ class _WrittenRanges:
 
 
 class PassingFill:
-    """Shards on their way to lent memory; made by `WriteLoan.passing`."""
+    """Shards on their way to granted memory; made by `WriteLoan.passing`."""
 
     def __init__(
         self,
@@ -181,7 +180,7 @@ class PassingFill:
         self._encodings = encodings_of(stream)
 
     def take(self, passing: Passing, staging: StagingPool) -> None:
-        """Copy shards, and take note of what of them is in the sample before; they may change afterwards, on a GPU in stream order.
+        """Copy shards, after recording the parts of them that are in the sample. They may change afterwards, on a GPU in stream order.
 
         Args:
             passing: the shards.
@@ -214,7 +213,7 @@ class _Sampled(NamedTuple):
 
 
 def _within(ranges: Sequence[tuple[int, int]], stream: Layout, part: Sequence[int]) -> list[_Sampled]:
-    """What of the ranges lies in some of the shards, which are the stream of a source."""
+    """Parts of the ranges that lie in some of the shards, whose concatenation is the stream of a source."""
     found, at = [], 0
     for index in part:
         placement = stream.placements[index]
@@ -246,11 +245,11 @@ def _pieces(source: ShardSource, sampled: Sequence[_Sampled]) -> list[pb.Sampled
 
 
 class LentMemory(NamedTuple):
-    """Shared memory that was lent for reading.
+    """Shared memory that is granted for reading.
 
     Attributes:
-        private: mapped for this loan, to be handed out.
-        kept: mapped to be copied from, in this loan and in later ones.
+        private: mapping for this loan, of which tensors are views.
+        kept: mapping to copy from, in this loan and in later ones.
     """
 
     private: MappedMemory
@@ -261,17 +260,17 @@ Lent: TypeAlias = LentMemory | StoredFile
 
 
 _LARGE_BYTES = 4 << 20
-"""Of a tensor that is made, from which on its first touch is worth a system call."""
+"""Bytes of a new tensor above which a system call before its first touch pays off."""
 
 
 class ReadLoan:
-    """A version that is read where it lies; made by `LocalLane.read`. It is held until all tensors over shared memory are gone, too.
+    """Version that is read where it lies; made by `LocalLane.read`. It is held until all tensors over shared memory are gone, too.
 
     Args:
         layout: of the slices.
-        copies: where the bytes of each lie.
-        lent: the memories that these name by number.
-        end: says that it has ended.
+        copies: positions of the bytes of each slice.
+        lent: the memories that ``copies`` name by number.
+        end: ends the loan at the service.
         arrivals: which slices may be read, of a version that is still being received; None of one that is ready.
 
     Attributes:
@@ -408,4 +407,4 @@ class ReadLoan:
 
 
 class _Holder:
-    """Is there as long as something of a version is."""
+    """Object that lives as long as anything over a version's memory."""

@@ -1,7 +1,6 @@
 """Local lane of a client on the service's machine: shards are written, and slices read, where the version lies.
 
-The service lends memory; see ``weighbridge/v1/local_lane.proto``. What was lent goes back when its loan is ended, or with this
-process.
+The service grants access to memory; see ``weighbridge/v1/local_lane.proto``. A grant ends with its loan, or with this process.
 """
 
 from __future__ import annotations
@@ -46,9 +45,9 @@ LANE_VARIABLE = "WEIGHBRIDGE_LANE"
 SOCKET_VARIABLE = "WEIGHBRIDGE_LOCAL_SOCKET"
 AUTO, GRPC, LOCAL = "auto", "grpc", "local"
 MIXED = "mixed"
-"""What a push reports of which a part went by each lane: nobody can ask for it."""
+"""Lane that a push reports if parts of it went by each lane; clients cannot ask for it."""
 _TRY_AGAIN_SECONDS = 30.0
-"""How long a lane that could not be used is not asked for again."""
+"""Time until a lane that could not be used is tried again."""
 
 
 def lane_wanted(lane: str | None) -> str:
@@ -64,11 +63,11 @@ def lane_wanted(lane: str | None) -> str:
 
 
 class _Kept:
-    """Memory that was lent for reading, and may be used again for later versions.
+    """Memory that was granted for reading, and may be used again for later versions.
 
     Args:
         descriptor: closed with this object.
-        mapping: stays as long as somebody copies from it.
+        mapping: stays mapped until the last copy from it has ended.
     """
 
     def __init__(self, descriptor: int, mapping: MappedMemory) -> None:
@@ -78,7 +77,7 @@ class _Kept:
 
 
 class LocalLane:
-    """What one client knows of the local lane. Connects when first used; safe to use from several threads.
+    """Local lane of one client. Connects when first used; safe to use from several threads.
 
     Args:
         wanted: ``auto``, ``grpc`` or ``local``.
@@ -102,27 +101,27 @@ class LocalLane:
 
     @property
     def wanted(self) -> bool:
-        """Whether it is to be tried."""
+        """Whether the lane is to be tried."""
         return self._wanted != GRPC
 
     def refused(self, error: WeighbridgeError, what: str) -> str:
-        """Take note that the lane cannot be used for something; gives the reason.
+        """Record that the lane cannot be used for something. Returns the reason.
 
         Raises:
             WeighbridgeError: no other lane may be used, or the version itself has failed.
         """
         if self._wanted == LOCAL or isinstance(error, VersionFailed):
             raise error
-        log.info("%s goes by gRPC: %s", what, error.message)
+        log.info("%s uses gRPC: %s", what, error.message)
         return error.message
 
     def write(self, model: str, number: int, rank: int, stream: Layout) -> WriteLoan:
-        """Borrow the memory that a version's files are put together in, to write a rank's stream to it, or as much of it as belongs there.
+        """Obtain a grant of the memory in which a version's files are assembled, to write a rank's stream to it, or the parts that belong there.
 
-        What was mapped for an earlier version stays so until the service asks for it.
+        Memory that was mapped for an earlier version stays mapped until the service recalls it.
 
         Raises:
-            WeighbridgeError: that cannot be done; says why.
+            WeighbridgeError: no grant; says why.
         """
         connection = self._connected()
         plan_id, plan = self._plans.known((model, rank))
@@ -149,7 +148,7 @@ class LocalLane:
     def read(
         self, model: str, version: int, request: LayoutRequest, layout: Layout, *, arriving: bool = False
     ) -> ReadLoan:
-        """Borrow a version, to read slices of it where they lie.
+        """Obtain a grant of a version, to read slices of it where they lie.
 
         Args:
             model: ``namespace/name``.
@@ -159,7 +158,7 @@ class LocalLane:
             arriving: whether the version is still being received; `ReadLoan.arrivals` says then which slices may be read.
 
         Raises:
-            WeighbridgeError: that cannot be done; says why.
+            WeighbridgeError: no grant; says why.
         """
         connection = self._connected()
         asked = wire.request_to_proto(request)
@@ -209,7 +208,7 @@ class LocalLane:
             protocol.close_all(descriptors)
 
     def close(self) -> None:
-        """Give everything back but versions that tensors are views of, and connect no more."""
+        """Release everything except versions that tensors are views of, and connect no more."""
         with self._lock:
             self._closed = True
             connection = self._connection
@@ -218,7 +217,7 @@ class LocalLane:
             connection.close_when_read()
 
     def leave(self) -> None:
-        """Let go of what was kept for later pulls, in a process that was forked and will make none."""
+        """Release what was kept for later pulls, in a process that was forked and will make none."""
         kept, self._kept = self._kept, {}
         for each in kept.values():
             each.mapping.abandon()
@@ -226,7 +225,7 @@ class LocalLane:
     def _keep(
         self, connection: LaneConnection, books: dict[str, T], key: str, memory: T, recalls: int
     ) -> None:
-        """Have memory ready for later, unless the service has asked for some since, or is gone."""
+        """Keep memory for later, unless the service has recalled some since, or is gone."""
         with self._lock:
             there = connection is self._connection and not connection.ended and not self._closed
             if there and self._recalls == recalls:
@@ -282,10 +281,10 @@ class LocalLane:
         with self._lock:
             self._recalls += 1
             gone = self._writable.pop(key, None), self._kept.pop(key, None)
-        del gone  # mappings go with the last tensor that is being copied to or from them
+        del gone  # a mapping is released with the last tensor that is being copied to or from it
 
     def _lost(self, connection: LaneConnection) -> None:
-        """Forget what came by a connection."""
+        """Forget the memory that came by a connection."""
         with self._lock:
             if connection is not self._connection:
                 return
@@ -297,13 +296,13 @@ class LocalLane:
 def _map(descriptors: Sequence[int], memory: pb.SharedMemory, use: Use) -> MappedMemory:
     """Map memory by the first of the descriptors."""
     if not descriptors:
-        raise DataLoss("the service lent memory without its descriptor")
+        raise DataLoss("the service granted memory without its descriptor")
     try:
         size = os.fstat(descriptors[0]).st_size
     except OSError as error:
-        raise DataLoss(f"the descriptor of lent memory is of no use: {error}") from error
+        raise DataLoss(f"the descriptor of granted memory cannot be used: {error}") from error
     if size < memory.bytes:
-        raise DataLoss("the service lent memory that is shorter than it says")
+        raise DataLoss("the service granted memory that is shorter than it says")
     return MappedMemory(descriptors[0], memory.key, memory.bytes, use)
 
 
@@ -313,18 +312,18 @@ def _arrivals(
     """The marks of a version that is being received, by the first of the descriptors."""
     if said.layout_digest != layout.digest or len(said.marks) != len(layout.placements):
         raise FailedPrecondition(
-            "the version has other tensors than the one before, and is read when it is ready"
+            "the version has other tensors than the previous one, and is read when it is ready"
         )
     memory = _map(descriptors, said.memory, Use.READ)
     if max(said.marks, default=0) >= memory.nbytes:
-        raise DataLoss("the service says that a mark lies in memory that it has not lent")
+        raise DataLoss("the service says that a mark lies in memory that it has not granted")
     return ArrivalMarks(memory, np.array(said.marks, np.int64), said.tensors_digest, connection)
 
 
 def _stored(descriptors: Sequence[int], nbytes: int, loan: pb.ReadLoan, number: int) -> StoredFile:
-    """A file that was lent, to be read by the first of the descriptors."""
+    """A granted file, to be read by the first of the descriptors."""
     if not descriptors:
-        raise DataLoss("the service lent a file without its descriptor")
+        raise DataLoss("the service granted a file without its descriptor")
     files = [file for file in loan.files if file.memory == number]
     tensors = {
         file.offset + part.offset: StoredTensor(part.bytes, part.xxh3_128)
@@ -343,7 +342,7 @@ def _duplicate(descriptor: int) -> int:
 
 
 class _Forks:
-    """How often this process was forked: children have all that it has mapped."""
+    """Number of times that this process was forked: children inherit all that it has mapped."""
 
     def __init__(self) -> None:
         self.count = 0

@@ -1,4 +1,4 @@
-"""Plans that the service has sent to this client, and the copies that they come to."""
+"""Plans that the service has sent to this client, and the copies that follow from them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class PlacedPlan:
 
     Attributes:
         copies: for each shard, where which of its bytes lie in the memories.
-        streamed: the parts of the stream that no copy covers, sorted and disjoint: they go by gRPC.
+        streamed: the parts of the stream that no copy covers, sorted and disjoint; they are sent by gRPC.
     """
 
     copies: list[ShardCopies]
@@ -43,7 +43,7 @@ class LanePlans:
         self._last: OrderedDict[Hashable, str] = OrderedDict()
 
     def known(self, what: Hashable) -> tuple[str, pb.LanePlan | None]:
-        """The plan that was used last for something, and its name; an empty name if it is not known any more."""
+        """Plan that was used last for something, and its name; the name is empty if the plan is no longer known."""
         with self._lock:
             plan_id = self._last.get(what, "")
             plan = self._plans.get(plan_id)
@@ -64,14 +64,14 @@ class LanePlans:
             known: the plan that the client has.
             sizes: bytes of each memory.
             stream: the shards.
-            what: the plan is for.
+            what: purpose of the plan.
 
         Raises:
             DataLoss: what the service says does not fit together.
         """
         places: Mapping[str, tuple[int, int]] = {file.name: (file.memory, file.offset) for file in loan.files}
         if any(number >= len(sizes) for number, _ in places.values()):
-            raise DataLoss("the service says that a file lies in memory that it has not lent")
+            raise DataLoss("the service says that a file lies in memory that it has not granted")
         plan = loan.plan if loan.HasField("plan") else known
         if plan is None:
             raise DataLoss("the service counts on a plan that is not known here")

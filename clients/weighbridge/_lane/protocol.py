@@ -24,7 +24,7 @@ MAX_DESCRIPTORS = 128
 """Most descriptors with one message; Linux takes 253. Files of a version are the most there can be."""
 _READ_AT_ONCE = 1 << 20
 _FREE_BYTES = 64 << 10
-"""Bytes of a message that need no room: nearly all messages have fewer."""
+"""Bytes of a message that need no reservation: nearly all messages have fewer."""
 
 
 class _Serializable(Protocol):
@@ -57,13 +57,13 @@ def limit_sending(connection: socket.socket, seconds: float) -> None:
 
 
 class Room(Protocol):
-    """What long messages take room in while they come; see `receive`."""
+    """Budget of the memory that long messages occupy while they are received; see `receive`."""
 
     def take(self, nbytes: int) -> None:
-        """Take some. Raises WeighbridgeError if there is none."""
+        """Reserve bytes. Raises WeighbridgeError if there are too few."""
 
     def give(self, nbytes: int) -> None:
-        """Give some back."""
+        """Release bytes."""
 
 
 def receive(
@@ -76,9 +76,9 @@ def receive(
 
     Args:
         connection: a stream socket.
-        room: for messages of more than 64 KiB.
-        seconds: in which a message that has begun must come; as the socket's own time limit says if None.
-        most_descriptors: that are taken at one time; the kernel closes others.
+        room: budget for messages of more than 64 KiB.
+        seconds: time in which a message that has begun must arrive; None for the socket's own timeout.
+        most_descriptors: most descriptors with one message; the kernel closes others.
 
     Raises:
         Unavailable: the message is too long, or breaks off.

@@ -1,4 +1,4 @@
-"""Files of a stored version that this process reads for itself, by the descriptors that it was lent.
+"""Files of a stored version that this process reads itself, through descriptors that the service has granted.
 
 They are not mapped: a page that cannot be read, because the disk reports an error or the file was cut short, would end the process with SIGBUS.
 """
@@ -36,7 +36,7 @@ class StoredTensor:
 
 
 class StoredFile:
-    """A file of this machine that was lent.
+    """File of this machine that the service has granted.
 
     Args:
         descriptor: of the file; stays the caller's.

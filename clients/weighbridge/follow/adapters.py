@@ -51,7 +51,7 @@ class TakesAdapters(Protocol):
     """Driver of an engine that loads adapters beside its model. Every method raises `WeighbridgeError` if it cannot do what it should."""
 
     def serving(self) -> Serving:
-        """What the engine has."""
+        """State of the engine, as `Engine.serving` gives it."""
         ...
 
     def load_adapter(
@@ -104,16 +104,18 @@ def named_by(chosen: Sequence[Chosen], models: Sequence[Model]) -> dict[tuple[st
 def due(
     wanted: Mapping[tuple[str, str], int], done: Mapping[tuple[str, str], int]
 ) -> Iterator[tuple[tuple[str, str], int]]:
-    """What is to be looked at now: refs that have moved since they were last looked at. What the engine has let go since is not loaded again: which adapters
-    stay is for the engine to decide, by their use."""
+    """Refs that have moved since they were last examined, with the versions that they name now. An adapter that the engine has dropped
+    since is not loaded again: the engine decides by their use which adapters stay.
+    """
     for key, number in wanted.items():
         if done.get(key) != number:
             yield key, number
 
 
 def _unloaded(before: Serving | None, now: Serving | None) -> bool:
-    """Whether the engine has let all adapters go between two looks: it was started again, or has got a version, be it the one that it had, as by a wake-up
-    or by an update there and back."""
+    """Whether the engine has dropped all adapters between two looks: it was started again, or has received a version, even the one that
+    it had, as by a wake-up or by an update there and back.
+    """
     if before is None or now is None:
         return True
     return (before.version, before.instances, before.brought) != (now.version, now.instances, now.brought)
@@ -130,7 +132,7 @@ class LoadsAhead:
         model: of the base, ``namespace/name``.
         engine: the engine.
         chosen: which adapters.
-        say: gets one line for each adapter that was loaded, or that could not be.
+        say: receives one line for each adapter that was loaded, or that could not be.
         every: seconds between two looks.
     """
 

@@ -100,12 +100,12 @@ class Follower:
         ref: which ref to follow.
         force: whether the engine may be serving another model.
         retry_seconds: pause before a version is tried again, twice as long each time.
-        required: who must have signed a version, each of these, before anything of it is fetched. One that is not signed is refused, and
-            taken when it is, as long as the ref names it.
+        required: signers, each of whom must have signed a version before anything of it is fetched. A version that is not signed is
+            refused, and taken once it is signed, as long as the ref names it.
         signed_seconds: pause between two looks whether it is.
         look_seconds: pause between two looks whether the engine still serves what it was taken to. One that was started again with another
             version, or has got an engine that came later, is taken there again.
-        reporter: is told how the engine stands; None to tell nobody.
+        reporter: receives the engine's state; None to report it to no service.
         prove_every: prove at the start and after so many updates that the engine computes with the version's bytes; 0 never does. A version
             that fails its proof counts as one that the engine has not taken: it is brought again. See `DueProofs`.
         golden: checks with the golden prompts of a version, at the start and after each update. Drift above the bound counts as a proof that fails.
@@ -164,8 +164,9 @@ class Follower:
         self._news: Version | None = None
 
     def run(self) -> Iterator[Followed]:
-        """Follow for ever. Gives the version that the engine has at the start, if that is the ref's, and then each update or failure. One that
-        the engine has although it is not signed as required stays, and is told of. An engine that was started again is taken to the version again.
+        """Follow for ever. Gives the version that the engine has at the start, if that is the ref's, and then each update or failure. A
+        version that the engine has although it is not signed as required stays, and is reported. An engine that was started again is
+        taken to the version again.
 
         Raises:
             NotFound: the model was deleted. One that is not registered yet is waited for.
@@ -300,7 +301,7 @@ class Follower:
         return now is not None and label(self._draft_ref[0], now) != self._draft
 
     def _unsigned(self, number: int) -> str:
-        """Why a version, or that of the drafter, does not count as signed; empty if both do, or need not be."""
+        """Reason why a version, or that of the drafter, does not count as signed; empty if both do, or need not be."""
         if not self._required:
             return ""
         wanted = [(self._model, number)]
@@ -326,8 +327,9 @@ class Follower:
         return ""
 
     def _begin(self) -> None:
-        """Refuse an engine of another model: its clients would be answered by that one's weights, or none would fit. Of the model's own it is told
-        at once what it serves, whether the service can be reached or not."""
+        """Refuse an engine of another model: its clients would get answers by the other model's weights, or no weights would fit. An
+        engine of this model receives the label of its version at once, whether the service can be reached or not.
+        """
         serving = quietly(self._serving)
         if serving is None:
             return

@@ -115,7 +115,7 @@ def ask(request: urllib.request.Request, timeout: float) -> HttpAnswer:
 
 @contextmanager
 def understood(where: str) -> Iterator[None]:
-    """In the block, an answer is read.
+    """Block that reads an answer.
 
     Args:
         where: its URL.
@@ -178,7 +178,7 @@ class EngineApi:
 
 
 def refused(path: str, status: int, body: bytes, other: str) -> EngineFailed:
-    """What a server's answer to a call says that it did not do.
+    """Error for a call that the server has refused, made of its answer.
 
     Args:
         path: that was called.

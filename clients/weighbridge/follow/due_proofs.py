@@ -50,7 +50,7 @@ class DueProofs:
         model: ``namespace/name``.
         engine: its driver.
         every: prove at the start and after so many updates; 0 never does.
-        say: is told the changed fields of `EngineFacts` when a proof has ended.
+        say: receives the changed fields of `EngineFacts` when a proof has ended.
 
     Raises:
         InvalidArgument: it is to be proved, and its driver gives no evidence (`GivesEvidence`).

@@ -1,4 +1,4 @@
-"""Interface between an agent and an engine, and what the statuses of an engine's ranks say together.
+"""Interface between an agent and an engine, and the state of an engine by the statuses of its ranks.
 
 An engine's own calls are its driver's business.
 """
@@ -31,10 +31,10 @@ DIFFERENT = "different versions are served"
 
 
 def when_asleep_of(said: object) -> WhenAsleep:
-    """Setting of what becomes of updates of an engine that sleeps, as a user has written it.
+    """Setting for updates of an engine that sleeps, from a user's text.
 
     Raises:
-        InvalidArgument: there is no such one.
+        InvalidArgument: there is no such setting.
     """
     for known in (WAIT, REFUSE):
         if said == known:
@@ -43,10 +43,10 @@ def when_asleep_of(said: object) -> WhenAsleep:
 
 
 def stale_drafter_of(said: object) -> StaleDrafter:
-    """Setting of what becomes of updates that leave a drafter behind, as a user has written it.
+    """Setting for updates that leave a drafter behind, from a user's text.
 
     Raises:
-        InvalidArgument: there is no such one.
+        InvalidArgument: there is no such setting.
     """
     if said == REFUSE:
         return REFUSE
@@ -62,12 +62,12 @@ class EngineFailed(WeighbridgeError):
 
 
 def attempt(step: Callable[[], T]) -> tuple[T | None, WeighbridgeError | None]:
-    """What a step of an update gives, or why it could not be taken: an error of another kind becomes one of this project."""
+    """Result of a step of an update, or the error that it raised; an error of another kind is replaced by one of this project."""
     try:
         return step(), None
     except WeighbridgeError as error:
         return None, error
-    except Exception as error:  # whichever: the other ranks or engines wait to hear of it
+    except Exception as error:  # any: the other ranks or engines wait for the outcome
         log.exception("a step of an update failed")
         told = FailedPrecondition(f"{type(error).__name__}: {error}")
         told.__cause__ = error
@@ -91,17 +91,18 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """What an engine has.
+    """State of an engine.
 
     Attributes:
         version: number of the version that all of its ranks say they serve; None if they do not know, or say different things.
         broken: why its parameters are of no version; empty if they are.
         model: of which model that version is, as ``namespace/name``; empty if they do not know.
-        instances: which starts of the ranks say so; empty for an engine that does not tell them apart.
+        instances: the starts of its ranks; empty for an engine that does not tell them apart.
         waiting: number of the version that the engine's wake-up will bring; None if there is none.
         stale: weights of the engine that are not of that version, as a drafter's; empty if there are none.
         draft: the version of the drafter, if that is a model of its own which the engine has from the service, as ``acme/smol-eagle@5``; empty without.
-        brought: how many versions its ranks have got since they were started, all of them together; 0 for an engine that does not say.
+        brought: number of versions that its ranks have received since they were started, all of them together; 0 for an engine that
+            does not report it.
     """
 
     version: int | None
@@ -115,13 +116,13 @@ class Serving:
 
 
 class Engine(Protocol):
-    """A running engine. Every method raises `WeighbridgeError` if it cannot do what it should: `EngineFailed`, or what says more."""
+    """A running engine. Every method that fails raises `WeighbridgeError`: `EngineFailed`, or a more specific error."""
 
     def connect(self) -> None:
-        """Tell the engine where versions come from. May be called again, for instance when the engine has been started again."""
+        """Give the engine its source of versions. May be called again, for instance when the engine has been started again."""
 
     def serving(self) -> Serving:
-        """What it has."""
+        """State of the engine."""
 
     def prepare(self, version: int) -> Prepared:
         """Have a version brought to the engine's machine while it serves; returns when it is there."""
@@ -137,14 +138,14 @@ class Engine(Protocol):
 
         Args:
             version: that was prepared.
-            label: what the engine shall tell its clients from now on.
+            label: label of the version that the engine gives its clients from now on.
         """
 
     def resume(self) -> None:
         """Let the engine go on, with nothing cached of other weights."""
 
     def label(self, label: str) -> None:
-        """What the engine shall tell its clients that it serves, where an agent has found that out."""
+        """Set the label that the engine gives its clients, where an agent has found out which version it serves."""
 
 
 @runtime_checkable
@@ -196,7 +197,7 @@ Ranks = Mapping[str, Status]
 
 
 def serving_of(ranks: Ranks, model: str) -> Serving:
-    """What an engine has, by what its ranks say of themselves."""
+    """State of an engine, from the statuses of its ranks."""
     found = {status.served for status in ranks.values()}
     broken = next((status.broken for status in ranks.values() if status.broken), "")
     waiting = next((_number(status.waiting, model) for status in ranks.values() if status.waiting), None)
@@ -231,16 +232,16 @@ def wait_prepared(
     """Wait until all ranks have a version in host memory.
 
     Args:
-        told: what the ranks have answered when they were told to prepare.
+        told: the ranks' answers to the request to prepare.
         ask: the ranks' statuses.
         model: ``namespace/name``.
-        number: the version that they have been told to prepare.
+        number: the version that they are to prepare.
         timeout: seconds.
-        draft: the version of the drafter that they have been told to prepare with it; empty if none was named.
+        draft: the version of the drafter that they are to prepare with it; empty if none was named.
 
     Raises:
-        FailedPrecondition: a rank cannot take it, or its bytes did not come; says why. Another version was asked for meanwhile, or brought by a wake-up. Or other ranks
-            answer than those that were told.
+        FailedPrecondition: a rank cannot take it, or its bytes did not come; says why. Another version was requested meanwhile, or
+            brought by a wake-up. Or other ranks answer than those that got the request.
         DeadlineExceeded: not in time.
     """
     deadline, pause = time.monotonic() + timeout, _FIRST_POLL_SECONDS

@@ -182,7 +182,7 @@ def _verdict(found: Iterable[PromptDrift], bound: float | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What came of golden prompts that an engine was to be asked.
+    """Result of asking an engine golden prompts.
 
     Attributes:
         verdict: as of `Drift`; ``not answered``; or empty if the version has none.
@@ -211,7 +211,7 @@ class GoldenChecks:
     """Checks that an agent makes with golden prompts when its engine has a version.
 
     Attributes:
-        asks: whether there are any.
+        asks: whether the agent asks golden prompts.
         max_drift: bound that counts instead of a version's own.
         approves: whether the agent approves a version that is held as a candidate, and as nothing else, when its engine's drift is within the bound.
     """
@@ -237,7 +237,7 @@ class GoldenChecks:
             client: of the service.
             engine: driver of the engine, which has the version.
             version: as the service says.
-            required: who must have signed the version. Its golden prompts are those that were signed, then.
+            required: signers, each of whom must have signed the version; its golden prompts are then those that were signed.
         """
         if not self.asks:
             return Asked()

@@ -1,4 +1,4 @@
-"""An SGLang server, over its own HTTP API. What it serves is what its ranks say, not what was asked of it."""
+"""An SGLang server, over its own HTTP API. What it serves is what its ranks report, not what was requested."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class SglangServer:
         self.api = EngineApi(self.url, timeout, _OTHER, headers)
 
     def connect(self) -> None:
-        """Nothing has to be told before an update.
+        """Check that the server is one engine that answers. SGLang needs nothing before an update.
 
         Raises:
             FailedPrecondition: it has several engines or API servers.
@@ -120,7 +120,7 @@ class SglangServer:
         self._ranks()
 
     def serving(self) -> Serving:
-        """What all ranks say they have.
+        """State of the engine, as all ranks report it.
 
         Raises:
             EngineFailed: it cannot be reached, or has no plug-in.
@@ -168,7 +168,7 @@ class SglangServer:
     def load_adapter(
         self, client: EngineClient, adapter: str, version: str | int | None = None, folder: Path | None = None
     ) -> LoadedAdapter:
-        """Load a version of an adapter, which requests name ``acme/alice@18`` from then on, whatever they were told to load: a ref is resolved once.
+        """Load a version of an adapter, which requests then name ``acme/alice@18``, even if it was named by a ref: a ref is resolved once.
 
         Args:
             client: of the service.

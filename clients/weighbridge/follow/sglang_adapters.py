@@ -1,6 +1,6 @@
 """Adapters in a running SGLang server: each is called by its version, and computes on the base version that it names or is not there.
 
-SGLang reads ``r``, ``lora_alpha`` and ``target_modules`` of a config and takes no notice of the rest, so what it would leave out is refused here, before
+SGLang reads ``r``, ``lora_alpha`` and ``target_modules`` of a config and ignores the rest, so what it would leave out is refused here, before
 anything is loaded.
 """
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from weighbridge._clients.engine import EngineClient
 
 TENSORS, FILES = "tensors", "files"
-"""How an adapter came to the engine: in the request, or by a folder that both sides see."""
+"""Ways of an adapter to the engine: in the request, or through a folder that both sides see."""
 _FROM_TENSORS, _FROM_FOLDER, _UNLOAD = (
     "/load_lora_adapter_from_tensors",
     "/load_lora_adapter",
@@ -49,7 +49,7 @@ _LEFT_OUT: Mapping[str, str] = {
     "arrow_config": "it does not route between adapters",
     "alora_invocation_tokens": "it computes with the adapter from the first token on",
 }
-"""Entries of a config that change what an adapter computes, and that SGLang takes no notice of."""
+"""Entries of a config that change what an adapter computes, and that SGLang ignores."""
 _SERVED = ("lora_A.weight", "lora_B.weight", "lora_embedding_A", "lora_embedding_B")
 _FIX = "push the merged model under a name of its own (docs/recipes/lora.md), or serve this adapter by vLLM or peft"
 
@@ -68,7 +68,7 @@ class Server(Protocol):
     api: EngineApi
 
     def serving(self) -> Serving:
-        """What all ranks say they have."""
+        """State of the engine, as all ranks report it."""
         ...
 
 
@@ -81,7 +81,7 @@ def unserved(
         config: the adapter's.
         tensors: names of its tensors.
         base: names of the tensors of its base.
-        engine: what the server says of itself: ``/server_info``.
+        engine: the server's settings, as ``/server_info`` reports them.
     """
     if config.get("peft_type") != "LORA":
         yield f"it is of the kind {shown(config.get('peft_type'))}, and SGLang serves LORA"
@@ -206,7 +206,7 @@ def check_serves(server: Server, name: str, base: BaseVersion) -> None:
 
 
 def _engine(server: Server) -> Mapping[str, Any]:
-    """What a server says of itself. Raises FailedPrecondition if it takes no adapters."""
+    """Settings of a server, from ``/server_info``. Raises FailedPrecondition if it takes no adapters."""
     path = "/server_info"
     info = server.api.call(path)
     with understood(server.url + path):

@@ -1,4 +1,6 @@
-"""File that says how an engine stands, for probes and people on its machine: there from the agent's start, whether the service can be reached or not."""
+"""File with the status of an engine, for probes and people on its machine: there from the agent's start, whether the service can be
+reached or not.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,13 @@ log = logging.getLogger(__name__)
 
 
 def status_file(path: Path) -> Callable[[AgentStatus], None]:
-    """What writes each status to a file, as JSON by the names of its fields. Who reads it finds one status whole.
+    """Make a function that writes each status to a file, as JSON by the names of its fields. A reader always finds one whole status.
 
     Args:
         path: of the file; another one beside it is written first.
 
     Raises:
-        OSError: from this call, if it cannot be written. Later it is logged, and tried again with the next status.
+        OSError: this call cannot write the file. Later failures are logged, and the next status is tried again.
     """
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     beside.write_text("")

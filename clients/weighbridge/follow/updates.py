@@ -42,7 +42,7 @@ class Updated:
 
 
 class Laps:
-    """Parts of an update as they pass, by a clock that goes on evenly. Each begins where the one before has ended.
+    """Parts of an update as they pass, by a monotonic clock. Each part begins where the previous one has ended.
 
     Args:
         span: of the update: each of `part` is a span in it.
@@ -62,7 +62,7 @@ class Laps:
         return self._last_s
 
     def heard(self, at_s: float) -> None:
-        """Note when the agent heard of the version, by `time.monotonic`."""
+        """Record when the agent learned of the version, by `time.monotonic`."""
         self.parts["wait"] = self._began_s - at_s
 
     def end(self, name: str) -> None:
@@ -103,7 +103,7 @@ def update(engines: Mapping[str, Engine], number: int, label: str) -> Updated:
     Args:
         engines: by what errors call them.
         number: of the version; it has to be ready.
-        label: what the engines shall tell their clients from then on.
+        label: label of the version that the engines give their clients from then on.
 
     Raises:
         EngineFailed: one could not prepare the version, and none was paused; or one did not take it. That one keeps the version that it had, and
@@ -146,7 +146,7 @@ def apply_prepared(engines: Sequence[Engine], number: int, label: str, laps: Lap
     Args:
         engines: that have prepared the version. One alone is asked in the calling thread, so that signals interrupt it.
         number: of the version.
-        label: what they shall tell their clients from then on.
+        label: label of the version that they give their clients from then on.
         laps: measures the parts; ``apply`` is missing if they were not asked to.
 
     Returns:
@@ -174,7 +174,7 @@ def apply_prepared(engines: Sequence[Engine], number: int, label: str, laps: Lap
 
 
 def quietly(ask: Callable[[], T]) -> T | None:
-    """What is answered, or None."""
+    """Answer of a call; None if it raises `WeighbridgeError`."""
     try:
         return ask()
     except WeighbridgeError as error:
@@ -192,13 +192,13 @@ def let_go_on(engine: Engine, *, failed: bool) -> None:
                 break
             time.sleep(_ASK_AGAIN_SECONDS)
         if serving is None:
-            raise EngineFailed("the engine does not say what it has, and was not told to go on")
+            raise EngineFailed("the engine does not say what it has, and was not resumed")
         if serving.broken:
             return
     try:
         engine.resume()
     except WeighbridgeError as error:
-        raise EngineFailed(f"it could not be told to go on: {error}") from error
+        raise EngineFailed(f"it could not be resumed: {error}") from error
 
 
 def _all(steps: Iterable[Callable[[], T]]) -> list[tuple[T | None, WeighbridgeError | None]]:

@@ -54,7 +54,7 @@ _COMPLETIONS, _RANK = "/v1/completions", "X-data-parallel-rank"
 _WORKERS = "/collective_rpc"
 """Route of calls that all workers answer."""
 OTHER = "start it with VLLM_SERVER_DEV_MODE=1; if it is an SGLang, say so: --engine sglang"
-"""What to do if a server lacks a route."""
+"""Advice if a server lacks a route."""
 Answers = Sequence[Mapping[str, Any]]
 """JSON of workers: a `Status` each, with ``failed``, ``engine``, ``rank``, ``ranks`` (of that engine), ``group`` (of ranks that agree) and
 ``engines`` (behind the server)."""
@@ -128,7 +128,7 @@ class VllmServer:
             time.sleep(_LOOK_SECONDS)
 
     def connect(self) -> None:
-        """Tell all workers where versions come from; they find out what they take of one, if they do not know.
+        """Give all workers the source of versions; they find out what they take of one, if they do not know.
 
         Raises:
             FailedPrecondition: a worker cannot; or not all workers behind the server answer.
@@ -136,7 +136,7 @@ class VllmServer:
         self._ask_workers("weighbridge_connect", json.dumps(self._init_info))
 
     def serving(self) -> Serving:
-        """What all workers say they have."""
+        """State of the engines, as all workers report it."""
         return serving_of(self._ask_workers("weighbridge_status"), self._model)
 
     def begin(self, version: int) -> None:
@@ -256,7 +256,9 @@ class VllmServer:
         return vllm_adapters.load(self._api, f"{adapter}@{number}")
 
     def unload_adapter(self, adapter: str, version: int) -> None:
-        """Have all engines unload a version of an adapter; requests that name it, also such as are being answered, have it loaded again. Raises EngineFailed."""
+        """Have all engines unload a version of an adapter. Requests that name it, including those under way, have it loaded again.
+        Raises EngineFailed.
+        """
         vllm_adapters.unload(self._api, f"{adapter}@{version}")
 
     def takes_adapters(self) -> bool:
@@ -293,11 +295,11 @@ class VllmServer:
         self._ask_workers("weighbridge_discard")
 
     def pause(self) -> None:
-        """Returns when nothing is being computed, and caches of the old weights are empty."""
+        """Pause. Returns when nothing is being computed, and caches of the old weights are empty."""
         self._api.call(f"/pause?mode={self._pause_mode}", {})
 
     def apply(self, version: int, label: str) -> None:
-        """Not in a session of vLLM's own: one that another agent has left open, or a worker that fails, would end it for all.
+        """Apply a version, in no session of vLLM's own: one that another agent has left open, or a worker that fails, would end it for all.
 
         An engine that sleeps may say that the version waits for its wake-up.
 
@@ -325,7 +327,7 @@ class VllmServer:
             self.label(served if drafter_in(served) else label)
 
     def resume(self) -> None:
-        """Let it go on."""
+        """Let the server go on."""
         self._api.call("/resume", {})
 
     def sleep(self, level: int) -> None:

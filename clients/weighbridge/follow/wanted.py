@@ -1,6 +1,6 @@
 """Order for a version: the service, the model and the version that a request or a model path names.
 
-Pure text: neither SGLang nor torch is needed to say it.
+Pure text: neither SGLang nor torch is needed to write it.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ SCHEME = "weighbridge"
 LOAD_FORMAT = "weighbridge.integrations.sglang.load"
 """The ``load_format`` of a request to ``/update_weights_from_tensor`` that brings a version."""
 ACTION = "weighbridge."
-"""What the ``action`` of a request to ``/weights_checker`` begins with that is about versions."""
+"""Beginning of the ``action`` of requests to ``/weights_checker`` that are about versions."""
 PREPARE, DISCARD, STATUS = ACTION + "prepare", ACTION + "discard", ACTION + "status"
 """Actions; behind the first one and a blank comes a `Wanted` as JSON."""
 EVIDENCE, COMPARE = ACTION + "evidence", ACTION + "compare_with_load"
 """Actions of proofs; behind the first one and blanks come digests of recordings that the caller has, with commas between them or none, and a `Wanted`."""
 REPORTED = "reported"
-"""Behind the last one and a blank: who asks reports to the service what the engine serves."""
+"""Follows the last one and a blank: the caller reports to the service what the engine serves."""
 
 
 @dataclass(frozen=True)

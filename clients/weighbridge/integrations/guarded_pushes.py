@@ -24,7 +24,7 @@ from weighbridge.errors import DeadlineExceeded, FailedPrecondition, NotFound, U
 T = TypeVar("T")
 
 _DURABLE_SECONDS = 60.0
-"""How long a version's way into the store is watched, so that the log can tell of its end."""
+"""Time for which a version's way into the store is watched, so that the log can report its end."""
 
 
 class GuardedPushes:
@@ -74,11 +74,11 @@ class GuardedPushes:
         prepare: Callable[[], tuple[int, Any]],
         push: Callable[[Any, int, int, int], PushHandle],
     ) -> bool:
-        """Push once for each step. All ranks call it. Whether `last` is now this rank's push of that step.
+        """Push once for each step. All ranks call it. Returns whether `last` is now this rank's push of that step.
 
         Args:
-            what: is pushed, for the log.
-            goes_on: likewise, if it cannot be: ``the save``.
+            what: name of what is pushed, for the log.
+            goes_on: name of what continues if the push fails, for the log: ``the save``.
             prepare: gives the step and the weights; raises if this rank cannot push. On ranks but the first, the model may not be registered yet.
             push: pushes these weights, of this step, as this rank of so many.
         """
@@ -107,7 +107,7 @@ class GuardedPushes:
         return version
 
     def begin_anew(self) -> None:
-        """The steps that come are not those that were pushed before."""
+        """Forget the last step: the steps that come are not those that were pushed before."""
         self._pushed_step = None
 
     def close(self) -> None:
@@ -149,7 +149,7 @@ class GuardedPushes:
     def _prepared(
         self, prepare: Callable[[], tuple[int, Any]], rank: int, world_size: int
     ) -> tuple[int, Any]:
-        """What to push, once every rank can."""
+        """Step and weights to push, once every rank can push."""
         problem, step, weights = "", 0, None
         try:
             step, weights = prepare()
@@ -173,7 +173,7 @@ class GuardedPushes:
 
 
 class PushHook:
-    """What the user of a hook sees of its pushes.
+    """Hook for a user: the results of its pushes.
 
     Attributes:
         model: ``namespace/name``.
@@ -206,7 +206,7 @@ class PushHook:
 
 
 def of_all_ranks(value: T, world_size: int) -> list[T]:
-    """What each rank says; all ranks call it."""
+    """Gather a value of each rank; all ranks call it."""
     import torch.distributed as dist
 
     values = [value] * world_size
@@ -216,7 +216,7 @@ def of_all_ranks(value: T, world_size: int) -> list[T]:
 
 
 def follow(handle: PushHandle, step: int, rank: int, logger: logging.Logger) -> None:
-    """Say in the log what became of a push: each rank of its own part, rank 0 of the version."""
+    """Log the outcome of a push: each rank that of its own part, rank 0 that of the version."""
     what = f"{handle.model}@{handle.number} (step {step})"
     try:
         handle.report()

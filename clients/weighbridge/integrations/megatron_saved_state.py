@@ -1,7 +1,8 @@
-"""State that Megatron's save is given besides the model, as what a training state is pushed of.
+"""State that Megatron's save receives besides the model, in the form from which a training state is pushed.
 
-A save is given the state dict of an optimizer, for which the distributed optimizer has gathered or renamed its state. A training state is pushed of
-the optimizer itself, without either. So it is noted which optimizer a state dict is of, where optimizers make theirs.
+A save receives the state dict of an optimizer, for which the distributed optimizer has gathered or renamed its state. A training state
+is pushed from the optimizer itself, without either. So a hook records, where optimizers make state dicts, which optimizer each state
+dict is of.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _METHOD = "sharded_state_dict"
 
 
 class OptimizerNotes:
-    """A hook that notes which of Megatron's optimizers has made the newest sharded state dict of an optimizer. `close` undoes it."""
+    """A hook that records which of Megatron's optimizers has made the newest sharded state dict of an optimizer. `close` undoes it."""
 
     def __init__(self) -> None:
         from megatron.core.optimizer.optimizer import MegatronOptimizer
@@ -39,7 +40,7 @@ class OptimizerNotes:
                 self._wrapped.append((kind, original, noting))
 
     def taken(self, state_dict: Mapping[str, Any]) -> tuple[str | None, Any]:
-        """Under which name a state dict has that of an optimizer, and the optimizer; None if it has none. Forgets it."""
+        """Name under which a state dict has that of an optimizer, and the optimizer; None if it has none. Forgets the record."""
         newest, self._newest = self._newest, None
         if newest is not None:
             made, optimizer = newest
@@ -82,7 +83,7 @@ def _below(kind: type[Any]) -> Iterator[type[Any]]:
 
 @dataclass(frozen=True)
 class SavedState:
-    """What a save is given besides the model.
+    """State that a save receives besides the model.
 
     Attributes:
         optimizer: Megatron's; None on a rank that has none.

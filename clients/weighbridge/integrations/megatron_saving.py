@@ -77,12 +77,12 @@ def push_on_save(
         The hook; close it, or use it as a context manager, to undo it.
 
     Raises:
-        InvalidArgument: nobody would keep the optimizer: neither ``training`` nor ``megatron_saves``.
+        InvalidArgument: the optimizer's state would not be saved: neither ``training`` nor ``megatron_saves``.
     """
     check_options(options)
     if not (training or megatron_saves):
         raise InvalidArgument(
-            "with training=False and megatron_saves=False nobody keeps the optimizer's state",
+            "with training=False and megatron_saves=False the optimizer's state is not saved",
             fix="leave one of them out",
         )
     client = TrainerClient(server, run=run, retry_seconds=retry_seconds, lane=lane, credentials=credentials)
@@ -142,7 +142,7 @@ class PushOnSave(PushHook):
 
     def close(self) -> None:
         """Undo the hook, and wait until what was pushed has arrived or failed."""
-        self._in_place = False  # whoever has wrapped or kept our wrapper meanwhile goes on calling it
+        self._in_place = False  # code that has wrapped or kept our wrapper meanwhile goes on calling it
         for module in self._places:
             if module.save is self._wrapper:
                 module.save = self._original
@@ -168,7 +168,7 @@ class PushOnSave(PushHook):
         return save
 
     def _push(self, state_dict: Mapping[str, Any], folder: str) -> bool:
-        """Push what is saved. Whether Megatron is to write nothing of it, the same on all ranks."""
+        """Push what is saved. Returns whether Megatron is to write nothing of it, the same on all ranks."""
         optimizer = (None, None) if self._notes is None else self._notes.taken(state_dict)
 
         def prepare() -> tuple[int, Any]:
@@ -209,7 +209,7 @@ class PushOnSave(PushHook):
         rank: int,
         world_size: int,
     ) -> SavedState | None:
-        """What is pushed beside the weights; None if nothing is. All ranks call it, and push something beside them or nothing, all of them."""
+        """State that is pushed beside the weights; None if there is none. All ranks call it, and all of them push such a state, or none does."""
         problem, found = "", None
         if self._notes is not None:
             try:
@@ -237,7 +237,7 @@ class PushOnSave(PushHook):
 
 
 def _nothing_to_write(save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What a save returns that writes nothing: if it was to write behind the trainer's back, a request of which nothing is left to do."""
+    """Result of a save that writes nothing: for an asynchronous save, a request without work."""
     from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 
     called = inspect.signature(save).bind(*args, **kwargs).arguments

@@ -19,7 +19,7 @@ from weighbridge.integrations.weight_updates import Update, UpdateWorker, Worker
 class WeighbridgeCheckpointEngine(UpdateWorker, CheckpointEngine):  # type: ignore[misc]  # NeMo-RL is seen as untyped
     """One worker's end of the refits of a NeMo-RL job.
 
-    Workers are told of each other once, and refits have no number: both sides count them.
+    Workers receive each other's metadata once, and refits have no number: both sides count them.
 
     Args:
         bucket_size: bytes of the largest batch that a rollout is given, of more tensors than one; and the most that a policy worker needs beside
@@ -40,7 +40,7 @@ class WeighbridgeCheckpointEngine(UpdateWorker, CheckpointEngine):  # type: igno
         self._refits = 0
 
     def prepare(self) -> dict[str, Any]:
-        """What the other workers are told: a ticket, of which the first worker's is used."""
+        """Metadata for the other workers: a ticket. All use the first worker's."""
         return {"ticket": Update.new().ticket}
 
     def init_policy_process_group(
@@ -51,7 +51,7 @@ class WeighbridgeCheckpointEngine(UpdateWorker, CheckpointEngine):  # type: igno
         rollout_world_size: int,
         metadata: Sequence[Any],
     ) -> None:
-        """Take note of the ticket; the first worker registers the model."""
+        """Record the ticket; the first worker registers the model."""
         self._begin(metadata)
         self._rank, self._ranks = worker_rank, train_world_size
         if worker_rank == 0:
@@ -65,7 +65,7 @@ class WeighbridgeCheckpointEngine(UpdateWorker, CheckpointEngine):  # type: igno
         rollout_world_size: int,
         metadata: Sequence[Any],
     ) -> None:
-        """Take note of the ticket."""
+        """Record the ticket."""
         self._begin(metadata)
 
     def get_target_weight_layout(self) -> None:

@@ -16,7 +16,7 @@ def paused(pause: Callable[[], object], resume: Callable[[], object]) -> Iterato
         pause, resume: ask all engines to stop, and to go on.
 
     Raises:
-        FailedPrecondition: engines could not be told to go on; says also what failed before, if anything did. An interrupt stays one, with a
+        FailedPrecondition: engines could not be resumed; says also what failed before, if anything did. An interrupt stays one, with a
             note.
     """
     try:

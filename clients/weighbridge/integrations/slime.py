@@ -30,7 +30,7 @@ from weighbridge.integrations.engine_rank.agreement import ProcessGroup, RanksFa
 from weighbridge.integrations.weight_updates import TICKET, PluginSettings, Update
 
 NAME = "weighbridge"
-"""Of the argument that has the settings."""
+"""Name of the argument that has the settings."""
 _FRAMEWORKS = ("slime", "miles")
 _REPLACED = "UpdateWeightFromDistributed"
 _CHOSEN_BY = {
@@ -38,11 +38,11 @@ _CHOSEN_BY = {
     "update_weight_transport": "nccl",
     "update_weight_transfer_mode": "broadcast",
 }
-"""By which of slime's and Miles's arguments this updater is chosen; each has a subset of them."""
+"""Values of slime's and Miles's arguments that choose this updater; each has a subset of them."""
 
 
 def init(args: Namespace) -> None:
-    """What ``--custom-megatron-init-path`` names: from now on the trainer actor of this process makes a `WeighbridgeUpdater`.
+    """Install the updater, for ``--custom-megatron-init-path``: from now on the trainer actor of this process makes a `WeighbridgeUpdater`.
 
     Raises:
         InvalidArgument: the arguments have no settings, or choose another updater.
@@ -67,7 +67,7 @@ def init(args: Namespace) -> None:
 
 @dataclass(frozen=True)
 class Settings(PluginSettings):
-    """What a file of ``--custom-config-path`` has under ``weighbridge``. The folder is by default that of ``--hf-checkpoint``.
+    """Settings under ``weighbridge`` in a file of ``--custom-config-path``. The folder is by default that of ``--hf-checkpoint``.
 
     Attributes:
         pause_mode: what happens to requests under way, as for `SglangServer`; by default Miles's ``--pause-generation-mode``, or ``abort``,
@@ -167,7 +167,7 @@ class WeighbridgeUpdater:
         engine_gpu_offsets: Sequence[int] | None = None,
         engine_parallel_configs: Sequence[Mapping[str, object]] | None = None,
     ) -> None:
-        """Take note of the engines: Ray's handles, of which the first rank asks where their servers are when it updates them.
+        """Record the engines: Ray's handles. The first rank asks them where their servers are when it updates them.
 
         The other arguments are for groups of GPUs, and not used.
         """
@@ -215,7 +215,7 @@ class WeighbridgeUpdater:
         registers the model if that has not been done.
 
         Returns:
-            What makes the ranks' pushes one version, with the number of the update.
+            Ticket that, with the number of the update, joins the ranks' pushes into one version.
         """
         settings = self._settings
         self._weights()
@@ -271,7 +271,7 @@ class WeighbridgeUpdater:
         """The servers of the engines, by URL.
 
         Raises:
-            FailedPrecondition: there are none: an update would reach nobody.
+            FailedPrecondition: no engine has a server that an update could reach.
             DeadlineExceeded: an engine's actor does not say where its server is.
         """
         urls = _urls(self._handles or (), self._settings.timeout_seconds)
@@ -308,7 +308,7 @@ def _trainer_actor() -> tuple[str, ModuleType]:
 
 
 def _urls(engines: Sequence[Any], timeout: float) -> list[str]:
-    """Where the servers of engines answer; a part of an engine that is on another node than its server has none."""
+    """URLs of the servers of engines; a part of an engine that is on another node than its server has none."""
     asked = [
         engine.get_url.remote() if hasattr(engine, "get_url") else engine.get_topology_info.remote()
         for engine in engines

@@ -30,15 +30,15 @@ if TYPE_CHECKING:
 TICKET = "weighbridge/update"
 """The key under which a version's metadata has the ticket of its update."""
 _NEWEST = 16
-"""Among how many of the newest versions an update is looked for."""
+"""Number of the newest versions among which an update is looked for."""
 _PAUSES = (0.05, 1.0)
 """Seconds between two looks, at first and at the most."""
 _LOOK_SECONDS = 15.0
-"""How long a version is waited for before it is asked again whether anybody still wants it."""
+"""Time for which a version is waited for before each check whether its update is superseded."""
 
 
 _BUFFER_BYTES = (2 << 20, 256 << 20)
-"""Of a rank that trains, at the least and at the most."""
+"""Bytes of the buffers of a rank that trains, at the least and at the most."""
 
 
 def buffers_within(bucket_bytes: int) -> int:
@@ -97,7 +97,7 @@ class PluginSettings(UpdateSettings):
 
     @property
     def init_info(self) -> dict[str, str]:
-        """All that an engine is told of where versions come from."""
+        """Settings by which an engine finds where versions come from."""
         said = {} if self.stale_drafter is None else {"stale_drafter": self.stale_drafter}
         return {**self.of_engines.init_info, **said}
 
@@ -117,10 +117,10 @@ class WorkerSettings(UpdateSettings):
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """An update, as the workers are told of it.
+    """An update, as workers receive it.
 
     Attributes:
-        ticket: what the ranks that train give the version.
+        ticket: id that the ranks that train give the version.
         version: its number, or a ref, if that is known; it is not looked for then.
     """
 
@@ -129,13 +129,13 @@ class Update:
 
     @staticmethod
     def new() -> Update:
-        """One that nobody has been told of."""
+        """Make an update with a new ticket."""
         return Update(uuid.uuid4().hex)
 
 
 @contextmanager
 def taken_to_the_end(weights: Iterable[object]) -> Iterator[None]:
-    """If what is done meanwhile fails, take the rest of what ranks gather together: the others would wait for this one for ever."""
+    """If the block fails, take the rest of what ranks gather together: the others would wait for this one for ever."""
     try:
         yield
     except Exception:
@@ -201,11 +201,11 @@ class UpdateSender:
         """Push this rank's share of tensors that all ranks gather. All of them are taken in any case, also if the push fails.
 
         Args:
-            update: which one, the same on all ranks; None if nothing has been told to them, who then find each other by the step.
+            update: the update, the same on all ranks; None if the ranks have no ticket, and find each other by the step.
             weights: name and whole tensor of each.
             step: the training step; by default how many updates this rank has sent.
             rank, ranks: which rank of how many this is.
-            buffer_bytes: host memory that what goes by gRPC may take.
+            buffer_bytes: host memory for what is sent by gRPC.
             held: as for `TrainerClient.push_gathered`.
 
         Raises:
@@ -245,12 +245,12 @@ class UpdateReceiver:
     async def receive(
         self, update: Update, device: torch.device, superseded: Callable[[], bool]
     ) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
-        """Wait until an update is complete, and bring its tensors, each when the one before has been taken; on GPUs some 64 MB sooner.
+        """Wait until an update is complete, and bring its tensors, each once the previous one has been taken; on GPUs some 64 MB sooner.
 
         Args:
             update: which one.
             device: where the tensors are to be. On the CPU they are views of the version if it lies on this machine.
-            superseded: whether nobody waits for it any more.
+            superseded: whether no worker waits for the update any more.
 
         Raises:
             VersionFailed: it could not be completed; says why.
@@ -280,7 +280,7 @@ class UpdateReceiver:
             return number
 
     async def _found(self, client: AsyncEngineClient, update: Update, superseded: Callable[[], bool]) -> int:
-        """The number of the version that an update has become. Nobody can be asked to tell: a version is opened by any of the ranks that train."""
+        """Number of the version that an update has become. It is looked for among versions: any of the ranks that train may have opened it."""
         model = self._source.model
         deadline = time.monotonic() + self._timeout
         pause, longest = _PAUSES

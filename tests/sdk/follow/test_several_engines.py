@@ -152,7 +152,7 @@ def test_a_signal_while_a_version_is_taken_leaves_the_engine_paused_if_it_has_ha
 def test_one_that_cannot_be_told_to_go_on_is_named() -> None:
     log = Log()
     [problem] = apply_prepared([Recording("a", log, refuses="resume")], 7, "seven")
-    assert "could not be told to go on: made up" in problem
+    assert "could not be resumed: made up" in problem
 
 
 def test_without_engines_there_is_nothing_to_do() -> None:

@@ -1,4 +1,4 @@
-"""Questions to a service's HTTP face, where it is named or the service itself says that it is, by what the environment says of credentials."""
+"""Requests to a service's HTTP address, as it was named or as the service reports it, with the credentials of the environment."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ _PART = 64 << 10
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """Follows no redirect: a service sends none, and the token is for the address that was named."""
+    """Refuse redirects: a service sends none, and the token is for the address that was named."""
 
     def redirect_request(self, *_: object) -> None:
-        """None: the redirect is an error."""
+        """Return None, which makes the redirect an error."""
 
 
 def told_address(server: str, credentials: Credentials) -> str:
-    """Where the HTTP face of a service is, as the service itself says at its gRPC address: no other is shown a token.
+    """HTTP address that a service reports at its gRPC address. No other address receives a token.
 
     Raises:
-        FailedPrecondition: it does not say, or only its own machine reaches that.
-        WeighbridgeError: it cannot be asked.
+        FailedPrecondition: the service reports none, or one that only its own machine reaches.
+        WeighbridgeError: the service does not answer, or refuses.
     """
     from weighbridge._clients.transport import find_faces
 
@@ -53,7 +53,7 @@ def told_address(server: str, credentials: Credentials) -> str:
 
 
 def reached_at(told: str, server: str) -> str:
-    """Where a client reaches what a service listens at; empty if it does not.
+    """Address at which a client reaches what the service listens at; empty if it cannot.
 
     Args:
         told: ``host:port`` at which the service listens.
@@ -73,8 +73,8 @@ class Answer:
 
     Attributes:
         value: the JSON document.
-        url: that was asked.
-        said_s: what the service's clock said, Unix time in whole seconds; None if it did not.
+        url: the URL that was requested.
+        said_s: the service's clock from the header ``Date``, Unix time in whole seconds; None without that header.
     """
 
     value: Any
@@ -83,18 +83,18 @@ class Answer:
 
 
 def ask(address: str, path: str, seconds: float, credentials: Credentials | None = None) -> Answer:
-    """What a service answers.
+    """Request a path of a service over HTTP, and parse the JSON of its answer.
 
     Args:
         address: ``host:port``, or a URL. By https where authorities are named.
         path: such as ``/v1/checks``.
-        seconds: how long it may take.
+        seconds: the timeout.
         credentials: those of the environment by default.
 
     Raises:
-        InvalidArgument: that is no address.
-        PermissionDenied: it does not let this client look.
-        Unavailable: none answers there, or what answers is none.
+        InvalidArgument: ``address`` is no HTTP address.
+        PermissionDenied: the service does not let this client look.
+        Unavailable: nothing answers there, or something that is no service does.
     """
     if credentials is None:
         from weighbridge._transport.credentials import Credentials
@@ -136,7 +136,7 @@ def ask(address: str, path: str, seconds: float, credentials: Credentials | None
 
 
 def _read(response: http.client.HTTPResponse, url: str, until_s: float) -> bytes:
-    """An answer, whose size and time are bounded, whatever it is that answers."""
+    """Read an answer, with bounds on its size and time: anything may be answering."""
     found = bytearray()
     while part := response.read1(_PART):
         found += part
@@ -146,7 +146,7 @@ def _read(response: http.client.HTTPResponse, url: str, until_s: float) -> bytes
 
 
 def no_service(url: str) -> Unavailable:
-    """That something answers that is no service."""
+    """Error for an answer that no service has sent."""
     return Unavailable(f"{url} does not answer as a service does", fix="is this its --http?")
 
 

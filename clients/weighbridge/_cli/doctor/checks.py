@@ -8,21 +8,21 @@ from weighbridge._core.checks import Check, CheckStatus
 from weighbridge._core.text.durations import readable_duration
 
 _MOST_SKEW_S = 5.0
-"""From which difference of clocks on times in lists, logs and traces mislead; tokens and certificates bear more."""
+"""Difference of clocks above which times in lists, logs and traces mislead; tokens and certificates tolerate more."""
 _SOON_DAYS = 14
-"""How long before its end a certificate should have been renewed."""
+"""Days before its end by which a certificate should have been renewed."""
 _DAY_S = 86_400.0
 
 
 @dataclass(frozen=True, slots=True)
 class PortReading:
-    """What came of connecting to an address.
+    """Result of connecting to an address.
 
     Attributes:
         address: ``host:port``.
-        what: is to answer there, such as ``gRPC``.
+        what: protocol that is expected there, such as ``gRPC``.
         error: why it cannot be reached; empty if it can.
-        seconds: that the connection took.
+        seconds: time that connecting took.
     """
 
     address: str
@@ -45,13 +45,13 @@ def check_port(reading: PortReading) -> Check:
 
 @dataclass(frozen=True, slots=True)
 class CertificateReading:
-    """What came of a TLS handshake, in which the certificate was checked.
+    """Result of a TLS handshake that checked the certificate.
 
     Attributes:
         address: ``host:port``.
         error: why the certificate, or the handshake, was refused; empty if it was not.
         expires_s: end of its validity, Unix time in seconds; 0 if the handshake failed.
-        names: for which it was issued.
+        names: names for which it was issued.
     """
 
     address: str
@@ -82,7 +82,7 @@ def check_certificate(reading: CertificateReading, now_s: float) -> Check:
 
 
 def _certificate_fix(error: str) -> str:
-    """What to do about a handshake that failed, by OpenSSL's words for it."""
+    """Advice for a handshake that failed, chosen by OpenSSL's message."""
     text = error.lower().replace("_", " ")
     if "expired" in text:
         return (
@@ -103,8 +103,8 @@ def check_skew(asked_s: float, answered_s: float, said_s: float) -> Check:
     """Whether this machine's clock and that of a service agree.
 
     Args:
-        asked_s, answered_s: when the service was asked, and had answered, by this machine's clock: Unix time in seconds.
-        said_s: what the service's clock said meanwhile, rounded down to a whole second.
+        asked_s, answered_s: when the request was sent, and when its answer had arrived, by this machine's clock: Unix time in seconds.
+        said_s: the service's clock in between, rounded down to a whole second.
     """
     behind, ahead = asked_s - (said_s + 1), said_s - answered_s
     offset = max(behind, ahead, 0.0)
@@ -112,7 +112,7 @@ def check_skew(asked_s: float, answered_s: float, said_s: float) -> Check:
     if offset <= _MOST_SKEW_S:
         return Check.ok(
             name,
-            f"it and this machine's differ by {readable_duration(offset, rough=True)}, as far as can be told",
+            f"it and this machine's differ by {readable_duration(offset, rough=True)}, as far as can be measured",
         )
     which = "behind" if behind > ahead else "ahead of"
     return Check.warn(
@@ -124,7 +124,7 @@ def check_skew(asked_s: float, answered_s: float, said_s: float) -> Check:
 
 @dataclass(frozen=True, slots=True)
 class LaneReading:
-    """What is found of a service's local socket from this process.
+    """State of a service's local socket, as this process finds it.
 
     Attributes:
         socket: its path, as the service says; empty if it has none.
@@ -150,7 +150,7 @@ def check_lane(reading: LaneReading) -> Check:
         fix = (
             "start it with --local-socket auto, or a path that clients can reach" if reading.same_host else ""
         )
-        return Check(name, status, f"the service lends no memory: {why}", fix)
+        return Check(name, status, f"the service shares no memory: {why}", fix)
     if not reading.error:
         return Check.ok(name, f"{reading.socket} answers: weights need no network")
     if reading.missing and not reading.same_host:
@@ -173,14 +173,14 @@ def check_lane(reading: LaneReading) -> Check:
 
 @dataclass(frozen=True, slots=True)
 class SharedMemoryReading:
-    """What came of making a little shared memory on this machine.
+    """Result of allocating a little shared memory on this machine.
 
     Attributes:
         kernel: release of Linux.
         shared: why memory without a file system cannot be shared (memfd_create); empty if it can.
         ahead: why it cannot be made ahead of its use (MADV_POPULATE_WRITE); empty if it can.
         huge: why its pages cannot be made huge (MADV_COLLAPSE); empty if they can.
-        policy: of the kernel on huge pages of shared memory (``shmem_enabled``); empty if it has none.
+        policy: the kernel's policy on huge pages of shared memory (``shmem_enabled``); empty if it has none.
     """
 
     kernel: str
@@ -191,7 +191,7 @@ class SharedMemoryReading:
 
 
 def check_shared_memory(reading: SharedMemoryReading) -> Check:
-    """Whether a service here can lend memory, and makes it ahead of its first use."""
+    """Check whether a service on this machine can share memory, and allocate it before its first use."""
     name = "shared memory"
     if reading.shared:
         return Check.fail(

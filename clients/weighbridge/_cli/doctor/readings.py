@@ -130,13 +130,13 @@ def read_shared_memory() -> SharedMemoryReading:
 
 
 def host_and_port(address: str) -> tuple[str, int]:
-    """Of ``host:port``. Raises ValueError if it is none."""
+    """Host and port of ``host:port``. Raises ValueError if the text has another form."""
     host, _, port = address.rpartition(":")
     return host.rpartition("/")[2].strip("[]"), int(port)
 
 
 def _refusal(address: int, advice: int) -> str:
-    """Why the kernel does not take advice on a huge page; empty if it does."""
+    """Reason why the kernel refuses an advice on a huge page; empty if it accepts it."""
     from weighbridge._memory import paging
 
     try:

@@ -34,7 +34,7 @@ class KnownFault:
         package: its name.
         first: the first of them.
         last: the last of them: all whose numbers begin with it.
-        what: breaks, after the version.
+        what: what breaks; follows the version in the message.
         fix: as for a finding.
         source: the place of this repository that shows it, for its developers.
     """
@@ -87,7 +87,7 @@ KNOWN_FAULTS: Sequence[KnownFault] = (
 
 
 def check_release(package: str, installed: str) -> Check | None:
-    """What is found of an installed package; None if it is one of no matter.
+    """Check an installed package's release; None for a package that is not in `SUPPORTED`.
 
     Args:
         package: its name.

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from weighbridge._comparing.sides import Side
 
 Named: TypeAlias = Path | Reference
-"""What is compared: a folder, or a version of a model."""
+"""Side of a comparison: a folder, or a version of a model."""
 _TOP = 20
 
 
@@ -90,7 +90,7 @@ def diff_command(
 
 
 def sides_of(named: Sequence[str]) -> tuple[Named, Named]:
-    """What is to be compared, as it was typed.
+    """Sides of a comparison, from the arguments that were typed.
 
     Raises:
         InvalidArgument: these are not two sides.

@@ -36,11 +36,11 @@ T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 PROGRAM = "weighbridge"
 COMPLETE_VARIABLE = "_WEIGHBRIDGE_COMPLETE"
-"""Set by the scripts: click answers with what a shell is to offer instead of running a command."""
+"""Variable that the scripts set: click then prints completions instead of running a command."""
 _SECONDS = 1.5
-"""How long a service may take to answer."""
+"""Time in which a service must answer."""
 _NEWEST = 30
-"""How many versions are offered."""
+"""Number of versions that are offered."""
 _SHELLS = ("bash", "zsh", "fish")
 _WORD = re.compile(r"[A-Za-z0-9_@%+=:./-]+")
 
@@ -72,10 +72,12 @@ def register() -> None:
 
 
 class Words(ShellComplete):
-    """Completion by words that stand for themselves in every shell: others would be split, expanded or executed there, whoever has named them so."""
+    """Completion by words that every shell takes literally. Other words would be split, expanded or executed there, even if a stranger
+    chose the name.
+    """
 
     def get_completions(self, args: list[str], incomplete: str) -> list[CompletionItem[str]]:
-        """What is offered."""
+        """Completions of the incomplete word."""
         return [
             CompletionItem(item.value, item.type, plain(item.help) if item.help else None)
             for item in super().get_completions(args, incomplete)
@@ -94,7 +96,7 @@ class FishWords(Words, FishComplete):
 class BashWords(Words, BashComplete):
     """Completion in bash of words with ``@`` and ``:`` in them, at which it breaks words (``COMP_WORDBREAKS``).
 
-    The line comes as it was typed, and of what is offered only the part behind the last break goes back: that is what bash replaces.
+    Bash passes the line as it was typed, and replaces only the part behind the last break; so only that part of a completion is returned.
     """
 
     source_template = """\
@@ -114,7 +116,7 @@ complete -o nosort -F %(complete_func)s %(prog_name)s
 """
 
     def get_completion_args(self) -> tuple[list[str], str]:
-        """The words before the one that is being typed, and that one."""
+        """Words before the one that is being typed, and that word."""
         line = os.environ.get("COMP_LINE", "")
         words = split_arg_string(line)[1:]
         if not words or line[-1].isspace():
@@ -122,13 +124,13 @@ complete -o nosort -F %(complete_func)s %(prog_name)s
         return words[:-1], words[-1]
 
     def format_completion(self, item: CompletionItem[str]) -> str:
-        """One line: the kind, and what is to be put in."""
+        """Format a completion as one line: its kind, and the text to insert."""
         _, typed = self.get_completion_args()
         return f"{item.type},{item.value[len(before_break(typed, os.environ.get('COMP_WORDBREAKS', ''))) :]}"
 
 
 def before_break(word: str, breaks: str) -> str:
-    """The part of a word that bash leaves as it is: up to the last character at which it breaks words. An ``@`` it replaces with the rest."""
+    """Part that bash leaves of a word: up to the last character at which it breaks words. Bash replaces an ``@`` together with the rest."""
     last = max((word.rfind(each) for each in breaks if each in "@:="), default=-1)
     return word[:last] if word[last : last + 1] == "@" else word[: last + 1]
 
@@ -144,7 +146,7 @@ def models(ctx: click.Context, _param: click.Parameter, incomplete: str) -> list
 
 
 def references(ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem[str]]:
-    """Offers of an argument ``MODEL@VERSION``: models, and of one that is meant refs and the newest versions."""
+    """Completions of an argument ``MODEL@VERSION``: models; once a model is named, its refs and newest versions."""
     return _ask(ctx, lambda client: _references(client, incomplete)) or []
 
 
@@ -223,9 +225,9 @@ def offered_versions(refs: dict[str, int], listed: Iterable[Version]) -> list[Co
 
 
 def _ask(ctx: click.Context, question: Callable[[Client], T]) -> T | None:
-    """What a service answers in time. Whoever types waits for it, and no error helps them."""
+    """Answer of a service; None if there is no answer in time, or an error: the user is waiting while typing, and could not use the error."""
     from weighbridge._clients.client import (
-        Client,  # takes long on a busy machine, and is none of the service's time
+        Client,  # takes long on a busy machine, and does not count as the service's time
     )
 
     found: list[T] = []
@@ -234,7 +236,7 @@ def _ask(ctx: click.Context, question: Callable[[Client], T]) -> T | None:
         try:
             with Client(_server(ctx), retry_seconds=0.0, lane="grpc") as client:
                 found.append(question(client))
-        except Exception:  # noqa: S110  # whatever is wrong, a command that is run will say
+        except Exception:  # noqa: S110  # the command itself will report the error
             pass
 
     asking = threading.Thread(target=ask, daemon=True)

@@ -1,4 +1,4 @@
-"""Readings of a service for an overview: over gRPC what everybody may look at, and over HTTP, where that may be observed, its memory."""
+"""Readings of a service for an overview: over gRPC what every client may see; over HTTP the use of memory, where this client may observe it."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ T = TypeVar("T")
 AWAY = (Unavailable, DeadlineExceeded, ResourceExhausted)
 """Errors of a service that is away, or too busy to answer: it is asked again."""
 _NEWEST = 12
-"""How many versions of each model are read."""
+"""Number of versions of each model that are read."""
 _AT_ONCE = 8
-"""How many questions a service is asked at one time."""
+"""Number of concurrent requests to a service."""
 _HTTP_SECONDS = 2.0
 _ASK_HTTP_AGAIN_SECONDS = 30.0
-"""After how long a face that has not answered is asked again."""
+"""Time after which an HTTP address that has not answered is asked again."""
 
 
 class Gatherer:
@@ -36,8 +36,8 @@ class Gatherer:
 
     Args:
         server: its gRPC address, or those of its replicas.
-        http: its HTTP address; None for the one that it says.
-        models: only these; all if there are none.
+        http: its HTTP address; None for the one that the service reports.
+        models: only these; all if empty.
     """
 
     def __init__(self, server: str, http: str | None, models: Sequence[str]) -> None:
@@ -81,12 +81,12 @@ class Gatherer:
         )
 
     def _versions(self, model: str) -> list[Version]:
-        """A model's newest versions; of one without training states, or that was deleted meanwhile, none."""
+        """Newest versions of a model; empty for one without training states, or one that was deleted meanwhile."""
         listing = version_calls.list_versions(model, include_invisible=True, limit=_NEWEST)
         return self._perhaps(lambda: self._connection.run(listing)) or []
 
     def _ranks(self, versions: Sequence[Version]) -> dict[Place, tuple[RankProgress, ...]]:
-        """How far each rank is; of what was deleted meanwhile none."""
+        """Progress of each rank, by version; versions that were deleted meanwhile are left out."""
 
         def of(version: Version) -> list[RankProgress] | None:
             asked = version_calls.rank_progress(version.model, version.number)
@@ -101,7 +101,7 @@ class Gatherer:
         return tuple(engine for engine in listed if engine.model in names)
 
     def _memory(self) -> MemoryUse | None:
-        """How it stands with memory; None if it does not say where that can be asked, or not to this client."""
+        """Use of memory; None if the service does not report where to ask for it, or does not let this client look."""
         if time.monotonic() < self._ask_http_at:
             return None
         connection = self._connection
@@ -123,7 +123,7 @@ class Gatherer:
 
 
 def memory_of(answer: Any) -> MemoryUse:
-    """What ``/v1/memory`` says. Raises Unavailable if that is not what a service says."""
+    """Parse the answer of ``/v1/memory``. Raises Unavailable if it is not that of a service."""
     try:
         return MemoryUse(
             images=int(answer["memory"]["in_use"]),

@@ -17,14 +17,14 @@ Place = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse(JsonValue):
-    """How a service stands with memory, in bytes.
+    """Use of memory by a service, in bytes.
 
     Attributes:
-        images: of versions in memory.
-        budget: most of these.
-        disk: of versions in the scratch folder.
-        in_flight: on their way through gRPC, by direction.
-        byte_budget: most of these.
+        images: versions in memory.
+        budget: limit of ``images``.
+        disk: versions in the scratch folder.
+        in_flight: bytes on their way through gRPC, by direction.
+        byte_budget: limit of ``in_flight``.
     """
 
     images: int
@@ -36,7 +36,7 @@ class MemoryUse(JsonValue):
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What was read of a service at one time.
+    """State of a service at one time.
 
     Attributes:
         at_s: of the monotonic clock, in seconds.
@@ -63,7 +63,7 @@ class PushingRank(JsonValue):
 
     Attributes:
         progress: how far it is.
-        rate: bytes a second since the reading before; None if there was none.
+        rate: bytes a second since the previous reading; None if there was none.
     """
 
     progress: RankProgress
@@ -76,9 +76,9 @@ class Push(JsonValue):
 
     Attributes:
         version: as it stands.
-        rate: bytes a second since the reading before; None if there was none.
-        left_s: seconds until all bytes are there, at this rate; None if that cannot be told.
-        ranks: each of them; none where the replica that was asked knows nothing of them.
+        rate: bytes a second since the previous reading; None if there was none.
+        left_s: seconds until all bytes are there, at this rate; None if that is not known.
+        ranks: the ranks; empty if the replica that was asked does not know them.
     """
 
     version: Version
@@ -88,7 +88,7 @@ class Push(JsonValue):
 
     @property
     def percent(self) -> int:
-        """Of its bytes, how many have come."""
+        """Percentage of its bytes that have arrived."""
         return percent(self.version.received_bytes, self.version.tensor_bytes)
 
 
@@ -100,7 +100,7 @@ class Past(JsonValue):
         version: as it stands.
         refs: that name it.
         ready_s: seconds from its opening until it was ready; None if that is not known.
-        durable_s: until it was durable, likewise.
+        durable_s: seconds from its opening until it was durable; None if that is not known.
     """
 
     version: Version
@@ -111,7 +111,7 @@ class Past(JsonValue):
 
 @dataclass(frozen=True, slots=True)
 class Overview(JsonValue):
-    """What a service does.
+    """Overview of a service.
 
     Attributes:
         server: its address.
@@ -120,7 +120,7 @@ class Overview(JsonValue):
         versions: others, the newest first.
         models: by name.
         engines: by model.
-        memory: None if that was not asked.
+        memory: None if it was not asked for.
         away_s: for how long the service has not answered; 0 if it does.
         away_reason: why not.
     """
@@ -139,7 +139,7 @@ class Overview(JsonValue):
 def overview(
     server: str, before: Reading | None, now: Reading, *, away_s: float = 0.0, away_reason: str = ""
 ) -> Overview:
-    """What a reading says, with rates since the one before.
+    """Make an overview of a reading, with rates since the previous one.
 
     Args:
         server: its address.
@@ -199,5 +199,5 @@ def _rate(before: int | None, now: int, seconds: float) -> float | None:
 
 
 def unfinished(versions: Sequence[Version]) -> list[Version]:
-    """Versions that are being received: of these it is asked how far each rank is."""
+    """Versions that are being received: for these, the progress of each rank is read."""
     return [each for each in versions if each.state.receiving]

@@ -94,7 +94,7 @@ def _head(seen: Overview, width: int) -> RenderableType:
 
 
 def memory_text(use: MemoryUse) -> str:
-    """How a service stands with memory, in a line."""
+    """Use of memory by a service, in one line."""
     text = f"memory {readable_size(use.images)} of {readable_size(use.budget)}"
     if use.disk:
         text += f", spilled to disk {readable_size(use.disk)}"
@@ -218,7 +218,7 @@ def _model_cells(model: Model) -> tuple[Sequence[Text], ...]:
 
 
 def _chosen(width: int, always: Sequence[T], medium: Sequence[T], wide: Sequence[T]) -> list[T]:
-    """What there is room for."""
+    """Columns that fit into the width."""
     return [
         *always,
         *(medium if width >= _NARROW else ()),

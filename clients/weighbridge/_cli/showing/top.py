@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from weighbridge._cli.showing.overview import Overview, Reading
 
 _SHARE = 0.25
-"""Part of the time for which a service is asked at most: where it takes long, it is asked less often."""
+"""Largest share of the time that is spent on reading a service: if a reading takes long, the next one comes later."""
 _SECTIONS = 3
 """Lists that share the height of a terminal."""
 _PLAIN_COLUMNS = 160
@@ -76,7 +76,7 @@ def top_command(
 
 
 def _once(gatherer: Gatherer, first: Reading, every: float) -> Overview:
-    """What is seen once; if something is being received, after another look, so that there are rates."""
+    """One overview. If a version is being received, it is made from a second reading, so that it has rates."""
     from weighbridge._cli.showing.overview import overview
 
     seen = overview(gatherer.server, None, first)
@@ -110,7 +110,7 @@ def _live(console: Console, gatherer: Gatherer, first: Reading, every: float) ->
 
 
 def _seen(gatherer: Gatherer, first: Reading, every: float) -> Iterator[Overview]:
-    """What is seen, again and again. A service that is away keeps what was seen last."""
+    """Overviews, one after another. While the service is away, they repeat the last reading."""
     from weighbridge._cli.showing.gathering import AWAY
     from weighbridge._cli.showing.overview import overview
 

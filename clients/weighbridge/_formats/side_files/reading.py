@@ -76,7 +76,7 @@ class SideFiles:
         return SideFiles(files, dict(sorted({**chosen.left_out, **elsewhere}.items())))
 
     def kinds(self) -> dict[str, int]:
-        """How many files and folders are left out, by what they are, as reports of conversions say it; empty if there are none."""
+        """Number of files and folders that are left out, under the text by which reports of conversions name them; empty if there are none."""
         names = [readable(name.removesuffix("/")) for name in self.left_out]
         return {f"files ({', '.join(names[:_NAMED])})": len(names)} if names else {}
 

@@ -28,7 +28,7 @@ def reach_of(folder: Path) -> tuple[Path, ...]:
 
 
 def fault_of(path: Path, folder: Path) -> WeighbridgeError | None:
-    """Why a file of a folder is not to be opened; None if there is no reason. Links are followed, and nothing is opened.
+    """Error for a file of a folder that must not be opened; None if it may be. Links are followed, and nothing is opened.
 
     Args:
         path: of the file.
@@ -95,7 +95,7 @@ def open_regular(path: Path, folder: Path) -> int:
 
 
 def _open(path: Path) -> int:
-    # what has become a link or a pipe since is neither followed nor waited for
+    # a file that has become a link or a pipe meanwhile is neither followed nor waited for
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         return os.open(path, flags)
@@ -106,7 +106,9 @@ def _open(path: Path) -> int:
 
 
 def _may_open_more() -> bool:
-    """Let this process open as many files as it may at all: a checkpoint of a thousand ranks has more than the usual 1024. Whether that is more than before."""
+    """Raise this process's limit of open files to its maximum: a checkpoint of a thousand ranks has more than the usual 1024. Returns
+    whether the limit has grown.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = hard if hard != resource.RLIM_INFINITY else _MOST_OPEN
     if soft == resource.RLIM_INFINITY or soft >= most:

@@ -21,7 +21,7 @@ _LONGEST_SECONDS = 7200.0
 
 @dataclass(frozen=True)
 class Settings(UpdateSettings):
-    """What an actor knows of the service. The folder is AReaL's ``actor.path``, or the name of one on the Hub whose files this machine has.
+    """Settings of an actor. The folder is AReaL's ``actor.path``, or the name of one on the Hub whose files this machine has.
 
     Attributes:
         timeout_seconds: within which all ranks' shards must have arrived, and then, anew, within which rollouts must have loaded them.
@@ -31,7 +31,7 @@ class Settings(UpdateSettings):
 
     @staticmethod
     def of(config: Any, environment: Mapping[str, str] = os.environ) -> Settings:
-        """Of an actor.
+        """Settings of an actor.
 
         Args:
             config: AReaL's ``PPOActorConfig``.
@@ -57,7 +57,7 @@ class Settings(UpdateSettings):
         return Settings(**said, run=run, hf_dir=config.path, timeout_seconds=timeout)
 
     def hand_on(self, environment: MutableMapping[str, str]) -> None:
-        """Complete the environment of a worker by what this one was told."""
+        """Add these settings to the environment of a worker, except for variables that it has."""
         for name, variable in _VARIABLES.items():
             if (value := getattr(self, name)) is not None:
                 environment.setdefault(variable, value)

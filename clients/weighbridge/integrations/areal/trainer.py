@@ -19,7 +19,7 @@ class WeighbridgePPOTrainer(PPOTrainer):  # type: ignore[misc]  # AReaL is seen 
     """AReaL's `PPOTrainer`: the same arguments, configuration and methods."""
 
     def _create_train_engine(self, actor_config: Any, alloc: Any) -> Any:
-        """Make the actor; the reference and the teacher, which update nobody, are AReaL's own.
+        """Make the actor. The reference and the teacher, which push no updates, are AReaL's own.
 
         Raises:
             InvalidArgument: settings are missing, or there is no actor for this backend.

@@ -30,11 +30,11 @@ from weighbridge.integrations.pausing import paused
 from weighbridge.integrations.weight_updates import Update
 
 _MARK_SECONDS = 120
-"""How long AReaL's engines are told that a folder is complete; they wait as long to be told."""
+"""Time for which AReaL's engines find the mark that a folder is complete; they wait for it as long."""
 
 
 class UpdatesByWeighbridge:
-    """What an actor does instead of AReaL's updates from a disk. Goes before AReaL's own class among the bases.
+    """Updates of an actor instead of AReaL's updates from a disk. Goes before AReaL's own class among the bases.
 
     Attributes:
         pushed: the newest push of this rank.
@@ -42,9 +42,9 @@ class UpdatesByWeighbridge:
 
     pushed: PushHandle | None = None
     _ticket = ""
-    """By which, with the number of the update, the ranks' pushes are one version; empty if they have not yet told each other that they can push."""
+    """Ticket that, with the number of the update, joins the ranks' pushes into one version; empty until all ranks know that they can push."""
     _updates = 0
-    """How many this rank has begun."""
+    """Number of updates that this rank has begun."""
     _left: tuple[Path, ...] = ()
     """Folders of updates that rollouts did not load; some may still be reading."""
 
@@ -73,7 +73,7 @@ class UpdatesByWeighbridge:
         current_platform.synchronize()
 
     def push_version(self: Any, meta: Any) -> int:
-        """Push the weights, and wait until they can be pulled; the version's number. All ranks call it.
+        """Push the weights, and wait until they can be pulled. Returns the version's number. All ranks call it.
 
         Args:
             meta: as for `update_weights`; its version is the step.
@@ -98,11 +98,11 @@ class UpdatesByWeighbridge:
 
     @abstractmethod
     def shards(self) -> Any:
-        """What this rank pushes, as `hand_over` takes it."""
+        """Shards that this rank pushes, as `hand_over` takes them."""
 
     @abstractmethod
     def hand_over(self, client: TrainerClient, model: str, shards: Any, **said: Any) -> PushHandle:
-        """Push this rank's shards; ``said`` is what every way to push takes."""
+        """Push this rank's shards; ``said`` are the arguments that every way to push takes."""
 
     @cached_property
     def _settings(self: Any) -> Settings:

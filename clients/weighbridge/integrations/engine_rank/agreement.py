@@ -18,18 +18,18 @@ T = TypeVar("T")
 
 
 class Ranks(Protocol):
-    """The ranks that one model is spread over, as one of them sees them."""
+    """Ranks that one model is spread over, as one of them sees them."""
 
     @property
     def rank(self) -> int:
-        """This one, from 0."""
+        """This rank, from 0."""
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """Number of ranks."""
 
     def all_gather_object(self, mine: T) -> list[T]:
-        """What each rank has given, in the order of ranks; it is pickled. A collective: all ranks call it, in the same order."""
+        """Gather an object of each rank, in the order of ranks; it is pickled. A collective: all ranks call it, in the same order."""
 
 
 class OneRank:
@@ -39,7 +39,7 @@ class OneRank:
     size = 1
 
     def all_gather_object(self, mine: T) -> list[T]:
-        """What this rank has given."""
+        """Return this rank's object alone."""
         return [mine]
 
 
@@ -55,16 +55,16 @@ class ProcessGroup:
 
     @property
     def rank(self) -> int:
-        """This one, from 0 within the group."""
+        """This rank, from 0 within the group."""
         return dist.get_rank(self.group)
 
     @property
     def size(self) -> int:
-        """How many there are in the group."""
+        """Number of ranks in the group."""
         return dist.get_world_size(self.group)
 
     def all_gather_object(self, mine: T) -> list[T]:
-        """What each rank of the group has given, in the order of ranks."""
+        """Gather an object of each rank of the group, in the order of ranks."""
         found: list[T] = [mine] * self.size
         if self.size == 1:  # a collective of one takes milliseconds, and several are in each pause
             return found
@@ -76,7 +76,7 @@ class RanksFailed(FailedPrecondition):
     """A step failed on some rank, and every rank raises this.
 
     Attributes:
-        errors: by rank; None for one that could do it.
+        errors: by rank; None for a rank on which the step succeeded.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ def agree(ranks: Ranks, refusal: str, step: Callable[[], T]) -> T:
         step: what this rank does.
 
     Returns:
-        What this rank's step gave.
+        Result of this rank's step.
 
     Raises:
         RanksFailed: the step failed on some rank; `details` says on which, and why.
@@ -113,10 +113,10 @@ def agree(ranks: Ranks, refusal: str, step: Callable[[], T]) -> T:
 
 
 def exchange(ranks: Ranks, refusal: str, step: Callable[[], T]) -> list[T]:
-    """Run a step on every rank, as `agree` does, and tell all ranks what it gave. A collective.
+    """Run a step on every rank, as `agree` does, and send its results to all ranks. A collective.
 
     Returns:
-        What each rank's step gave, in the order of ranks; it is pickled.
+        Results of all ranks, in the order of ranks; they are pickled.
 
     Raises:
         RanksFailed: the step failed on some rank; `details` says on which, and why.
@@ -130,10 +130,10 @@ def exchange(ranks: Ranks, refusal: str, step: Callable[[], T]) -> list[T]:
 
 
 def from_first(ranks: Ranks, ask: Callable[[], T]) -> T:
-    """What rank 0 finds out, on all ranks: a ref may move while each of them asks. A collective.
+    """Give all ranks the result of rank 0: a ref may move while each of them asks. A collective.
 
     Raises:
-        WeighbridgeError: what rank 0 raised, on all ranks.
+        WeighbridgeError: the error that rank 0 raised, on all ranks.
     """
     value, error = ranks.all_gather_object(attempt(ask) if ranks.rank == 0 else (None, None))[0]
     if error is not None:

@@ -50,7 +50,7 @@ class Drafting:
     """Drafter of an engine.
 
     Attributes:
-        name: of the drafter, as errors call it; empty if the engine has none that has weights.
+        name: of the drafter, as errors call it; empty if the engine has no drafter with weights.
         model: the drafter; None if it cannot be updated.
         apart: whether it is a model of its own, and the policy's versions have nothing for it.
     """
@@ -146,12 +146,12 @@ def _copy(layer: torch.nn.Module, made: Callable[[torch.Tensor], Any]) -> torch.
 
 
 def joined(of_target: Recording, of_drafter: Recording, version: object, prefix: str = "") -> Recording:
-    """What both loaders take of a version.
+    """Recording of both loaders together.
 
     Args:
-        of_target, of_drafter: what each was recorded to do, over the targets of both; the drafter's while it was `unshared`.
-        version: what to call that of the drafter.
-        prefix: of the names of the drafter's tensors, if they are of a version of its own; empty if both take the same.
+        of_target, of_drafter: recording of each loader, over the targets of both; the drafter's was made while it was `unshared`.
+        version: name of the drafter's version in errors.
+        prefix: prefix of the drafter's tensors, if they are of a version of its own; empty if both take the same.
 
     Raises:
         FailedPrecondition: the drafter's loader computes something of a tensor that goes to the drafter.

@@ -20,7 +20,7 @@ _FIELDS = (
     "n_routed_experts", "n_shared_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size",
     "first_k_dense_replace", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
 )  # fmt: skip
-"""What decides which tensors there are and how large they are."""
+"""Settings that decide which tensors there are and how large they are."""
 _MOST_NAMED = 8
 _FIX = "start an engine from this version"
 
@@ -69,7 +69,7 @@ def check_config(engine: Any, config: bytes, version: object) -> None:
 
 
 def check_tensors(known: Iterable[TensorSpec], found: Iterable[TensorSpec], version: object) -> None:
-    """Refuse a version with other tensors than the one before it; their dtypes may differ.
+    """Refuse a version with other tensors than the previous version; their dtypes may differ.
 
     Raises:
         FailedPrecondition: names tensors that are missing, too many or of another shape.

@@ -158,11 +158,11 @@ class EngineModel(ABC):
         return storageless(self.model)
 
     def spare(self, parameter: torch.Tensor) -> int:
-        """How many elements of a parameter a version may leave as they are, such as padding."""
+        """Number of elements of a parameter that a version may leave as they are, such as padding."""
         return 0
 
     def record(self, source: lazy.Source) -> lazy.Recording:
-        """What this rank takes of any version with the tensors of this one. Called in the engine's own thread, while nothing is computed.
+        """Record what this rank takes of any version with the tensors of this one. Called in the engine's own thread, while nothing is computed.
 
         Raises:
             FailedPrecondition: the loader does not take the version, or would leave a parameter without a value.
@@ -270,8 +270,9 @@ class EngineModel(ABC):
         recording.check(self.targets())
 
     def live(self, recording: lazy.Recording) -> tuple[Mapping[str, torch.Tensor], Mapping[str, str]]:
-        """Parameters that the model computes with as they were loaded, by the names of the recording's targets; and of all others that it
-        has, why their bytes are not those of a version. Called while the model may compute."""
+        """Parameters that the model computes with as they were loaded, by the names of the recording's targets; and for all its other
+        parameters the reason why their bytes are not those of a version. Called while the model may compute.
+        """
         targets = self.targets()
         seen = {
             name: targets[name]
@@ -350,7 +351,9 @@ class EngineModel(ABC):
         return 0
 
     def bring_rest(self, client: EngineClient, source: lazy.Source, recording: lazy.Recording) -> Rest:
-        """What of a version the recording does not put in place, usually nothing. Called in another thread, while the model computes."""
+        """Bring the tensors of a version that the recording does not put in place, usually none. Called in another thread, while the
+        model computes.
+        """
         if not recording.unrecorded:
             return []
         return list(

@@ -36,7 +36,7 @@ _LEAST_PAUSE, _MOST_PAUSE = 0.0005, 0.02
 
 @dataclass(frozen=True)
 class Recorded:
-    """What a rank takes of any version of a model.
+    """Recording of what a rank takes of any version of a model.
 
     Attributes:
         model: ``namespace/name``.
@@ -56,7 +56,7 @@ class Recorded:
 
     @staticmethod
     def of(found: lazy.Source, configuration: str, recording: lazy.Recording) -> Recorded:
-        """What was recorded with a version."""
+        """Recording that was made with a version."""
         if not isinstance(found, lazy.Pair):
             return Recorded(found.version.model, found.specs, configuration, recording)
         mine = found.drafter
@@ -65,12 +65,12 @@ class Recorded:
         )
 
     def is_of(self, source: ModelSource, configuration: str) -> bool:
-        """Whether this is what versions of a source are taken by."""
+        """Whether versions of a source are taken by this recording."""
         asked = source.model, source.draft.rpartition("@")[0], configuration
         return (self.model, self.draft, self.configuration) == asked
 
     def check(self, found: lazy.Source) -> None:
-        """Refuse a version with other tensors than those before it, and a drafter's likewise.
+        """Refuse a version whose tensors, or whose drafter's tensors, are others than those of earlier versions.
 
         Raises:
             FailedPrecondition: names tensors that are missing, too many or of another shape.

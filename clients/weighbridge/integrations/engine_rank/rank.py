@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 _ATTRIBUTE = "_weighbridge_rank"
 _AGENT_SECONDS = 30.0
-"""How long an agent is waited for, which reports itself, before the engine does."""
+"""Time for which the engine waits for an agent that reports, before it reports to the service itself."""
 
 
 class EngineRank:
@@ -55,7 +55,7 @@ class EngineRank:
 
     Attributes:
         engine: the same.
-        source: where versions come from; None if that has not been said.
+        source: where versions come from; None if that is not known.
         held: the version in the parameters; None if they are of none, or did not come from the service.
         clients: of the services that versions came from. They stay open until `close`.
         when_asleep: what becomes of an update while the parameters have no memory: ``refuse`` it, or let it ``wait`` for `wake`, which then also brings
@@ -287,7 +287,7 @@ class EngineRank:
             there.close()
 
     def apply(self, number: int, source: ModelSource | None = None) -> None:
-        """Bring a version into the parameters while nothing is computed; prepares it if nobody has. Collective.
+        """Bring a version into the parameters while nothing is computed. Prepares it, if that was not done. Collective.
 
         While the engine sleeps and `when_asleep` is ``wait``, it only has all bytes on the ranks' machines when it returns; `wake` does the rest.
 
@@ -501,7 +501,7 @@ class EngineRank:
         return self.when_asleep == WAIT and self.held is None and bool(self._broken)
 
     def status(self) -> Status:
-        """What this rank serves and prepares."""
+        """Status of this rank: what it serves, and what it prepares."""
         served = self.held.label if self.held is not None else ""
         waiting = self._waiting[0].label(self._waiting[1]) if self._waiting is not None else ""
         found = Status(
@@ -534,7 +534,7 @@ class EngineRank:
             self._reporter.stop()
 
     def _say(self, *, state: str, target: int = 0, error: str = "", **update: Any) -> None:
-        """Have the first rank report how the engine stands, if it is of a kind that is reported."""
+        """Have the first rank report the engine's state, if it is of a kind that is reported."""
         source = self.source if self.held is None else self.held.source
         if not self._reported or source is None or self.engine.ranks.rank:
             return

@@ -62,7 +62,7 @@ def check_updatable(arguments: Mapping[str, Any]) -> None:
 
 
 def drafter_of(arguments: Mapping[str, Any]) -> str:
-    """The drafter of an engine, which updates leave alone, as errors call it; empty if there is none that has weights.
+    """Name of an engine's drafter in errors, if updates leave it alone; empty if no drafter has weights.
 
     Args:
         arguments: as for `check_updatable`.

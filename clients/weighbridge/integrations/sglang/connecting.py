@@ -46,7 +46,7 @@ class Connector(BaseFileConnector):  # type: ignore[misc]  # SGLang's, of which 
         return [name for name in self._files() if _matches(name, allow_pattern or ["*"])]
 
     def weight_iterator(self, rank: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
-        """What SGLang's loader has to run for."""
+        """Tensors for which SGLang's own loader has to run."""
         return self.weights
 
     def _files(self) -> dict[str, bytes]:

@@ -51,7 +51,7 @@ class SglangModel(EngineModel):
 
 
 def source_of(wanted: Wanted) -> ModelSource:
-    """Where a version comes from."""
+    """Source of a version."""
     return ModelSource(wanted.model, wanted.server, wanted.lane, wanted.retry_seconds)
 
 
@@ -61,7 +61,7 @@ def sglang_rank(model: torch.nn.Module) -> EngineRank:
 
 
 def number_on(ranks: Ranks, rank: EngineRank, wanted: Wanted) -> int:
-    """Which version is meant: of a ref, the one that it names when the first of these ranks asks. Collective."""
+    """Number of the version that is wanted. A ref is resolved when the first of these ranks asks. Collective."""
     if wanted.version.isdecimal():
         return int(wanted.version)
     client = rank.client(source_of(wanted))
@@ -92,7 +92,7 @@ def evidence(rank: EngineRank, known: Collection[str], wanted: Wanted) -> list[d
     Args:
         rank: this one.
         known: digests of recordings that the caller has.
-        wanted: where versions come from, for a rank that has not been told.
+        wanted: where versions come from, for a rank that does not know.
     """
 
     def make() -> dict[str, Any]:

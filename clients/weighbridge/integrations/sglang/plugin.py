@@ -22,7 +22,7 @@ from weighbridge.integrations.sglang import releases
 
 
 def register() -> None:
-    """What the entry point ``weighbridge`` of ``sglang.srt.plugins`` names; SGLang calls it once in every process."""
+    """Install the plug-in. The entry point ``weighbridge`` of ``sglang.srt.plugins`` names it; SGLang calls it once in every process."""
     hooks_of_starts = {releases.CONNECT: connect, releases.LOAD_FIRST: load_first}
     releases.register(hooks_of_starts | hooks_of_updates())
 

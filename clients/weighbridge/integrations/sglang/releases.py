@@ -34,7 +34,7 @@ _EMBEDDINGS = (f"{_SRT}.managers.mm_schedule", f"{_SRT}.managers.mm_utils")
 """Modules that have had the cache of multimodal embeddings, the newest first; behind the last, 0.5.15."""
 
 Hook = Callable[..., Any]
-"""What is called in place of a function, with that function as its first argument."""
+"""Function that is called in place of another one, with that function as its first argument."""
 
 
 def has_registry() -> bool:

@@ -30,7 +30,7 @@ from weighbridge.errors import LayoutError
 
 _HEAD = "lm_head.weight"
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight")
-"""How transformers' input embeddings are called, which a tied ``lm_head.weight`` is a copy of."""
+"""Names of transformers' input embeddings, of which a tied ``lm_head.weight`` is a copy."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Entries:
     prefix: str
 
     def form(self, entry: str) -> Form | None:
-        """What an entry is of the model; None if it is nothing of it."""
+        """Form of the model's tensor that an entry is; None if it is not one of the model."""
         found = model_form(entry, self.model)
         return model_form(entry.removeprefix(self.prefix), self.model) if found is None else found
 
@@ -175,7 +175,7 @@ def _foreign(entries: list[str]) -> str:
 
 
 def planned_state(planner: Any) -> Mapping[str, Any]:
-    """What a planner that is made like DCP's own saves or loads, by entry; of others nothing is known."""
+    """Entries that a planner saves or loads, if it is made like DCP's own; empty for any other planner."""
     state = getattr(planner, "state_dict", None)
     return state if isinstance(state, Mapping) else {}
 

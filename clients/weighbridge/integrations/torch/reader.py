@@ -90,7 +90,7 @@ class WeighbridgeReader(StorageReader):
 
     @flat_errors
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """What the checkpoint is called that is about to be loaded; DCP says it only if the user did.
+        """Record the name of the checkpoint that is about to be loaded; DCP passes it only if the user has named it.
 
         Raises:
             NotFound: this process is alone, and there is no such model, or no version of that step. Of several ranks DCP tells all

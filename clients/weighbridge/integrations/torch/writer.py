@@ -1,7 +1,7 @@
 """Storage writer of `torch.distributed.checkpoint` that makes a version of each checkpoint.
 
-What a checkpoint is called comes with each save, and its plan may be an older one, since planners keep plans. So the version's step is told at
-the beginning of a save, and of the plan only names and boxes are used. The coordinator seals last, in `WeighbridgeWriter.finish`, which DCP
+Each save has a name of its own, while its plan may be an older one, since planners keep plans. So the version's step is fixed at the
+beginning of a save, and of the plan only names and boxes are used. The coordinator seals last, in `WeighbridgeWriter.finish`, which DCP
 calls once all ranks have written: until then no version can become visible.
 """
 
@@ -111,7 +111,7 @@ class WeighbridgeWriter(StorageWriter):
         self._coordinates = False
 
     def close(self) -> None:
-        """Give a save up that has not been finished, and close the connection, unless it was given."""
+        """Abort a save that has not been finished, and close the connection, unless it was given."""
         self._give_up("the writer was closed")
         made, self._made = self._made, None
         if made is not None:
@@ -124,7 +124,7 @@ class WeighbridgeWriter(StorageWriter):
         self.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        """What goes to the process in which ``dcp.async_save`` saves, if it is asked to: all but connections."""
+        """State for the process in which ``dcp.async_save`` saves, if it is asked to: all but connections."""
         if self._given is not None:
             raise FailedPrecondition(
                 "a writer that was given a client cannot save in another process",
@@ -138,16 +138,16 @@ class WeighbridgeWriter(StorageWriter):
     # In the order in which DCP calls them.
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """What the checkpoint is called that is about to be saved; DCP says it only if the user did."""
+        """Record the name of the checkpoint that is about to be saved; DCP passes it only if the user has named it."""
         self._checkpoint = checkpoint_id
 
     def storage_meta(self) -> StorageMeta | None:
-        """What planners are told about the checkpoint."""
+        """Description of the checkpoint for planners."""
         return StorageMeta(checkpoint_id=self._checkpoint)
 
     @flat_errors
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Begin a save: which step it is of, and whether the service knows the model.
+        """Begin a save: find its step, and check that the service knows the model.
 
         Raises:
             InvalidArgument: nothing says which step it is; or the ranks save without coordination.

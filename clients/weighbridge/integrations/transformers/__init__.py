@@ -218,10 +218,10 @@ def update(
 
 
 def live_model(model: PreTrainedModel) -> LiveModel:
-    """What is known of a model that came from `from_weighbridge` or was given to `attach`.
+    """`LiveModel` of a model that came from `from_weighbridge` or was given to `attach`.
 
     Raises:
-        FailedPrecondition: it is another one.
+        FailedPrecondition: the model is another one.
     """
     found = _live.get(model)
     if found is None:
@@ -280,7 +280,7 @@ class LiveModel:
 
     @property
     def version(self) -> Version | None:
-        """Whose weights it has; None if it had none of the service's yet, or an update broke off and there was no way back."""
+        """Version whose weights it has; None if it had none of the service's yet, or an update broke off and there was no way back."""
         return self.rank.held.version if self.rank.held is not None else None
 
     @property
@@ -328,7 +328,7 @@ class LiveModel:
 
 
 def _parallelism(tp_plan: Any, tp_size: int | None) -> dict[str, Any]:
-    """What ``from_pretrained`` wants to hear of tensor parallelism: transformers 5 has a class for it."""
+    """Arguments of ``from_pretrained`` for tensor parallelism: transformers 5 has a class for them."""
     if tp_plan is None:
         return {}
     from transformers.distributed import DistributedConfig

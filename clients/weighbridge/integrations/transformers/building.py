@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How transformers is asked for a model.
+    """Recipe by which transformers makes a model.
 
     Attributes:
         model_class: a class of models, not an auto class.
@@ -96,7 +96,7 @@ class Recipe:
             )
 
     def record(self, specs: Iterable[TensorSpec], weights: Mapping[str, torch.Tensor]) -> Recording:
-        """What this model takes of any version with these tensors; brings no bytes.
+        """Record what this model takes of any version with these tensors; brings no bytes.
 
         Args:
             specs: the version's tensors.
@@ -116,7 +116,7 @@ class Recipe:
 
 
 def concrete_class(model_class: Any, config: PretrainedConfig, **options: Any) -> Any:
-    """The class of models that an auto class, or None for the one in the configuration, stands for."""
+    """Class of models that an auto class resolves to; for None, the class that the configuration names."""
     import transformers
 
     if model_class is None:

@@ -75,7 +75,7 @@ class TransformersModel(EngineModel):
         return None
 
     def configuration(self) -> str:
-        """How the weights lie: a model that was cast since is recorded again."""
+        """Layout of the weights, as text: a model that was cast since is recorded again."""
         return str({name: tuple(Shape.of(tensor)) for name, tensor in self.targets().items()})
 
     def targets(self) -> Mapping[str, torch.Tensor]:
@@ -92,7 +92,7 @@ class TransformersModel(EngineModel):
         return {name: t for name, t in weights_of(self.model).items() if name not in self._missing}
 
     def record(self, source: lazy.Source) -> lazy.Recording:
-        """What transformers takes of the version's tensors."""
+        """Record what transformers takes of the version's tensors."""
         weights = self.targets()
         if self._cast:  # weights shall not be rounded to a dtype that the model does not have
             dtype = next(tensor.dtype for tensor in weights.values() if tensor.is_floating_point())

@@ -41,7 +41,7 @@ _FIX_DEVICE = "name one, such as 'cuda:0', or spread the model over ranks with t
 
 
 def supported(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options but those of downloads, which say nothing here.
+    """The options without those of downloads, which have no effect here.
 
     Raises:
         InvalidArgument: one asks for what a version from the service does not have; names it.
@@ -68,7 +68,7 @@ def check_not_quantised(what: object, quantization: object) -> None:
 
 
 def dtype_option(dtype: Any, torch_dtype: Any) -> Any:
-    """What ``from_pretrained`` gets as its dtype: the newer of two names counts, and the config's if none is given."""
+    """Dtype for ``from_pretrained``: the newer of two names counts, and the config's if none is given."""
     asked = torch_dtype if dtype is None else dtype
     return dtypes.parse(asked).torch if isinstance(asked, str) and asked != "auto" else asked or "auto"
 

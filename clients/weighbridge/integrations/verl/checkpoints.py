@@ -86,7 +86,7 @@ class _StoredCheckpoints:
         if dist.get_rank() == 0:
             if getattr(
                 self.checkpoint_config, "async_save", False
-            ):  # verl leaves the tracker file to whoever saves
+            ):  # verl leaves the tracker file to the code that saves
                 root = str(Path(local_path).parent.parent)
                 Path(get_checkpoint_tracker_filename(root)).write_text(str(global_step))
             self.register_checkpoint(local_path, max_ckpt_to_keep)

@@ -16,9 +16,9 @@ from weighbridge.errors import FailedPrecondition, InvalidArgument
 from weighbridge.integrations.weight_updates import PluginSettings, Update, UpdateWorker, WorkerSettings
 
 NAME = "weighbridge"
-"""Of the backend."""
+"""Name of the backend."""
 VERSION = "weighbridge/version"
-"""The metric that says which version an update has become."""
+"""Metric with the number of the version that an update has become."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class WeighbridgeCheckpointEngine(UpdateWorker, CheckpointEngine):  # type: igno
     def build_topology(
         cls, actor_wg_world_size: int, rollout_world_size: int, _metadata: Sequence[Any]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        """Begin an update: what all workers are told of it. Nobody is told of the others: they meet at the service."""
+        """Begin an update: make the arguments of all workers. No worker receives anything about the others: they meet at the service."""
         ticket = Update.new().ticket
         actors: dict[str, list[Any]] = {
             "ticket": [ticket] * actor_wg_world_size,
@@ -87,7 +87,7 @@ class WeighbridgeCheckpointEngine(UpdateWorker, CheckpointEngine):  # type: igno
     def init_process_group(
         self, ticket: str, rank: int = 0, world_size: int = 1, version: str | int | None = None
     ) -> None:
-        """Take note of an update. One that is still being waited for is superseded.
+        """Record an update. An earlier one that is still being waited for is superseded.
 
         Args:
             ticket: of the update.
@@ -98,7 +98,7 @@ class WeighbridgeCheckpointEngine(UpdateWorker, CheckpointEngine):  # type: igno
         self._rank, self._ranks = rank, world_size
 
     def finalize(self) -> None:
-        """The update is over."""
+        """End the update."""
         self._update = None
 
     async def send_weights(

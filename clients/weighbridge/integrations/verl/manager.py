@@ -148,7 +148,7 @@ class WeighbridgeManager(CheckpointEngineManager):  # type: ignore[misc]  # verl
 
 
 def _server_of(replica: Any) -> Any:
-    """What asks all ranks of a replica. Raises FailedPrecondition if nothing does."""
+    """Server that reaches all ranks of a replica. Raises FailedPrecondition if there is none."""
     split = getattr(replica.config, "disaggregation", None)
     if replica.config.data_parallel_size != 1 or (split is not None and split.enabled):
         raise FailedPrecondition(
@@ -165,7 +165,7 @@ async def _on_all(workers: Any, method: str, **arguments: Sequence[Any]) -> None
 
 
 async def _on_each(calls: Sequence[Awaitable[None]], number: int) -> None:
-    """Wait until all replicas have ended; raises what the first of them has raised, with a note which have the version and which have not."""
+    """Wait until all replicas have ended; raises the error of the first that failed, with a note which have the version and which have not."""
     ended = await asyncio.gather(*calls, return_exceptions=True)
     failed = {index: each for index, each in enumerate(ended) if isinstance(each, BaseException)}
     if not failed:
@@ -180,7 +180,7 @@ async def _on_each(calls: Sequence[Awaitable[None]], number: int) -> None:
 
 
 async def _all(calls: Iterable[Awaitable[Any]]) -> None:
-    """Wait until all have ended; raises what the first of them has raised."""
+    """Wait until all have ended; raises the error of the first that failed."""
     ended = await asyncio.gather(*calls, return_exceptions=True)
     for each in ended:
         if isinstance(each, BaseException):

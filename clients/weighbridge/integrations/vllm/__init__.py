@@ -40,8 +40,8 @@ NAME = "weighbridge"
 def register() -> None:
     """Make the load format and the transfer engine known to vLLM. Calling it again changes nothing.
 
-    A vLLM that has other names than the releases that are known is left as it is, and the log says so: an error would end it, though nobody may
-    want weighbridge there.
+    A vLLM that has other names than the known releases is left as it is, and the log says so: an error would end it, even where
+    weighbridge is not used.
     """
     try:
         from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory

@@ -352,7 +352,7 @@ def _borrowed_loaders() -> Iterator[Borrowed]:
 
 
 def _live_tensors(layer: torch.nn.Module) -> watching.Tensors:
-    """What a layer computes with, while it is in the format of checkpoints."""
+    """Tensors that a layer computes with, while it is in the format of checkpoints."""
     kept = get_layerwise_info(layer).kernel_tensors
     return {**kept[0], **kept[1]} if kept is not None else {}
 

@@ -208,7 +208,7 @@ class ColocatedEngine:
         """Push what was trained, take the trainer's tensors off the card, and let the engine come back with the version. Collective.
 
         If it fails before the engine has woken up, the engine sleeps on, with what it had. If it fails later, the engine is put to sleep again, and
-        the trainer can take the card. Its next wake-up brings the version that it had, or fails if that cannot be had any more.
+        the trainer can take the card. Its next wake-up brings the version that it had, or fails if that is no longer available.
 
         Args:
             push: pushes this rank's tensors, as ``partial(client.push_state_dict, "acme/policy", module, step=7)``.
@@ -260,7 +260,7 @@ class ColocatedEngine:
             raise
 
     def _sleep_again(self) -> str:
-        """Let an engine that may be half awake sleep; says what became of it."""
+        """Put an engine that may be half awake to sleep. Returns a text about the outcome."""
         self._quietly(SleepingEngine.wake_up, CACHE)  # vLLM 0.24 lets only engines sleep that are awake
         try:
             self._ask(SleepingEngine.sleep, self._level)

@@ -46,7 +46,7 @@ class WeighbridgeLoader(DefaultModelLoader):  # type: ignore[misc]  # vLLM is se
         if apart and settings.draft:
             settings = settings.of_drafter
         elif apart:
-            # vLLM loads a drafter as the policy, unless it is told how; but this one is not from the service
+            # vLLM loads a drafter as it loads the policy, unless a setting says otherwise; but this one is not from the service
             plain = replace(self.load_config, load_format="auto", model_loader_extra_config={})
             DefaultModelLoader(plain).load_weights(model, model_config)
             return

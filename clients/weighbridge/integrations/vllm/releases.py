@@ -243,9 +243,9 @@ def place_of(worker: Any) -> dict[str, int]:
 
 
 def label_first_version(label_of: Callable[[VllmConfig], str]) -> None:
-    """Let an engine tell its clients which version it has started with, where vLLM calls it ``default`` until somebody says otherwise.
+    """Let an engine give its clients the label of its first version, where vLLM calls it ``default`` until a label is set.
 
-    Only where the engine's core is imported: other processes have none. vLLM 0.24 tells no version.
+    Only where the engine's core is imported: other processes have none. vLLM 0.24 gives clients no version.
 
     Args:
         label_of: gives the version's label; empty if the weights came from elsewhere.

@@ -64,7 +64,7 @@ class Settings(ModelSource):
 def source_for(
     known: ModelSource | None, model: str | None, server: str | None, lane: str | None
 ) -> ModelSource | None:
-    """What is known of where versions come from, with what is said of it now; None if no model is known."""
+    """Source of versions: the known one, with the arguments in place of its values; None if no model is known."""
     if model is not None and (known is None or known.model != model):
         known = ModelSource(model)
     return known and replace(known, server=server or known.server, lane=lane or known.lane)

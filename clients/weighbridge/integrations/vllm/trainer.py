@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 @dataclass
 class WeighbridgeTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]  # vLLM is seen as untyped
-    """Where weights go, and which rank of the trainer this is (``rank``, by keyword).
+    """Settings of where weights go, and the rank of this process in the trainer (``rank``, by keyword).
 
     Attributes:
         model: ``namespace/name``.
@@ -42,13 +42,14 @@ class WeighbridgeTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]  # vLLM
         hf_dir: folder with ``config.json`` and the tokenizer, by which rank 0 registers the model; not needed if it is registered.
         dtype: that it is registered with, such as ``bf16``; by default what the folder says.
         run: name of the training run; part of the versions' lineage.
-        ranks: how many of the trainer's ranks push. With 1 rank 0 does, and what the others gather is let go. With all of them each pushes its
-            share of each tensor, which is then given to all; or the tensors that the source's ``held_names`` names.
+        ranks: number of the trainer's ranks that push. With 1, rank 0 pushes, and the others discard what they gather. With all of
+            them, each pushes its share of each tensor, which all of them are given; or the tensors that the source's ``held_names``
+            names.
         group: of torch.distributed, over host memory, of the ranks that push: what one of them raises is raised on all. By default the default group,
             if it has as many ranks; without one each rank raises its own errors, and they find each other by the number of the send.
         cast: which casts to the registered dtype a push may make, as for `TrainerClient.push_state_dict`.
         lane: how weights travel: ``grpc``, ``local`` or ``auto``.
-        buffer_bytes: host memory of a rank that what goes by gRPC may take.
+        buffer_bytes: host memory of a rank for what is sent by gRPC.
         retry_seconds: how long to keep trying when the service cannot be reached.
         stale_drafter: what becomes of updates that leave the engines' drafter behind: ``refuse`` or ``allow``; None leaves what they were started with.
     """
@@ -144,7 +145,9 @@ class WeighbridgeTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[mis
         self._sender.close()
 
     def _together(self, step: Callable[[], T]) -> T:
-        """What a step gives on this rank. If it fails on one of those that push, all raise, if they can tell each other; that one its own error."""
+        """Result of a step on this rank. If the step fails on a rank that pushes, all ranks raise, if they can reach each other; that
+        rank raises its own error.
+        """
         if self._ranks is None:
             return step()
         try:

@@ -28,7 +28,7 @@ from weighbridge.integrations.vllm.settings import source_for
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM is seen as untyped
-    """Which service and which model. An engine that was loaded from weighbridge need not be told.
+    """Service and model of an engine. An engine that was loaded from weighbridge needs neither.
 
     Attributes:
         server: ``host:port`` of the service's gRPC face.
@@ -50,13 +50,13 @@ class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM is seen as
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]  # vLLM is seen as untyped
-    """Which version.
+    """Version of an update, and the step to take.
 
     Attributes:
         version: its number. Not a ref: ranks that look at different moments may see it name different versions.
         draft: the drafter's version that goes with it, as ``acme/smol-eagle@5``, for a drafter that is a model of its own; empty to name none.
         phase: ``prepare`` begins to bring the bytes to this machine and returns at once; ``apply`` brings them to the parameters, and
-            prepares them before if nobody has. The others are steps of an update of several engines (`weighbridge.integrations.vllm.engines`).
+            prepares them first if that was not done. The others are steps of an update of several engines (`weighbridge.integrations.vllm.engines`).
     """
 
     version: int
@@ -64,7 +64,7 @@ class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]  # vLLM is see
     draft: str = ""
 
     def __post_init__(self) -> None:
-        """Raise InvalidArgument for what is neither."""
+        """Raise InvalidArgument for another kind of version or phase."""
         check_draft(self.draft)
         if type(self.version) is not int:
             raise InvalidArgument(f"update_info names version {self.version!r}", fix="name it by its number")
@@ -139,7 +139,7 @@ class WeighbridgeTransferEngine(WeightTransferEngine):  # type: ignore[misc]  # 
 
     @staticmethod
     def trainer_send_weights(*_iterator: Any, **_arguments: Any) -> None:
-        """What vLLM 0.24 wants of every engine; weights come from the service.
+        """Refuse the call, which vLLM 0.24 requires of every engine; weights come from the service.
 
         Raises:
             FailedPrecondition: always.

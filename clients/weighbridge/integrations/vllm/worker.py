@@ -64,13 +64,13 @@ class WorkerExtension:
         )
 
     def weighbridge_undo(self, version: str, draft: str = "") -> dict[str, Any]:
-        """Go back from a version, named by its number, to the one before it, if this engine has it."""
+        """Go back from a version, named by its number, to the previous one, if this engine has it."""
         return self._weighbridge_do(
             lambda rank: rank.undo(int(version), _source(rank, draft)), self._weighbridge_settle
         )
 
     def weighbridge_status(self) -> dict[str, Any]:
-        """What this worker serves and prepares."""
+        """Status of this worker: what it serves, and what it prepares."""
         return self._weighbridge_do(lambda _rank: None)
 
     def weighbridge_evidence(self, known: str) -> dict[str, Any]:

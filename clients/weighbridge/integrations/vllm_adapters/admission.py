@@ -150,7 +150,7 @@ class Admission:
             found.requests -= 1
 
     async def load_ahead(self, named: Reference) -> tuple[Loaded, bool]:
-        """A version that all engines have in memory now, also one that they have let go since a request has named it; and whether they had it before.
+        """Version that all engines have in memory now, even one that they have dropped since a request named it; and whether they had it before.
 
         Args, Raises: as `serving`.
         """
@@ -162,7 +162,7 @@ class Admission:
             return found, name in before
 
     async def unload(self, named: Reference) -> tuple[str, bool]:
-        """Have all engines let a version go from memory; its name, and whether one had it. A request that names it loads it again.
+        """Have all engines drop a version from memory. Returns its name, and whether one had it. A request that names it loads it again.
 
         Raises:
             NotFound: the service does not know the ref.
@@ -188,7 +188,7 @@ class Admission:
         return base_problem(loaded.version.name, loaded.version.base, await self.engine_state())
 
     async def engine_state(self) -> EngineState:
-        """What the engines have now, by themselves.
+        """State of the engines, as they report it now.
 
         Raises:
             FailedPrecondition: they do not guard adapters.
@@ -322,7 +322,7 @@ class Admission:
         return await asyncio.get_running_loop().run_in_executor(self._threads, partial(function, *args))
 
     def _forget_oldest(self) -> None:
-        """Let go of versions over the bounds that no request needs, and of what this host keeps beyond them."""
+        """Drop versions over the bounds that no request needs, and what this host keeps beyond them."""
         over = len(self._loaded) - self.settings.keep_versions
         nbytes = sum(each.hold.nbytes for each in self._loaded.values())
         if over <= 0 and nbytes <= self.settings.keep_bytes:
@@ -336,7 +336,7 @@ class Admission:
         self._threads.submit(self._store.prune)
 
     def _forget(self, name: str) -> None:
-        """Let go of a version that no request needs."""
+        """Drop a version that no request needs."""
         found = self._loaded.pop(name)
         self._models.lora_requests.pop(name, None)
         found.hold.release()

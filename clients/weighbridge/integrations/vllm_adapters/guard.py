@@ -27,7 +27,7 @@ _KEEPS_PARAMETERS = frozenset(
     f"weighbridge_{each}"
     for each in ("connect", "prepare", "prepare_early", "stage", "status", "evidence", "discard")
 )
-"""Calls of workers that leave the parameters as they are. Of any other one it is not known."""
+"""Calls of workers that leave the parameters as they are. Any other call may change them."""
 
 
 def install(core: Any) -> None:
@@ -96,7 +96,7 @@ class Guard:
 
     @property
     def state(self) -> EngineState:
-        """What the workers have now."""
+        """State of the workers."""
         if self._state is None:
             found = self._core.model_executor.collective_rpc(self._state_of)
             self._state = together([EngineState.of(each) for each in found])
@@ -141,7 +141,9 @@ class Guard:
         return sorted(self._names[each] for each in self._core.list_loras() if each in self._names)
 
     def unload(self, name: str) -> bool:
-        """Have all workers let an adapter go from memory; whether they had it. A request that is being computed with it loads it again: vLLM has its folder."""
+        """Have all workers drop an adapter from memory. Returns whether they had it. A request under way with it loads it again: vLLM
+        has its folder.
+        """
         had = self._core.list_loras()
         found = next((each for each, other in self._names.items() if other == name and each in had), None)
         return found is not None and bool(self._core.remove_lora(found))

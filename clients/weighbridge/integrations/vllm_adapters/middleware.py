@@ -1,7 +1,7 @@
 """ASGI middleware of vLLM's API servers (``--middleware weighbridge.integrations.vllm_adapters.middleware.Adapters``).
 
 The ``model`` in the body of a request that names an adapter becomes one version of it. vLLM sees nothing else, so its answer names that version, and
-so do its caches. It stands behind vLLM's own check of API keys: who may not ask this server has it fetch nothing.
+so do its caches. It stands behind vLLM's own check of API keys: a client without a key cannot make this server fetch anything.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class Resolving:
         if named is None:
             patterns = ", ".join(self._settings.patterns)
             raise InvalidArgument(
-                f"{name} is none of the adapters that this server serves",
+                f"{name} is not one of the adapters that this server serves",
                 fix=f"name one of {patterns}, or change {VARIABLE} of the server",
             )
         if unload:
