@@ -1,4 +1,4 @@
-"""Command line, ``weighbridge``: commands, and what becomes of the process when one ends.
+"""Command line, ``weighbridge``: its commands, and how the process ends.
 
 May import: all of `weighbridge`; when a command runs, `weighbridge_service`, `weighbridge_storage` and `weighbridge_demo`. A
 command's module is imported when the command is named, and what does the work (grpc, torch, rich) when it runs, so that help
@@ -11,14 +11,14 @@ comes at once.
 - `keeping`: retention, collection, memory ahead of a push, limits and their use.
 - `gating`: which versions are held and which refs are protected, and approval.
 - `signing`: signatures of versions.
-- `removing`: deletion of versions and models, pushes that are given up.
+- `removing`: deletion of versions and models, abort of pushes.
 - `showing`: what happens, as people are shown it: differences between versions, a service at work, proofs of engines, completion in shells.
 - `following`: an agent beside a running engine, and the engines whose agents report.
 - `relaying`: step folders between machines.
 - `serving`: the service, and the demonstration.
 - `identifying`: new tokens.
 - `examining`: doctor.
-- `doctor`: what it looks at, and what it makes of that.
+- `doctor`: its readings, and its findings from them.
 - `maintaining`: fsck of a store.
 - `converting`: conversion of folders.
 - `rank_files`: files of one rank's slices.

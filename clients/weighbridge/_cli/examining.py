@@ -132,7 +132,7 @@ def _told_address(servers: Sequence[str], credentials: Credentials) -> str:
 
 
 def _found(answer: asking.Answer) -> list[Check]:
-    """The checks in an answer. Raises Unavailable if these are none."""
+    """The checks in an answer. Raises Unavailable if it contains something else."""
     try:
         found: Any = answer.value["checks"]
         return [Check(each["name"], CheckStatus(each["status"]), each["what"], each["fix"]) for each in found]

@@ -133,7 +133,7 @@ def versions_command(
 
 
 def _check_keys(model: str, where: Sequence[str], versions: Sequence[Version]) -> None:
-    """Refuse comparisons of what none of these versions has, or of numbers with texts. Raises InvalidArgument, which names what there is."""
+    """Refuse comparisons with keys that no version has, or of numbers with texts. Raises InvalidArgument, which names the keys that exist."""
     known = sorted({key for version in versions for key in version.metadata})
     unknown = [each.key for each in conditions(where) if each.key not in known]
     if unknown and known:

@@ -74,7 +74,7 @@ def print_table(
     Args:
         columns: their titles.
         rows: a cell for each.
-        below: columns that go below each row, in words, where the terminal is too narrow for all of them.
+        below: columns that go below each row, as text, where the terminal is too narrow for all of them.
     """
     from rich.cells import cell_len
     from rich.console import Console

@@ -191,7 +191,7 @@ def check_absent(path: Path) -> None:
     """Refuse to write over a file.
 
     Raises:
-        FailedPrecondition: it is there.
+        FailedPrecondition: the file exists.
     """
     if path.exists():
         raise FailedPrecondition(f"{path} exists", fix="name another folder, or move the file away")
@@ -201,7 +201,7 @@ def write_beside(path: Path, content: bytes) -> None:
     """Write a small file that all ranks of one folder share.
 
     Raises:
-        FailedPrecondition: it is there with another content.
+        FailedPrecondition: the file exists with another content.
     """
     if path.exists():
         if path.read_bytes() != content:

@@ -68,7 +68,7 @@ def tag_command(
 def named_request(
     client: Client, reference: Reference, ref: str, request_id: str | None = None
 ) -> RefRequest:
-    """The request of this name; without one, what is asked for a ref now.
+    """The request of this name; without a name, the pending request for a ref.
 
     Raises:
         FailedPrecondition: there is no such request, or ``reference`` names a version and the request is not to set the ref to that one.

@@ -67,7 +67,7 @@ class FolderWeights:
         layout: the weights as one stream, in the order of the files.
         open_source: gives the bytes of some of its shards.
         config_json: the config that belongs to them.
-        stand_ins: gives what stands for the tensors where their names, shapes and dtypes are looked at.
+        stand_ins: makes tensors without data for checks of names, shapes and dtypes.
         cast_from: safetensors' names of the dtypes in the files that are cast, or dequantised, as they are read.
         remarks: what in the folder is not as it is pushed, for a log.
         beside: a head of which the model's tensors say whether it is tied; None if there is none.
@@ -83,7 +83,7 @@ class FolderWeights:
 
     @staticmethod
     def read(folder: Path, config_json: bytes, *, dequantize: DType | None = None) -> FolderWeights:
-        """Find out what is in a folder, and whether it is whole. Of weights, only what has to be compared is read.
+        """Read the description of the weights in a folder, and check that they are complete. Of the weights themselves, only tensors to compare are read.
 
         A second copy of a tensor that the config ties to another one is left out, and so is what wrappers have added to names.
 
@@ -278,7 +278,7 @@ class _CastFiles(CastingSource):
 
 
 class _CastStream(StreamSource):
-    """A stream that is read from files and cast, as much of it as is asked for."""
+    """A stream that is read from files and cast on demand."""
 
     def __init__(self, layout: Layout, tensors: Sequence[torch.Tensor], parts: Sequence[_FilePart]) -> None:
         super().__init__(layout)

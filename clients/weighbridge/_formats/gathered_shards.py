@@ -1,4 +1,4 @@
-"""Shares of tensors that all ranks of a framework gather: whole ones, one after another, each gone when the next one is asked for.
+"""Shares of tensors that all ranks of a framework gather: whole tensors, one after another, each freed when the next one is requested.
 
 Every rank receives the same tensors, and takes its share of each. So each gathered tensor is copied once, by all ranks at the same
 time, and no rank holds more than the tensor that it is receiving.
@@ -304,7 +304,7 @@ def _sums(octets: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class OpenPassing:
-    """Makes the shards that pass by, once it is known which of them a rank is to push.
+    """Maker of the shards that pass by, once the layout of those that the rank is to push is known.
 
     Attributes:
         make: of the layout of these.

@@ -36,7 +36,7 @@ def unwritable(path: Path, error: OSError) -> WeighbridgeError:
 
 
 def check_free(folder: Path, *, fix: str = "name a new folder") -> None:
-    """Refuse a folder that has something in it; the error says ``fix``.
+    """Refuse a folder that is not empty; the error has this ``fix``.
 
     Raises:
         InvalidArgument: it exists and is not an empty folder.
@@ -74,7 +74,7 @@ def write_hf_folder(
         Names of the files written.
 
     Raises:
-        InvalidArgument: the folder is not empty, or a file's name is none.
+        InvalidArgument: the folder is not empty, or a name is not that of a file in it.
         ResourceExhausted: the disk is full.
         FailedPrecondition: the folder cannot be written.
     """

@@ -1,4 +1,4 @@
-"""Forms that a model's tensors have in memory, where these are others than in its files.
+"""Forms of a model's tensors in memory, where they differ from those in its files.
 
 Trainers hold the experts of a layer stacked in one tensor, with the gate's rows before those of the up projection; files have a tensor for each
 expert and projection. A form says which box of a file's tensor each box of the tensor in memory is, so that shards of it are views, pushed and
@@ -46,13 +46,13 @@ _APART = (
     (re.compile(r"^(?:language_model|text_model)\.lm_head\."), "lm_head."),
     (re.compile(r"^(?!(?:language_model|text_model|model|lm_head)\.)"), "model."),
 )
-"""Of models whose files have the language model apart, as LLaVA's."""
+"""Rules for models whose files have the language model apart, as LLaVA's."""
 _VISUAL = re.compile(r"^visual\.")
 _BESIDE = (
     (_VISUAL, "model.visual."),
     (re.compile(r"^model\.(?!(?:language_model|visual)\.)"), "model.language_model."),
 )
-"""Of models whose files have the vision tower beside the language model, as Qwen2-VL's."""
+"""Rules for models whose files have the vision tower beside the language model, as Qwen2-VL's."""
 _Rules = tuple[tuple[re.Pattern[str], str], ...]
 _ENDINGS = (
     (re.compile(r"\.block_sparse_moe\.gate\.weight$"), ".mlp.router.weight"),
@@ -194,7 +194,7 @@ class TensorForms(dict[str, TensorSpec]):
 
     @staticmethod
     def of(tensors: Mapping[str, TensorSpec]) -> TensorForms:
-        """These tensors; the same object if they are this already, for its other forms are made once."""
+        """These tensors as `TensorForms`. Returns the same object if they are that already, since its other forms are made once."""
         return tensors if isinstance(tensors, TensorForms) else TensorForms(tensors)
 
     def form(self, name: str) -> Form | None:
@@ -203,7 +203,7 @@ class TensorForms(dict[str, TensorSpec]):
 
     @cached_property
     def readings(self) -> dict[Hashable, Reading]:
-        """Readings of ordinary tensors, by whatever decides them."""
+        """Readings of ordinary tensors, by the properties that decide them."""
         return {}
 
     def stream(self, shards: Sequence[Shard]) -> Layout:

@@ -17,7 +17,7 @@ from weighbridge._formats.tensor_stream import Ranges, copy_out
 from weighbridge._transport.pieces import Buffer
 
 _MOST_ITEM_BYTES = 16
-"""Of an element of any dtype: chunks hold whole ones."""
+"""Most bytes of an element of any dtype: chunks hold whole elements."""
 
 Send = Callable[[StreamSource, Ranges], None]
 """Sends ranges of the stream, and returns once they have arrived."""
@@ -71,7 +71,7 @@ class PassingChunks:
                     start = end
 
     def finish(self) -> None:
-        """Send what is left, and wait until all has arrived. Raises what sending has raised."""
+        """Send the rest, and wait until everything has arrived. Raises the error of a failed sending."""
         self._pass_on()
         self._wait()
 

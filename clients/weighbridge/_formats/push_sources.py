@@ -355,7 +355,7 @@ class StagingPool:
         return _Staged(layout, buffer, ranges, lambda: self.give(buffer))
 
     def take(self, nbytes: int, *, pinned: bool) -> Bytes:
-        """A buffer of at least so many bytes; page-locked for copies of GPUs, if it has to be made."""
+        """A buffer of at least ``nbytes``. A new one is page-locked if GPUs copy to it."""
         with self._lock:
             for index, buffer in enumerate(self._free):
                 if len(buffer) >= nbytes:

@@ -16,7 +16,7 @@ _STAGED_BYTES = 64 << 20
 """Bytes of shards that are copied out at one time."""
 _SAMPLE_BYTES = 64 << 10
 _SAMPLED = 16
-"""Number of shards of which each push compares parts of one."""
+"""Each push compares a part of one shard in this many."""
 _MOST = 60_000
 """Checksums in one message."""
 

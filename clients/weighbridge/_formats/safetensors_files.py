@@ -240,7 +240,7 @@ def layout_of_files(
 
 @dataclass(frozen=True)
 class FolderFiles:
-    """The weights in a folder, whole as far as the folder itself says.
+    """The weights in a folder, complete by the folder's own index and names.
 
     Attributes:
         layout: the tensors, by their names without those of wrappers, and where they lie. Buffers are named like the files.

@@ -1,8 +1,8 @@
 """Shifts: a constant that is added to each element of a tensor on its way from one tensor space to the other.
 
 A model's files may have a norm's weights, where Megatron-core has them less one. One definition for ranks that push, for restores and for
-conversions. The sum is made in float32, of float64 in float64, and rounded to the tensor's dtype, ties to even, as torch does. Of elements
-of 16 bits, shifted by one, that is the exact sum, rounded once. NaN becomes the positive quiet one without a payload, because additions
+conversions. The sum is computed in float32, for float64 in float64, and rounded to the tensor's dtype, ties to even, as torch does. For
+elements of 16 bits, shifted by one, that is the exact sum, rounded once. NaN becomes the positive quiet one without a payload, because additions
 leave different ones on different machines.
 """
 

@@ -152,9 +152,9 @@ def adapter_targets(
 
 
 def tensor_specs(state: Any) -> list[TensorSpec]:
-    """The tensors that a state dict has by itself, for a model that is registered by them.
+    """Specs of the tensors in a state dict, to register a model by them.
 
-    Names are stripped of what wrappers add. Of tied tensors, which share their memory, the first one counts.
+    Prefixes that wrappers add are stripped. Tied tensors share their memory; the first one counts.
 
     Args:
         state: as for `torch_shards`. Shapes are those of the whole tensors.
@@ -188,7 +188,7 @@ def tensor_specs(state: Any) -> list[TensorSpec]:
     own: dict[Any, TensorSpec] = {}
     for name, value in entries:
         local = held_tensor(value)
-        # by the storage and not by addresses: there are none on the meta device, nor of what is empty
+        # compare storages, not addresses: tensors on the meta device and empty ones have no address
         where = local.untyped_storage()._cdata, local.storage_offset(), local.stride()
         own.setdefault(
             (where, value.dtype, shape_of(value)),
@@ -234,7 +234,7 @@ def check_not_copied(module: torch.nn.Module, layout: Layout, tensors: Sequence[
 
 
 class _Reader:
-    """Reads the entries of a state dict, and collects what is wrong with them."""
+    """Reads the entries of a state dict, and collects their problems."""
 
     def __init__(self, model: TensorForms, cast: str, filled: bool, of: str) -> None:
         self._model = model
@@ -357,7 +357,7 @@ class _Reader:
 
 
 def _is_ordinary(value: Any) -> bool:
-    """Test whether this is a tensor that holds all of its elements itself, dense: name, shape and dtype say all of how it is read."""
+    """Test whether this is a dense tensor that holds all of its elements itself: name, shape and dtype then decide how it is read."""
     import torch
 
     known = type(value) is torch.Tensor or type(value) is torch.nn.Parameter

@@ -36,8 +36,8 @@ class LaneConnection:
         service_id: id of the service that must answer.
         client_id: id of this client, with which layouts are declared.
         ticket: the client's credential, which the service has issued.
-        on_recall: is called with the key of memory that the service wants back.
-        on_end: is called once, when the connection has ended, from whichever side.
+        on_recall: is called with the key of memory that the service recalls.
+        on_end: is called once, when the connection has ended, on either side.
 
     Raises:
         FailedPrecondition: the socket cannot be used; says why.

@@ -295,7 +295,7 @@ class ReadLoan:
         weakref.finalize(self._holder, end).atexit = False
         for exported in self._exported:
             if exported is not None:
-                exported.holder = self._holder  # whatever keeps one of them keeps the loan
+                exported.holder = self._holder  # an object that keeps one of them keeps the loan
 
     def tensor(self, index: int) -> torch.Tensor:
         """A slice, by its index in the layout: a view of the version if it lies in shared memory in one run, a copy otherwise."""
@@ -332,7 +332,7 @@ class ReadLoan:
 
         Args:
             targets: index and tensor of each.
-            queue: that copies to GPUs are given to, of the same loan. They are complete when it says so, and not waited for here.
+            queue: queue of the same loan that receives copies to GPUs. It reports when they are complete; they are not waited for here.
 
         Raises:
             DataLoss: of a file, bytes cannot be read, or a whole tensor does not agree with its digest.

@@ -51,7 +51,7 @@ _TRY_AGAIN_SECONDS = 30.0
 
 
 def lane_wanted(lane: str | None) -> str:
-    """The lane that is asked for: as given, from ``WEIGHBRIDGE_LANE``, or ``auto``.
+    """The requested lane: as given, from ``WEIGHBRIDGE_LANE``, or ``auto``.
 
     Raises:
         InvalidArgument: there is no such lane.

@@ -16,7 +16,7 @@ from weighbridge.v1 import local_lane_pb2 as pb
 
 _KEPT = 32
 _MOST_AXES = 15
-"""Of a copy of bytes, as the C extension has it; tensors have no more than eight."""
+"""Most axes of a copy of bytes in the C extension; tensors have no more than eight."""
 _MOST_STRIDE = 1 << 62
 
 

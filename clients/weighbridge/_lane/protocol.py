@@ -111,7 +111,7 @@ def receive(
 def _body(connection: socket.socket, length: int, room: Room | None, seconds: float | None) -> bytes:
     taken = 0
     before, deadline = connection.gettimeout(), None if seconds is None else time.monotonic() + seconds
-    # pages of a mapping are there once something has come for them, and are gone with it; what an allocator gives is neither
+    # a mapping takes memory only for bytes that have come, and frees it when it goes; memory of an allocator does neither
     with ExitStack() as stack:
         if length > _FREE_BYTES:
             raw: bytearray | mmap.mmap = stack.enter_context(closing(mmap.mmap(-1, length)))

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 5.0
-"""Between two looks at the adapters of the service, and at what the engine serves."""
+"""Pause between two looks at the service's adapters, and at the engine's state."""
 _END_SECONDS = 2.0
 _MOST_KNOWN = 4096
 """Versions whose base is remembered."""
@@ -125,7 +125,7 @@ class LoadsAhead:
     """Loads adapters into an engine before a request names them, beside the agent that takes it to versions of its base; until it is closed.
 
     Each version is tried once on each version of the base that the engine serves: a request that names it tries again. Adapters on other versions of the base
-    are passed by, until the engine serves theirs.
+    are skipped until the engine serves theirs.
 
     Args:
         client: of the service.

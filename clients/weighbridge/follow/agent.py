@@ -46,9 +46,9 @@ from weighbridge.follow.updates import Laps, apply_prepared, pause_seconds, quie
 log = logging.getLogger(__name__)
 
 SIGNED_SECONDS = 5.0
-"""Between two looks whether a version that was refused is signed by now."""
+"""Pause between two checks whether a refused version is signed by now."""
 LOOK_SECONDS = 15.0
-"""Between two looks at what the engine serves, while the ref does not move."""
+"""Pause between two looks at what the engine serves, while the ref does not move."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ class Follower:
             refused, and taken once it is signed, as long as the ref names it.
         signed_seconds: pause between two looks whether it is.
         look_seconds: pause between two looks whether the engine still serves what it was taken to. One that was started again with another
-            version, or has got an engine that came later, is taken there again.
+            version, or has a new engine behind it, is taken there again.
         reporter: receives the engine's state; None to report it to no service.
         prove_every: prove at the start and after so many updates that the engine computes with the version's bytes; 0 never does. A version
             that fails its proof counts as one that the engine has not taken: it is brought again. See `DueProofs`.
@@ -262,7 +262,7 @@ class Follower:
             )
             self._say(state=ENGINE_FAILING, version=serving.version or 0, target=0, error=problem)
         if serving.instances == before.instances:
-            # a wake-up has not brought what it was to bring, or not even what the engine had
+            # a wake-up has not brought the version that it was to bring, or has lost even the one that the engine had
             missed = before.waiting is not None and before.waiting not in (serving.waiting, serving.version)
             return missed or bool(serving.broken and not before.broken)
         self._proofs.expect_start()
@@ -280,7 +280,7 @@ class Follower:
         return self._seen
 
     def _wait_signed(self, number: int) -> Generator[Followed, None, bool]:
-        """Wait until a version is signed as required; whether it is. If not, the ref names another one. Gives each reason to wait once."""
+        """Wait until a version is signed as required. Returns whether it is; if not, the ref names another version. Gives each reason to wait once."""
         said = ""
         while problem := self._unsigned(number):
             if problem != said:
@@ -357,7 +357,7 @@ class Follower:
                 return
 
     def _wait_reached(self, number: int) -> bool:
-        """Wait for an engine that does not answer, as long as the ref names this version; whether it answers."""
+        """Wait for an engine that does not answer, as long as the ref names this version. Returns whether it answers."""
         while True:
             time.sleep(self._retry_seconds)
             if named(self._client, self._model, self._ref) not in (number, None):
@@ -551,7 +551,7 @@ class Follower:
 
 
 def _has_got_it_again(before: Serving, now: Serving) -> bool:
-    """Test whether the engine has got anew, and not from an agent, the version that it had: a wake-up brings what sleep has discarded."""
+    """Test whether the engine has received the version that it had again, and not from an agent: a wake-up brings what sleep has discarded."""
     same = now.version == before.version and now.instances == before.instances
     return same and now.brought != before.brought
 

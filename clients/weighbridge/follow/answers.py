@@ -22,7 +22,7 @@ from weighbridge.follow.engines import EngineFailed
 
 _MOST_SAID, _LONGEST_PAGE = 200, 500
 _NOT_FOUND = b'"type": "NotFound"'
-"""In the answer of a route of weighbridge that is there, and finds no such thing: the name of its error."""
+"""Name of the error in the answer of one of weighbridge's routes that does not find what was named: the route itself exists."""
 _FORM = ValueError, TypeError, LookupError, AttributeError, RecursionError, OverflowError
 """Errors of code that reads an answer which has another form."""
 
@@ -30,7 +30,7 @@ _FORM = ValueError, TypeError, LookupError, AttributeError, RecursionError, Over
 _waiting: weakref.WeakSet[http.client.HTTPConnection] = weakref.WeakSet()
 """Connections of calls of `ask` that may still be waiting for an answer."""
 _adding = threading.Lock()
-"""Is held while `_waiting` grows, or is gone through: calls are made in several threads."""
+"""Is held while `_waiting` grows or is iterated: calls are made in several threads."""
 
 
 class _HttpCalls(urllib.request.HTTPHandler):
@@ -60,7 +60,7 @@ def _kept(connection: http.client.HTTPConnection) -> http.client.HTTPConnection:
 def abandon(url: str) -> None:
     """End all calls of `ask` to a server that wait for an answer: each raises OSError.
 
-    A server that shuts down waits for open connections. Of a vLLM whose engine has died, some calls get no answer.
+    A server that shuts down waits for open connections. Some calls of a vLLM whose engine has died get no answer.
 
     Args:
         url: an address of the server; its host and port count.
@@ -89,7 +89,7 @@ class HttpAnswer(NamedTuple):
 
     @property
     def is_error(self) -> bool:
-        """Whether the server has not done what it was asked for."""
+        """Whether the status is that of an error."""
         return not 200 <= self.status < 300
 
 

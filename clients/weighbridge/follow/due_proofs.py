@@ -109,7 +109,7 @@ class DueProofs:
             log.warning("version %d could not be proved: %s", number, error)
             return self._owe(number, str(error))
         if proof.verdict == NOT_PROVED:
-            self._until, self._owed = self._every, None  # that does not change by itself
+            self._until, self._owed = self._every, None  # trying again would not change that
             return self._say_not_proved(number, "none of its parameters can be compared")
         failed = proof.verdict == FAILED
         self._made += 1

@@ -97,7 +97,7 @@ class Serving:
         version: number of the version that all of its ranks say they serve; None if they do not know, or say different things.
         broken: why its parameters are of no version; empty if they are.
         model: of which model that version is, as ``namespace/name``; empty if they do not know.
-        instances: the starts of its ranks; empty for an engine that does not tell them apart.
+        instances: the starts of its ranks; empty for an engine that does not distinguish them.
         waiting: number of the version that the engine's wake-up will bring; None if there is none.
         stale: weights of the engine that are not of that version, as a drafter's; empty if there are none.
         draft: the version of the drafter, if that is a model of its own which the engine has from the service, as ``acme/smol-eagle@5``; empty without.

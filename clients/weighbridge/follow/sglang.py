@@ -69,13 +69,13 @@ class SglangServer:
         url: of its HTTP API, such as ``http://127.0.0.1:30000``.
         service: ``host:port`` of the service's gRPC face, as the engine reaches it.
         model: ``namespace/name``.
-        api_key: the server's admin key, if it wants one.
+        api_key: the server's admin key, if it has one.
         lane: how weights travel to the engine's ranks, as for `weighbridge.Client`; None leaves it to their environment.
         pause_mode: what happens to requests under way. ``retract`` lets them wait, and computes what they have so far again, by the new
             weights; ``in_place`` lets them go on from what the old weights have computed; ``abort`` ends them.
         timeout: seconds for each call; for `prepare`, for all of it.
         reported: whether the agent reports to the service what the engine serves, which then does not report it itself.
-        stale_drafter: what becomes of versions that leave the drafter of speculative decoding behind: the engine is to ``refuse``, as by default, or to
+        stale_drafter: policy for versions that leave the drafter of speculative decoding behind: the engine is to ``refuse``, as by default, or to
             ``allow`` them.
     """
 
@@ -185,7 +185,7 @@ class SglangServer:
         return sglang_adapters.load(self, client, adapter, version, folder)
 
     def unload_adapter(self, adapter: str, version: int) -> None:
-        """Unload a version of an adapter; what is being answered with it ends before. Raises EngineFailed."""
+        """Unload a version of an adapter, once requests under way with it have ended. Raises EngineFailed."""
         sglang_adapters.unload(self, f"{adapter}@{version}")
 
     def adapters(self) -> tuple[str, ...]:
@@ -254,7 +254,7 @@ class SglangServer:
         self.api.call("/continue_generation", {"torch_empty_cache": False})
 
     def label(self, label: str) -> None:
-        """Set SGLang's ``weight_version``; what is being answered goes on."""
+        """Set SGLang's ``weight_version``; requests under way go on."""
         self.api.call("/update_weight_version", {"new_version": label, "abort_all_requests": False})
 
     @contextmanager

@@ -108,7 +108,7 @@ def unserved(
 
 
 def _cut_layers(tensors: Iterable[str], base: Iterable[str]) -> Iterator[str]:
-    """The layers that SGLang has as one and the adapter changes in part, where SGLang fails or drops that part."""
+    """Layers that SGLang merges into one, and that the adapter changes in part: SGLang fails on that part or drops it."""
     projections: defaultdict[str, set[str]] = defaultdict(set)
     for name in tensors:
         module, found, _ = name.partition(".lora_")
@@ -172,7 +172,7 @@ def load(
 
 
 def unload(server: Server, name: str) -> None:
-    """Unload an adapter; what is being answered with it ends before."""
+    """Unload an adapter, once requests under way with it have ended."""
     _told(server, _UNLOAD, {"lora_name": name})
 
 

@@ -1,4 +1,4 @@
-"""Update of running engines to one version: all prepare it while they serve, none is paused before the last one has it, and all go on in the end."""
+"""Update of running engines to one version: all prepare it while they serve, none is paused before the last one has it, and all go on afterwards."""
 
 from __future__ import annotations
 

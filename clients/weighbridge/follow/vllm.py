@@ -68,14 +68,14 @@ class VllmServer:
         model: ``namespace/name`` at the service.
         server: the service's gRPC address as the engine's workers reach it.
         lane: how weights travel to them; None leaves what the engine was started with.
-        pause_mode: what becomes of requests that are being answered: ``wait`` for them, ``keep`` them where they are, to go on
+        pause_mode: treatment of requests under way: ``wait`` for them, ``keep`` them where they are, to go on
             with the new weights, or ``abort`` them.
         timeout: seconds that one call may take.
         reported: whether the agent reports to the service what the engine serves, which then does not report it itself.
-        when_asleep: what becomes of updates of the engine while its weights sleep (vLLM's sleep mode): they ``wait`` for the wake-up, or the engine is
+        when_asleep: policy for updates of the engine while its weights sleep (vLLM's sleep mode): they ``wait`` for the wake-up, or the engine is
             to ``refuse`` them; None leaves what it was started with.
-        api_key: the server's key (``--api-key``), if it wants one.
-        stale_drafter: what becomes of updates that leave the drafter of speculative decoding behind: the engine is to ``refuse`` them, or to ``allow``
+        api_key: the server's key (``--api-key``), if it has one.
+        stale_drafter: policy for updates that leave the drafter of speculative decoding behind: the engine is to ``refuse`` them, or to ``allow``
             them; None leaves what it was started with.
 
     Attributes:
@@ -114,7 +114,7 @@ class VllmServer:
         """Return when the server answers.
 
         Raises:
-            EngineFailed: it does not within so many seconds.
+            EngineFailed: it does not answer within ``seconds``.
         """
         deadline = time.monotonic() + seconds
         while True:

@@ -34,7 +34,7 @@ class Wanted:
         version: a number or a ref.
         lane: how weights travel, as for `weighbridge.Client`; None leaves it to each rank's environment.
         retry_seconds: how long to keep trying when the service cannot be reached.
-        stale_drafter: what becomes of the version if it leaves the drafter of speculative decoding behind: ``refuse``, as None does, or ``allow`` it.
+        stale_drafter: policy for a version that leaves the drafter of speculative decoding behind: ``refuse``, as None does, or ``allow`` it.
     """
 
     server: str
@@ -71,7 +71,7 @@ class Wanted:
         """Read what `to_json` has written.
 
         Raises:
-            InvalidArgument: it is none.
+            InvalidArgument: the text is something else.
         """
         try:
             found: Any = json.loads(text)

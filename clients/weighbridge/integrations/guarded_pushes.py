@@ -1,6 +1,6 @@
 """Pushes from hooks of a training loop, which must not harm it.
 
-Their terms are those of every push (`weighbridge._clients.holding`), but that a hook logs what fails unless the user has asked for an error. Before that a
+They follow the rules of every push (`weighbridge._clients.holding`), except that a hook logs failures unless the user has asked for an error. Before that a
 hook registers the model and looks for the weights, which may fail on one rank as well: so all ranks first tell each other whether they can.
 """
 
@@ -80,7 +80,7 @@ class GuardedPushes:
             what: name of what is pushed, for the log.
             goes_on: name of what continues if the push fails, for the log: ``the save``.
             prepare: gives the step and the weights; raises if this rank cannot push. On ranks but the first, the model may not be registered yet.
-            push: pushes these weights, of this step, as this rank of so many.
+            push: pushes these weights; gets the step, this rank and the number of ranks, too.
         """
         try:
             with held(self._policy.begin()):
@@ -173,7 +173,7 @@ class GuardedPushes:
 
 
 class PushHook:
-    """Hook for a user: the results of its pushes.
+    """Base of hooks: access to the results of their pushes.
 
     Attributes:
         model: ``namespace/name``.

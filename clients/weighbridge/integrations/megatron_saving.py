@@ -60,7 +60,7 @@ def push_on_save(
         hf_dir: a folder with ``config.json`` and the tokenizer, by which rank 0 registers the model at the first save; None if
             it is registered already.
         run: name of the training run; part of the version's lineage.
-        step: is asked for the training step at each save. By default the state dict's ``iteration``, or else the number with
+        step: returns the training step at each save. By default the state dict's ``iteration``, or else the number with
             which the checkpoint's folder ends.
         weights: takes the weights out of the state dict. By default what it has under ``model``, ``model0``, ``model1`` and so
             on, as Megatron-LM names them, or else all of it.
@@ -77,7 +77,7 @@ def push_on_save(
         The hook; close it, or use it as a context manager, to undo it.
 
     Raises:
-        InvalidArgument: the optimizer's state would not be saved: neither ``training`` nor ``megatron_saves``.
+        InvalidArgument: the optimizer's state would not be saved: neither ``training`` nor ``megatron_saves`` is set.
     """
     check_options(options)
     if not (training or megatron_saves):
@@ -209,7 +209,7 @@ class PushOnSave(PushHook):
         rank: int,
         world_size: int,
     ) -> SavedState | None:
-        """State that is pushed beside the weights; None if there is none. All ranks call it, and all of them push such a state, or none does."""
+        """State that is pushed beside the weights; None if there is none. All ranks call it, and either all push a state or none does."""
         problem, found = "", None
         if self._notes is not None:
             try:

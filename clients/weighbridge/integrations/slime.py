@@ -93,7 +93,7 @@ class Settings(PluginSettings):
         """Read slime's or Miles's arguments.
 
         Raises:
-            InvalidArgument: there are no settings, one does not exist or is of another type, or there is no such way to pause.
+            InvalidArgument: there are no settings, one is unknown or of another type, or the pause mode is unknown.
         """
         said = getattr(args, NAME, None)
         if not isinstance(said, Mapping) or "model" not in said:
@@ -230,7 +230,7 @@ class WeighbridgeUpdater:
         return sharded_chunks(self._model)
 
     def _move(self) -> dict[str, float]:
-        """Push this rank's shards and, on the first rank, take the engines to the version; the metrics there."""
+        """Push this rank's shards and, on the first rank, take the engines to the version. Returns the metrics there."""
         started = time.monotonic()
         ranks = ProcessGroup(self._group())
         ticket = f"{self._ticket}/{self.weight_version}"
@@ -248,12 +248,12 @@ class WeighbridgeUpdater:
         if ranks.rank:
             handle.report(timeout)
             return {}
-        # one rank waits for all: that the version is ready says that none has failed to push, and the ranks hear the end from it
+        # one rank waits for all: a ready version means that every rank has pushed; the other ranks receive the outcome from this one
         version = handle.wait(VersionState.READY, timeout=timeout)
         return self._bring(version, time.monotonic() - started)
 
     def _bring(self, version: Version, push_seconds: float) -> dict[str, float]:
-        """Take the engines to a version, by the label that slime and Miles compare; the update's metrics."""
+        """Take the engines to a version, by the label that slime and Miles compare. Returns the update's metrics."""
         if self._servers is None:
             self._servers = self._connected()
         done = update(self._servers, version.number, str(self.weight_version))

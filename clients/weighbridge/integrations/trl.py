@@ -33,7 +33,7 @@ class WeighbridgeTransfer:
         urls: of the vLLM server, as ``vllm_server_base_url``; of several; or none, if agents beside them follow ``live``.
         server: ``host:port`` of the service's gRPC face; by default ``WEIGHBRIDGE_SERVER``, or 127.0.0.1:50051.
         step: gives a version its step, as ``lambda: trainer.state.global_step``; by default how many were sent.
-        pause_mode: what becomes of requests under way: ``keep`` them, as TRL does, ``wait`` for them, or ``abort`` them.
+        pause_mode: treatment of requests under way: ``keep`` them, as TRL does, ``wait`` for them, or ``abort`` them.
         buffer_bytes: host memory for what is sent by gRPC.
         start_seconds: how long to wait for servers that are starting.
         settings: ``hf_dir``, ``dtype``, ``run``, ``cast``, ``lane``, ``engine_server``, ``retry_seconds``, ``stale_drafter``: as for `PluginSettings`.

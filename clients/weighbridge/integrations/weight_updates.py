@@ -1,7 +1,7 @@
 """Weight updates of RL frameworks: the ranks that train push a version, and the workers of rollouts pull it.
 
-A framework tells both sides the ticket of an update, and neither side anything of the other. The version has the ticket among its metadata: by
-it a worker finds the version while it is still being pushed, and learns at once if it fails.
+A framework gives both sides the ticket of an update, and nothing about the other side. The version has the ticket among its metadata:
+a worker finds the version by it while it is still being pushed, and learns at once if it fails.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class PluginSettings(UpdateSettings):
     """Settings where the engines have weighbridge's plug-in, and take versions themselves.
 
     Attributes:
-        stale_drafter: what becomes of updates that leave the drafter of speculative decoding behind: engines ``refuse`` or ``allow`` them; None leaves
+        stale_drafter: policy for updates that leave the drafter of speculative decoding behind: engines ``refuse`` or ``allow`` them; None leaves
             what they were started with.
     """
 
@@ -148,7 +148,7 @@ class UpdateSender:
     """One of the ranks that train.
 
     Args:
-        settings: say where and how it pushes.
+        settings: where and how it pushes.
 
     Attributes:
         settings: as given.
@@ -172,7 +172,7 @@ class UpdateSender:
         """Return when another rank has registered the model.
 
         Raises:
-            NotFound: none has, within so many seconds.
+            NotFound: no rank has, within ``timeout`` seconds.
         """
         deadline = time.monotonic() + timeout
         pause, longest = _PAUSES
@@ -201,7 +201,7 @@ class UpdateSender:
         """Push this rank's share of tensors that all ranks gather. All of them are taken in any case, also if the push fails.
 
         Args:
-            update: the update, the same on all ranks; None if the ranks have no ticket, and find each other by the step.
+            update: the update, the same on all ranks; None if the framework gives the ranks no ticket: they then find each other by the step.
             weights: name and whole tensor of each.
             step: the training step; by default how many updates this rank has sent.
             rank, ranks: which rank of how many this is.
@@ -280,7 +280,7 @@ class UpdateReceiver:
             return number
 
     async def _found(self, client: AsyncEngineClient, update: Update, superseded: Callable[[], bool]) -> int:
-        """Number of the version that an update has become. It is looked for among versions: any of the ranks that train may have opened it."""
+        """Number of the version that an update has become. Found by its ticket, since any of the ranks that train may have opened it."""
         model = self._source.model
         deadline = time.monotonic() + self._timeout
         pause, longest = _PAUSES

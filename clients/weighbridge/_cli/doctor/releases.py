@@ -62,7 +62,7 @@ SUPPORTED: Mapping[str, Supported] = {
     "grpcio": Supported("1.76", "1.85"),
     "protobuf": Supported("6.31.1", "7.36"),
 }
-"""By the name of the package. The oldest are those of pyproject.toml and the oldest engines that tests run in; the tested are the newest of
+"""Supported releases by the name of the package. The oldest are those of pyproject.toml and the oldest engines that tests run in; the tested are the newest of
 constraints.txt, of those engines and of what `make test-newest` has resolved. A test compares."""
 
 KNOWN_FAULTS: Sequence[KnownFault] = (

@@ -41,7 +41,7 @@ class Reading:
     Attributes:
         at_s: of the monotonic clock, in seconds.
         time_ms: Unix time in milliseconds.
-        models: those that may be looked at.
+        models: those that this client may see.
         versions: of each model the newest ones, also those being received, and those that failed lately.
         ranks: how far each rank is of versions that are being received.
         engines: that have reported.
@@ -94,7 +94,7 @@ class Push(JsonValue):
 
 @dataclass(frozen=True, slots=True)
 class Past(JsonValue):
-    """A version that is complete, or was given up.
+    """A version that is complete, or was aborted.
 
     Attributes:
         version: as it stands.

@@ -108,4 +108,4 @@ def has_own_adapters(config_json: bytes) -> bool:
         config: Mapping[str, Any] = json.loads(config_json)
         return any(name.endswith(_OWN_ADAPTERS) and isinstance(config[name], dict) for name in config)
     except (ValueError, TypeError, RecursionError):
-        return False  # what reads the config for its own sake says what is wrong with it
+        return False  # the code that reads the config itself reports what is wrong with it

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 CONFIG = "config.json"
 _MOST_FILES = 10_000
 _MOST_BYTES = 256 << 20
-"""Of all files that are read: several times what can be registered, and what fits in memory."""
+"""Most bytes of all files together: several times what can be registered, and still fits in memory."""
 _NAMED = 20
 _REASONS: dict[type[WeighbridgeError], str] = {
     NotFound: "it is a link to what is not there",
@@ -110,7 +110,7 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
 
 
 def _files_of(folder: Path) -> tuple[list[Found], dict[str, str]]:
-    """All regular files in a folder that are not hidden, and the reasons why others are none."""
+    """All regular files in a folder that are not hidden, and the reasons why others were left out."""
     found: list[Found] = []
     elsewhere: dict[str, str] = {}
     waiting = [""]

@@ -1,4 +1,4 @@
-"""Regular files of a folder. A link is followed as far as the folder: what lies elsewhere, or is a device or a pipe, is not opened.
+"""Regular files of a folder. A link is followed within the folder only: files elsewhere, devices and pipes are not opened.
 
 A folder that was downloaded may have links to any file of this machine, and what is imported can be read by everybody who may look. In a
 cache of the Hugging Face Hub, each file of a snapshot is a link into the ``blobs`` of the same repository

@@ -16,7 +16,7 @@ TIMEOUT = "WEIGHBRIDGE_TIMEOUT_SECONDS"
 _VARIABLES = {"model": MODEL, "server": SERVER, "lane": LANE}
 _TIMEOUT_SECONDS = 1500.0
 _LONGEST_SECONDS = 7200.0
-"""After which the ranks of AReaL's own groups give up waiting for each other."""
+"""Timeout of AReaL's own groups, in which ranks wait for each other."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Settings(UpdateSettings):
             environment: of the process.
 
         Raises:
-            InvalidArgument: no model is named, AReaL is to update weights by NCCL, or the timeout is no such number.
+            InvalidArgument: no model is named, AReaL is to update weights by NCCL, or the timeout is not a valid number.
         """
         said: dict[str, Any] = {
             name: environment[each] for name, each in _VARIABLES.items() if environment.get(each)

@@ -42,7 +42,7 @@ def actor_of(backend: str) -> Any:
     """The class of actors of a backend, which is imported only then.
 
     Raises:
-        InvalidArgument: there is none.
+        InvalidArgument: there is no class for this backend.
     """
     if backend not in _ACTORS:
         raise InvalidArgument(

@@ -30,7 +30,7 @@ from weighbridge.integrations.pausing import paused
 from weighbridge.integrations.weight_updates import Update
 
 _MARK_SECONDS = 120
-"""Time for which AReaL's engines find the mark that a folder is complete; they wait for it as long."""
+"""Lifetime of the mark that a folder is complete; AReaL's engines wait for it as long."""
 
 
 class UpdatesByWeighbridge:
@@ -145,7 +145,7 @@ class UpdatesByWeighbridge:
             timeout = self._settings.timeout_seconds
             if ranks.rank:
                 handle.report(timeout)
-            else:  # one rank waits for all, which hear the end from it
+            else:  # one rank waits for all, which receive the outcome from it
                 handle.wait(VersionState.READY, timeout=timeout)
         return int(handle.number)
 

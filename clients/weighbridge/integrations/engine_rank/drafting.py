@@ -96,7 +96,7 @@ def of_drafter(source: Source) -> Source:
 def unshared(
     target: torch.nn.Module, drafter: torch.nn.Module, twin: Callable[[torch.Tensor], torch.Tensor] = twin_of
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Put tensors without storage in place of what a drafter shares with its model, for its loader to fill; in the end it is shared as before.
+    """Put tensors without storage in place of what a drafter shares with its model, for its loader to fill; afterwards they share it as before.
 
     Each place gets its own, as in a drafter that has just been made: its loader finds all names again.
 

@@ -154,7 +154,7 @@ class EngineModel(ABC):
         return targets_of(self.model)
 
     def storageless(self) -> AbstractContextManager[Mapping[str, torch.Tensor]]:
-        """Stand-ins for `targets` while the loader is recorded; the model is as before in the end."""
+        """Stand-ins for `targets` while the loader is recorded; afterwards the model is as before."""
         return storageless(self.model)
 
     def spare(self, parameter: torch.Tensor) -> int:
@@ -181,7 +181,7 @@ class EngineModel(ABC):
         """Run the loader over these targets, or take what was recorded for the configuration before, and see that nothing is left out.
 
         Raises:
-            FailedPrecondition: the loader does not take the version, names the tensor that it had got last; or a parameter gets no value.
+            FailedPrecondition: the loader does not take the version, names the last tensor that it received; or a parameter gets no value.
             LayoutError: a part of a tensor was copied to where it does not fit; names the tensor.
         """
         named = dict(self.model.named_parameters())
@@ -363,7 +363,7 @@ class EngineModel(ABC):
     def fill(self, update: lazy.Update, recording: lazy.Recording, rest: Rest) -> None:
         """Put a version that has been brought into the parameters, while nothing is computed.
 
-        The loader runs in any case: some derive something from the weights in the end.
+        The loader runs in any case: some loaders derive something from the weights at their end.
 
         Args:
             update: prepared.

@@ -29,7 +29,7 @@ from weighbridge.integrations.engine_rank.turns import short_turns
 log = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 1.0
-"""Between two looks whether a version is still wanted that is not ready."""
+"""Pause between two checks whether a version that is not ready is still wanted."""
 _LEAST_PAUSE, _MOST_PAUSE = 0.0005, 0.02
 """Seconds between two looks at what has arrived."""
 
@@ -70,7 +70,7 @@ class Recorded:
         return (self.model, self.draft, self.configuration) == asked
 
     def check(self, found: lazy.Source) -> None:
-        """Refuse a version whose tensors, or whose drafter's tensors, are others than those of earlier versions.
+        """Refuse a version whose tensors, or whose drafter's tensors, differ from those of earlier versions.
 
         Raises:
             FailedPrecondition: names tensors that are missing, too many or of another shape.
@@ -120,7 +120,7 @@ class Preparation:
         number: of the version.
         recorded: what is taken of it.
         nbytes: bytes that come.
-        seconds: how long it took, in the end.
+        seconds: how long it took, once it has ended.
         error: why it failed; None if it did not, or has not ended.
         rest: what the model's own loader has to run for.
         asked: whether an agent counts on it. One that was begun early gives way to another version until then.
@@ -325,7 +325,7 @@ class Preparation:
     def _process(self, engine: EngineModel, update: lazy.Update) -> None:
         try:
             engine.process_staged(update, self.recorded.recording)
-        except Exception:  # whichever: what is not made here is made in the pause
+        except Exception:  # any: layers that are not made here are made in the pause
             log.exception("%s is not processed before the pause", self.label)
 
     def _note(self, what: str) -> None:
@@ -339,7 +339,7 @@ class Preparation:
 
 
 def _clear_frames(error: BaseException | None) -> None:
-    """Drop what an error has passed by: its frames hold what was borrowed, until the garbage collector comes by."""
+    """Clear the frames of an error: they would hold granted memory until the garbage collector runs."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__

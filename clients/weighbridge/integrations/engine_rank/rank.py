@@ -58,9 +58,9 @@ class EngineRank:
         source: where versions come from; None if that is not known.
         held: the version in the parameters; None if they are of none, or did not come from the service.
         clients: of the services that versions came from. They stay open until `close`.
-        when_asleep: what becomes of an update while the parameters have no memory: ``refuse`` it, or let it ``wait`` for `wake`, which then also brings
+        when_asleep: policy for an update while the parameters have no memory: ``refuse`` it, or let it ``wait`` for `wake`, which then also brings
             back what sleep has discarded.
-        stale_drafter: what becomes of an update that leaves the engine's drafter behind: ``refuse`` it, or ``allow`` it.
+        stale_drafter: policy for an update that leaves the engine's drafter behind: ``refuse`` it, or ``allow`` it.
     """
 
     def __init__(self, engine: EngineModel) -> None:
@@ -83,7 +83,7 @@ class EngineRank:
         self._lost: Held | None = None
         """Version that was in the parameters before sleep discarded them."""
         self._first = ""
-        """Version that was loaded first: a drafter that versions leave alone belongs to it. Empty when that drafter has got a version of its own."""
+        """Version that was loaded first: a drafter that versions leave alone belongs to it. Empty when that drafter has received a version of its own."""
         self._drafter_lost = False
         self._back_to: Held | None = None
         """Version that the engine goes back to, while it does."""
@@ -648,7 +648,7 @@ class EngineRank:
         return there.label
 
     def _bring(self, source: ModelSource, number: int) -> None:
-        """`apply`, whatever else is being prepared, which begins anew behind it. Collective."""
+        """`apply`, even if another version is being prepared; that preparation begins anew afterwards. Collective."""
         there = self._preparation
         if there is None or (there.source, there.number) == (self._known(source), number):
             self.apply(number, source)
@@ -656,7 +656,7 @@ class EngineRank:
         self.discard()
         self.apply(number, source)
         if there.asked and there.error is None:
-            with suppress(WeighbridgeError):  # an agent that waits for it sees that it is not there
+            with suppress(WeighbridgeError):  # an agent that waits for it sees that it is missing
                 self.prepare(there.number, there.source)
 
     def _due(self) -> str:
@@ -682,7 +682,7 @@ class EngineRank:
     def _fill(self, refusal: str) -> None:
         """Bring what was prepared into the parameters of all ranks. Collective."""
         there = cast("Preparation", self._preparation)
-        if there.source.draft and not drafter_in(self._first):  # the drafter that it had is there no more
+        if there.source.draft and not drafter_in(self._first):  # the drafter that it had is gone
             self._first = ""
         self.held, self._broken = None, f"{there.label} was applied in part"
         try:

@@ -11,7 +11,7 @@ import torch
 
 @contextmanager
 def storageless(model: torch.nn.Module) -> Iterator[dict[str, torch.Tensor]]:
-    """Put tensors without storage in place of a model's parameters and buffers; in the end everything is as it was.
+    """Put tensors without storage in place of a model's parameters and buffers; afterwards everything is as before.
 
     They lie as the real ones do, share memory where those share it, and have their class and attributes, which loaders look at. Attributes that a loader sets meanwhile, such as projections that it derives from weights, are taken back too.
 

@@ -1,4 +1,4 @@
-"""Model of one rank of SGLang, as `weighbridge.integrations.engine_rank` wants it described."""
+"""Model of one rank of SGLang, as `weighbridge.integrations.engine_rank` requires it."""
 
 from __future__ import annotations
 

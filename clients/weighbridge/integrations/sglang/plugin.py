@@ -63,7 +63,7 @@ def update(
 
 
 def control(original: Callable[..., Any], manager: Any, request: Any) -> Any:
-    """``/weights_checker``, whose requests reach every rank while the engine serves: prepare, discard, proofs, and how it stands."""
+    """``/weights_checker``, whose requests reach every rank while the engine serves: prepare, discard, proofs, and status."""
     if not request.action.startswith(ACTION):
         return original(manager, request)
     from sglang.srt.managers.io_struct import CheckWeightsReqOutput

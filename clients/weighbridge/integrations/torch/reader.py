@@ -1,4 +1,4 @@
-"""Storage reader of `torch.distributed.checkpoint` that fills state dicts from a version, in whatever way they are sharded."""
+"""Storage reader of `torch.distributed.checkpoint` that fills state dicts from a version, with any sharding."""
 
 from __future__ import annotations
 
@@ -93,8 +93,8 @@ class WeighbridgeReader(StorageReader):
         """Record the name of the checkpoint that is about to be loaded; DCP passes it only if the user has named it.
 
         Raises:
-            NotFound: this process is alone, and there is no such model, or no version of that step. Of several ranks DCP tells all
-                what is wrong at one, later.
+            NotFound: this process is alone, and there is no such model, or no version of that step. With several ranks, DCP raises
+                one rank's error on all, later.
         """
         self._checkpoint = checkpoint_id
         if checkpoint_id is not None and not (dist.is_available() and dist.is_initialized()):

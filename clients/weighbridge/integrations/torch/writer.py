@@ -52,7 +52,7 @@ class WeighbridgeWriter(StorageWriter):
     Args:
         model: ``namespace/name``, registered before.
         server: ``host:port`` of the service; by default ``WEIGHBRIDGE_SERVER``, or 127.0.0.1:50051. Or a client, which stays open.
-        step: the training step, or a function that is asked for it at each save. By default the number with which the ``checkpoint_id`` ends.
+        step: the training step, or a function that returns it at each save. By default the number with which the ``checkpoint_id`` ends.
         prefix: what may stand before the model's names in the flattened state dict: ``model.`` if it is ``{"model": ...}``.
         cast: as for `TrainerClient.push_state_dict`.
         until: ``ready``, ``verified`` or ``durable``: for what a save waits.
@@ -177,7 +177,7 @@ class WeighbridgeWriter(StorageWriter):
 
     @flat_errors
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Refuse plans that leave a tensor out, before a version is opened; tell each rank how many there are.
+        """Refuse plans that leave a tensor out, before a version is opened; send each rank their number.
 
         Raises:
             LayoutError: no rank holds anything of a tensor; names each.
@@ -280,7 +280,7 @@ class WeighbridgeWriter(StorageWriter):
         return tensors
 
     def _give_up(self, reason: str) -> None:
-        """Abort the newest push, unless it is sealed: no other rank shall wait for it."""
+        """Abort the newest push, unless it is sealed: no other rank may wait for it."""
         handle = self.last
         if handle is not None and not handle.sealed:
             self.last = None

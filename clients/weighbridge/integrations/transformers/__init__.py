@@ -84,7 +84,7 @@ def from_weighbridge(
 ) -> PreTrainedModel:
     """A model with the weights of a version, as ``from_pretrained`` would make it of that version's folder.
 
-    Of an adapter's version, that is the ``PeftModel`` on the base version that it names; the further arguments are those of the base.
+    For an adapter's version, it is the ``PeftModel`` on the base version that it names; the further arguments are those of the base.
 
     Args:
         name: ``namespace/name@version``; without a version the latest.
@@ -100,8 +100,8 @@ def from_weighbridge(
         strict: refuse a version that lacks something of the model, or has something that the model has no place for; otherwise the
             first is initialised by transformers, the second left out.
         lane: as for `EngineClient`.
-        base: a model that is there already, to which an adapter is attached instead of its base version: one of transformers, or a ``PeftModel``, which
-            gets a further adapter. Which version it is is compared if it came from the service, and not known otherwise, which is logged.
+        base: an existing model, to which an adapter is attached instead of its base version: one of transformers, or a ``PeftModel``, which
+            gets a further adapter. Its version is compared if it came from the service; otherwise it is unknown, which is logged.
         adapter_name: what peft calls the adapter.
         options: further arguments of ``from_pretrained``, such as ``attn_implementation``. Those that are attributes of the version's config, such as
             ``use_cache`` or ``num_labels``, replace what it says, unless ``config`` is given.
@@ -203,7 +203,7 @@ def update(
 ) -> Version:
     """Take a live model to a version, in place; as `LiveModel.update`.
 
-    Of a model with an adapter from the service, that adapter goes to another version of its own on the same base. Let nothing compute meanwhile.
+    If the model has an adapter from the service, that adapter goes to another version of its own on the same base. Nothing may compute meanwhile.
 
     Args:
         model: what `from_weighbridge` gave, or `attach` was given.
@@ -289,9 +289,9 @@ class LiveModel:
         return self.rank.held.nbytes if self.rank.held is not None else 0
 
     def update(self, version: str | int = "latest") -> Version:
-        """Take the model to a version, in place. No parameter is touched before all bytes are here; let nothing compute meanwhile.
+        """Take the model to a version, in place. No parameter is touched before all bytes are here; nothing may compute meanwhile.
 
-        Of a model that is spread over ranks all ranks call it, and if one of them cannot, none does.
+        If the model is spread over ranks, all ranks call it; if one of them fails, none updates.
 
         Args:
             version: a number or a ref.

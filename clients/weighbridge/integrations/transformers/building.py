@@ -1,4 +1,4 @@
-"""Mapping of a version's tensors to a model's parameters, as transformers itself tells it.
+"""Mapping of a version's tensors to a model's parameters, as transformers itself defines it.
 
 Its `from_pretrained` takes a state dict; here that is one of lazy tensors. What it renames, cuts for tensor parallelism, stacks (experts,
 since transformers 5) and casts comes back in the model's parameters, still lazy. No rule of any model is written down here.
@@ -124,7 +124,7 @@ def concrete_class(model_class: Any, config: PretrainedConfig, **options: Any) -
         model_class = found[0] if found and found[0] is not None else transformers.AutoModelForCausalLM
     if not hasattr(model_class, "from_config"):
         return model_class
-    with torch.device("meta"):  # the way to ask that is no secret of auto classes
+    with torch.device("meta"):  # the public way to resolve an auto class
         return type(model_class.from_config(copy.deepcopy(config), **options))
 
 
@@ -157,7 +157,7 @@ def materialise(model: PreTrainedModel, device: torch.device | None) -> None:
 
 def _with_memory(tensor: torch.Tensor, device: torch.device | None) -> torch.Tensor:
     local = _local(tensor)
-    # dense, as transformers makes them, whatever was done to the lazy one
+    # dense, as transformers makes them, whatever the layout of the lazy one
     found = torch.empty(local.shape, dtype=local.dtype, device=device or local.device)
     if local is not tensor:
         from torch.distributed.tensor import DTensor

@@ -1,4 +1,4 @@
-"""Model of one rank of transformers, as `weighbridge.integrations.engine_rank` wants it described."""
+"""Model of one rank of transformers, as `weighbridge.integrations.engine_rank` requires it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class TransformersModel(EngineModel):
 
     Args:
         model: the model.
-        recipe: how transformers is asked for it.
+        recipe: by which transformers makes it.
         missing: names of parameters that nothing of a version goes to.
         several: whether it is spread over the ranks of torch.distributed.
         cast: whether its dtype may be another one than the recipe's.
@@ -94,7 +94,7 @@ class TransformersModel(EngineModel):
     def record(self, source: lazy.Source) -> lazy.Recording:
         """Record what transformers takes of the version's tensors."""
         weights = self.targets()
-        if self._cast:  # weights shall not be rounded to a dtype that the model does not have
+        if self._cast:  # weights must not be rounded to a dtype that the model does not have
             dtype = next(tensor.dtype for tensor in weights.values() if tensor.is_floating_point())
             self._recipe = replace(self._recipe, options={**self._recipe.options, "dtype": dtype})
         self._cast = True

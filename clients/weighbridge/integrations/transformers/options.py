@@ -77,7 +77,7 @@ def configured(folder: str, options: Mapping[str, Any]) -> tuple[PretrainedConfi
     """The configuration in a folder, with the options that are attributes of it, and the others: as ``from_pretrained`` divides them."""
     from transformers import AutoConfig
 
-    # of the attention, which the model is asked for as well, the configuration would keep nothing in some releases
+    # some releases drop the attention from the configuration, so the model receives it as well
     apart = {name: options[name] for name in ("attn_implementation", "trust_remote_code") if name in options}
     remote = {"trust_remote_code": apart["trust_remote_code"]} if "trust_remote_code" in apart else {}
     config, rest = AutoConfig.from_pretrained(

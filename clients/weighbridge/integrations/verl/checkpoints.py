@@ -161,7 +161,7 @@ def megatron_manager() -> type[Any]:
     """verl's manager of Megatron actors, with the service as its store.
 
     Raises:
-        ImportError: Megatron-core is not there.
+        ImportError: Megatron-core is not installed.
     """
     from verl.utils.checkpoint.megatron_checkpoint_manager import MegatronCheckpointManager
 

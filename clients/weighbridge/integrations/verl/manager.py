@@ -141,7 +141,7 @@ class WeighbridgeManager(CheckpointEngineManager):  # type: ignore[misc]  # verl
             finally:
                 await replica.resume_generation()
         except BaseException:
-            with suppress(Exception):  # vLLM wants it before the next update, and raises what was raised
+            with suppress(Exception):  # vLLM requires it before the next update, and raises the same error
                 await ask("finish_weight_update")
             raise
         await ask("finish_weight_update")

@@ -34,7 +34,7 @@ import sys
 from weighbridge.integrations.vllm_adapters.settings import VARIABLE
 
 NAME = "weighbridge"
-"""Of the load format, and of the weight-transfer backend."""
+"""Name of the load format, and of the weight-transfer backend."""
 
 
 def register() -> None:

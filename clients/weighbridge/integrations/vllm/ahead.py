@@ -1,6 +1,6 @@
 """Processing of a staged version before it is applied: layer by layer, beside the engine, into the place where the layer's weights were staged.
 
-What cannot be done so, as observed and not by a list of names, is left to the pause; the log says once for each kind of layer why.
+Layers that cannot be processed so are left to the pause. This is observed, not listed by name; the log gives the reason once for each kind of layer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from weighbridge.integrations.vllm.wrapped import named_layers
 log = init_logger(f"vllm.plugins.{__name__}")
 
 _SPARE_BYTES = 100_000_000
-"""Of the card, beside what is reserved, that the results of one layer may take until they are in their place."""
+"""Bytes of the card, beside those reserved, that the results of one layer may take until they are in their place."""
 
 _TOO_LARGE = "what is made of it has no room where its weights were staged"
 
@@ -50,7 +50,7 @@ class Ahead:
         """Memory for results of one layer, which is the allocator's while they are made."""
 
     def reserve(self, device: torch.device) -> int:
-        """Reserve memory of the card for the results of any one layer that has been processed; how much."""
+        """Reserve memory of the card for the results of any one layer that has been processed. Returns the number of bytes."""
         quantized = (
             each for each in self._model.modules() if getattr(_method(each), "uses_meta_device", False)
         )
@@ -67,7 +67,7 @@ class Ahead:
     def process(
         self, update: lazy.Update, recording: lazy.Recording, leave: Container[torch.nn.Module]
     ) -> int:
-        """Process what is staged of a version, as far as it can be; of how many layers.
+        """Process the staged layers of a version that can be processed. Returns their number.
 
         Args:
             update: staged, and complete.

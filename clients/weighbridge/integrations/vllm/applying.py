@@ -103,13 +103,13 @@ class Applier:
                     alone = not rest or _parameters_of(layer) <= fills.keys()
                     in_place &= self._fill(layer, fills, borrowed, alone=alone)
                 update.fill_made(made)
-                if rest:  # behind all that is filled, of which it may make something in the end
+                if rest:  # after all is filled, from which loaders may derive something
                     self._model.load_weights(iter(rest))
             self._all_as_loaded = recording if in_place and not rest else None
         self._process_shared([layer for layer, _ in wanted])
 
     def process_staged(self, update: lazy.Update, recording: lazy.Recording) -> int:
-        """Process beside the engine those layers of a staged version that can be, and say how many; the others are left to `apply`."""
+        """Process the layers of a staged version that can be processed beside the engine. Returns their number; the others are left to `apply`."""
         return self.ahead.process(update, recording, leave=self._unprocessed)
 
     def watch_processing(self) -> None:
@@ -243,7 +243,7 @@ class Applier:
 
     @contextmanager
     def _watched(self, layer: torch.nn.Module) -> Iterator[None]:
-        """See what vLLM's processing does to a layer, if it comes to that meanwhile."""
+        """Observe vLLM's processing of a layer, if it happens in the block."""
         method = getattr(layer, "quant_method", None)
         if not isinstance(method, QuantizeMethodBase):
             yield

@@ -116,7 +116,7 @@ class LlmEngine:
     Args:
         llm: started with ``enable_sleep_mode``, and ``load_format="weighbridge"`` or that backend of weight transfer.
         source: where versions come from.
-        stale_drafter: what becomes of versions that leave its drafter behind; None leaves what it was started with.
+        stale_drafter: policy for versions that leave its drafter behind; None leaves what it was started with.
     """
 
     def __init__(self, llm: Any, source: ModelSource, stale_drafter: StaleDrafter | None = None) -> None:
@@ -147,7 +147,7 @@ class LlmEngine:
         self._ask("discard")
 
     def apply(self, version: int, label: str) -> None:
-        """Bring a version to the parameters, and tell it in answers, which vLLM 0.24 does not."""
+        """Bring a version to the parameters, and name it in answers, which vLLM 0.24 does not support."""
         self._ask("apply", str(version))
         if hasattr(self._llm, "update_weight_version"):
             self._llm.update_weight_version(label)
@@ -176,7 +176,7 @@ class ColocatedEngine:
         model: ``namespace/name``.
         server: the service's gRPC address, as the engine reaches it.
         lane: how weights travel to the engine; None leaves what it was started with.
-        stale_drafter: what becomes of versions that leave the engine's drafter behind: ``refuse`` or ``allow``; None leaves what it was started with.
+        stale_drafter: policy for versions that leave the engine's drafter behind: ``refuse`` or ``allow``; None leaves what it was started with.
             With level 2 a drafter of its own is lost.
         level: of its sleep. With 2 its weights are discarded, which costs no host memory and no time: the service has them. With 1 vLLM keeps
             them: for engines with parameters that no version fills.

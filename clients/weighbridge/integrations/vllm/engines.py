@@ -70,7 +70,7 @@ async def collective_rpc(original: Callable[..., Awaitable[Any]], client: Engine
 
 
 async def stage(ask: Ask, engines: Sequence[int]) -> Problems:
-    """Have all bytes of a version on the machines of all engines, or of none of them; the engines' problems."""
+    """Have all bytes of a version on the machines of all engines, or of none of them. Returns the engines' problems."""
     staged = await ask(engines, STAGE)
     if any(staged.values()):
         await ask([each for each in engines if not staged[each]], DISCARD)
@@ -88,7 +88,7 @@ async def take(ask: Ask, engines: Sequence[int], version: object) -> Problems:
         version: what errors call it.
 
     Returns:
-        The engines' problems. If there are any, no engine has the version but those that say so.
+        The engines' problems. If there are any, only the engines that report it have the version.
     """
     staged = await stage(ask, engines)
     if any(staged.values()):

@@ -132,7 +132,7 @@ def quantizes_while_loading(model: torch.nn.Module) -> bool:
 def reloading(model: torch.nn.Module, model_config: Any) -> Iterator[None]:
     """For as long as the layers are in the format of checkpoints, without storage.
 
-    Layers that are filled meanwhile are processed and copied to where the kernels read; the others are as before in the end. So are
+    Layers that are filled meanwhile are processed and copied to where the kernels read; the others are as before afterwards. So are
     those that were not complete when an error came.
     """
     initialize_layerwise_reload(model)
@@ -160,7 +160,7 @@ def _finish(model: torch.nn.Module, model_config: Any) -> None:
 def without_storage(model: torch.nn.Module, model_config: Any) -> Iterator[Tensors]:
     """The tensors of a model as its own loader finds them when it has just been made, but without storage.
 
-    The model cannot compute meanwhile, and is as before in the end.
+    The model cannot compute meanwhile, and is as before afterwards.
     """
     shared = {(layer, name): id(t) for layer in model.modules() for name, t in own_tensors(layer).items()}
     bare: dict[int, torch.Tensor] = {}

@@ -1,4 +1,4 @@
-"""Model of one rank of vLLM, as `weighbridge.integrations.engine_rank` wants it described."""
+"""Model of one rank of vLLM, as `weighbridge.integrations.engine_rank` requires it."""
 
 from __future__ import annotations
 
@@ -229,7 +229,7 @@ class VllmModel(EngineModel):
         return 0 if recording.unrecorded else self.applier.process_staged(update, recording)
 
     def _tokens_in(self, nbytes: int) -> str:
-        """For how many tokens of the KV cache there would be room in so many bytes; empty for models that keep no keys and values."""
+        """Text on the tokens of KV cache that would fit into these bytes; empty for models that keep no keys and values."""
         model, parallel = self._model_config, self._vllm_config.parallel_config
         try:
             layers, heads = model.get_num_layers(parallel), model.get_num_kv_heads(parallel)

@@ -100,7 +100,7 @@ def drafting(vllm_config: Any) -> Drafting:
     """Drafter of the engine that has this configuration, in this process.
 
     A drafter that vLLM has read from where it has read the policy is a part of the policy's versions, as layers of multi-token prediction are; any other is
-    a model of its own. Of pipeline stages the last one has it; the others have nothing for it to fill.
+    a model of its own. With pipeline stages, the last one has it; the others have nothing for it to fill.
     """
     speculative: Any = getattr(vllm_config, "speculative_config", None)
     config: Any = getattr(speculative, "draft_model_config", None)
@@ -144,7 +144,7 @@ def leave_models_whole() -> None:
 
     @wraps(start)
     def start_weight_update(self: Any, is_checkpoint_format: bool = True) -> None:
-        del is_checkpoint_format  # whatever comes, the engine reloads what has to be when it has all bytes
+        del is_checkpoint_format  # in any case, the engine reloads what is needed once it has all bytes
         start(self, is_checkpoint_format=False)
 
     Worker.start_weight_update = start_weight_update

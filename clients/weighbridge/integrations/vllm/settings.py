@@ -21,7 +21,7 @@ class Settings(ModelSource):
         version: a number or a ref.
         card_share: part of the weights, from 0 to 1, for which memory of the card is reserved at the start, so that new versions are brought to the
             card before the engine is paused; None for all of them where that leaves half of the card's memory, and none elsewhere.
-        stale_drafter: what becomes of updates that leave the drafter of speculative decoding behind: ``refuse`` or ``allow``.
+        stale_drafter: policy for updates that leave the drafter of speculative decoding behind: ``refuse`` or ``allow``.
         draft: model of the service that the drafter of speculative decoding is loaded from, as ``acme/smol-eagle``, or a ref or version of it, as
             ``acme/smol-eagle@5``; empty for a drafter from elsewhere.
     """

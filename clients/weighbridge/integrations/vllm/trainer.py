@@ -51,7 +51,7 @@ class WeighbridgeTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]  # vLLM
         lane: how weights travel: ``grpc``, ``local`` or ``auto``.
         buffer_bytes: host memory of a rank for what is sent by gRPC.
         retry_seconds: how long to keep trying when the service cannot be reached.
-        stale_drafter: what becomes of updates that leave the engines' drafter behind: ``refuse`` or ``allow``; None leaves what they were started with.
+        stale_drafter: policy for updates that leave the engines' drafter behind: ``refuse`` or ``allow``; None leaves what they were started with.
     """
 
     backend: ClassVar[str] = NAME
@@ -99,7 +99,7 @@ class WeighbridgeTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[mis
     def trainer_init(
         cls, init_info: WeighbridgeTrainerInitInfo, *, client: Any, source: Any = None
     ) -> WeighbridgeTrainerEngine:
-        """Register the model, if that is asked for, and tell the engines where versions will come from.
+        """Register the model, if that is asked for, and give the engines the source of versions.
 
         Raises:
             InvalidArgument: there is no source, or the group is not that of the ranks that push.
@@ -119,7 +119,7 @@ class WeighbridgeTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[mis
     def send_weights(self) -> None:
         """Push the source's weights as a version; rank 0 then brings the engines to exactly that one.
 
-        The source is gone through to its end in any case, since ranks gather together.
+        The source is iterated to its end in any case, since ranks gather together.
 
         Raises:
             As `TrainerClient.push_gathered`, and:
@@ -132,7 +132,7 @@ class WeighbridgeTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[mis
                 pass
             return
         self._sent += (
-            1  # before anything can fail: ranks that cannot tell each other an update find each other by it
+            1  # before anything can fail: ranks without a group find each other by this number
         )
         with taken_to_the_end(self.source):
             held = self._together(self._held)
@@ -206,7 +206,7 @@ class WeighbridgeTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[mis
             self._ask("start_weight_update")
             self._take(number)
         except BaseException:  # a start whose answer was lost has begun, too
-            with suppress(EngineFailed):  # vLLM wants it before the next update, and raises
+            with suppress(EngineFailed):  # vLLM requires it before the next update, and raises
                 self._ask("finish_weight_update")
             raise
         self._ask("finish_weight_update", label(self._info.model, number))

@@ -35,8 +35,8 @@ class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM is seen as
         model: ``namespace/name``.
         lane: how weights travel: ``grpc``, ``local`` or ``auto``.
         version: any of the model, by number or ref, from which a worker finds out what it takes of one; the latest may not be there yet.
-        when_asleep: what becomes of updates while the engine's weights sleep, from now on: ``refuse`` or ``wait``; None leaves it as it is.
-        stale_drafter: what becomes of updates that leave the drafter of speculative decoding behind, from now on: ``refuse`` or ``allow``; None leaves
+        when_asleep: policy for updates while the engine's weights sleep, from now on: ``refuse`` or ``wait``; None leaves it as it is.
+        stale_drafter: policy for updates that leave the drafter of speculative decoding behind, from now on: ``refuse`` or ``allow``; None leaves
             it as it is.
     """
 

@@ -30,7 +30,7 @@ class WorkerExtension:
 
     def weighbridge_connect(self, info: str) -> dict[str, Any]:
         """Say where versions come from: JSON with ``model``, ``server`` and ``lane``, of which any may be left out; ``reported`` by an agent
-        that reports to the service what the engine serves; ``when_asleep``, what becomes of updates while weights sleep; and ``stale_drafter``, of those that leave a drafter behind."""
+        that reports to the service what the engine serves; ``when_asleep``, the policy for updates while weights sleep; and ``stale_drafter``, the policy for updates that leave a drafter behind."""
         said = json.loads(info)
 
         def connect(rank: EngineRank) -> None:

@@ -71,14 +71,14 @@ class Unknown:
     _found: OrderedDict[str, tuple[float, NotFound]] = field(default_factory=OrderedDict)
 
     def check(self, name: str) -> None:
-        """Raise the error of a name that was not there a short time ago."""
+        """Raise the error of a name that did not exist a short time ago."""
         until, error = self._found.get(name, (0.0, None))
         if error is not None and self.clock() < until:
             raise NotFound(error.message, fix=error.fix)
         self._found.pop(name, None)
 
     def note(self, name: str, error: NotFound) -> None:
-        """Remember a name that is not there."""
+        """Record a name that does not exist."""
         self._found[name] = self.clock() + self.seconds, error
         while len(self._found) > _MOST_UNKNOWN:
             self._found.popitem(last=False)
@@ -179,7 +179,7 @@ class Admission:
         return name, any(had)
 
     async def in_memory(self) -> frozenset[str]:
-        """Names of the versions that all engines have in memory, by themselves: whichever API server has had them loaded."""
+        """Names of the versions that all engines have in memory, no matter which API server has loaded them."""
         first, *others = [frozenset(each) for each in await self._ask_engines(NAMES)]
         return first.intersection(*others)
 
@@ -304,7 +304,7 @@ class Admission:
             raise
 
     async def _base_now(self, base: str) -> BaseNow | None:
-        """The version that is called so now; None if it is not there any more, or not for this engine to look at."""
+        """The version that has this name now; None if it no longer exists, or this engine may not see it."""
         try:
             there = await self._call(self._service.version, base)
             found = BaseNow(base, there.create_time_ms)

@@ -37,7 +37,7 @@ def install(core: Any) -> None:
         core: vLLM's class of an engine's core; its calls of workers are wrapped last, outside of all that brings versions.
 
     Raises:
-        FailedPrecondition: this release of vLLM has none of what refuses a request.
+        FailedPrecondition: this release of vLLM has no known way to refuse a request.
     """
     if hasattr(core, _MARK):
         return

@@ -193,7 +193,7 @@ class _Answer:
 
 
 class _Replay:
-    """A body that was read, and then whatever comes after it, such as that the client goes away."""
+    """A body that was read, and then the messages after it, such as a disconnect of the client."""
 
     def __init__(self, body: bytes, receive: Receive) -> None:
         self._body: bytes | None = body
@@ -236,7 +236,7 @@ def _is_json(scope: MutableMapping[str, Any]) -> bool:
 
 
 def _parsed(body: bytes) -> Any:
-    """The body, if it is JSON that may name a model; whether it is right is for vLLM to say."""
+    """The body, if it is JSON that may name a model; vLLM decides whether it is valid."""
     if b'"model"' not in body:
         return None
     try:

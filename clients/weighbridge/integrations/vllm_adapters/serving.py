@@ -60,7 +60,7 @@ class EngineState:
 
     @property
     def can(self) -> str:
-        """Adapters that this engine takes, in words."""
+        """Adapters that this engine takes, as text."""
         return f"this engine takes LoRA and rsLoRA of rank up to {self.max_rank} on {', '.join(self.modules)}"
 
 
