@@ -131,9 +131,7 @@ class WeighbridgeTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[mis
             for _ in self.source:
                 pass
             return
-        self._sent += (
-            1  # before anything can fail: ranks without a group find each other by this number
-        )
+        self._sent += 1  # before anything can fail: ranks without a group find each other by this number
         with taken_to_the_end(self.source):
             held = self._together(self._held)
             update = self._update()
