@@ -1,4 +1,4 @@
-"""Layouts that the ranks of one version have declared: known until its plan is made of them, whatever the model remembers meanwhile."""
+"""Layouts that the ranks of one version have declared. They are kept until the plan is made, even if the model forgets them before."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from weighbridge_service.models.registered_model import DeclaredLayout, Register
 
 
 class DeclaredLayouts:
-    """The layouts of one version, and those that its model remembers. Thread-safe.
+    """Layouts of one version, and those that its model remembers. Thread-safe.
 
     Args:
-        model: remembers those that were declared last, for the next versions.
+        model: remembers the layouts that were declared last, for the next versions.
     """
 
     def __init__(self, model: RegisteredModel) -> None:
@@ -22,7 +22,7 @@ class DeclaredLayouts:
         self._held: dict[str, DeclaredLayout] = {}
 
     def knows(self, digest: str) -> bool:
-        """Whether a layout was declared; then it stays known."""
+        """Whether a layout was declared; if so, it is kept from now on."""
         found = self._held.get(digest) or self._model.declared_layout(digest)
         if found is None:
             return False
@@ -35,10 +35,10 @@ class DeclaredLayouts:
         self._held[layout.digest] = (space, layout)
 
     def find(self, digest: str) -> DeclaredLayout:
-        """A layout that was declared.
+        """A declared layout, by its digest.
 
         Raises:
-            FailedPrecondition: it was let go, and the model does not remember it.
+            FailedPrecondition: the layout was released, and the model does not remember it either.
         """
         found = self._held.get(digest) or self._model.declared_layout(digest)
         if found is None:
@@ -46,7 +46,7 @@ class DeclaredLayouts:
         return found
 
     def let_go(self, needed: Callable[[str], bool]) -> None:
-        """Leave them to what the model remembers, but for those, by their digests, that are still needed."""
+        """Release all layouts, except those whose digests are still needed. The model may still remember them."""
         for digest in list(self._held):
             if not needed(digest):
                 self._held.pop(digest, None)

@@ -1,4 +1,4 @@
-"""Effects of one push, carried out: plans, memory, digests, the object store. No decision is made here."""
+"""Runner of the effects of one push: plans, memory, digests, the object store. The state machine makes all decisions."""
 
 from __future__ import annotations
 
@@ -37,47 +37,47 @@ _NAMED = 20
 
 
 class Surroundings(Protocol):
-    """The other pushes of the process, as one of them (a `PushSession`) sees them."""
+    """Callbacks by which one push (a `PushSession`) reaches the other pushes of the process."""
 
     def show(self, session: Any, snapshot: VersionSnapshot, *, changed: bool) -> None:
-        """The version as everybody may see it; whether more has changed than how much has arrived."""
+        """Show the version's snapshot to readers; ``changed`` is whether more has changed than the received bytes."""
 
     def supersede(self, session: Any) -> None:
-        """The version is visible: older ones of the model are not the newest any more."""
+        """Mark older versions of the model as superseded: this one is visible."""
 
     def want_memory(self, session: Any) -> None:
-        """The version waits for memory, which older ones of the model may have."""
+        """Ask older versions of the model for their memory: this one waits for an image."""
 
     def notify(self, session: Any) -> None:
-        """Other replicas are to be told how far this one is."""
+        """Report the progress of this replica to the other replicas."""
 
     def forget(self, session: Any) -> None:
-        """Other replicas receive the version, and this process lists nothing of it."""
+        """Drop the version from what this process lists: other replicas receive it."""
 
 
 class Owner(Protocol):
-    """Whose effects are carried out. A runner keeps no reference to it: both go at once when the push has ended."""
+    """Session whose effects are carried out. The runner keeps no reference to it, so that both are freed as soon as the push has ended."""
 
     surroundings: Surroundings
 
     def go_on(self) -> None:
-        """Raise if what takes long is not wanted any more."""
+        """Raise if a long operation should stop because its result is no longer needed."""
 
     def post_all(self, events: Sequence[on.Event]) -> None:
-        """Take the events of the data plane."""
+        """Queue the events of the data plane."""
 
 
 @dataclass(frozen=True, slots=True)
 class Facilities:
-    """What all pushes of a process share.
+    """Resources that all pushes of a process share.
 
     Attributes:
         home: this process, as other replicas see it.
-        limits: what pushes that begin now go by.
-        allocator: gives images.
-        mappings: who has images mapped.
-        successors: other replicas, to which versions are handed over when this one leaves.
-        figures: what is observed of them.
+        limits: timeouts and options of pushes that begin now.
+        allocator: allocates images.
+        mappings: the processes that have images mapped.
+        successors: other replicas, to which this one hands versions over when it stops.
+        figures: metrics of the pushes.
     """
 
     home: Home
@@ -89,20 +89,20 @@ class Facilities:
 
 
 class EffectRunner:
-    """What a push needs and holds outside of its state. The session calls `run` for one effect of a kind at a time.
+    """Resources that a push holds outside of its state. The session calls `run` for one effect of a kind at a time.
 
     Args:
         publisher: of the version.
         exchange: with other replicas.
-        facilities: what it shares with other pushes.
-        image: holds the bytes of a version that was taken over from another replica.
+        facilities: resources shared with other pushes.
+        image: holds the bytes of a version that this replica has taken over from another one.
 
     Attributes:
-        model: the registration under which the version was opened; with the tensors that its ranks have declared, once there is a plan, if
-            each version has its own.
-        layouts: what its ranks have declared.
+        model: the registration under which the version was opened. If each version has its own tensors, it has those that the ranks have
+            declared, once the plan is made.
+        layouts: layouts that its ranks have declared.
         writer: the data plane; None before there is an image.
-        image: what the version's files are put together in; None before that, and when it was released.
+        image: memory in which the version's files are assembled; None before it is granted and after its release.
     """
 
     def __init__(
@@ -127,33 +127,33 @@ class EffectRunner:
 
     @property
     def entry(self) -> OpenEntry:
-        """What head.json said of the version when it was opened."""
+        """Entry of the version in head.json, as read when the version was opened."""
         return self._publisher.entry
 
     @property
     def written(self) -> Written:
-        """The files of this replica, once they are in the store."""
+        """Files of this replica, once they are in the store."""
         return Written.of(self._digests)
 
     def take_hand_in(self, replica: int, written: Written) -> None:
-        """Another replica has uploaded these files."""
+        """Record the files that another replica has uploaded."""
         self._handed_in.setdefault(replica, written)
 
     def run(self, effect: do.Effect, state: PushState, owner: Owner) -> on.Event | None:
-        """Carry an effect out; its answer, which is a failure if that fails. None if it is answered by nothing, or by later events."""
+        """Carry an effect out. Returns the event that answers it, `EffectFailed` on errors; None if no event or a later one answers it."""
         try:
             return self.carry_out(effect, state, owner)
         except WeighbridgeError as error:
-            if not isinstance(effect, do.AcquireImage):  # tried again all the time while there is no room
+            if not isinstance(effect, do.AcquireImage):  # is retried all the time while memory is short
                 log.warning("%s: %s failed: %s", state.name, effect, error.message)
             failure = error.with_traceback(None)  # the state keeps it
-        except Exception as error:  # nobody else would answer, and the push would wait for ever
+        except Exception as error:  # without an answer, the push would wait for this effect forever
             log.exception("%s: %s failed", state.name, effect)
             failure = _unexpected(effect, error)
         return on.EffectFailed(effect, failure) if isinstance(effect, do.Awaited) else None
 
     def carry_out(self, effect: do.Effect, state: PushState, owner: Owner) -> on.Event | None:
-        """As `run`, but raises what fails."""
+        """As `run`, but raises errors."""
         match effect:
             case do.MakePlan():
                 declared = state.declarations.declared
@@ -233,9 +233,9 @@ class EffectRunner:
         return None
 
     def follow_up(self, effect: do.Effect, answer: on.Event | None, state: PushState) -> None:
-        """See to what is left of an effect, once the session has taken its answer."""
+        """Finish an effect after the session has applied its answer: clean up after an ended push, begin to fill a new image."""
         if state.phase in FINAL:
-            self._leave_line()  # it may have been asked for after the end
+            self._leave_line()  # the effect may have queued for an image after the end
         given_up = state.gave_up or state.phase in (Phase.FAILED, Phase.ABORTED)
         if given_up and isinstance(effect, do.Upload | do.UploadDigests):
             self._publisher.discard_if_gone()
@@ -268,17 +268,16 @@ class EffectRunner:
         return on.ImageGranted()
 
     def _leave_line(self) -> None:
-        """Wait for no image any more."""
         if self._request is not None:
             self._request.leave()
 
     def planned(self, state: PushState) -> None:
-        """The ranks have agreed: layouts are needed only as long as other replicas have to be told of them."""
+        """Release the layouts once the plan is made, except those that this replica has yet to offer to other replicas."""
         spreading = state.limits.spreading
         self.layouts.let_go(lambda digest: spreading and not self.model.is_offered(digest))
 
     def forget(self) -> None:
-        """Drop what nobody asks for once the push has ended: its session is kept for a while, and digests are large."""
+        """Drop the data plane, digests and layouts of a push that has ended. Its session is kept for a while, and digests are large."""
         self.writer = None
         self._digests, self._handed_in = {}, {}
         self.layouts.let_go(lambda _digest: False)
@@ -295,7 +294,7 @@ class EffectRunner:
         with image.hold():
             data = image.read_only_buffers[file]
             digests = digest_file(self.model.files, file, data, owner.go_on, sha256=sha256)
-        owner.go_on()  # what is kept after the end would stay
+        owner.go_on()  # digests stored after `forget` would never be freed
         self._digests[file] = digests
         return on.Digested(file, sum(digests.nonfinite.values()))
 
@@ -313,7 +312,7 @@ class EffectRunner:
         return on.Uploaded(file) if is_there else on.PerhapsUnchanged(file)
 
     def _missing(self, state: PushState) -> list[str]:
-        """What has not come, a line for each thing: of the shards those last, as they are many."""
+        """Ranks and shards that have not arrived, one line each; shards come last, as they are many."""
         share, lines = state.share, [(state.declarations.absent, "not declared")]
         if share is not None:
             lines.append((sorted(share.ranks - state.sealed), "not sealed"))
@@ -345,7 +344,7 @@ class EffectRunner:
                 raise
 
     def _opened(self, state: PushState) -> OpenEntry:
-        """The version as it was opened, with what all of its ranks have said of it."""
+        """The opened version, with the metadata and flags that all of its ranks have sent since."""
         entry, holding = self._publisher.entry, state.holding
         return replace(
             entry,
@@ -373,7 +372,7 @@ class EffectRunner:
                 heard += batch.items()
         except WeighbridgeError:
             if not heard:
-                raise  # otherwise the rest comes again the next time, and what was heard does not
+                raise  # otherwise return what was read: it is not read again, the rest is
         return heard
 
     def _collect(self, wanted: frozenset[int], claim: str) -> on.Event:

@@ -1,7 +1,7 @@
-"""Ended push, as this process remembers it: a small value, from which whoever pushed the version learns what became of it.
+"""Record of an ended push: a small value, from which the ranks that pushed the version learn its outcome.
 
-A session holds its model, its plan and the data plane. None of that is needed once a push has ended and its image is given back, and
-a process that receives versions of many models would keep as many of them.
+A session holds its model, its plan and the data plane. None of these is needed once the push has ended and its image is released, and a
+process that receives versions of many models would keep one of each for every push.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ class EndedPush:
     """A push that has ended and holds no memory any more.
 
     Attributes:
-        state: how it has ended, without its plan and what its ranks have declared.
-        snapshot: the version as everybody saw it last.
-        client_id: who opened the version.
-        request_id: which request opened it.
-        clients: who has declared a rank here.
-        share_number: which share of the version this process had; None if there never was a plan.
-        lengths: of the ranks' streams, in bytes; empty if there never was a plan.
-        declared_ms, sealed_ms: when each rank has declared here and was sealed, in milliseconds since 1970 UTC; 0 if it never was.
-        received, meant: bytes of each rank's stream that had come here, and that were to come.
+        state: the final state, without the plan and the declarations of ranks.
+        snapshot: the version as readers last saw it.
+        client_id: the process that opened the version.
+        request_id: the request that opened it.
+        clients: processes that have declared a rank here.
+        share_number: number of this process's share of the version; None if no plan was made.
+        lengths: length of each rank's stream, in bytes; empty if no plan was made.
+        declared_ms, sealed_ms: when each rank declared here and when it was sealed, in milliseconds since 1970 UTC; 0 if it never did.
+        received, meant: bytes of each rank's stream that arrived at this replica, and that belong to it.
         elsewhere: ranks that have pushed to other replicas.
     """
 
@@ -60,7 +60,7 @@ class EndedPush:
 
     @staticmethod
     def of(session: PushSession) -> EndedPush:
-        """What is remembered of a session that is over."""
+        """Record of a session that has ended."""
         state = session.state
         agreed = state.agreed
         streams = {} if agreed is None else agreed.prepared.streams
@@ -82,7 +82,7 @@ class EndedPush:
 
     @property
     def handed_in(self) -> Written | None:
-        """See `PushSession.handed_in`: whoever was to read it has done so, or reads the version's manifest."""
+        """None. See `PushSession.handed_in`: the other replicas have read it, or read the version's manifest."""
         return None
 
     def takes_part(self, client_id: str) -> bool:
@@ -95,14 +95,14 @@ class EndedPush:
         raise sealed(self.state)
 
     def push_state(self, rank: int) -> tuple[list[tuple[int, int]], int, bool]:
-        """See `PushSession.push_state`: everything has come."""
+        """See `PushSession.push_state`: all bytes have arrived."""
         check_not_failed(self.state)
         self.state.declarations.check_rank(rank)
         length = self.lengths[rank]
         return [(0, length)] if length else [], length, True
 
     def seal(self, rank: int) -> None:
-        """A rank says again that it has pushed everything. Raises the error that ended the version."""
+        """Accept a repeated request to seal a rank. Raises the error that ended the version."""
         check_not_failed(self.state)
         self.state.declarations.check_rank(rank)
 
@@ -122,7 +122,7 @@ class EndedPush:
 
 
 def _without_plan(state: PushState) -> PushState:
-    """What the pure questions about a push that has ended need of its state."""
+    """The final state, reduced to what the pure functions about an ended push read."""
     there, agreed = state.declarations, state.agreed
     light = None if agreed is None else replace(agreed, prepared=_NO_PLAN)
     return PushState(

@@ -1,4 +1,4 @@
-"""Handover of a version: what a replica that leaves gives to another one besides the files, and how it reaches that."""
+"""Handover of a version: the data that a stopping replica sends to another one in addition to the files, and the interface for it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from weighbridge_storage.documents.entries import OpenEntry
 
 @dataclass(frozen=True, slots=True)
 class HandedShare:
-    """The share of one replica in a version that several hold together.
+    """Share of one replica in a version that several replicas hold together.
 
     Attributes:
-        number: of the replica whose share it was at first.
-        homes: who has which share, by number; this one's is the one that leaves.
-        owners: for each file of the version, the number of the share that it belongs to.
-        handovers: how often each share was handed over before, by number.
+        number: number of the share: that of the replica which held it first.
+        homes: replica that holds each share, by number; for this share, the stopping one.
+        owners: number of the share to which each file of the version belongs.
+        handovers: number of earlier handovers of each share, by number of the share.
     """
 
     number: int
@@ -32,16 +32,16 @@ class HandedShare:
 
 @dataclass(frozen=True, slots=True)
 class HandedVersion:
-    """A version that is ready and not durable, or a share of one, without its bytes.
+    """Description of a version that is ready and not durable, or of a share of one, without its bytes.
 
     Attributes:
         model: the registration under which it was opened.
-        entry: what head.json said of it when it was opened.
+        entry: entry of the version in head.json, as read when it was opened.
         claim: the agreement under which it was pushed, and is published.
         ready_ms: when it became ready, in milliseconds since 1970 UTC.
         ranks: client and layout digest of each rank.
-        share: what is handed over; None if that is all of the version.
-        nonfinite: how many of its elements are known to be NaN or infinite.
+        share: the share that is handed over; None if it is the whole version.
+        nonfinite: number of its elements that are known to be NaN or infinite.
     """
 
     model: RegisteredModel
@@ -59,7 +59,7 @@ class HandedVersion:
 
     @property
     def number(self) -> int:
-        """The number of the share; 0 if it is all of the version."""
+        """The number of the share; 0 if it is the whole version."""
         return 0 if self.share is None else self.share.number
 
     @property
@@ -88,26 +88,26 @@ class HandedVersion:
 
 
 class Successors(Protocol):
-    """The replicas that may take versions over from this one. Thread-safe."""
+    """Replicas that may take versions over from this one. Thread-safe."""
 
     def others(self) -> Sequence[Home]:
-        """Those that are known, in the order in which they are to be asked. Asks nothing of the store."""
+        """Known replicas, in the order in which this one asks them. Does not read the store."""
 
     def staying(self) -> frozenset[Home]:
-        """Those that have not said that they stop."""
+        """Replicas that have not announced that they stop."""
 
     def leave(self) -> frozenset[tuple[str, int]]:
-        """Tell the others that this replica stops, and learn which versions, by model and number, they receive together with it."""
+        """Announce to the others that this replica stops. Returns model and number of the versions that they receive together with it."""
 
     def hand_over(self, to: Home, version: HandedVersion, seconds: float, memory_wait: float) -> None:
-        """Returns when another replica has all bytes of a version and owns it.
+        """Hand a version over. Returns when the other replica has all of its bytes and owns it.
 
         Args:
-            to: which replica.
-            version: which version.
-            seconds: how long that may take.
-            memory_wait: seconds of these that it may wait for memory to become free.
+            to: the other replica.
+            version: the version, or a share of it.
+            seconds: timeout of the handover.
+            memory_wait: part of that time, in seconds, for which the other replica may wait for free memory.
 
         Raises:
-            WeighbridgeError: it refuses, cannot be reached, or takes too long.
+            WeighbridgeError: the other replica refuses, cannot be reached, or takes too long.
         """

@@ -1,4 +1,4 @@
-"""Allocator of images: in which memory a version is put together, and which is made ahead of a model's next one."""
+"""Allocator of images: memory in which versions are assembled, some of it allocated ahead of a model's next version."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from weighbridge_storage.memory.images import Image
 log = logging.getLogger(__name__)
 
 IMAGES_OF_A_MODEL = 2
-"""The one that is `live`, and one for the next version."""
+"""The image of the `live` version, and one for the next version."""
 
 
 class VersionRequest:
     """Request of one version for its image. Made by `ImageAllocator.request`.
 
-    It keeps its place in the line for memory from the first attempt on, so whoever does not want to wait tries again.
+    It keeps its place in the queue for memory from the first attempt on, so a caller that does not wait can retry.
     """
 
     def __init__(self, pool: ImagePool, model: RegisteredModel, number: int, names: Collection[str]) -> None:
@@ -34,10 +34,10 @@ class VersionRequest:
         self._left = False
 
     def take(self) -> Image:
-        """The image, with the headers of its files written. Makes it if it is this version's turn and there is room.
+        """The image, with the headers of its files written. Allocates it if it is this version's turn and there is memory.
 
         Raises:
-            ResourceExhausted: there is no room now; or, without a `retry_after`, there never will be.
+            ResourceExhausted: memory is short now; without a `retry_after`, the image will never fit.
         """
         image = self._queue()
         try:
@@ -55,21 +55,21 @@ class VersionRequest:
         try:
             return self._queued.take()
         finally:
-            if self._left:  # meanwhile: nobody would try again, and those behind would wait for ever
+            if self._left:  # no retry follows `leave`, and requests behind this one would wait
                 self._pool.leave(self._queued)
 
     def leave(self) -> None:
-        """Give the place in the line up; from any thread. Doing it again does nothing."""
+        """Give up the place in the queue. Callable from any thread; repeated calls do nothing."""
         self._left = True
         if self._queued is not None:
             self._pool.leave(self._queued)
 
 
 class ImageAllocator:
-    """Gives versions their images. Thread-safe.
+    """Allocator of the images of versions. Thread-safe.
 
     Args:
-        pool: where images come from.
+        pool: the pool from which images are taken.
     """
 
     def __init__(self, pool: ImagePool) -> None:
@@ -78,26 +78,26 @@ class ImageAllocator:
         self._making: set[ModelName] = set()
 
     def request(self, model: RegisteredModel, number: int, names: Collection[str]) -> VersionRequest:
-        """Ask for the image of a version.
+        """Request the image of a version.
 
         Args:
-            model: whose version.
-            number: of the version.
-            names: of those of its files that are put together here.
+            model: the model.
+            number: number of the version.
+            names: names of those of its files that this replica assembles.
         """
         return VersionRequest(self._pool, model, number, names)
 
     def make_ahead(self, model: RegisteredModel, names: Collection[str]) -> int:
-        """Have memory for the version after the one that is being pushed; how many images there is memory for.
+        """Allocate memory for the version after the one that is being pushed. Returns the number of images that fit the memory.
 
         Args:
-            model: whose version.
-            names: of those of its files that are put together here.
+            model: the model.
+            names: names of those of its files that this replica assembles.
         """
         return self._pool.make_ahead(_sizes(model, names), ImageOwner(str(model.name)), IMAGES_OF_A_MODEL)
 
     def begin_ahead(self, model: RegisteredModel, names: Collection[str]) -> None:
-        """`make_ahead`, in the background, if there is not enough already."""
+        """Run `make_ahead` in the background, unless the model has enough images already."""
         if self._pool.images_of(str(model.name), _sizes(model, names)) >= IMAGES_OF_A_MODEL:
             return
         with self._lock:
@@ -116,12 +116,12 @@ class ImageAllocator:
 
         try:
             threading.Thread(target=make, name=f"ahead-{model.name}", daemon=True).start()
-        except RuntimeError as error:  # there are too many: the next push makes it when it needs it
+        except RuntimeError as error:  # too many threads: the next push allocates its memory when it needs it
             log.info("no memory was made ahead for %s: %s", model.name, error)
             with self._lock:
                 self._making.discard(model.name)
 
 
 def _sizes(model: RegisteredModel, names: Collection[str]) -> dict[str, int]:
-    """Sizes of some of a model's files."""
+    """Sizes of some of a model's files, in bytes, by name."""
     return {file.name: file.nbytes for file in model.files.files if file.name in names}

@@ -1,4 +1,4 @@
-"""Intake: what trainer ranks and other replicas call, once a version is open. Asks its session."""
+"""Intake of open versions: calls of trainer ranks and of other replicas, forwarded to the version's session."""
 
 from __future__ import annotations
 
@@ -51,23 +51,23 @@ log = logging.getLogger(__name__)
 _LONG_POLL = 5.0
 """Seconds that one call waits for other ranks to declare."""
 _LOOK_SECONDS = 0.1
-"""Between two looks of a replica that stops at versions that others count on it for."""
+"""Seconds between two checks of a stopping replica whether versions that other replicas expect from it are finished."""
 
 
 class Intake:
-    """Versions on their way in. Thread-safe.
+    """Receiver of pushed versions. Thread-safe.
 
     Args:
-        catalog: which models there are.
+        catalog: the registered models.
         registry: the sessions of versions.
         opener: opens versions, and finds those that are being received.
-        facilities: what pushes share.
+        facilities: resources that pushes share.
 
     Attributes:
         opener: as given.
         home: this process, as other replicas see it.
-        bytes_in: bytes of weights that have arrived.
-        bytes_in_locally: of these, bytes that trainers have written to shared memory themselves.
+        bytes_in: received bytes of weights.
+        bytes_in_locally: those of them that trainers have written to shared memory themselves.
     """
 
     def __init__(self, catalog: Catalog, registry: Registry, opener: Opener, facilities: Facilities) -> None:
@@ -95,17 +95,17 @@ class Intake:
         space: TensorSpace,
         seconds: float,
     ) -> Pending[Declared]:
-        """Say what a rank holds. The answer waits for the other ranks, for a few seconds at most.
+        """Declare the layout of a rank. The answer waits for the other ranks, for a few seconds at most.
 
         Args:
-            name: the model.
-            number: the version.
-            rank: which rank.
-            client_id: the calling process.
-            digest: of the layout.
-            layout: the layout; None if the service is believed to know it.
-            space: to which the names of its tensors belong.
-            seconds: how long the caller waits.
+            name: name of the model.
+            number: number of the version.
+            rank: the rank.
+            client_id: id of the calling process.
+            digest: digest of the layout.
+            layout: the layout; None if the caller expects the service to know it.
+            space: tensor space of its tensors' names.
+            seconds: timeout of the caller.
 
         Raises:
             LayoutError: the layouts contradict the model or each other; the version has failed.
@@ -135,7 +135,7 @@ class Intake:
         return Pending(found, min(seconds, _LONG_POLL), answer, lambda: session.leave(found), in_memory=True)
 
     def _sent_on(self, error: ReceivedElsewhere) -> Declared:
-        """The answer to a rank of a version that another replica receives alone. Raises the error if that replica is not known."""
+        """Answer that sends a rank to the replica which receives the version alone. Raises the error if that replica is not known."""
         if not self.opener.has_replica_at(error.address):
             raise error
         return Declared(push_at=error.address)
@@ -143,15 +143,15 @@ class Intake:
     # --- bytes
 
     def write(self, name: str, number: int, rank: int, client_id: str, pieces: Pieces) -> int:
-        """Take pieces of a rank's stream; how many bytes came."""
+        """Take pieces of a rank's stream. Returns the number of bytes taken."""
         writer = self.opener.find(name, number).writer_for(rank, client_id)
         return writer.take(rank, pieces, self._count)
 
     def write_of_other(self, name: str, number: int, rank: int, claim: str, pieces: Pieces) -> int:
-        """Take pieces of the stream of a rank that has declared at another replica; how many bytes came.
+        """Take pieces of the stream of a rank that has declared at another replica. Returns the number of bytes taken.
 
         Raises:
-            Unavailable: no rank has declared here yet; try again.
+            Unavailable: no rank has declared here yet; retry.
             VersionFailed: the version is not open any more, or the replicas do not agree.
         """
         model_name = ModelName.parse(name)
@@ -166,9 +166,9 @@ class Intake:
             self.bytes_in += nbytes
 
     def grant_image(self, name: str, number: int, rank: int, client_id: str) -> MemoryGrant:
-        """Let a rank's process, on this machine, write its stream to where it belongs. See `ImageWriter.grant`.
+        """Grant the image to a rank's process on this machine, which writes its stream to it directly. See `ImageWriter.grant`.
 
-        Memory for the next version is made meanwhile: who writes in this way will push again.
+        Memory for the next version is allocated in the background, since the process will push again.
         """
         session = self.opener.find(name, number)
         grant = session.grant(rank, client_id)
@@ -177,29 +177,29 @@ class Intake:
         return grant
 
     def report_written(self, grant: MemoryGrant, ranges: Sequence[tuple[int, int]]) -> None:
-        """A rank's process has written ranges of its stream. See `ImageWriter.report`."""
+        """Record ranges of its stream that a rank's process has written. See `ImageWriter.report`."""
         grant.writer.report(grant, ranges)
 
     def arriving(self, name: str, number: int) -> tuple[Version, ArrivingVersion]:
-        """A version, and what has arrived of it. See `PushSession.arriving`."""
+        """A version, and its arriving tensors. See `PushSession.arriving`."""
         session = self.opener.find(name, number)
         return session.snapshot.version, session.arriving()
 
     def end_grant(
         self, grant: MemoryGrant, *, complete: bool, sample: Sequence[tuple[int, int, int]] = ()
     ) -> None:
-        """A rank's process writes no more. See `ImageWriter.end_grant`."""
+        """End the grant of a rank's process. See `ImageWriter.end_grant`."""
         nbytes = grant.writer.end_grant(grant, complete=complete, sample=sample)
         with self._counting:
             self.bytes_in += nbytes
             self.bytes_in_locally += nbytes
 
     def warm(self, name: str) -> tuple[int, int]:
-        """Have memory for a model's next versions now; how many images there is memory for, and the bytes of one.
+        """Allocate memory for a model's next versions now. Returns the number of images that fit the memory, and the bytes of one image.
 
         Raises:
             NotFound: the model is not registered.
-            FailedPrecondition: several services may receive versions together, and which files are this one's is known when one is planned.
+            FailedPrecondition: replicas may share versions, and the files of this one are known only when a version is planned.
             Unavailable: the service is shutting down.
         """
         if self.opener.draining:
@@ -229,21 +229,21 @@ class Intake:
         replicas: Iterable[ReplicaChecksum] = (),
         nonfinite: int = 0,
     ) -> Pending[Version]:
-        """The rank has pushed everything. Repeating it is harmless.
+        """Seal a rank, which has pushed everything. Repeated calls are harmless.
 
         Args:
-            name: of the model.
-            number: of the version.
-            rank: which rank.
-            client_id: of its process.
-            seconds: how long it waits.
-            replicas: checksums of what other ranks hold, too.
-            nonfinite: how many elements of what it has pushed are NaN or infinite; 0 if it has not counted.
+            name: name of the model.
+            number: number of the version.
+            rank: the rank.
+            client_id: id of its process.
+            seconds: timeout of the caller.
+            replicas: checksums of the rank's boxes that other ranks hold, too.
+            nonfinite: number of pushed elements that are NaN or infinite; 0 if the rank has not counted them.
 
         Raises:
-            FailedPrecondition: something is missing; names tensors and boxes.
-            LayoutError: another rank holds different bytes under one box; the version is given up.
-            DeadlineExceeded: not sealed within ``seconds``; says what is waited for.
+            FailedPrecondition: bytes are missing; names tensors and boxes.
+            LayoutError: another rank holds different bytes under one box; the version is aborted.
+            DeadlineExceeded: not sealed within ``seconds``; names what the version waits for.
         """
         push = self.opener.find_push(name, number)
         if isinstance(push, EndedPush):
@@ -270,21 +270,22 @@ class Intake:
         refused: str = "",
         refused_rank: int | None = None,
     ) -> Pending[Version]:
-        """Give a version up. One that is visible and cannot be made durable stays visible until a newer one is.
+        """Abort a version. A visible version that cannot be made durable stays visible until a newer one is.
 
         Args:
-            name: of the model.
-            number: of the version.
-            reason: is told to its ranks.
-            seconds: how long the caller waits.
-            refused: the process of a rank that cannot take part; empty if the caller is none. Ranks that have not come yet are told, too.
+            name: name of the model.
+            number: number of the version.
+            reason: reason in the error that its ranks get.
+            seconds: timeout of the caller.
+            refused: id of the calling process, if its rank cannot take part; empty otherwise. Ranks that open the version later get the
+                error, too.
             refused_rank: that rank, if it was refused before it declared a layout.
 
         Raises:
-            InvalidArgument: there cannot be such a process.
-            AlreadyExists: the rank that is said to be refused takes part.
-            FailedPrecondition: it is visible already, and nothing keeps it from becoming durable.
-            DeadlineExceeded: not within ``seconds``; says what is waited for.
+            InvalidArgument: ``refused`` is not a valid id of a process.
+            AlreadyExists: the refused rank has declared a layout and takes part.
+            FailedPrecondition: the version is visible already, and nothing keeps it from becoming durable.
+            DeadlineExceeded: not aborted within ``seconds``; names what the version waits for.
         """
         model_name = ModelName.parse(name)
         reason = shortened(reason, 500) or "aborted"
@@ -340,16 +341,16 @@ class Intake:
     # --- leaving
 
     def drain(self, seconds: float) -> bool:
-        """Refuse new versions and wait for those under way, or hand them over; whether none of them is lost.
+        """Refuse new versions, and wait for those under way or hand them over. Returns whether none of them is lost.
 
-        A version that is not durable when half of the time has passed, or that the store does not take, is handed over. Other replicas are told
-        first. Ranks still push to this one what is open by then; other versions are opened without it.
+        The replica first announces to the others that it stops. Ranks still push to it the versions that are open by then; later versions
+        are opened without it. It hands over a version that is not durable after half of the time, or that the store does not take.
 
         Args:
-            seconds: how long to wait.
+            seconds: timeout of the whole shutdown.
         """
         begun = now().seconds
-        # first: until then, others open versions that ranks are to push to this replica
+        # first: until this call, other replicas open versions that ranks also push to this one
         counted_on = self._successors.leave()
         leaving = on.Draining(tuple(self._successors.others()), begun + seconds / 2, begun + seconds)
         self.opener.leaving = leaving
@@ -371,7 +372,7 @@ class Intake:
         return not lost
 
     def _finish(self, counted_on: Iterable[tuple[str, int]], until: float) -> None:
-        """Wait until all versions are done that are received here, or that others count on this replica for."""
+        """Wait until all versions are finished that this replica receives, or that other replicas expect it to receive."""
         expected = list(counted_on)
         while now().seconds < until:
             for session in self._registry.all():
@@ -382,16 +383,16 @@ class Intake:
             time.sleep(_LOOK_SECONDS)
 
     def _is_to_come(self, name: str, number: int) -> bool:
-        """Whether a version is open, as far as the store says, of which no rank has come to this replica yet."""
+        """Whether a version is open in the store and no rank has opened it at this replica yet."""
         try:
             model = ModelName.parse(name)
             return self._registry.find(model, number) is None and number in self._catalog.head(model).open
         except (NotFound, InvalidArgument):
             return False
-        except WeighbridgeError as error:  # ranks come when the store is back
+        except WeighbridgeError as error:  # ranks may still open it when the store is back
             log.debug("%s@%d cannot be looked up: %s", name, number, error.message)
             return True
 
     def stop(self) -> None:
-        """Leave what is not done as it is; waits for what is being done."""
+        """Stop without finishing open versions; waits for the effects that are running."""
         self.opener.stop()

@@ -1,7 +1,7 @@
-"""Data plane of one push: takes bytes from gRPC streams and from processes that were granted the image, into the image.
+"""Data plane of one push: fills the image from gRPC streams and from processes that were granted the image.
 
-Pieces come in any order and on many threads, and each is copied once, straight to its final place. Who holds the lock here only claims
-ranges and counts; nothing is copied, sent or posted under it. What the state machine has to know is posted as coarse events.
+Pieces arrive in any order and on many threads, and each is copied once, straight to its final place. Under the lock, a thread only claims
+ranges and counts bytes; it copies, sends and posts nothing. The state machine gets coarse events.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from weighbridge_storage.memory.images import Hold, Image
 from weighbridge_storage.stores.objects import ByteArray
 
 Pieces = Iterator[tuple[int, memoryview, int]]
-"""Pieces of a stream: offset, data and checksum of each."""
+"""Pieces of a stream: byte offset, data and checksum of each."""
 
 _NAMED = 20
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryGrant:
-    """The image, granted to a process of a rank, which writes to it what of its stream is grantable.
+    """Grant of the image to the process of a rank, which writes the grantable part of its stream to it.
 
     Attributes:
-        rank: which rank.
-        image: what it writes to.
-        prepared: where the bytes of its stream belong.
-        hold: keeps the image from being used for something else; `ImageWriter.end_grant` releases it.
-        writer: has granted it.
+        rank: the rank.
+        image: the image that its process writes to.
+        prepared: the plan, which places the bytes of its stream.
+        hold: keeps the image from being reused; `ImageWriter.end_grant` releases it.
+        writer: the writer that has granted it.
     """
 
     rank: int
@@ -57,21 +57,21 @@ class MemoryGrant:
 
 
 class ImageWriter:
-    """Fills the image of one version. Thread-safe.
+    """Writer that fills the image of one version. Thread-safe.
 
-    A file of which all bytes have come is filled only when no other process writes to it any more. As long as memory is granted, will be
-    granted to a further rank, or is in doubt (`Region.may_change`), it could be changed behind our back: so if memory is granted at all,
-    files are filled when the bytes of all of them have come.
+    A file whose bytes have all arrived counts as filled only when no other process can write to it any more. While memory is granted, may
+    be granted to a further rank, or is in doubt (`Region.may_change`), a process could still change the file. So if memory was granted at
+    all, files count as filled only when the bytes of all of them have arrived.
 
-    Other processes may read tensors before that, by `arrivals`. Bytes count as in place when they were copied here, or when a process that
-    was granted the image reports them. Marks are revoked before anything may write to such bytes again.
+    Other processes may read tensors earlier, through `arrivals`. Bytes are in place when this writer has copied them, or when a process
+    that was granted the image reports them. Marks are revoked before anything may write to bytes that are in place.
 
     Args:
-        name: of the version, in messages.
-        agreed: who pushes what, and where every byte goes.
+        name: name of the version, for messages.
+        agreed: the agreement: the shards that each rank pushes, and the place of every byte.
         home: this replica.
-        image: of the files that this replica puts together, with their headers written.
-        post: takes events for the state machine.
+        image: image of the files that this replica assembles, with their headers written.
+        post: queues events for the state machine.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class ImageWriter:
         self._buffers: Mapping[str, Bytes] = image.buffers
 
     def begin(self) -> None:
-        """Post what holds before any byte has come: files and streams without bytes are complete."""
+        """Post the events that are due before any byte arrives: files and streams without bytes are complete."""
         with self._lock:
             events: list[on.Event] = [
                 on.RankWhole(rank) for rank in sorted(self._ranks) if not self._meant[rank].size
@@ -126,21 +126,21 @@ class ImageWriter:
     # --- pieces
 
     def take(self, rank: int, pieces: Pieces, count: Callable[[int], None]) -> int:
-        """Take the pieces of one call, each as `write`; how many bytes came.
+        """Take the pieces of one call, each as `write`. Returns the number of bytes taken.
 
         Args:
-            rank: whose stream.
-            pieces: offset, bytes and checksum of each.
-            count: is called with the bytes of each piece that was taken.
+            rank: the rank whose stream it is.
+            pieces: byte offset, data and checksum of each.
+            count: called with the number of bytes of each piece that was taken.
         """
         return _each(pieces, partial(self.write, rank), count)
 
     def take_of_other(self, claim: str, rank: int, pieces: Pieces, count: Callable[[int], None]) -> int:
-        """Take the pieces of one call, each as `write_of_other`; how many bytes came."""
+        """Take the pieces of one call, each as `write_of_other`. Returns the number of bytes taken."""
         return _each(pieces, partial(self.write_of_other, claim, rank), count)
 
     def write(self, rank: int, offset: int, data: memoryview, checksum: int) -> None:
-        """Take a piece of the stream of a rank of this replica. What has come before is left alone.
+        """Take a piece of the stream of a rank of this replica. Ranges that have arrived before are not written again.
 
         Raises:
             DataLoss: the piece does not agree with its checksum; send it again.
@@ -151,15 +151,15 @@ class ImageWriter:
         self._take(rank, offset, data, checksum, own=True)
 
     def write_of_other(self, claim: str, rank: int, offset: int, data: memoryview, checksum: int) -> None:
-        """Take a piece of the stream of a rank of another replica. What comes when everything is here is left alone.
+        """Take a piece of the stream of a rank of another replica. A piece that arrives after the version is complete is ignored.
 
         Raises:
             DataLoss, InvalidArgument: as `write`.
-            FailedPrecondition: the replicas have not agreed on the same plan, the piece belongs to another one, or the rank is this
-                replica's own.
+            FailedPrecondition: the replicas have not agreed on the same plan, the piece belongs to another replica, or the rank has
+                declared at this one.
             WeighbridgeError: the version has failed; its error.
         """
-        # said to the sender alone: who sends what it should not must not end the version
+        # only the sender gets these errors: a wrong call of one process must not end the version
         self._agreed.check_claim(claim)
         if rank in self._ranks:
             raise FailedPrecondition(f"rank {rank} of {self._name} has declared at this replica")
@@ -183,11 +183,11 @@ class ImageWriter:
         with self._lock:
             if own:
                 self._check_unsealed(rank)
-            # claimed by this call before they are copied: nobody else copies and counts them again
+            # this call claims the ranges before it copies them, so that no other thread copies and counts them again
             fresh = self._claim(rank, offset, end)
             if not fresh:
                 return
-            # what a process that was granted the image has written, or may still write
+            # ranges that a process with a grant may have written, or may still write
             written = self._agreed.prepared.grantable[rank] if self._grants[rank] else self._in_place[rank]
             if any(written.within(start, stop) for start, stop in fresh):
                 self._revoke()
@@ -218,7 +218,7 @@ class ImageWriter:
             raise FailedPrecondition(f"rank {rank} of {self._name} is sealed")
 
     def _claim(self, rank: int, start: int, end: int) -> list[tuple[int, int]]:
-        """The ranges that have not come before; from now on they have. The lock is held."""
+        """Mark a range as received. Returns the parts of it that were not. The lock is held."""
         self._heard_at = time.monotonic()
         if self._closed is not None:
             raise self._closed.anew()
@@ -230,7 +230,7 @@ class ImageWriter:
     def _leave(
         self, rank: int, fresh: Sequence[tuple[int, int]], filled: Sequence[Mapping[str, int]]
     ) -> list[on.Event]:
-        """Count what was copied; gives what follows from that."""
+        """Count the copied bytes. Returns the events that follow from them."""
         with self._lock:
             self._writers -= 1
             events = self._count(rank, fresh, filled)
@@ -239,10 +239,10 @@ class ImageWriter:
             self._hold.release()
         return events
 
-    # --- books; the lock is held
+    # --- bookkeeping; the lock is held
 
     def _begun(self) -> list[on.Event]:
-        """Bytes have come; gives what follows if they are the first."""
+        """`FirstByte` on the first call, no event afterwards."""
         if self._has_begun:
             return []
         self._has_begun = True
@@ -266,11 +266,11 @@ class ImageWriter:
                         self._whole.append(file)
                         self._incomplete -= 1
                         whole = True
-        # the image is filled before a rank is said to be whole, so that the last rank waits for the memory
+        # FilesFilled or MemoryMapped comes before RankWhole, so that the last rank waits until no process can write to the image
         return [*self._show(), *events] if whole else events
 
     def _show(self) -> list[on.Event]:
-        """The files that are filled now, or that they would be if no process was in doubt."""
+        """`FilesFilled` with the files that are filled now; `MemoryMapped` if they only wait for a process that may still write to them."""
         if not self._whole or (self._was_granted and self._incomplete) or any(self._grants.values()):
             return []
         if self._image.region.may_change():
@@ -280,29 +280,29 @@ class ImageWriter:
         return [on.FilesFilled(files)]
 
     def _place(self, rank: int, start: int, stop: int) -> None:
-        """Bytes of a rank's stream are in place."""
+        """Mark bytes of a rank's stream as in place."""
         for begin, end in self._in_place[rank].claim(start, stop):
             if self._arrivals is not None:
                 self._arrivals.add(str(rank), begin, end, partial(self._is_in_place, rank))
 
     def _is_in_place(self, rank: int, start: int, stop: int) -> bool:
-        """Whether all that has to come of a range of a rank's stream is."""
+        """Whether all bytes of a range of a rank's stream that belong to this replica are in place."""
         meant = self._meant[rank].within(start, stop)
         return all(self._in_place[rank].covers(*each) for each in meant)
 
     def _revoke(self) -> None:
-        """Bytes that are in place may be written again from now on."""
+        """Revoke the marks: bytes that are in place may be written again from now on."""
         self._may_be_rewritten = True
         if self._arrivals is not None:
             self._arrivals.revoke()
 
-    # --- before all has come
+    # --- before all bytes have arrived
 
     def arrivals(self) -> Arrivals:
-        """Marks of the tensors that are in place, from now on; the same for all readers. All files have to be in the image.
+        """Marks of the tensors that are in place, kept up to date; all readers share them. All files have to be in the image.
 
         Raises:
-            FailedPrecondition: all bytes have come, or bytes that had come may be written again.
+            FailedPrecondition: all bytes have arrived, or bytes that had arrived may be written again.
             WeighbridgeError: the version has failed; its error.
         """
         made = self._arrivals or Arrivals(self._agreed.prepared.transfer, map(str, self._lengths))
@@ -321,7 +321,7 @@ class ImageWriter:
             return self._arrivals
 
     def report(self, grant: MemoryGrant, ranges: Sequence[tuple[int, int]]) -> None:
-        """A rank's process has written ranges of its stream, and does not write there again. Nothing follows if the grant has ended."""
+        """Record ranges that a rank's process has written and does not write again. Does nothing if the grant has ended."""
         rank, granted = grant.rank, grant.prepared.grantable[grant.rank]
         begun: list[on.Event] = []
         with self._lock:
@@ -336,10 +336,10 @@ class ImageWriter:
     # --- grants
 
     def grant(self, rank: int) -> MemoryGrant:
-        """Let a rank's process write its stream to the image itself.
+        """Grant the image to a rank's process, which then writes its stream to it directly.
 
         Raises:
-            FailedPrecondition: all of the stream has come, files are filled already and must not change, or none of the rank's bytes
+            FailedPrecondition: all of the stream has arrived, files are filled already and must not change, or none of the rank's bytes
                 belongs to this replica alone.
             WeighbridgeError: the version has failed; its error.
         """
@@ -354,7 +354,7 @@ class ImageWriter:
                 )
             if self._filled:
                 raise FailedPrecondition("files of the version are complete already, and must not be changed")
-            # a piece that has come may still be on its way to its place, and counts as in place when it is there
+            # a received piece may still be being copied; it is marked as in place after the copy
             come = (self._received[rank], self._in_place[rank])
             granted = self._agreed.prepared.grantable[rank]
             again = any(there.within(*each) for there in come for each in granted)
@@ -369,15 +369,16 @@ class ImageWriter:
     def end_grant(
         self, grant: MemoryGrant, *, complete: bool, sample: Sequence[tuple[int, int, int]] = ()
     ) -> int:
-        """A rank's process writes no more, or is gone: then the region is in doubt already.
+        """End a grant: the rank's process has finished or is gone. If it is gone, the region is already marked as in doubt.
 
         Args:
-            grant: what it was granted.
-            complete: whether it has written all that is grantable of its stream; otherwise nothing of it counts.
-            sample: ranges of what it has written, with their checksums from before; others are left out.
+            grant: the grant.
+            complete: whether the process has written the whole grantable part of its stream; otherwise none of it counts.
+            sample: ranges that it has written, with the checksums of their bytes before the copy. Ranges that are not granted, or too long,
+                are ignored.
 
         Returns:
-            The bytes that it has written.
+            Number of bytes that the process has written; 0 if not complete.
 
         Raises:
             WeighbridgeError: the version has failed; its error.
@@ -407,23 +408,23 @@ class ImageWriter:
                 self._sample.offer(rank, start, stop, checksum)
 
     def probe(self) -> None:
-        """See whether the processes that were in doubt have ended, or let go of the image."""
+        """Check whether the processes that could still write to the image have ended or unmapped it."""
         with self._lock:
             events = self._show()
         released = not any(isinstance(event, on.MemoryMapped) for event in events)
         self._post([*events, on.MemoryUnmapped()] if released else [on.MemoryStillMapped()])
 
-    # --- what has come
+    # --- received ranges
 
     @property
     def progress(self) -> tuple[int, float]:
-        """Bytes that have come, and when a rank was last heard of, in seconds of the monotonic clock."""
+        """Number of received bytes, and the time of the last sign of life of a rank, in seconds of the monotonic clock."""
         with self._lock:
             return self._received_bytes, self._heard_at
 
     @property
     def received_of_ranks(self) -> dict[int, Received]:
-        """What has come of each rank's stream."""
+        """Received bytes of each rank's stream."""
         with self._lock:
             return {
                 rank: Received(there.size, self._meant[rank].size, self._grants[rank] > 0)
@@ -431,13 +432,13 @@ class ImageWriter:
             }
 
     def received(self, rank: int) -> tuple[list[tuple[int, int]], int]:
-        """The ranges of a rank's stream that have come, and its length."""
+        """Received ranges of a rank's stream, and the length of the stream in bytes."""
         with self._lock:
             self._heard_at = time.monotonic()
             return list(self._received[rank]), self._lengths[rank]
 
     def missing(self, rank: int) -> list[str]:
-        """What has not come of a rank's stream that belongs to this replica, a line for each shard."""
+        """Missing shards of a rank's stream, one line each; only bytes that belong to this replica count."""
         stream, meant = self._agreed.prepared.streams[rank], self._meant[rank]
         with self._lock:
             received = self._received[rank]
@@ -451,11 +452,11 @@ class ImageWriter:
             ]
 
     def missing_of_all(self) -> list[str]:
-        """What has not come of all streams, a line for each shard."""
+        """Missing shards of all streams, one line each."""
         return [line for rank in sorted(self._lengths) for line in self.missing(rank)]
 
     def check_whole(self, rank: int) -> None:
-        """Raise FailedPrecondition, with what is missing, if not all of a rank's stream has come."""
+        """Raise FailedPrecondition, which names the missing shards, if not all of a rank's stream has arrived."""
         with self._lock:
             whole = self._received[rank].size == self._meant[rank].size
         if not whole:
@@ -466,7 +467,7 @@ class ImageWriter:
             )
 
     def compare_sample(self, files: Mapping[str, ByteArray]) -> None:
-        """Gather a sample of the pieces out of the image again. See `Sample.compare`."""
+        """Compare a sample of the received pieces with the image. See `Sample.compare`."""
         self._sample.compare(self._name, self._agreed.prepared.transfer, files)
 
     # --- the end
@@ -477,10 +478,10 @@ class ImageWriter:
             self._sealed.add(rank)
 
     def close(self, error: WeighbridgeError | None) -> None:
-        """Take no more bytes, and let go of the image once nobody copies to it any more.
+        """Take no more bytes, and release the image once no thread copies to it any more.
 
         Args:
-            error: what those get who still push; None if everything is here.
+            error: raised to ranks that still push; None if all bytes have arrived.
         """
         with self._lock:
             self._closed, self._complete = error, error is None

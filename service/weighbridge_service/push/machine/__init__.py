@@ -2,15 +2,15 @@
 
 May import: `catalog.holding`, `plan`, and the values and errors of `weighbridge_storage` and `weighbridge`; nothing else of `push`.
 
-- `transitions`: an event in, the next state and effects out.
-- `wanted`: which effects a state wants, and from when on.
-- `ends`: how a push ends, and what leads to that.
+- `transitions`: the step function: an event in, the next state and effects out.
+- `wanted`: effects that a state needs, and the earliest time of each.
+- `ends`: the ends of a push, and the events and failures that lead to them.
 - `state`: a push at one moment.
-- `phases`: where a push can be, and which phase may follow which.
-- `events`: what happens to a push.
-- `effects`: what is to be done about it.
-- `shown`: what everybody sees of a push, and what it waits for.
-- `rank_progress`: how far a push and each of its ranks are, and when it is given up.
-- `answers`: what its callers are answered.
-- `opening`: what a request to open a version leads to.
+- `phases`: phases of a push, and the transitions between them.
+- `events`: inputs of the state machine.
+- `effects`: outputs of the state machine, for the session to carry out.
+- `shown`: the version as readers see it, and what the push waits for.
+- `rank_progress`: progress of a push and of each of its ranks, and when the push times out.
+- `answers`: answers to the callers of a push.
+- `opening`: the outcome of a request to open a version.
 """

@@ -1,4 +1,4 @@
-"""Answers of a push to its callers: each function gives one, raises a refusal, or gives None as long as there is none yet."""
+"""Answers of a push to its callers: each function returns an answer, raises a refusal, or returns None while there is no answer yet."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from weighbridge_storage.head.open_versions import Said
 _RETRY_MS = (50, 2_000)
 """Least and most milliseconds before a rank asks again."""
 _RETRY_MS_PER_RANK = 2
-"""So that the ranks of one push make 500 calls a second together."""
+"""2 ms for each rank: together, the ranks of one push make 500 calls a second."""
 
 
 def check_not_failed(state: PushState) -> None:
@@ -38,12 +38,12 @@ def check_incomplete(state: PushState) -> None:
 
 
 def sealed(state: PushState) -> FailedPrecondition:
-    """What those are told who would push more to a version that is complete."""
+    """Refusal to push more to this version, which is complete."""
     return pushed_already(state.name, state.opened.step, state.opened.run)
 
 
 def pushed_already(version: str, step: int, run: str) -> FailedPrecondition:
-    """Refusal to push more to a version that is complete. One process pushes a step of a run once; another process may push it as a new version."""
+    """Refusal to push more to a complete version. A process pushes a step of a run once; another one may push it as a new version."""
     of_run = f" of run {run}" if run else ""
     return FailedPrecondition(
         f"step {step}{of_run} has been pushed already, as {version}, which is complete",
@@ -52,7 +52,7 @@ def pushed_already(version: str, step: int, run: str) -> FailedPrecondition:
 
 
 def is_known(state: PushState, said: Said) -> bool:
-    """Whether all that a rank says of a version when it opens it was said before."""
+    """Whether the version already has all metadata, flags and dtypes that a rank sends when it opens it."""
     holding = state.holding
     return (
         (not said.metadata or bool(by_trainer(state.opened.metadata)))
@@ -63,7 +63,7 @@ def is_known(state: PushState, said: Said) -> bool:
 
 
 def answer_declare(state: PushState, rank: int, client_id: str, digest: str) -> Agreement | None:
-    """What a rank that has declared is to push.
+    """Agreement that tells a rank what to push; None until all ranks have declared and there is an image.
 
     Raises:
         AlreadyExists: another process has declared this rank.
@@ -77,7 +77,7 @@ def answer_declare(state: PushState, rank: int, client_id: str, digest: str) -> 
 
 
 def answer_whole(state: PushState, rank: int, client_id: str) -> bool | None:
-    """Whether a rank's stream is in place, so that it can be sealed: True. Raises as `answer_seal`."""
+    """True once a rank's stream is in place, so that the rank can be sealed. Raises as `answer_seal`."""
     check_not_failed(state)
     state.declarations.check_rank(rank)
     if state.phase not in INCOMPLETE:
@@ -87,7 +87,7 @@ def answer_whole(state: PushState, rank: int, client_id: str) -> bool | None:
 
 
 def answer_seal(state: PushState, rank: int) -> bool | None:
-    """Whether a rank is sealed: True. The rank that completes a version which no other replica receives waits until it is ready.
+    """True once a rank is sealed. If no other replica receives the version, the rank that completes it waits until it is ready.
 
     Raises:
         WeighbridgeError: the version has failed; its error.
@@ -102,7 +102,7 @@ def answer_seal(state: PushState, rank: int) -> bool | None:
 
 
 def answer_abort(state: PushState) -> bool | None:
-    """Whether a version is given up: True. Raises FailedPrecondition if it is visible, and nothing keeps it from becoming durable."""
+    """True once a version is given up. Raises FailedPrecondition if it is visible, and nothing keeps it from becoming durable."""
     if state.phase in (Phase.FAILED, Phase.ABORTED) or state.gave_up:
         return True
     if state.phase in INCOMPLETE or state.may_be_dropped or state.settling is not None:
@@ -111,7 +111,7 @@ def answer_abort(state: PushState) -> bool | None:
 
 
 def check_absent(state: PushState, rank: int) -> None:
-    """Raise AlreadyExists if a rank that is said to be refused has declared a layout: who says so is another process, or comes twice."""
+    """Raise AlreadyExists if the refused rank has declared a layout: then the caller is another process with the same rank, or late."""
     if rank in state.declarations.here:
         raise AlreadyExists(
             f"rank {rank} of {state.name} takes part already", fix="give each process a rank of its own"
@@ -119,10 +119,10 @@ def check_absent(state: PushState, rank: int) -> None:
 
 
 def check_owned(state: PushState, claim: str) -> None:
-    """Raise AlreadyExists if a version that another replica hands over under this claim is known here, and is not owned."""
+    """Raise AlreadyExists unless this replica owns the version under the claim under which another replica hands it over."""
     agreed = state.agreed
     owned = state.phase in VISIBLE or state.phase is Phase.PUBLISHED
-    if agreed is not None and not agreed.alone:  # the others may be ready before this one
+    if agreed is not None and not agreed.alone:  # other replicas may be ready before this one
         owned = owned or state.phase in (Phase.FILLING, Phase.SEALED)
     if agreed is None or agreed.claim != claim or not owned:
         raise AlreadyExists(f"{version_of(state)} is there already, and is not what is handed over")
@@ -130,20 +130,20 @@ def check_owned(state: PushState, claim: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Declared:
-    """The answer to a declaration.
+    """Answer to a declaration.
 
     Attributes:
-        layout_needed: the digest is not known: declare again, with the layout.
+        layout_needed: whether the digest is unknown: declare again, with the layout.
         assigned: indexes of the shards to push, in the order of the stream.
         stream_bytes: length of the stream.
-        retry_after_ms: above 0, there is no answer yet: ask again after so many milliseconds.
-        absent: then, ranks that have not declared.
-        routes: which parts of the stream are pushed where: addresses of replicas, empty for this one, and their ranges. Empty if all
-            of it is pushed here.
-        claim: what the replicas have agreed on, if there are several.
-        shared: indexes of the shards whose boxes other ranks hold, too, where nobody knows whether they are replicas.
-        placed: the parts of the stream that do not lie in exactly one place of the files.
-        shifts: what is added to each element of some tensors, by their names, before they are pushed.
+        retry_after_ms: if above 0, there is no answer yet: retry after this many milliseconds.
+        absent: ranks that have not declared, if there is no answer yet.
+        routes: byte ranges of the stream to push to each replica, by its address; this replica's is empty. No entries if all of the stream
+            is pushed to this replica.
+        claim: the agreement of the replicas, if there are several.
+        shared: indexes of the shards whose boxes other ranks hold, too, in a tensor space that does not mark replicas.
+        placed: parts of the stream that do not lie in exactly one place of the files.
+        shifts: number to add to each element of a tensor before it is pushed, by its name.
         push_at: address of the replica at which to declare instead; empty for this one.
     """
 
@@ -161,12 +161,12 @@ class Declared:
 
 
 def to_push(agreed: Agreement, home: Home, rank: int) -> Declared:
-    """What a rank of a replica is to push, and where.
+    """Answer with the shards that a rank pushes, and the replicas to push them to.
 
     Args:
-        agreed: what all ranks push.
-        home: the replica.
-        rank: which rank.
+        agreed: the agreement of all ranks.
+        home: the replica at which the rank has declared.
+        rank: the rank.
     """
     prepared = agreed.prepared
     assigned, nbytes = prepared.assigned[rank], prepared.streams[rank].nbytes
@@ -187,13 +187,13 @@ def to_push(agreed: Agreement, home: Home, rank: int) -> Declared:
 
 
 def elsewhere(state: PushState, rank: int, digest: str) -> Declared | None:
-    """The answer to a rank that has to declare at another replica; None to one that does not."""
+    """Answer to a rank that has to declare at another replica; None if it declares at this one."""
     home = state.declarations.expected_at(rank, digest)
     return None if home is None else Declared(push_at=home.address)
 
 
 def ask_again(state: PushState) -> Declared:
-    """What a rank is told that has waited for the others long enough, and comes again."""
+    """Answer to a rank whose call has waited long enough for the other ranks: retry later."""
     declarations = state.declarations
     least, most = _RETRY_MS
     retry_after_ms = min(max(_RETRY_MS_PER_RANK * declarations.ranks, least), most)

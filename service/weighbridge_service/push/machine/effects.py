@@ -1,7 +1,7 @@
-"""Effects of a push: what its owner is to do outside of the state machine.
+"""Effects of a push: actions that the session carries out for the state machine.
 
-An awaited effect is answered by an event, exactly once, and is not started again before that; `EffectFailed` answers any of them.
-A release ends something and is answered by nothing.
+Exactly one event answers an awaited effect, and the effect is not started again before that; `EffectFailed` answers any of them. A release
+frees a resource, and needs no answer.
 """
 
 from __future__ import annotations
@@ -15,32 +15,32 @@ from weighbridge_service.plan.declarations import Home, KnownSet
 
 
 class Pool(StrEnum):
-    """Threads of effects of one kind. Calls of the store are kinds by what waits for them: where it hangs, no kind keeps the others from it."""
+    """Thread pools, one for each kind of effect. Calls of the store have several, so that a call which hangs blocks only its own kind."""
 
     PLAN = "plan"
     IMAGE = "image"
     DIGEST = "digest"
     UPLOAD = "upload"
     READ = "read"
-    """Looks at heads, and at what other replicas have said."""
+    """Reads of heads, and of messages from other replicas."""
     LEASE = "lease"
     CONFIRM = "confirm"
-    """Versions that are about to become ready: ranks wait for that."""
+    """Confirmations that a version may become ready; ranks wait for them."""
     PUBLISH = "publish"
     """Manifests, and messages to other replicas."""
     CLEAN = "clean"
-    """Versions that were given up and are deleted."""
+    """Deletions of versions that were given up."""
     HANDOVER = "handover"
 
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """Something to do.
+    """Action that the state machine requests.
 
     Attributes:
-        WORDS: what it is called in messages.
-        POOL: threads that it runs on; None if it takes no time, and is done at once.
-        SPAN: its name in traces; empty if they do not show it, like questions that are asked again and again.
+        WORDS: its name in messages.
+        POOL: pool of threads that runs it; None if it is fast and runs in the calling thread.
+        SPAN: its name in traces; empty if traces do not show it, such as polls.
     """
 
     WORDS: ClassVar[str] = ""
@@ -53,12 +53,12 @@ class Effect:
 
 @dataclass(frozen=True, slots=True)
 class Awaited(Effect):
-    """Something to do that is answered by an event."""
+    """Effect that an event answers."""
 
 
 @dataclass(frozen=True, slots=True)
 class MakePlan(Awaited):
-    """Share the shards out and plan the copies, from the declarations of all ranks. `Planned`."""
+    """Assign the shards to ranks and plan the copies, from the declarations of all ranks. `Planned`."""
 
     WORDS = "the plan of the push"
     POOL = Pool.PLAN
@@ -67,7 +67,7 @@ class MakePlan(Awaited):
 
 @dataclass(frozen=True, slots=True)
 class AcquireImage(Awaited):
-    """Get memory for the files of this replica, and write their headers. `ImageGranted`."""
+    """Allocate memory for the files of this replica, and write their headers. `ImageGranted`."""
 
     WORDS = "the allocation of its image"
     POOL = Pool.IMAGE
@@ -92,10 +92,10 @@ class Renew(Awaited):
 
 @dataclass(frozen=True, slots=True)
 class LookAtHead(Awaited):
-    """Read what head.json says of the version. `HeadSaid`.
+    """Read the state of the version from head.json. `HeadSaid`.
 
     Attributes:
-        closing: whether versions whose lease has expired are closed on the way.
+        closing: whether to first close versions whose lease has expired.
     """
 
     WORDS = "the look at head.json"
@@ -106,7 +106,7 @@ class LookAtHead(Awaited):
 
 @dataclass(frozen=True, slots=True)
 class Confirm(Awaited):
-    """Read once more, when everything is here, whether the version is still open. `HeadSaid`."""
+    """Read once more, when all bytes have arrived, whether the version is still open. `HeadSaid`."""
 
     WORDS = "the last look at head.json"
     POOL = Pool.CONFIRM
@@ -115,7 +115,7 @@ class Confirm(Awaited):
 
 @dataclass(frozen=True, slots=True)
 class FindOut(Awaited):
-    """After a publication that has failed: read whether it was made all the same. `HeadSaid`."""
+    """Read whether a publication whose call failed was made nevertheless. `HeadSaid`."""
 
     WORDS = "the question whether it was published"
     POOL = Pool.READ
@@ -123,23 +123,23 @@ class FindOut(Awaited):
 
 @dataclass(frozen=True, slots=True)
 class TellReplicas(Awaited):
-    """Tell other replicas what ranks have declared here. `ReplicasTold`."""
+    """Send the declarations of ranks at this replica to the other replicas. `ReplicasTold`."""
 
-    WORDS = "the word to other replicas of what ranks have declared"
+    WORDS = "the report of declared layouts to other replicas"
     POOL = Pool.PUBLISH
 
 
 @dataclass(frozen=True, slots=True)
 class HearReplicas(Awaited):
-    """Read what ranks have declared to other replicas. `HeardElsewhere`."""
+    """Read the declarations of ranks at other replicas. `HeardElsewhere`."""
 
-    WORDS = "the word of other replicas of what ranks have declared"
+    WORDS = "the read of layouts declared at other replicas"
     POOL = Pool.READ
 
 
 @dataclass(frozen=True, slots=True)
 class HandIn(Awaited):
-    """Tell other replicas which files this one has uploaded, and their digests. `HandedIn`."""
+    """Send the names and digests of the files that this replica has uploaded to the other replicas. `HandedIn`."""
 
     WORDS = "the handing in of its files"
     POOL = Pool.PUBLISH
@@ -156,14 +156,14 @@ class CollectHandIns(Awaited):
 
 @dataclass(frozen=True, slots=True)
 class ProbeMemory(Awaited):
-    """See whether another process can still write to the image. `MemoryUnmapped` or `MemoryStillMapped`."""
+    """Check whether another process can still write to the image. `MemoryUnmapped` or `MemoryStillMapped`."""
 
     WORDS = "the probe of its memory"
 
 
 @dataclass(frozen=True, slots=True)
 class Digest(Awaited):
-    """Make the digests of a file out of the image. `Digested`."""
+    """Compute the digests of a file in the image. `Digested`."""
 
     POOL = Pool.DIGEST
     SPAN = "digest"
@@ -175,7 +175,7 @@ class Digest(Awaited):
 
 @dataclass(frozen=True, slots=True)
 class Upload(Awaited):
-    """Put a file into the object store, or have it copied from the version before. `Uploaded`, or `PerhapsUnchanged`."""
+    """Put a file into the object store, or copy it there from the parent version. `Uploaded`, or `PerhapsUnchanged`."""
 
     POOL = Pool.UPLOAD
     SPAN = "upload"
@@ -199,7 +199,7 @@ class UploadDigests(Awaited):
 
 @dataclass(frozen=True, slots=True)
 class CompareSample(Awaited):
-    """Compare a sample of what ranks sent with what lies in the image. `SampleCompared`; DataLoss if it differs."""
+    """Compare a sample of the received pieces with the image. `SampleCompared`; DataLoss if they differ."""
 
     WORDS = "the comparison of a sample"
     POOL = Pool.DIGEST
@@ -217,7 +217,7 @@ class WriteManifestAndPublish(Awaited):
 
 @dataclass(frozen=True, slots=True)
 class HandOver(Awaited):
-    """Have another replica read all files out of the image, and go on with the version or the share of it. `HandedOver`."""
+    """Hand the version, or this replica's share of it, over to another replica, which reads all files from the image. `HandedOver`."""
 
     POOL = Pool.HANDOVER
     SPAN = "hand_over"
@@ -229,7 +229,7 @@ class HandOver(Awaited):
 
 @dataclass(frozen=True, slots=True)
 class NameMissing(Awaited):
-    """List what has not arrived, because nothing more is heard of the ranks. `TimedOut`."""
+    """List the ranks and shards that have not arrived, after the receive timeout. `TimedOut`."""
 
     WORDS = "the list of what is missing"
     POOL = Pool.PLAN
@@ -239,12 +239,12 @@ class NameMissing(Awaited):
 class RecallMemory(Effect):
     """Ask processes that have the image mapped for writing to unmap it."""
 
-    WORDS = "the recall of lent memory"
+    WORDS = "the recall of granted memory"
 
 
 @dataclass(frozen=True, slots=True)
 class CloseStream(Effect):
-    """Refuse further pieces of a rank: it is sealed."""
+    """Refuse further pieces of a rank, which is sealed."""
 
     rank: int
 
@@ -254,21 +254,21 @@ class CloseStream(Effect):
 
 @dataclass(frozen=True, slots=True)
 class Supersede(Effect):
-    """Tell the sessions of older versions of the model that this one is visible."""
+    """Mark older versions of the model as superseded: this one is visible."""
 
-    WORDS = "the word to older versions"
+    WORDS = "the notice to older versions"
 
 
 @dataclass(frozen=True, slots=True)
 class WantMemory(Effect):
-    """Tell the sessions of older versions of the model that this one waits for memory."""
+    """Ask older versions of the model for their memory, which this one waits for."""
 
-    WORDS = "the word to older versions that memory is short"
+    WORDS = "the notice to older versions that memory is short"
 
 
 @dataclass(frozen=True, slots=True)
 class Remember(Effect):
-    """Keep the declarations for the next push of the model; None forgets those of before."""
+    """Keep the declarations for the next push of the model; None forgets earlier ones."""
 
     WORDS = "the note for the next push"
 
@@ -277,19 +277,19 @@ class Remember(Effect):
 
 @dataclass(frozen=True, slots=True)
 class NotifyReplicas(Effect):
-    """Tell other replicas at once how far this one is."""
+    """Report the progress of this replica to the other replicas at once."""
 
     WORDS = "the notice to other replicas"
 
 
 @dataclass(frozen=True, slots=True)
 class Release(Effect):
-    """Something that ends, and may also be asked for when the push has ended."""
+    """Effect that frees a resource; the state machine may also request it after the push has ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class CloseWriter(Release):
-    """Take no more bytes. `error` is what those get who still push; None if all bytes are here."""
+    """Take no more bytes. `error` is raised to ranks that still push; None if all bytes have arrived."""
 
     WORDS = "the end of what is received"
 
@@ -298,19 +298,19 @@ class CloseWriter(Release):
 
 @dataclass(frozen=True, slots=True)
 class ReleaseImage(Release):
-    """Give the image back, as soon as nobody reads it."""
+    """Release the image; its memory is free once no reader holds it."""
 
     WORDS = "the release of its memory"
 
 
 @dataclass(frozen=True, slots=True)
 class GiveUp(Release):
-    """Close the version in head.json and delete what there is of it.
+    """Close the version in head.json and delete its objects.
 
     Attributes:
-        error: why.
-        unless_claimed: whether it stays open if other replicas have claimed it: `LeftToOthers`.
-        aborted: whether somebody asked for it.
+        error: the reason.
+        unless_claimed: whether the version stays open if other replicas have claimed it: `LeftToOthers`.
+        aborted: whether a caller has aborted it.
     """
 
     WORDS = "its removal from head.json and the store"

@@ -1,4 +1,4 @@
-"""Ends of a push, and what leads to one: what head.json says, effects that fail, time that is over."""
+"""Ends of a push, and their causes: the state in head.json, effects that fail, timeouts."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from weighbridge_service.push.machine.wanted import LISTEN, LOOK
 from weighbridge_storage.documents.entries import VersionEntry
 
 FIRST_PAUSE = 0.5
-"""Seconds, doubled with each failure in a row: so long is the pause before an effect that has failed is tried again."""
+"""Seconds before the first retry of an effect that has failed; doubled with each further failure in a row."""
 LONGEST_PAUSE = 30.0
 _PAUSES = Pauses(FIRST_PAUSE, LONGEST_PAUSE)
 _IMAGE_PAUSE = 0.1
-"""Seconds between two questions for an image."""
+"""Seconds between two requests for an image."""
 _UNMAP_PAUSE = 0.002
 
 Transition = tuple[PushState, tuple[Effect, ...]]
-"""The next state, and what is to be done."""
+"""The next state, and the effects to carry out."""
 
 
 def publish(state: PushState, entry: VersionEntry) -> Transition:
-    """The version is part of history, by this replica or another one, and is what history says: so all replicas say the same."""
+    """End as published, by this replica or another one. The state takes its values from history, so that all replicas report the same."""
     effects: list[Effect] = []
     if state.phase in (Phase.PLANNED, Phase.FILLING):
         effects.append(do.CloseWriter(None))
@@ -64,13 +64,13 @@ def publish(state: PushState, entry: VersionEntry) -> Transition:
 
 
 def handed_over(state: PushState, to: Home) -> Transition:
-    """Another replica has taken over what is here: this one has done its part."""
+    """End as handed over: another replica has taken over this one's part."""
     state = replace(state, handed_to=to, error=None, gave_up=False, settling=None)
     return state.to(Phase.HANDED_OVER), ()
 
 
 def end(state: PushState, phase: Phase, error: WeighbridgeError) -> Transition:
-    """Give the version up. It was never visible, or is no more."""
+    """Give the version up, which was never visible or no longer is."""
     ended, effects = _stop(state, phase, error)
     if not state.gave_up:
         unless_claimed = not state.declarations.here
@@ -79,7 +79,7 @@ def end(state: PushState, phase: Phase, error: WeighbridgeError) -> Transition:
 
 
 def _leave(state: PushState, error: AlreadyExists) -> Transition:
-    """Other replicas write the version, under another agreement: it is theirs, and nothing is known of it here any more."""
+    """Leave the version to other replicas, which write it under another agreement: this process forgets it."""
     ended, effects = _stop(state, Phase.FAILED, error)
     return ended, (*effects, do.Forget())
 
@@ -94,7 +94,7 @@ def _stop(state: PushState, phase: Phase, error: WeighbridgeError) -> Transition
 
 
 def settle(state: PushState, error: WeighbridgeError) -> Transition:
-    """Make no further attempt; but where one may have been made without our hearing of it, find that out first."""
+    """Make no further attempt to publish. If an earlier attempt, or another replica's, may have succeeded, read head.json first."""
     share = state.share
     if state.publishing or (share is not None and not share.alone):
         return replace(state, settling=error), ()
@@ -102,7 +102,7 @@ def settle(state: PushState, error: WeighbridgeError) -> Transition:
 
 
 def _conclude(state: PushState, error: WeighbridgeError) -> Transition:
-    """The version will not become durable. One that is visible stays so until a newer one is."""
+    """Give up making the version durable. A visible version stays visible until a newer one is."""
     if isinstance(error, AlreadyExists):
         return _leave(state, error)
     if state.phase not in VISIBLE or state.superseded:
@@ -112,14 +112,14 @@ def _conclude(state: PushState, error: WeighbridgeError) -> Transition:
 
 
 def _not_found_out(state: PushState, error: WeighbridgeError, now: Moment) -> Transition:
-    """The publication that has failed was not made, as far as can be seen."""
+    """Conclude that the failed publication was not made, as far as head.json shows: hand the version over, or give it up."""
     if state.may_be_handed_over:
         return replace(state, settling=None, hand_over_at=min(state.hand_over_at, now.seconds)), ()
     return _conclude(state, error)
 
 
 def dropped(state: PushState) -> WeighbridgeError:
-    """What a version fails of whose memory a newer one needs."""
+    """Error of a version that is dropped because a newer one needs its memory."""
     why = "" if state.error is None else f": {state.error.message}"
     return VersionFailed(
         f"{state.name} could not be made durable before its memory was needed for a newer version{why}",
@@ -128,8 +128,8 @@ def dropped(state: PushState) -> WeighbridgeError:
 
 
 def failed(state: PushState, effect: Awaited, error: WeighbridgeError, now: Moment) -> Transition:
-    """An effect has failed: it is tried again, or the version is given up, whichever its error allows."""
-    refused = isinstance(error, VersionFailed | AlreadyExists)  # nothing that would pass
+    """Retry a failed effect, or give the version up if the error is permanent."""
+    refused = isinstance(error, VersionFailed | AlreadyExists)  # permanent: a retry would fail, too
     match effect:
         case do.MakePlan():
             return end(state, Phase.FAILED, error)
@@ -138,7 +138,7 @@ def failed(state: PushState, effect: Awaited, error: WeighbridgeError, now: Mome
             if for_now and now.seconds < state.image_by:
                 return state.paused(effect, now.seconds + _IMAGE_PAUSE), (do.WantMemory(),)
             return end(state, Phase.FAILED, error)
-        case do.FindOut() if state.settling is not None:  # as if the store could not be read
+        case do.FindOut() if state.settling is not None:  # as for a store that cannot be read
             return _not_found_out(state, state.settling, now)
         case do.CompareSample() if isinstance(error, DataLoss):
             return end(state, Phase.FAILED, error)
@@ -153,7 +153,7 @@ def failed(state: PushState, effect: Awaited, error: WeighbridgeError, now: Mome
             return state.paused(effect, now.seconds + LISTEN), ()
     if refused:
         return settle(state, error)
-    if state.gave_up:  # digests are still wanted, and nobody waits for them
+    if state.gave_up:  # digests are still wanted, but no rank waits for them
         return state.paused(effect, now.seconds + LONGEST_PAUSE), ()
     times = state.failures.get(effect, 0) + 1
     state = replace(state, failures={**state.failures, effect: times}, error=error)
@@ -161,12 +161,12 @@ def failed(state: PushState, effect: Awaited, error: WeighbridgeError, now: Mome
         state = replace(state, hand_over_at=min(state.hand_over_at, now.seconds))
     elif state.hurrying and state.needed_here:
         return settle(state, error)
-    # for as long as it takes: what is here is nowhere else
+    # without a limit on retries: no other replica has these bytes
     return state.paused(effect, now.seconds + _PAUSES.after(times, 1.0)), ()
 
 
 def head_said(state: PushState, said: on.HeadSaid, now: Moment) -> Transition:
-    """What head.json says of the version now."""
+    """Apply the state of the version in head.json."""
     agreed = state.agreed
     if said.verdict is on.Verdict.PUBLISHED:
         if agreed is not None and said.entry is not None and said.claim == agreed.claim:
@@ -187,12 +187,12 @@ def head_said(state: PushState, said: on.HeadSaid, now: Moment) -> Transition:
         and agreed is None
         and is_alone_elsewhere(said.opened, state.declarations.home)
     ):
-        # the ranks there do not wait for those that have come here
+        # the ranks at that replica do not wait for those that have declared at this one
         return _leave(state, ReceivedElsewhere.of(said.opened))
     if said.opened is not None:
         state = state.described(said.opened)
     match said.effect:
-        case do.Confirm():  # a store that is away is no reason not to become ready
+        case do.Confirm():  # the version becomes ready even if the store cannot be reached
             return replace(state, confirmed_at=now.seconds), ()
         case do.FindOut() if state.settling is not None:
             return _not_found_out(state, state.settling, now)
@@ -202,7 +202,7 @@ def head_said(state: PushState, said: on.HeadSaid, now: Moment) -> Transition:
 
 
 def timed_out(state: PushState, missing: tuple[str, ...], now: Moment) -> Transition:
-    """Give the version up if no rank was heard of in time."""
+    """Give the version up if no rank gave a sign of life within the receive timeout."""
     until = state.given_up_at
     if until is None or now.seconds < until:
         return state, ()
@@ -221,7 +221,7 @@ def timed_out(state: PushState, missing: tuple[str, ...], now: Moment) -> Transi
 
 
 def still_mapped(state: PushState, now: Moment) -> Transition:
-    """Another process can still write to the image: wait for it, but not with a rank waiting for ever."""
+    """Wait for a process that can still write to the image. If a rank waits to be sealed, give the version up after `Limits.unmap_wait`."""
     if state.memory_mapped_at is None:
         return state, ()
     asked_at = max(state.memory_mapped_at, state.sealing_at)

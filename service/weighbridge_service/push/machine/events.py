@@ -1,4 +1,4 @@
-"""Events of a push: everything that can happen to it, as values."""
+"""Events of a push: the inputs of its state machine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from weighbridge_storage.documents.entries import OpenEntry, VersionEntry
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that has happened."""
+    """Input of the state machine."""
 
 
 # --- from ranks, through handlers and the data plane ---------------------------------------------------------------------
@@ -33,7 +33,7 @@ class RankDeclared(Event):
 
 @dataclass(frozen=True, slots=True)
 class FirstByte(Event):
-    """The first bytes have come, or a process that writes to the image has said that it has written some."""
+    """The first bytes have arrived, or a process that writes to the image has reported its first ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,23 +45,23 @@ class FilesFilled(Event):
 
 @dataclass(frozen=True, slots=True)
 class RankWhole(Event):
-    """All bytes of a rank's stream that belong to files of this replica are in their place."""
+    """All bytes of a rank's stream that belong to files of this replica are in place."""
 
     rank: int
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryMapped(Event):
-    """All bytes are here and all grants have ended, but another process can still write to the image."""
+    """All bytes have arrived and all grants have ended, but another process can still write to the image."""
 
 
 @dataclass(frozen=True, slots=True)
 class SealAsked(Event):
-    """A rank says that it has pushed everything; what it pushed to other replicas has arrived there.
+    """A rank asks to be sealed: it has pushed everything, and its bytes for other replicas have arrived there.
 
     Attributes:
-        rank: which one.
-        nonfinite: how many elements of what it has pushed are NaN or infinite; 0 if it has not counted.
+        rank: the rank.
+        nonfinite: number of pushed elements that are NaN or infinite; 0 if the rank has not counted them.
     """
 
     rank: int
@@ -70,28 +70,28 @@ class SealAsked(Event):
 
 @dataclass(frozen=True, slots=True)
 class Described(Event):
-    """A further rank has said something of the version at its opening: head.json says this of it now."""
+    """A further rank has opened the version and added metadata or flags; ``entry`` is the version's entry in head.json now."""
 
     entry: OpenEntry
 
 
 @dataclass(frozen=True, slots=True)
 class Approved(Event):
-    """Somebody has approved reasons for which the version is held."""
+    """A caller has approved reasons for which the version is held."""
 
     reasons: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Broken(Event):
-    """Bytes were lost or damaged: the version cannot be completed, or is not what was pushed."""
+    """Bytes were lost or damaged, or processing an event failed: the version cannot be completed."""
 
     error: WeighbridgeError
 
 
 @dataclass(frozen=True, slots=True)
 class Aborted(Event):
-    """Somebody wants the version given up; one that is visible already, only if it cannot be made durable."""
+    """A caller aborts the version. A version that is visible already is aborted only if it cannot be made durable."""
 
     reason: str
 
@@ -101,26 +101,26 @@ class Aborted(Event):
 
 @dataclass(frozen=True, slots=True)
 class HeardElsewhere(Event):
-    """What ranks have declared to other replicas since the last time: ranks and declarations, perhaps none."""
+    """Declarations of ranks at other replicas since the last read; may be empty."""
 
     declarations: Sequence[tuple[int, Declaration]]
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicasTold(Event):
-    """Other replicas can read what these ranks have declared here."""
+    """Other replicas can read the declarations of these ranks."""
 
     ranks: frozenset[int]
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSaid(Event):
-    """Another replica says that its part is complete: all bytes of its files are in its image, and its ranks have sealed.
+    """Another replica reports that its part is complete: all bytes of its files are in its image, and its ranks are sealed.
 
     Attributes:
         replica: its number.
         handed_in: whether these files are in the object store, too.
-        nonfinite: how many elements that are NaN or infinite it knows of.
+        nonfinite: number of elements that it knows to be NaN or infinite.
     """
 
     replica: int
@@ -130,11 +130,11 @@ class ReplicaSaid(Event):
 
 @dataclass(frozen=True, slots=True)
 class ReplicaLost(Event):
-    """Another replica is gone, or has given the version up: what it had in memory is lost.
+    """Another replica is gone, or has given the version up: the bytes in its memory are lost.
 
     Attributes:
         replica: its number.
-        error: what the version fails of if it depends on that.
+        error: error of the version if it depends on these bytes.
     """
 
     replica: int
@@ -143,12 +143,12 @@ class ReplicaLost(Event):
 
 @dataclass(frozen=True, slots=True)
 class ShareMoved(Event):
-    """Another replica, or this one beside its own, has the share of a replica that leaves.
+    """The share of a stopping replica has moved to another replica, or to this one in addition to its own.
 
     Attributes:
         replica: the number of the share.
-        to: who has it.
-        handovers: how often it was handed over by then.
+        to: the replica that holds it now.
+        handovers: number of its handovers so far.
     """
 
     replica: int
@@ -158,21 +158,21 @@ class ShareMoved(Event):
 
 @dataclass(frozen=True, slots=True)
 class SaidPublished(Event):
-    """Another replica says that the version is part of history."""
+    """Another replica reports that the version is part of history."""
 
 
 @dataclass(frozen=True, slots=True)
 class HandedIn(Event):
-    """Other replicas can read which files this one has uploaded."""
+    """Other replicas can read the list of files that this one has uploaded."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicasHandedIn(Event):
-    """The replicas whose uploaded files are known, this one included.
+    """Replicas whose uploaded files are known, this one included.
 
     Attributes:
         replicas: their numbers.
-        nonfinite: how many elements in these files are NaN or infinite, by number.
+        nonfinite: number of elements in the files of each that are NaN or infinite, by the replica's number.
     """
 
     replicas: frozenset[int]
@@ -191,7 +191,7 @@ class Planned(Event):
 
 @dataclass(frozen=True, slots=True)
 class ImageGranted(Event):
-    """There is an image, and a data plane that takes bytes for it."""
+    """The image is allocated, and the data plane takes bytes for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +201,7 @@ class Claimed(Event):
 
 @dataclass(frozen=True, slots=True)
 class Renewed(Event):
-    """The lease in head.json was extended by its whole length from now on."""
+    """The lease in head.json was renewed: it runs for its whole length from now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +216,7 @@ class MemoryStillMapped(Event):
 
 @dataclass(frozen=True, slots=True)
 class Digested(Event):
-    """The digests of a file are made; it has so many elements that are NaN or infinite."""
+    """The digests of a file are computed; ``nonfinite`` of its elements are NaN or infinite."""
 
     file: str
     nonfinite: int
@@ -231,7 +231,7 @@ class Uploaded(Event):
 
 @dataclass(frozen=True, slots=True)
 class PerhapsUnchanged(Event):
-    """A file has no digests yet by which it can be told from that of the version before, and was not uploaded."""
+    """A file was not uploaded: it may equal the parent version's, and there are no digests yet to compare them."""
 
     file: str
 
@@ -245,23 +245,23 @@ class DigestsUploaded(Event):
 
 @dataclass(frozen=True, slots=True)
 class SampleCompared(Event):
-    """The sample agrees with the checksums that came with it."""
+    """The sample agrees with the checksums that ranks sent."""
 
 
 @dataclass(frozen=True, slots=True)
 class Published(Event):
-    """The version is part of history, which says this of it."""
+    """The version is part of history; ``entry`` is its entry there."""
 
     entry: VersionEntry
 
 
 @dataclass(frozen=True, slots=True)
 class TimedOut(Event):
-    """What had not arrived when nothing more was heard of the ranks.
+    """The receive timeout has passed without a sign of life of any rank.
 
     Attributes:
-        missing: a line for each thing.
-        heard_at: when the last bytes came; seconds of the monotonic clock, 0 if none have.
+        missing: ranks and shards that have not arrived, one line each.
+        heard_at: when the last bytes arrived; seconds of the monotonic clock, 0 if none have.
     """
 
     missing: tuple[str, ...]
@@ -269,28 +269,28 @@ class TimedOut(Event):
 
 
 class Verdict(enum.Enum):
-    """What head.json says of a version."""
+    """State of a version in head.json."""
 
     OPEN = "open"
     PUBLISHED = "published"
     GIVEN_UP = "given up"
     ABORTED = "aborted"
-    """Given up because somebody asked for it."""
+    """Given up because a caller has aborted it."""
     UNKNOWN = "unknown"
     """The store could not be read."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeadSaid(Event):
-    """What head.json says of the version.
+    """State of the version as read from head.json.
 
     Attributes:
-        effect: by which effect it was read.
-        verdict: what it says.
-        claim: the agreement under which it is published, or is being written; empty if nobody has claimed it.
-        reason: of a version that was given up, why.
-        entry: of a version that is published, what history says of it.
-        opened: of one that is open, what the head says of it.
+        effect: the effect that has read it.
+        verdict: the state.
+        claim: the agreement under which the version is published, or is being written; empty if no replica has claimed it.
+        reason: reason for which a version was given up.
+        entry: entry of a published version in history.
+        opened: entry of an open version in the head.
     """
 
     effect: Awaited
@@ -311,7 +311,7 @@ class EffectFailed(Event):
 
 @dataclass(frozen=True, slots=True)
 class LeftToOthers(Event):
-    """The version stays open when this replica gives it up: other replicas have claimed it."""
+    """The version stays open although this replica gives it up: other replicas have claimed it."""
 
 
 # --- from the process ----------------------------------------------------------------------------------------------------
@@ -322,8 +322,8 @@ class Tick(Event):
     """Time has passed.
 
     Attributes:
-        received_bytes: of tensors that have come so far.
-        heard_at: when the last of them came; seconds of the monotonic clock, 0 if none have.
+        received_bytes: bytes of tensors that have arrived so far.
+        heard_at: when the last of them arrived; seconds of the monotonic clock, 0 if none have.
     """
 
     received_bytes: int = 0
@@ -332,10 +332,10 @@ class Tick(Event):
 
 @dataclass(frozen=True, slots=True)
 class HandedOver(Event):
-    """Another replica has all bytes that this one has, and owns the version, or this one's share of it, from now on.
+    """Another replica has all bytes that this one has, and owns the version, or this replica's share of it, from now on.
 
     Attributes:
-        to: which one.
+        to: that replica.
     """
 
     to: Home
@@ -348,7 +348,7 @@ class Superseded(Event):
 
 @dataclass(frozen=True, slots=True)
 class Idle(Event):
-    """The image of a durable version has not been read for longer than many others."""
+    """The image of a durable version is among the least recently read ones, and is not kept any longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,10 +358,10 @@ class MemoryWanted(Event):
 
 @dataclass(frozen=True, slots=True)
 class Staying(Event):
-    """Another replica stops, or has stopped: ranks come to other ones.
+    """Another replica stops, or has stopped: its ranks declare at other replicas.
 
     Attributes:
-        replicas: the others, without it.
+        replicas: the replicas that stay.
     """
 
     replicas: frozenset[Home]
@@ -369,12 +369,12 @@ class Staying(Event):
 
 @dataclass(frozen=True, slots=True)
 class Draining(Event):
-    """The service shuts down: no pauses between attempts from now on, and the next failure is the last before it is handed over.
+    """The service shuts down. Failed effects are retried at once; after the next failure the version is handed over.
 
     Attributes:
-        successors: replicas that may take it over, in the order in which they are asked.
-        hand_over_at: when they are asked at the latest, if it is not durable by then; seconds of the monotonic clock.
-        until: when the service ends.
+        successors: replicas that may take the version over, in the order in which they are asked.
+        hand_over_at: latest time at which they are asked, if the version is not durable by then; seconds of the monotonic clock.
+        until: when the service ends; seconds of the monotonic clock.
     """
 
     successors: tuple[Home, ...] = ()

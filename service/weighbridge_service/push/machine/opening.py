@@ -1,4 +1,4 @@
-"""Opening of a version: what a request leads to, by what the model's head says. Pure."""
+"""Opening of a version: the outcome of a request, given the model's head. Pure."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from weighbridge_storage.head.open_versions import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpeningRequest(Asked):
-    """A request to open a version, and what the process knows that is asked.
+    """Request to open a version, with the knowledge of the process that serves it.
 
     Attributes:
-        home: the process that is asked.
-        given_up: versions that were given up at that process, by number, whether or not the head knows.
-        receiving: numbers of versions that it is receiving.
-        reached: addresses of the replicas to which ranks can be sent.
+        home: the process that serves the request.
+        given_up: versions that were given up at that process, by number, whether or not the head records it.
+        receiving: numbers of the versions that the process is receiving.
+        reached: addresses of the replicas to which it can send ranks.
     """
 
     home: Home
@@ -36,14 +36,14 @@ class OpeningRequest(Asked):
     reached: Collection[str] = ()
 
     def open(self, head: Head, now_ms: int) -> tuple[Head, tuple[OpenEntry, Head]]:
-        """Open the version, or find it open; gives it, and the head with it.
+        """Open the version, or find it open. Returns the new head, and the version's entry with that head.
 
         Args:
-            head: the model's.
-            now_ms: milliseconds since 1970 UTC.
+            head: head of the model.
+            now_ms: the time, in milliseconds since 1970 UTC.
 
         Raises:
-            ReceivedElsewhere: another replica receives it alone, and ranks cannot be sent there.
+            ReceivedElsewhere: another replica receives the version alone, and ranks cannot be sent there.
         """
         head = give_up_abandoned(head, now_ms)
         for number in self.given_up.keys() & head.open.keys():
@@ -52,7 +52,7 @@ class OpeningRequest(Asked):
         changed, entry = open_version(head, self, now_ms)
         alone = alone_at(entry)
         if alone == self.home.address and entry.number not in self.receiving:
-            # this process does not know it: one before it, at the same address, has died with what it had received
+            # this process does not know the version: an earlier process at the same address died with the received bytes
             head = give_up_version(head, entry.number, "the replica that received it was restarted", now_ms)
             changed, entry = open_version(head, self, now_ms)
         if alone not in self.reached:
@@ -64,7 +64,7 @@ class ReceivedElsewhere(AlreadyExists):
     """Another replica receives an open version alone.
 
     Attributes:
-        address: of that replica.
+        address: address of that replica.
     """
 
     def __init__(

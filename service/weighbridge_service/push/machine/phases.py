@@ -1,4 +1,4 @@
-"""Phases of a push, and which may follow which."""
+"""Phases of a push, and the transitions between them."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from collections.abc import Mapping
 
 
 class Phase(enum.Enum):
-    """Where a push is."""
+    """Phase of a push."""
 
     OPEN = "open"
-    """The number is given; not all ranks have declared."""
+    """The version has its number; not all ranks have declared."""
     PLANNED = "planned"
     """All ranks have declared and the plan is made; there is no image yet."""
     FILLING = "filling"
     """Bytes arrive."""
     SEALED = "sealed"
-    """All bytes of this replica's files are here, nobody can write to them, and its ranks have sealed."""
+    """All bytes of this replica's files have arrived, no process can write to them, and its ranks are sealed."""
     READY = "ready"
     """All bytes of all files are in images of live replicas, and the version was not given up meanwhile."""
     VERIFIED = "verified"
-    """The digests of all files were made from the images, and a sample was compared with what ranks sent."""
+    """The digests of all files were computed from the images, and a sample of the received pieces agrees with the images."""
     PUBLISHED = "published"
     """Part of history."""
     HANDED_OVER = "handed over"
-    """Another replica has all bytes that were here and goes on with them: this one leaves."""
+    """Another replica has all bytes of this one, which stops, and continues the push."""
     FAILED = "failed"
     ABORTED = "aborted"
 
@@ -41,8 +41,8 @@ TRANSITIONS: Mapping[Phase, frozenset[Phase]] = {
     Phase.FAILED: frozenset(),
     Phase.ABORTED: frozenset(),
 }
-"""All transitions there are. PUBLISHED follows on earlier phases where another replica has published: it does so only when every
-owner of files has handed in what it has digested, compared and uploaded."""
+"""All transitions. PUBLISHED follows earlier phases when another replica has published, which it does only after every owner of files has
+digested, compared, uploaded and handed in its own."""
 INCOMPLETE = frozenset((Phase.OPEN, Phase.PLANNED, Phase.FILLING, Phase.SEALED))
 BEFORE_SEALED = INCOMPLETE - {Phase.SEALED}
 VISIBLE = frozenset((Phase.READY, Phase.VERIFIED))

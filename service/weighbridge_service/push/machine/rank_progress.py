@@ -1,4 +1,4 @@
-"""Progress of one push, by its state: how far it and each of its ranks are, and when it is given up. Pure."""
+"""Progress of one push, computed from its state: of the push, of each of its ranks, and the time at which it times out. Pure."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from weighbridge_service.push.machine.state import Moment, PushState
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """What has come of a rank's stream.
+    """Received part of a rank's stream.
 
     Attributes:
-        come: bytes that have.
-        meant: bytes that are to come to this replica.
+        come: bytes that have arrived.
+        meant: bytes that belong to this replica.
         copying: as in `RankProgress`.
     """
 
@@ -27,13 +27,13 @@ class Received:
 
 @dataclass(frozen=True, slots=True)
 class PushProgress:
-    """How far a push is, as far as one process knows. Times are in milliseconds since 1970 UTC.
+    """Progress of a push, as far as one process knows. Times are in milliseconds since 1970 UTC.
 
     Attributes:
-        ranks: how far each of its ranks is.
-        heard_ms: when one of them was last heard of; 0 if it waits for none of them.
-        given_up_ms: when it is given up unless one is heard of before; likewise.
-        ended_ms: when it ended, however it did; 0 if it has not.
+        ranks: progress of each of its ranks.
+        heard_ms: time of the last sign of life of a rank; 0 if the push waits for none.
+        given_up_ms: when the push is given up unless a rank gives a sign of life first; 0 if it waits for none.
+        ended_ms: when the push ended, with whatever outcome; 0 if it has not.
     """
 
     ranks: tuple[RankProgress, ...] = ()
@@ -43,12 +43,12 @@ class PushProgress:
 
 
 def progress_of(state: PushState, received: Mapping[int, Received], now: Moment) -> PushProgress:
-    """How far a push is.
+    """Progress of a push.
 
     Args:
-        state: of the push.
-        received: what has come of each rank's stream; of none before there is an image.
-        now: the time.
+        state: state of the push.
+        received: received part of each rank's stream; empty before there is an image.
+        now: the current time.
     """
     share, streams = state.share, {} if state.agreed is None else state.agreed.prepared.streams
     declared = state.declarations.declared
@@ -81,5 +81,5 @@ def progress_of(state: PushState, received: Mapping[int, Received], now: Moment)
 
 
 def _unix_ms(seconds: float, now: Moment) -> int:
-    """When the monotonic clock says ``seconds``, to the second: two readings of two clocks give the same."""
+    """Unix time at which the monotonic clock reads ``seconds``, rounded to 1 s, so that repeated conversions give the same value."""
     return round(now.unix_ms / 1000 + seconds - now.seconds) * 1000

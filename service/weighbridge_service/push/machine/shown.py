@@ -1,4 +1,4 @@
-"""Views of a push: what everybody sees of it, what it waits for, and why it is lost."""
+"""Views of a push: the version as readers see it, what it waits for, and why it is lost."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SHOWN = {
 
 
 def version_of(state: PushState) -> Version:
-    """The version as everybody sees it."""
+    """The version as readers see it."""
     error, message = state.error, ""
     if error is not None:
         message = error.message if state.phase in FINAL else f"not durable yet: {error.message}"
@@ -51,7 +51,7 @@ def version_of(state: PushState) -> Version:
 
 
 def waits_for(state: PushState) -> Iterator[str]:
-    """What the push waits for, by name; nothing if it has ended."""
+    """Names of the things that the push waits for; none if it has ended."""
     if state.phase in FINAL:
         return
     if state.gave_up:
@@ -72,14 +72,14 @@ def waits_for(state: PushState) -> Iterator[str]:
 
 
 def silent_ranks(state: PushState) -> list[int]:
-    """The ranks that a push waits for, as far as it is known here: those that have not declared, or else not sealed."""
+    """Ranks that a push waits for, as far as this replica knows: those that have not declared; after the plan, those not sealed."""
     if state.agreed is None:
         return sorted(state.declarations.absent)
     return [] if state.share is None else sorted(state.share.ranks - state.sealed)
 
 
 def why_lost(state: PushState) -> str:
-    """Why a version that is visible and not durable ends with this process."""
+    """Reason for which a version that is visible and not durable is lost when this process ends."""
     durable = state.error.message if state.error is not None else f"waits for {', '.join(waits_for(state))}"
     if state.refusals:
         handed = "; ".join(state.refusals)
@@ -91,7 +91,7 @@ def why_lost(state: PushState) -> str:
 
 
 def aborted(state: PushState, error: WeighbridgeError) -> VersionFailed:
-    """What ranks are told of a version that was given up for this reason."""
+    """Error that ranks get for a version that was given up for this reason."""
     return VersionFailed(
         f"{state.name} was given up: {error.message}",
         details=error.details,

@@ -1,4 +1,4 @@
-"""State of one push, and what can be told from it."""
+"""State of one push, and properties derived from it."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from weighbridge_storage.documents.entries import OpenEntry
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a push goes by.
+    """Timeouts and options of a push.
 
     Attributes:
-        receive_timeout: seconds without a word from any rank after which it is given up.
+        receive_timeout: seconds without a sign of life of any rank after which the push is given up.
         opening_wait: seconds that a call waits for its turn to open a version.
-        image_wait: seconds that it waits for an image.
-        unmap_wait: seconds that processes that were asked to unmap memory may take for it, with a rank waiting: they do it in milliseconds.
-        lease: seconds that it stays open in head.json unless that is renewed.
+        image_wait: seconds that the push waits for an image.
+        unmap_wait: seconds within which processes have to unmap memory on request while a rank waits; it takes them milliseconds.
+        lease: seconds that the version stays open in head.json unless the lease is renewed.
         spreading: whether ranks may push to other replicas, too.
-        sha256: whether digests of its files are made by SHA-256 as well.
+        sha256: whether the digests of its files include SHA-256.
     """
 
     receive_timeout: float = 300.0
@@ -47,10 +47,10 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """A point in time.
+    """Point in time, on two clocks.
 
     Attributes:
-        seconds: of the monotonic clock.
+        seconds: seconds of the monotonic clock.
         unix_ms: milliseconds since 1970 UTC.
     """
 
@@ -63,56 +63,58 @@ _NOT_HELD = HoldReasons()
 
 @dataclass(frozen=True, slots=True)
 class PushState:
-    """One push, as one replica knows it. Immutable.
+    """State of one push, as one replica knows it. Immutable.
+
+    Times are in seconds of the monotonic clock, except those in milliseconds, which count from 1970 UTC.
 
     Attributes:
         opened: the version as it was opened.
-        limits: what it goes by.
-        declarations: of its ranks, and the agreement.
-        phase: where it is.
-        heard_at: when a rank was last heard of; seconds of the monotonic clock, as all times here that are not in milliseconds.
-        renew_at: when the lease in head.json is to be renewed.
-        image_by: when it stops waiting for an image.
+        limits: timeouts and options.
+        declarations: declarations of its ranks, and the agreement.
+        phase: the phase.
+        heard_at: time of the last sign of life of a rank.
+        renew_at: when to renew the lease in head.json.
+        image_by: when the push stops waiting for an image.
         share: this replica's part, once there is an agreement.
         image: whether there is an image.
-        whole, seal_asked, sealed: ranks of this replica of whose stream all is here that belongs here, that have asked to be sealed,
-            and that are.
-        sealing_at: when a rank last asked.
-        declared_ms, sealed_ms: when each rank of this replica has declared and was sealed, in milliseconds since 1970 UTC.
+        whole, seal_asked, sealed: ranks of this replica whose bytes for it have all arrived, that have asked to be sealed, and that are
+            sealed.
+        sealing_at: when a rank last asked to be sealed.
+        declared_ms, sealed_ms: when each rank of this replica declared and was sealed.
         filled, digested, uploaded: files of this replica that are complete, have digests, and are in the store.
-        digests_uploaded: those whose block digests are in the store.
-        perhaps_unchanged: those that are uploaded only when they have digests: they may be the same in the version before.
+        digests_uploaded: files whose block digests are in the store.
+        perhaps_unchanged: files that may equal the parent version's, and are uploaded only once they have digests.
         compared: whether the sample agrees.
-        holding: why ``live`` passes it by, if it does.
-        memory_mapped_at: since when another process can still write to the image although everything is here; None if none can.
+        holding: reasons for which ``live`` skips the version, if any.
+        memory_mapped_at: when all bytes had arrived while another process could still write to the image; None if none can.
         claimed: whether head.json records the agreement.
-        told: ranks of whose declarations other replicas were told.
+        told: ranks whose declarations were sent to other replicas.
         complete_at: other replicas whose part is complete.
         stored_at: those of them whose files are in the store.
-        handed_in_here: whether other replicas can read what this one has uploaded.
+        handed_in_here: whether other replicas can read the list of files that this one has uploaded.
         handed_in: replicas whose uploaded files are known.
-        leave_until: until when the last steps are left to the replica that came last.
-        confirmed_at: when head.json last said, with all bytes here, that the version was still open; None before that.
-        publishing: whether a publication was ever begun by this replica.
-        settling: the error of a publication of which it is not known yet whether it was made all the same.
-        received_bytes: of tensors that have come.
+        leave_until: time until which the last steps are left to the replica that was the last to hand in its files.
+        confirmed_at: when head.json last showed the version as open with all bytes here; None before that.
+        publishing: whether this replica has ever begun to publish.
+        settling: error of a publication that may have been made nevertheless; None if there is none to check.
+        received_bytes: bytes of tensors that have arrived.
         beginning: how the version began; None if this process has not opened it.
-        ready_ms, verified_ms, durable_ms: when it became so, in milliseconds since 1970 UTC; 0 if it did not.
-        ended_ms: when its last phase began, likewise.
-        error: what ended it; of a visible version, why it is not durable.
-        gave_up: of a visible version, that no further attempt is made.
+        ready_ms, verified_ms, durable_ms: when the version became ready, verified and durable; 0 if it did not.
+        ended_ms: when its last phase began; 0 if it has not ended.
+        error: error that ended the push; of a visible version, why it is not durable.
+        gave_up: whether a visible version is not going to be made durable.
         superseded: whether a newer version of the model is visible.
-        cast_from: dtypes from which ranks cast, as far as head.json was read.
+        cast_from: dtypes from which ranks cast, as last read from head.json.
         hurrying: whether the service shuts down.
-        successors: replicas that may take it over then, and have not refused.
-        hand_over_at: when the first of them is asked, if it is not durable by then.
+        successors: replicas that may take the version over at shutdown, and have not refused.
+        hand_over_at: when the first of them is asked, if the version is not durable by then.
         until: when the service ends.
-        refusals: why others did not take it over, a line for each.
-        handed_to: who has taken it over.
-        running: effects that are awaited.
-        not_before: when an effect may be started again.
-        failures: how often effects have failed since they last succeeded.
-        wake_at: when something is to be done even if nothing happens; None if there is no such time.
+        refusals: errors of replicas that did not take the version over, one line each.
+        handed_to: replica that has taken the version over.
+        running: awaited effects that have not been answered.
+        not_before: earliest time at which each effect may start again.
+        failures: number of failures of each effect since it last succeeded.
+        wake_at: when the session calls `step` again if no event comes before; None if it need not.
     """
 
     opened: Version
@@ -180,16 +182,16 @@ class PushState:
         holding: HoldReasons = _NOT_HELD,
         beginning: Beginning | None = None,
     ) -> PushState:
-        """A push that has just been opened.
+        """State of a push that has just been opened.
 
         Args:
             opened: the version.
             home: this replica.
-            limits: what it goes by.
-            known: the declarations of the push before, if any.
+            limits: timeouts and options.
+            known: the declarations of the previous push, if any.
             lease_left: seconds until its lease in head.json expires.
-            now: the time.
-            holding: why it is held, as far as that was said at its opening.
+            now: the current time.
+            holding: reasons for which the version is held, as far as ranks gave them at its opening.
             beginning: how the version began; None if another process has opened it.
         """
         return PushState(
@@ -212,16 +214,16 @@ class PushState:
         now: Moment,
         holding: HoldReasons = _NOT_HELD,
     ) -> PushState:
-        """A push whose files another replica has handed over to this one, with their bytes in an image.
+        """State of a push whose files another replica has handed over to this one, with their bytes in an image.
 
         Args:
             opened: the version as it was opened.
-            declarations: with the agreement.
-            number: of the share that was handed over.
-            limits: what it goes by.
-            ready_ms: when it became ready, in milliseconds since 1970 UTC.
-            now: the time.
-            holding: why it is held, as far as the other one knew.
+            declarations: the declarations, with the agreement.
+            number: number of the share that was handed over.
+            limits: timeouts and options.
+            ready_ms: when the version became ready, in milliseconds since 1970 UTC.
+            now: the current time.
+            holding: reasons for which the version is held, as far as the other replica knew.
         """
         if declarations.agreed is None:
             raise AssertionError(f"{declarations.name} is not agreed on")
@@ -239,8 +241,8 @@ class PushState:
             seal_asked=share.ranks,
             sealed=share.ranks,
             filled=frozenset(share.files),
-            compared=True,  # by the replica that has received the pieces
-            told=frozenset() if share.alone else share.ranks,  # by the replicas where they have declared
+            compared=True,  # the replica that received the pieces has compared them
+            told=frozenset() if share.alone else share.ranks,  # sent by the replicas of these ranks
             complete_at=share.owners - {number},
             received_bytes=sum(share.files.values()),
             ready_ms=ready_ms,
@@ -249,27 +251,27 @@ class PushState:
 
     @property
     def name(self) -> str:
-        """The version in messages."""
+        """Name of the version in messages."""
         return self.declarations.name
 
     @property
     def agreed(self) -> Agreement | None:
-        """What all ranks have agreed on."""
+        """The agreement of all ranks; None before the plan is made."""
         return self.declarations.agreed
 
     @property
     def share_number(self) -> int | None:
-        """The number of the replica whose part this is; None before there is an agreement."""
+        """Number of the share that this replica holds; None before there is an agreement."""
         return None if self.share is None else self.share.me
 
     @property
     def all_filled(self) -> bool:
-        """Whether all bytes that this replica is to receive are here."""
+        """Whether all bytes for this replica have arrived."""
         return self.share is not None and self.filled == self.share.files.keys()
 
     @property
     def complete_here(self) -> bool:
-        """Whether all that this replica is to receive is here and its ranks have sealed."""
+        """Whether all bytes for this replica have arrived and its ranks are sealed."""
         return self.share is not None and self.all_filled and len(self.sealed) == len(self.share.ranks)
 
     @property
@@ -284,7 +286,7 @@ class PushState:
 
     @property
     def others_complete(self) -> bool:
-        """Whether every other replica has all bytes of its files, and its ranks have sealed: they may have counted what holds the version."""
+        """Whether every other replica has all bytes of its files and its ranks are sealed. They may have counted NaNs, which hold it."""
         share, agreed = self.share, self.agreed
         if share is None or agreed is None:
             return False
@@ -292,26 +294,26 @@ class PushState:
 
     @property
     def given_up_at(self) -> float | None:
-        """When it is given up unless a rank is heard of before; None if it does not wait for any."""
+        """When the push is given up unless a rank gives a sign of life first; None if it waits for none."""
         return self.heard_at + self.limits.receive_timeout if self.phase in BEFORE_SEALED else None
 
     @property
     def released(self) -> bool:
-        """Whether ``live`` may name it."""
+        """Whether ``live`` may name the version."""
         return (self.phase in VISIBLE or self.phase is Phase.PUBLISHED) and not self.holding.reasons
 
     def depends_on(self, replica: int) -> bool:
-        """Whether the version is lost if another replica loses what it has in memory."""
+        """Whether the version is lost if another replica loses its memory."""
         if self.share is None or replica == self.share.me:
             return False
         if replica in self.share.owners:
             return replica not in self.stored_at
-        # what its ranks had to push has arrived once its part is complete
+        # once its part is complete, the bytes of its ranks have arrived at the replicas that own the files
         return replica not in self.complete_at and self.phase in INCOMPLETE
 
     @property
     def all_handed_in(self) -> bool:
-        """Whether the uploaded files of all replicas are known; so it is where there is only one."""
+        """Whether the uploaded files of all replicas are known; True if there is only one replica."""
         return self.share is not None and (self.share.alone or self.handed_in == self.share.owners)
 
     @property
@@ -324,12 +326,12 @@ class PushState:
 
     @property
     def may_be_dropped(self) -> bool:
-        """Whether it is visible, and what would make it durable fails: it may be given up if somebody says so."""
+        """Whether the version is visible, but making it durable fails: a caller may abort it, or a newer version take its memory."""
         return self.phase in VISIBLE and bool(self.failures) and not self.gave_up
 
     @property
     def needed_here(self) -> bool:
-        """Whether the version is lost if this replica ends now: nobody else has what it has."""
+        """Whether the version is lost if this replica ends now: no other replica can finish it."""
         share = self.share
         if self.phase in FINAL or share is None or share.alone:
             return self.phase not in FINAL
@@ -337,33 +339,33 @@ class PushState:
 
     @property
     def may_be_handed_over(self) -> bool:
-        """Whether another replica may still take over what is here, at once or when it is ready."""
+        """Whether another replica may still take over this one's part, now or once it is ready."""
         closed = isinstance(self.settling, VersionFailed | AlreadyExists)
         return bool(self.successors) and not closed and self.needed_here
 
     @property
     def unfinished(self) -> bool:
-        """Whether something is to be done for it yet."""
+        """Whether there is still work to do for the push."""
         return self.phase not in FINAL and (not self.gave_up or self.may_be_handed_over)
 
-    # --- a step on
+    # --- changed copies
 
     def to(self, phase: Phase) -> PushState:
-        """In another phase. Raises AssertionError if that may not follow."""
+        """Copy in another phase. Raises AssertionError if that phase may not follow."""
         if phase not in TRANSITIONS[self.phase]:
             raise AssertionError(f"{self.phase} leads to no {phase}")
         return replace(self, phase=phase)
 
     def paused(self, effect: Awaited, until: float) -> PushState:
-        """With an effect that is not started again before some time."""
+        """Copy in which an effect is not started again before a time."""
         return replace(self, not_before={**self.not_before, effect: until})
 
     def at_once(self, effect: Awaited) -> PushState:
-        """With an effect that waits for no time."""
+        """Copy in which an effect may start at once."""
         return replace(self, not_before={e: at for e, at in self.not_before.items() if e != effect})
 
     def described(self, entry: OpenEntry) -> PushState:
-        """With what head.json says of the open version, as far as that can change."""
+        """Copy with the metadata, reasons for holding and dtypes of the version's entry in head.json, which may change while it is open."""
         opened, holding = replace(self.opened, metadata=entry.metadata), self.holding.with_entry(entry)
         if (opened, holding, entry.cast_from) == (self.opened, self.holding, self.cast_from):
             return self

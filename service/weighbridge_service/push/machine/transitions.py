@@ -1,8 +1,8 @@
-"""State machine of one push: `step` takes a state and an event, and gives the next state and effects.
+"""State machine of one push: `step` takes a state and an event, and returns the next state and effects.
 
-Pure: no clock, no lock, no I/O. An event is applied to the state, then every transition that has become possible is made, and then
-what is to be done in that state, and is not under way, is started (`wanted`). So an effect that has failed, or an answer that was
-lost, is made up for by the same rule that started it, and every order of events leads on.
+Pure: no clock, no lock, no I/O. `step` applies the event to the state, makes every transition that has become possible, and then starts the
+effects that the new state wants (`wanted`) and that are not running. So the rule that starts an effect also retries it after a failure or a
+lost answer, and the push continues after any order of events.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from weighbridge_service.push.machine.state import Moment, PushState
 from weighbridge_service.push.machine.wanted import LISTEN, LOOK, wanted
 
 _LEAVE_TO_OTHERS = 2.0
-"""Seconds that a replica leaves the last steps to the one that came last."""
+"""Seconds for which a replica leaves the last steps to the replica that was the last to hand in its files."""
 _PROGRESS = 0.25
-"""Seconds between two figures of what has arrived."""
+"""Seconds between two updates of the received bytes."""
 
 
 def step(state: PushState, event: on.Event, now: Moment) -> Transition:
-    """The state after an event, and what is to be done.
+    """The state after an event, and the effects to carry out.
 
     Args:
-        state: before.
-        event: what has happened. One that answers an effect which is not awaited changes nothing.
-        now: when.
+        state: the state before.
+        event: the event. An answer to an effect that is not running changes nothing.
+        now: the time of the event.
     """
     after, effects = _taken(state, event, now)
     if after.phase in FINAL and state.phase not in FINAL:
@@ -44,8 +44,8 @@ def step(state: PushState, event: on.Event, now: Moment) -> Transition:
 
 
 def _told_to_replicas(state: PushState) -> tuple[Phase | None, bool, int] | None:
-    """What other replicas are told of a push that they take part in: whether its part is complete, handed in, or at an end, and how many
-    elements that are NaN or infinite are known here."""
+    """Progress of this replica's part that other replicas of the push receive: whether it is complete, ended, or handed in, and how many
+    elements this replica knows to be NaN or infinite. None if no other replica takes part."""
     if state.share is None or state.share.alone:
         return None
     stage = None if state.phase in BEFORE_SEALED else Phase.SEALED
@@ -75,14 +75,14 @@ def _taken(state: PushState, event: on.Event, now: Moment) -> Transition:
 
 def _after_the_end(state: PushState, event: on.Event) -> Transition:
     match event:
-        case on.ImageGranted():  # it was under way
+        case on.ImageGranted():  # the allocation was still running when the push ended
             return state, (do.ReleaseImage(),)
         case on.Superseded() if state.image:
             return replace(state, image=False, superseded=True), (do.ReleaseImage(),)
         case on.Idle() if state.image and state.phase is Phase.PUBLISHED:
             return replace(state, image=False), (do.ReleaseImage(),)
         case on.MemoryWanted() if state.image and state.phase is Phase.PUBLISHED and state.holding.reasons:
-            return replace(state, image=False), (do.ReleaseImage(),)  # nobody follows it
+            return replace(state, image=False), (do.ReleaseImage(),)  # a held version has no followers
         case on.Approved(reasons):
             return replace(state, holding=state.holding.with_approved(reasons)), ()
         case on.LeftToOthers():
@@ -128,7 +128,7 @@ def _apply(state: PushState, event: on.Event, now: Moment) -> Transition:
 
 
 def _noted(state: PushState, event: on.Event, now: Moment) -> PushState:
-    """The state after an event that only adds to what is known."""
+    """The state after an event that only records facts."""
     match event:
         case on.ImageGranted():
             return replace(state, image=True)
@@ -212,7 +212,7 @@ def _noted(state: PushState, event: on.Event, now: Moment) -> PushState:
 
 
 def _complete_elsewhere(state: PushState, replicas: frozenset[int], *, handed_in: bool) -> PushState:
-    """The parts of other replicas are complete, and perhaps in the store."""
+    """Record that the parts of other replicas are complete, and in the store if ``handed_in``."""
     state = replace(state, complete_at=state.complete_at | replicas)
     if not handed_in or replicas <= state.stored_at:
         return state
@@ -225,7 +225,7 @@ def _declared(state: PushState, event: on.Event, now: Moment) -> Transition:
         case on.RankDeclared(rank, client_id, digest):
             planning = do.MakePlan() in state.running
             after, problem = declarations.declare(rank, client_id, digest, planning=planning)
-            if after is not declarations:  # who asks again waits for others, and must not do so for ever
+            if after is not declarations:  # a waiting rank repeats it; that is no sign of life
                 times = {**state.declared_ms, rank: now.unix_ms}
                 state = replace(state, declarations=after, heard_at=now.seconds, declared_ms=times)
         case on.HeardElsewhere(elsewhere):
@@ -240,7 +240,7 @@ def _declared(state: PushState, event: on.Event, now: Moment) -> Transition:
 
 
 def _moved(state: PushState, moved: on.ShareMoved) -> Transition:
-    """Who has a share is known. If it is the one of this replica, its answer to the handover was lost."""
+    """Record which replica holds a share. If the share is this replica's, the answer to its handover was lost."""
     before = state.agreed
     state = replace(state, declarations=state.declarations.moved(moved.replica, moved.to, moved.handovers))
     mine = state.share is not None and state.share.me == moved.replica
@@ -250,7 +250,7 @@ def _moved(state: PushState, moved: on.ShareMoved) -> Transition:
 
 
 def _advance(state: PushState, now: Moment) -> Transition | None:
-    """The next transition that is possible, or None."""
+    """The next possible transition, or None."""
     share = state.share
     match state.phase:
         case Phase.OPEN if state.agreed is not None:
@@ -276,12 +276,12 @@ def _advance(state: PushState, now: Moment) -> Transition | None:
 
 
 def _bytes_of(state: PushState) -> int:
-    """Bytes of tensors in the files of this replica."""
+    """Number of bytes of tensors in the files of this replica."""
     return sum(state.share.files.values()) if state.share is not None else 0
 
 
 def _start(state: PushState, effects: tuple[Effect, ...], now: Moment) -> Transition:
-    """Start what is wanted and due; of the rest, say when."""
+    """Start the wanted effects that are due, and set `wake_at` to the earliest time of the others."""
     begun: list[Awaited] = []
     wake = now.seconds + _PROGRESS if state.phase is Phase.FILLING else float("inf")
     for effect, at in wanted(state):

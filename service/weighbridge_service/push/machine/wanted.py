@@ -1,4 +1,4 @@
-"""Effects that a push wants in a state, and from when on. What has failed, or whose answer was lost, is wanted again by the same rules."""
+"""Effects that a push needs in a state, and the earliest time of each. A failed effect, or one whose answer was lost, is wanted again."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from weighbridge_service.push.machine.phases import INCOMPLETE, VISIBLE, Phase
 from weighbridge_service.push.machine.state import PushState
 
 LOOK = 1.0
-"""Seconds between two looks at whether a version is still open."""
+"""Seconds between two checks whether a version is still open."""
 LISTEN = 0.25
-"""Seconds between two looks at what other replicas have said."""
+"""Seconds between two reads of messages from other replicas."""
 _AFTER_FILLING = frozenset((Phase.SEALED, *VISIBLE))
 
 
 def wanted(state: PushState) -> Iterator[tuple[Awaited, float]]:
-    """What is to be done in this state, and from when on; first what ranks wait for."""
+    """Effects to carry out in this state, each with its earliest time; those that ranks wait for come first."""
     share, phase = state.share, state.phase
     if _is_to_be_confirmed(state):
         yield do.Confirm(), 0.0
-    # while bytes arrive, and then when ranks that wait for the version to be ready need no processor any more
+    # while bytes arrive, and again once the version is ready: between them, waiting ranks need the processor
     at_leisure = phase in VISIBLE or not state.all_filled
     if state.image and at_leisure:
         for file in sorted(state.filled - state.digested):
@@ -64,17 +64,17 @@ def wanted(state: PushState) -> Iterator[tuple[Awaited, float]]:
 
 
 def _is_to_be_confirmed(state: PushState) -> bool:
-    """Whether head.json is to be read before the version can be ready."""
+    """Whether head.json has to be read before the version can become ready."""
     share = state.share
     if share is None or state.gave_up or state.settling is not None:
         return False
-    if state.phase is Phase.FILLING:  # ahead, so that the last rank to seal does not wait for it
+    if state.phase is Phase.FILLING:  # early, so that the last rank to seal does not wait for the read
         return share.alone and state.all_filled and state.confirmed_at is None
     return state.phase is Phase.SEALED and (share.alone or state.others_complete)
 
 
 def _wanted_of_replicas(state: PushState) -> Iterator[tuple[Awaited, float]]:
-    """What is to be done so that several replicas make one version together."""
+    """Effects with which several replicas assemble one version together."""
     share = state.share
     here = state.declarations.here.keys()
     if share is None and here and not state.declarations.complete:
