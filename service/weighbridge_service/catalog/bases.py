@@ -1,4 +1,4 @@
-"""Bases of adapters: found, compared, pinned, and given free again. The order of writes is explained in `weighbridge_storage.head.pins`."""
+"""Bases of adapters: look-up, comparison, pins, and their release. `weighbridge_storage.head.pins` explains the order of writes."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ from weighbridge_storage.versions.manifest import FORMAT
 log = logging.getLogger(__name__)
 
 DEFAULT_ADAPTERS = 1000
-"""Pins that an identity has at most in the head of one base, unless the policy says another number."""
+"""Most pins of one identity in the head of one base, unless the policy sets another number."""
 _KEPT_DIGESTS = 256
 _DIGEST_END = 66
-"""Of a manifest, the last bytes, which begin with its digest."""
+"""Number of last bytes of a manifest that contain its digest; they begin with it."""
 _PUSH_ADAPTER = "import ADAPTER_DIR MODEL --base BASE@VERSION, or trainer.push_adapter(..., base=...)"
 
 
@@ -44,7 +44,7 @@ class Bases:
     """Bases of adapters. Thread-safe.
 
     Args:
-        catalog: which models there are.
+        catalog: the registered models.
     """
 
     def __init__(self, catalog: Catalog) -> None:
@@ -52,19 +52,19 @@ class Bases:
         self._digests: Cache[str] = Cache(_KEPT_DIGESTS)
 
     def find(self, model: RegisteredModel, wanted: str, by: Peer | None) -> BaseVersion | None:
-        """The base of a version that is about to be opened; None of a model that is no adapter.
+        """The base of a version that is about to be opened; None if the model is not an adapter.
 
         Args:
-            model: whose version it is.
-            wanted: the base as it was named, by a number or a ref; empty if none was.
-            by: the peer that opens the version, who must be allowed to pull the base.
+            model: the model.
+            wanted: the base as the caller names it, by a number or a ref; empty if it names none.
+            by: the peer that opens the version, which must be allowed to pull the base.
 
         Raises:
             InvalidArgument: an adapter is pushed without a base, another model with one, or the base is an adapter itself.
             NotFound: there is no such base.
             PermissionDenied: the peer may not pull it.
-            FailedPrecondition: it is not durable.
-            LayoutError: the adapter does not fit it.
+            FailedPrecondition: the base is not durable.
+            LayoutError: the adapter does not fit the base.
         """
         if not model.is_adapter:
             if wanted:
@@ -92,16 +92,16 @@ class Bases:
         base: str,
         by: Peer,
     ) -> Model:
-        """Register a model. Nothing is registered of an adapter that could not be pushed to the base that it names.
+        """Register a model. An adapter that could not be pushed to the named base is not registered.
 
         Args:
             name, files, dtype, found, weight_map: as for `Catalog.register_model`.
-            base: the version that an adapter is to be pushed to, by a number or a ref; empty if none is named.
-            by: the peer that registers it.
+            base: the version that the adapter will be pushed to, by a number or a ref; empty if none is named.
+            by: the peer that registers the model.
 
         Raises:
-            InvalidArgument: a base is named for what is no adapter.
-            ResourceExhausted: the peer has as many pins in the base's head as they may.
+            InvalidArgument: a base is named for a model that is not an adapter.
+            ResourceExhausted: the peer has as many pins in the base's head as its quota allows.
             WeighbridgeError: as `find` and `Catalog.register_model`.
         """
         if base:
@@ -119,7 +119,7 @@ class Bases:
     def _fitting(
         self, tensors: Iterable[TensorSpec], config_json: bytes, wanted: str, by: Peer | None
     ) -> BaseVersion:
-        """The base of that name, without its digest, once the adapter with these tensors and this config fits it. Raises as `find`."""
+        """The named base, without its digest, if the adapter with these tensors and this config fits it. Raises as `find`."""
         found = self._resolve(wanted, by)
         base = self._catalog.model(ModelName.parse(found.model))
         if base.is_adapter or base.by_version:
@@ -156,15 +156,15 @@ class Bases:
         return self._digests.get_or_make((model, number), read)
 
     def check_same(self, opened: int, metadata: Metadata, wanted: str) -> None:
-        """Refuse a rank that names another base, or another version of it by its number, than the rank that has opened a version.
+        """Refuse a rank that names another base than the rank that has opened the version, or another number of the same base.
 
         Args:
-            opened: the number of the version that was opened.
+            opened: number of the version that was opened.
             metadata: its metadata.
             wanted: the base as the rank names it; empty if it names none.
 
         Raises:
-            InvalidArgument: it names another one.
+            InvalidArgument: the rank names another base.
         """
         there = BaseVersion.of(metadata)
         meant = parse_reference(wanted) if wanted else None
@@ -178,16 +178,16 @@ class Bases:
             )
 
     def pin(self, adapter: ModelName, entry: OpenEntry, most: int | None = None) -> None:
-        """Have the base of an open version keep it.
+        """Pin the base of an open version, so that it is kept.
 
         Args:
             adapter: the model.
-            entry: the version, which the adapter's head has by now.
-            most: pins that who has opened it may have in the base's head; None for the default.
+            entry: the version, which is in the adapter's head already.
+            most: number of pins that the identity which has opened it may have in the base's head; None for the default.
 
         Raises:
-            NotFound: the base was deleted meanwhile.
-            ResourceExhausted: who has opened it has as many pins as they may.
+            NotFound: the base was deleted in the meantime.
+            ResourceExhausted: the identity has as many pins as its quota allows.
         """
         base = BaseVersion.of(entry.metadata)
         if base is None:
@@ -198,14 +198,14 @@ class Bases:
         self._catalog.heads.edit(model, lambda history: (pin(history, asked, limit), None))
 
     def release(self, model: ModelName, number: int | None = None, most: int | None = None) -> int:
-        """Give versions of a model free on which no version of an adapter is any more; how many pins went. May be repeated, and broken off anywhere.
+        """Remove the pins of a base that no version of an adapter needs any more. Returns their number.
 
-        An adapter whose head cannot be read keeps its pins. Nothing is written if no pin goes.
+        May be repeated, and stopped anywhere. An adapter whose head cannot be read keeps its pins. Nothing is written if no pin is removed.
 
         Args:
             model: the base.
-            number: of the version that is concerned; None for all.
-            most: pins that are looked at, drawn at random if there are more: the head of each one's adapter is read. None for all.
+            number: number of the version whose pins are checked; None for all.
+            most: most pins to check, drawn at random if there are more: each check reads the head of an adapter. None for all.
         """
         heads = self._catalog.heads
         found = heads.read(model)
@@ -217,7 +217,7 @@ class Bases:
             return 0
         mark = uuid.uuid4().hex
         heads.update(model, lambda head: (doubt(head, unused, mark), None))
-        # read again, now that a push would find the doubt
+        # read again: from now on, a push finds the doubt mark
         gone = [place(each) for each in pins if place(each) in unused and not self._is_needed(model, each)]
         count: int = heads.update(
             model, lambda head: ((after := unpin(head, gone, mark)), len(head.pins) - len(after.pins))
@@ -225,7 +225,7 @@ class Bases:
         return count
 
     def _is_needed(self, model: ModelName, pin: PinEntry) -> bool:
-        """Whether a version of the adapter is on the version that is pinned for it, or its head cannot be read."""
+        """Whether a version of the adapter is based on the pinned version, or the adapter's head cannot be read."""
         try:
             adapter = self._catalog.heads.history_of_any(ModelName.parse(pin.adapter))
             return adapter is None or is_on(adapter, str(model), pin.version)
@@ -236,28 +236,28 @@ class Bases:
             return True
 
     def renew(self, adapter: ModelName) -> None:
-        """Pin the bases of an adapter's versions that are not pinned, as where the base's head was lost and rebuilt. One that was deleted stays so."""
+        """Pin the unpinned bases of an adapter's versions, such as after the base's head was lost. Deleted bases stay deleted."""
         history = self._catalog.heads.history(adapter)
         if history is not None and is_adapter_head(history.head):
             repin(self._catalog.heads, adapter, history)
 
 
 def check_registered_so(model: RegisteredModel, digest: str) -> None:
-    """Refuse an opening of a version of an adapter that is registered otherwise than the rank has it.
+    """Refuse to open a version of an adapter whose registration differs from the rank's adapter.
 
     Args:
-        model: as it is registered.
-        digest: of the rank's adapter.
+        model: the registration.
+        digest: digest of the rank's adapter.
 
     Raises:
-        FailedPrecondition: it is registered with another config or other tensors, or as a model.
+        FailedPrecondition: the adapter is registered with another config or other tensors, or as a model.
     """
     if model.adapter_digest != digest:
         raise registered_otherwise(model.name)
 
 
 def registered_otherwise(name: ModelName) -> FailedPrecondition:
-    """The error of a rank whose adapter is not the one that is registered."""
+    """Error of a rank whose adapter differs from the registered one."""
     return FailedPrecondition(
         f"{name} is registered with a different adapter_config.json or with other tensors than are pushed: another rank or another job has registered it",
         fix="give the adapters of all ranks the same config, such as lora_alpha; let one job push to this name",
@@ -265,18 +265,18 @@ def registered_otherwise(name: ModelName) -> FailedPrecondition:
 
 
 def check_same_adapter(opened: int, model: RegisteredModel, digest: str) -> None:
-    """Refuse a rank that has another adapter than the one with which a version was opened.
+    """Refuse a rank whose adapter differs from the one with which a version was opened.
 
     Args:
-        opened: the number of the version.
+        opened: number of the version.
         model: the registration with which it was opened.
-        digest: of the rank's adapter.
+        digest: digest of the rank's adapter.
 
     Raises:
-        InvalidArgument: it is another one.
+        InvalidArgument: the adapters differ.
     """
     if model.adapter_digest != digest:
         raise InvalidArgument(
             f"two ranks have different adapter_config.json or different tensors, and version {opened} was opened with one of them",
-            fix="give the adapters of all ranks the same config, such as lora_alpha; change it between pushes only when all ranks have ended the one before",
+            fix="give the adapters of all ranks the same config, such as lora_alpha; change it between pushes only after all ranks have finished the previous push",
         )

@@ -1,4 +1,4 @@
-"""Catalog of models, versions and refs: what the store's heads say, and what this process knows beyond that."""
+"""Catalog of models, versions and refs, from the store's heads and the snapshots of this process."""
 
 from __future__ import annotations
 
@@ -77,36 +77,36 @@ T = TypeVar("T")
 V = TypeVar("V", bound=JsonValue)
 
 AWAY = (Unavailable, DeadlineExceeded)
-"""What a store raises that is away. What is in memory can be read all the same."""
+"""Errors of a store that cannot be reached. Versions in memory can be read nevertheless."""
 MOST_LOOKED_AT = 10_000
-"""Versions of which one listing compares the metadata: more would keep a control call busy for seconds."""
+"""Most versions whose metadata one listing compares: more would keep a control call busy for seconds."""
 _PAGE = 1000
-"""Versions that are looked at together where only some are wanted."""
+"""Number of versions that a filtered listing reads at a time."""
 _LATELY = 16
-"""Versions that are looked at to say why there is none."""
+"""Number of newest versions that are searched for a held one, to explain why a ref names none."""
 _MOST_ALIKE = 1000
-"""Models that are looked at for the one that was meant by a name that none has."""
+"""Most models that are searched for a name similar to one that does not exist."""
 
 
 class Catalog:
-    """Models, versions and refs. Thread-safe.
+    """Catalog of models, versions and refs. Thread-safe.
 
     Args:
-        store: where they lie.
-        grace: how long what was taken out of history can still be read.
-        guarded: the same store, for heads and configs: somebody waits for these, and it does not wait for long; None for ``store``.
-        kept_models: models that are remembered.
-        kept_shards: of declared layouts that each of them remembers.
-        open_names: whether every caller may know which models there are, so that errors may suggest some.
+        store: the object store that holds them.
+        grace: time for which a version that was taken out of history can still be read.
+        guarded: the same store with short timeouts, for heads and configs, which callers wait for; None for ``store``.
+        kept_models: number of models that are remembered.
+        kept_shards: number of shards of declared layouts that each of them remembers.
+        open_names: whether every caller may know all models' names, so that errors may suggest some.
 
     Attributes:
-        store: for what is large.
+        store: the store for large objects.
         heads: the heads of all models.
-        readers: who reads versions from the store.
-        changes: tells of what changes here.
-        snapshots: what this process knows of versions beyond the store.
+        readers: reads of versions from the store, and their leases.
+        changes: notifies listeners of changes in this process.
+        snapshots: versions that this process knows beyond the store.
         known_models: the registrations that this process remembers.
-        stopping: set when the service goes down.
+        stopping: set when the service shuts down.
     """
 
     def __init__(
@@ -139,19 +139,19 @@ class Catalog:
         weight_map: bool = True,
         shown: Callable[[str], bool] = lambda _name: True,
     ) -> Model:
-        """Register a model, or replace its files where its tensors stay the same.
+        """Register a model, or replace its files if its tensors stay the same.
 
         Args:
             name: ``namespace/name``.
-            files: the files besides the weights.
-            dtype: of the weights; empty takes what ``found`` says, or else the config.
+            files: the files other than the weights.
+            dtype: dtype of the weights; if empty, that of ``found``, or else of the config.
             found: the tensors in the files of weights, if there are such files.
-            weight_map: False registers it by its tensors alone, although there may be a weight map for its model type.
-            shown: whether the caller may know of a model of this name, such as an adapter.
+            weight_map: False registers it by its tensors alone, even if there is a weight map for its model type.
+            shown: returns whether the caller may know of a model of this name, such as an adapter.
 
         Raises:
-            InvalidArgument: the name, a file or the config is wrong, its model type has no weight map and its tensors are not
-                known, or they are not those of the config: by the weight map, or else by transformers' own model where it has one.
+            InvalidArgument: the name, a file or the config is wrong; its model type has no weight map and its tensors are not
+                known; or the tensors do not match the config, by the weight map, or else by transformers' own model if it has one.
             FailedPrecondition: the model is registered with other tensors.
         """
         model_name = ModelName.parse(name)
@@ -189,11 +189,11 @@ class Catalog:
         return self._summary(model_name, head, shown)
 
     def register_part(self, name: ModelName) -> Head:
-        """Register a part of a model, unless it is; gives the model's head.
+        """Register a part of a model, unless it is registered. Returns the model's head.
 
         Raises:
             NotFound: there is no such model.
-            FailedPrecondition: versions of the part of a model of this name that was deleted are still being received.
+            FailedPrecondition: versions of the part are still being received that belong to a deleted model of the same name.
         """
         of = self.head(name.model)
         if self.registered_history(name, of) is None:
@@ -202,7 +202,7 @@ class Catalog:
         return of
 
     def get_model(self, name: str, shown: Callable[[str], bool] = lambda _name: True) -> Model:
-        """One model. Raises NotFound, which says what was perhaps meant of the models that are ``shown``."""
+        """One model. Raises NotFound, which suggests a similar name of the models that are ``shown``."""
         model_name = ModelName.parse(name)
         try:
             head = self.head(model_name)
@@ -214,19 +214,19 @@ class Catalog:
         return self._summary(model_name, head, shown)
 
     def _summary(self, name: ModelName, head: Head, shown: Callable[[str], bool]) -> Model:
-        """A model as a caller sees it that may know of the models that are ``shown``."""
+        """A model, with only those adapters that are ``shown`` to the caller."""
         found = summary_from_head(name, head, self.refs_of(name, head))
         return replace(found, adapters=tuple(filter(shown, found.adapters))) if found.adapters else found
 
     def adapters(
         self, name: str, version: str = "", shown: Callable[[str], bool] = lambda _name: True
     ) -> dict[str, tuple[int, ...]]:
-        """The adapters that are on versions of a model, by name, each with the numbers of these. Only the model's head is read.
+        """Adapters based on a model: numbers of the base versions by adapter name. Only the model's head is read.
 
         Args:
             name: ``namespace/name``.
             version: a number or a ref, for the adapters on that version alone.
-            shown: whether the caller may know of a model.
+            shown: returns whether the caller may know of a model.
 
         Raises:
             NotFound: no such model or version.
@@ -243,7 +243,7 @@ class Catalog:
     def list_models(
         self, after: str = "", limit: int = 100, shown: Callable[[str], bool] = lambda _name: True
     ) -> list[Model]:
-        """Up to ``limit`` models by namespace and name, from the one behind ``after`` on; arguments and errors are those of `listed`."""
+        """Up to ``limit`` models after the name ``after``, by namespace and name. Arguments and errors as `listed`."""
         return self.listed(lambda name, head: self._summary(name, head, shown), after, limit, shown)
 
     def listed(
@@ -253,16 +253,16 @@ class Catalog:
         limit: int,
         shown: Callable[[str], bool],
     ) -> list[T]:
-        """A page of what there is to say of each model, by namespace and name. Only their heads are read.
+        """A page of results of ``of`` for each model, by namespace and name. Only the models' heads are read.
 
         Args:
-            of: says it of a model's name and head.
-            after: name of the model behind which the page begins; empty for the first one.
-            limit: most of them.
-            shown: whether a model is among those that are wanted, or that the caller may look at.
+            of: computes the result from a model's name and head.
+            after: the page begins after the model of this name; empty for the first page.
+            limit: most results.
+            shown: returns whether to list a model: the caller wants it, and may see it.
 
         Raises:
-            DataLoss, FailedPrecondition: there are some, and none of them can be read, as in a store of a later release.
+            DataLoss, FailedPrecondition: there are models, but none of them can be read, as in a store of a later release.
         """
         found: list[T] = []
         unreadable: DataLoss | FailedPrecondition | None = None
@@ -278,7 +278,7 @@ class Catalog:
             except (
                 DataLoss,
                 FailedPrecondition,
-            ) as error:  # one that cannot be read must not hide the others
+            ) as error:  # list the other models nevertheless
                 log.error("%s cannot be listed: %s", name, error)
                 unreadable = unreadable or error
         if unreadable is not None and not found and not after:
@@ -286,11 +286,11 @@ class Catalog:
         return found
 
     def kept(self, name: str, kind: type[V]) -> V:
-        """The value of a kind that is kept of a model, such as its `Retention`. Raises NotFound."""
+        """Stored value of this type for a model, such as its `Retention`. Raises NotFound."""
         return self.head(ModelName.parse(name)).kept(kind)
 
     def keep(self, name: str, value: V) -> V:
-        """Keep a value of a model in the place of the one of its type; the audit has both. Raises NotFound."""
+        """Store a value for a model, which replaces the value of the same type. The audit log records both. Raises NotFound."""
         model, kind = ModelName.parse(name), type(value)
         before = self.heads.update(model, lambda head: (keep(head, value), head.kept(kind)))
         note_change(before=before.to_json(), after=value.to_json(), state=REQUEST_DONE)
@@ -298,7 +298,7 @@ class Catalog:
         return value
 
     def model_files(self, name: str, version: str = "") -> dict[str, bytes]:
-        """The files besides the weights that belong to a version, or as registered now."""
+        """Files other than the weights: those of a version, or the ones registered now if it is empty."""
         model_name = ModelName.parse(name)
         history = self.history(model_name)
         head = history.head
@@ -308,7 +308,7 @@ class Catalog:
                 with self.unless_deleted(model_name, found.number):
                     return side_files(self.store, model_name, found.number)
             opened = head.open.get(found.number)
-            if opened is not None and opened.files_id != head.files_id:  # others were registered since
+            if opened is not None and opened.files_id != head.files_id:  # files were registered since
                 return registered_files(self.store, model_name, opened.files_id)
         return {
             file: self.store.get(files_key(model_name, head.files_id, file))[0]
@@ -316,11 +316,11 @@ class Catalog:
         }
 
     def head(self, name: ModelName) -> Head:
-        """What the store says of a model, but for its older versions. Raises NotFound."""
+        """Head of a model, which lacks its older versions. Raises NotFound."""
         return self.history(name).head
 
     def history(self, name: ModelName) -> History:
-        """What the store says of a model. Raises NotFound, which says what was perhaps meant."""
+        """History of a model. Raises NotFound, which suggests a similar name."""
         found = self.registered_history(name)
         if found is None and name.part:
             self.head(name.model)
@@ -338,7 +338,7 @@ class Catalog:
         return found
 
     def registered_history(self, name: ModelName, of: Head | None = None) -> History | None:
-        """What the store says of a model; None if it was never registered to the end, or deleted. Of a part, of which model may be known."""
+        """History of a model; None if its registration was never completed, or if it was deleted. ``of`` is the head of a part's model."""
         found = self.heads.history(name)
         if name.part and found is not None:
             if of is None and (model := self.heads.read(name.model)) is not None:
@@ -348,16 +348,16 @@ class Catalog:
         return found
 
     def _alike(self, name: ModelName, shown: Callable[[str], bool] = lambda _name: True) -> str:
-        """The name of the model that was perhaps meant by a name that none has; empty if it is not known."""
+        """Name of a model similar to a name that does not exist; empty if there is none."""
         try:
             there = map(str, islice(self.heads.models(), _MOST_ALIKE))
             known = [each for each in there if each != str(name) and shown(each)]
-        except WeighbridgeError:  # the store is going away; what is wrong is known all the same
+        except WeighbridgeError:  # the store fails: report the missing name without a suggestion
             return ""
         return model_meant(str(name), known)
 
     def model(self, name: ModelName, head: Head | None = None) -> RegisteredModel:
-        """A model's registration; that of ``head``, if one is given. Raises NotFound."""
+        """Registration of a model; that in ``head``, if given. Raises NotFound."""
         model = self.known_models.get(name)
         if head is None:
             known = self.heads.last_read(name)
@@ -368,11 +368,11 @@ class Catalog:
             return model
         head = head or self.head(name)
         loaded = load_model(self._guarded, name, head)
-        # another thread may have loaded it meanwhile
+        # another thread may have loaded it in the meantime
         return self.known_models.keep(loaded, unless=partial(is_registered, head))
 
     def model_opened(self, name: ModelName, head: Head, files_id: str) -> RegisteredModel:
-        """The registration with which a version of this head was opened. Others may have been registered since, with the same tensors: its files stay its own.
+        """Registration with which a version in this head was opened. The version keeps its files if others were registered since.
 
         Raises:
             NotFound: these files are not registered any more.
@@ -388,31 +388,31 @@ class Catalog:
         )
 
     def adopt(self, model: RegisteredModel) -> None:
-        """Take note of a registration that another replica has read from the store, unless the model is known here."""
+        """Remember a registration that another replica has read from the store, unless the model is known here."""
         self.known_models.keep(model, unless=lambda _: True)
 
     def forget_model(self, name: ModelName) -> None:
-        """A model is deleted: no more is known of it."""
+        """Forget a model, which was deleted, and notify its followers."""
         self.known_models.forget(name)
         self.changes.notify(name)
 
     # --- versions
 
     def give_up_abandoned(self, name: ModelName) -> History:
-        """Close the open versions of which nothing was heard for longer than they were to stay open; the history after that."""
+        """Close the open versions whose lease has expired. Returns the history after that."""
         now_ms = unix_ms()
         self.heads.update(name, lambda head: (give_up_abandoned(head, now_ms), None))
         return self.history(name)
 
     def get_version(self, name: str, version: str) -> Version:
-        """One version, by number or ref, in whatever state. Raises NotFound."""
+        """One version, by number or ref, in any state. Raises NotFound."""
         model_name = ModelName.parse(name)
         found = self.resolve(model_name, version, invisible=True)
         known = None if found.state.visible else self.snapshots.get(model_name, found.number)
         return self._with_lacks([found])[0] if known is None else known.described
 
     def _with_lacks(self, versions: list[Version]) -> list[Version]:
-        """Versions, of which those say so whose base was deleted."""
+        """The versions, with an error for those whose base was deleted."""
         read: dict[str, History | None] = {}
         unreadable: set[str] = set()
         for index, version in enumerate(versions):
@@ -424,7 +424,7 @@ class Catalog:
                     read[base.model] = self.heads.history(ModelName.parse(base.model))
                 history = read[base.model]
                 lacks = history is None or history.durable(base.number) is None
-            except WeighbridgeError:  # whether it is there cannot be seen now
+            except WeighbridgeError:  # whether the base exists is unknown now
                 unreadable.add(base.model)
                 continue
             if lacks:
@@ -440,9 +440,9 @@ class Catalog:
         include_invisible: bool = False,
         where: Sequence[Condition] = (),
     ) -> list[Version]:
-        """Up to ``limit`` versions, newest first, from below number ``before`` on (0 begins with the newest).
+        """Up to ``limit`` versions with numbers below ``before``, newest first; 0 begins with the newest.
 
-        With ``where``, only those of whose metadata all of it is true, among the newest `MOST_LOOKED_AT` from there on.
+        With ``where``, only versions whose metadata meets all conditions, among the next `MOST_LOOKED_AT` versions.
         """
         found: list[Version] = []
         for _ in range(MOST_LOOKED_AT // _PAGE):
@@ -461,7 +461,7 @@ class Catalog:
     ) -> list[Version]:
         model_name = ModelName.parse(name)
         known = self.snapshots.of_model(model_name)
-        # read after that: what has become durable meanwhile is in it
+        # read after the snapshots, so that it contains versions that have become durable since
         history = self.history(model_name)
         return page_of(model_name, history, known, before, limit, include_invisible=include_invisible)
 
@@ -471,17 +471,17 @@ class Catalog:
         return self.refs_of(model_name, self.head(model_name))
 
     def verify(self, name: str, version: str, *, sha256: bool = False) -> Verification:
-        """Compare a durable version's files with its manifest; with ``sha256``, make SHA-256 of each as well."""
+        """Compare a durable version's files with its manifest; with ``sha256``, also compute the SHA-256 of each."""
         with self.reading_stored(name, version) as found:
             return verify_version(self.store, ModelName.parse(name), found.number, sha256=sha256)
 
     @contextmanager
     def reading_stored(self, name: str, version: str) -> Iterator[Version]:
-        """A durable version, whose objects are kept while the block reads them.
+        """Context of a durable version, whose objects are kept while the block reads them.
 
         Raises:
-            NotFound: no such model, version or ref; or it was deleted meanwhile.
-            FailedPrecondition: it is not durable yet.
+            NotFound: no such model, version or ref; or the version was deleted in the meantime.
+            FailedPrecondition: the version is not durable yet.
         """
         model_name = ModelName.parse(name)
         asked_ms = self.readers.clock()
@@ -505,17 +505,17 @@ class Catalog:
     def resolve(
         self, name: ModelName, version: str, history: History | None = None, *, invisible: bool = False
     ) -> Version:
-        """The version of a number or a ref. One that was taken out of history is found by its number as long as it is there.
+        """The version with a number or a ref. A version that was taken out of history is found by its number until it is deleted.
 
         Args:
             name: the model.
             version: a number or a ref.
-            history: the model's, if the caller has just read it.
-            invisible: also a version that is being received or has failed.
+            history: history of the model, if the caller has just read it.
+            invisible: whether to also find a version that is being received or has failed.
 
         Raises:
             NotFound: no such model, version or ref.
-            VersionFailed, FailedPrecondition: it is not visible.
+            VersionFailed, FailedPrecondition: the version is not visible.
         """
         if history is None:
             try:
@@ -525,7 +525,7 @@ class Catalog:
                 if found is None:
                     raise
                 return found
-        snapshots = self.snapshots.of_model(name)  # once: what ``live`` names may fail at any time
+        snapshots = self.snapshots.of_model(name)  # once: the ``live`` version may fail at any time
         refs = refs_of(history.head, snapshots)
         number = number_in(version)
         if number is None:
@@ -566,24 +566,24 @@ class Catalog:
         raise FailedPrecondition(f"{there} is not complete yet", fix="wait until it is ready")
 
     def in_memory(self, name: ModelName, version: str) -> Version | None:
-        """A visible version that this process has in memory, by its number or as ``live``. The store is not asked.
+        """A visible version that this process has in memory, by its number or as ``live``. Does not read the store.
 
-        None if there is none, or if ``live`` named a newer one when the store was last read: it does not go back.
+        None if there is none, or if ``live`` named a newer version when the store was last read: ``live`` never goes back.
         """
         return in_memory(self.heads.last_read(name), self.snapshots.of_model(name), version)
 
     def _newest_held(self, name: ModelName, history: History) -> int:
-        """The newest version that is held, of those that were published last or are in memory here; 0 if there is none."""
+        """Number of the newest held version, among the last published ones and those in memory here; 0 if there is none."""
         published = (entry.number for entry in history.newest(_LATELY) if entry.held)
         versions = (known.version for known in self.snapshots.of_model(name).values())
         return max((*published, *(v.number for v in versions if v.held and v.state.visible)), default=0)
 
     @contextmanager
     def unless_deleted(self, name: ModelName, number: int) -> Iterator[None]:
-        """Where the block finds that objects of a durable version are missing, and the version was deleted, say that.
+        """Turn errors about missing objects of a durable version, raised in the block, into NotFound if the version was deleted.
 
         Raises:
-            NotFound: it was taken out of history, and its objects are being deleted or are gone.
+            NotFound: the version was taken out of history, and its objects are being deleted or are gone.
         """
         try:
             yield
@@ -594,5 +594,4 @@ class Catalog:
 
 
 def _write(meant: str, fix: str) -> str:
-    """What to do about a name that no model has, if perhaps another one was meant."""
     return f"write {meant}, or {fix}" if meant else fix

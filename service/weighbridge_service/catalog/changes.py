@@ -1,4 +1,4 @@
-"""News of models: something of one has changed, and whoever follows it should look again."""
+"""Notifications of changed models, on which followers of a model read it again."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from contextlib import contextmanager
 from weighbridge_storage.documents.names import ModelName
 
 Listener = Callable[[ModelName | None], None]
-"""Is told which model has changed, or None for all; in the thread that has changed it, so it must not wait for anything."""
+"""Called with the name of the model that has changed, or None for all. It runs in the thread that made the change, so it must not block."""
 
 
 class Changes:
-    """Who is told of changes. Thread-safe."""
+    """Listeners to changes of models. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._listeners: tuple[Listener, ...] = ()
 
     def notify(self, name: ModelName | None = None) -> None:
-        """Something of a model has changed, or of any."""
+        """Notify all listeners that a model has changed; None for any model."""
         for listener in self._listeners:
             listener(name)
 
     @contextmanager
     def listening(self, listener: Listener) -> Iterator[None]:
-        """Tell the listener of changes while the block runs."""
+        """Notify the listener of changes while the block runs."""
         with self._lock:
             self._listeners = (*self._listeners, listener)
         try:

@@ -1,4 +1,4 @@
-"""Collection of each model's versions: when it is asked for, and by itself."""
+"""Collection of each model's versions, on request and periodically."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from weighbridge_storage.head.pins import sees_all
 log = logging.getLogger(__name__)
 
 _LOOKED_AT = 100
-"""Pins of a base of which a collection looks whether they are still needed: it reads the head of each one's adapter."""
+"""Most pins of a base that one collection checks: each check reads the head of an adapter."""
 
 
 class Collecting:
-    """Retention of versions. Thread-safe; any number of replicas may do it at a time.
+    """Retention of versions. Thread-safe; any number of replicas may collect at the same time.
 
     Args:
-        catalog: which models there are.
+        catalog: the registered models.
         every_s: seconds between two collections of all models by this process, on average; 0 for none.
-        on_collected: is told of each model that this process has collected, and its history.
+        on_collected: called with each model that this process has collected, and its history.
 
     Attributes:
-        versions_deleted: versions whose objects this process has deleted.
+        versions_deleted: number of versions whose objects this process has deleted.
         bytes_deleted: bytes of their weights.
-        failures: collections that failed, and deletions within others.
+        failures: number of failed collections, and of failed deletions within others.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Collecting:
             self._thread.start()
 
     def keep_served(self, served: Callable[[ModelName], Mapping[int, Sequence[str]]]) -> None:
-        """Keep the versions of a model that engines serve: ``served`` names the engines by the number of the version."""
+        """Keep the versions of a model that engines serve: ``served`` returns the names of the engines by version number."""
         self._served = served
 
     def set_retention(self, name: str, retention: Retention) -> Retention:
@@ -81,20 +81,20 @@ class Collecting:
         forced: bool = False,
         sees: Callable[[str], bool] = sees_all,
     ) -> Version:
-        """Take a version out of history; its objects go with a collection after the grace time.
+        """Take a version out of history. A collection deletes its objects after the grace time.
 
         Args:
             name: ``namespace/name``.
-            number: of the version.
-            forced: whether it is deleted although adapters are on it, which then say that they lack it.
-            sees: whether the caller may know of a model of this name.
+            number: number of the version.
+            forced: whether to delete it even if adapters are based on it; their versions then show an error.
+            sees: returns whether the caller may know of a model of this name.
 
         Returns:
-            The version, which can be read by its number until then.
+            The version, which can be read by its number until its objects are deleted.
 
         Raises:
             NotFound: no such model or version.
-            FailedPrecondition: a ref names the version, it is not durable yet, or adapters are on it.
+            FailedPrecondition: a ref names the version, it is not durable yet, or adapters are based on it.
         """
         model, clock = ModelName.parse(name), self._catalog.readers.clock
         if not forced:
@@ -115,31 +115,31 @@ class Collecting:
         forced: bool = False,
         sees: Callable[[str], bool] = sees_all,
     ) -> DeletedModel:
-        """Take a model away with all of its versions, refs and rules, and its training states; its objects go with collections.
+        """Delete a model with all of its versions, refs and rules, and its training states. Collections delete the objects.
 
-        One change of the model's head: there is nothing that a crash could leave half done. Other replicas find it with their next reading
-        of it. The training states are deleted behind it; a collection does that if it was not.
+        The deletion is one change of the model's head, so a crash leaves nothing half done. Other replicas see it when they next read the
+        head. The training states are deleted afterwards; if that fails, a collection deletes them.
 
         Args:
             name: ``namespace/name``.
-            request_id: the same in repetitions of a request: what it has deleted before is not deleted again.
-            forced: whether it is deleted although adapters are on versions of it, which then say that they lack them.
-            sees: whether the caller may know of a model of this name.
+            request_id: id that is the same in retries of a request, which then do not delete a model again that was registered since.
+            forced: whether to delete it even if adapters are based on its versions; their versions then show an error.
+            sees: returns whether the caller may know of a model of this name.
 
         Raises:
             NotFound: no such model.
-            FailedPrecondition: versions are being received, or adapters are on versions of the model.
+            FailedPrecondition: versions are being received, or adapters are based on versions of the model.
         """
         model, clock = ModelName.parse(name), self._catalog.readers.clock
         part = None if model.part else self._catalog.heads.history(model.training)
         if part is not None:
-            # refuses what would be refused when the model is gone
+            # check first what would be refused after the model is deleted
             delete_model(self._without_given_up(model.training, part.head), clock())
         deleted = self._delete_model(model, request_id, forced=forced, sees=sees)
         if part is not None:
             try:
                 self._delete_model(model.training, request_id)
-            except FailedPrecondition as error:  # a push of one has begun meanwhile; nobody sees it any more
+            except FailedPrecondition as error:  # a push of one has begun since; callers no longer see it
                 log.warning("%s will be deleted later: %s", model.training, error)
         return deleted
 
@@ -175,18 +175,18 @@ class Collecting:
         return DeletedModel(str(model), count)
 
     def _without_given_up(self, model: ModelName, head: Head) -> Head:
-        """The head without open versions that this process has given up: a caller hears of that before the head is written."""
+        """The head without open versions that this process has given up: callers learn of that before the head is written."""
         for number, known in self._catalog.snapshots.of_model(model).items():
             version, there = known.version, head.open.get(number)
             if not version.state.given_up or there is None:
                 continue
-            # other replicas may go on with one that failed here
+            # other replicas may continue a claimed version that failed here
             if version.state is VersionState.ABORTED or not there.claim:
                 head = give_up_ended(head, version, self._catalog.readers.clock())
         return head
 
     def collect(self, name: str, *, dry_run: bool = False) -> Collection:
-        """Delete what need not be kept of one model; in a dry run, only say what that would be.
+        """Delete the versions of one model that need not be kept. A dry run only reports them.
 
         Raises:
             NotFound: no such model.
@@ -220,9 +220,9 @@ class Collecting:
     def _release(
         self, model: ModelName, number: int | None = None, most: int | None = None, *, renew: bool = False
     ) -> None:
-        """Give versions free that no adapter is on any more; and pin again those on which versions of this adapter are, if that is asked for.
+        """Remove the pins of versions on which no adapter is based any more. With ``renew``, also pin the bases of this adapter's versions.
 
-        What fails is left to another time: a pin that stays keeps a version that need not be kept, and the retention decides by no head but the model's own.
+        A failure is left to the next collection: a stale pin only keeps a version longer, and retention reads no head but the model's own.
         """
         try:
             self._bases.release(model, number, most)
@@ -232,7 +232,7 @@ class Collecting:
             log.warning("pins of %s are left as they are for now: %s", model, error)
 
     def collect_all(self) -> None:
-        """Collect all models; one that fails stops no other."""
+        """Collect all models; a failure of one does not stop the others."""
         for model in self._catalog.heads.everything():
             if self._catalog.stopping.is_set():
                 return
@@ -240,23 +240,23 @@ class Collecting:
                 if model.part and self._is_left(model):
                     self._delete_model(model, "")
                 self.collect(str(model))
-            except NotFound:  # it was never registered to the end
+            except NotFound:  # its registration was never completed
                 continue
             except WeighbridgeError as error:
                 self._failed(str(model), error)
 
     def _is_left(self, part: ModelName) -> bool:
-        """Whether a part is left of a model that was deleted. One whose model has lost its head is not: that can be made again."""
+        """Whether a part belongs to a deleted model. False if the model has only lost its head, which can be rebuilt."""
         heads = self._catalog.heads
         found, of = heads.history(part), heads.read_any(part.model)
         return found is not None and of is not None and not is_part_of(found.head, of[0])
 
     def _run(self) -> None:
-        # at other times than the other replicas, and not at once: a service that starts has better things to do
+        # at random times, so that replicas do not collect together; not at once, as a starting service has more urgent work
         while not self._catalog.stopping.wait(self._every_s * DICE.uniform(0.5, 1.5)):
             try:
                 self.collect_all()
-            except Exception as error:  # there will be another time
+            except Exception as error:  # the next round retries
                 self._failed("models", error)
 
     def _failed(self, what: str, error: Exception) -> None:
@@ -273,7 +273,7 @@ class Collecting:
 def _log(report: Collection) -> None:
     for problem in report.problems:
         log.warning("collecting %s: %s", report.model, problem)
-    # what is kept or waits says nothing new
+    # versions that are kept or wait are no news
     done = replace(report, kept=(), waiting=(), problems=())
     if done != Collection(report.model, report.dry_run):
         log.info(

@@ -1,4 +1,4 @@
-"""Gates of models: which versions are held and which refs are protected, and what others approve of either."""
+"""Gates of models: held versions, protected refs, and the approvals of both."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ T = TypeVar("T")
 
 
 class Gates:
-    """The gates of all models. Thread-safe; any number of replicas may change them at a time.
+    """Gates of all models. Thread-safe; any number of replicas may change them at the same time.
 
-    A change of a ref that may wait has a ``request_id``: if it takes approvals, it becomes a request of that name. Without one it is refused then.
+    A change of a ref that takes approvals becomes a pending request, named by its ``request_id``. Without a ``request_id`` it is refused.
 
     Args:
-        catalog: which models there are.
-        on_approved: is told of each version that was approved here, and for which reasons.
-        named: the identity that the policy has under a name now; None if there is none.
+        catalog: the registered models.
+        on_approved: called with each version that was approved here, and the approved reasons.
+        named: returns the identity that the policy has under a name now; None if there is none.
     """
 
     def __init__(
@@ -61,9 +61,9 @@ class Gates:
 
     @property
     def held(self) -> int:
-        """Held versions that this process has received, as the store has them now: others may have approved or deleted them.
+        """Number of held versions that this process has received, by the store, since other replicas may have approved or deleted them.
 
-        Of a model whose head cannot be read, as this process has heard of them last.
+        For a model whose head cannot be read, the number that this process knew last.
         """
         return sum(self._held_of(model, numbers) for model, numbers in self._catalog.snapshots.held.items())
 
@@ -79,7 +79,7 @@ class Gates:
     def _is_held(self, model: ModelName, number: int, history: History) -> bool:
         try:
             version = self._catalog.resolve(model, str(number), history)
-        except (NotFound, VersionFailed):  # deleted, or given up meanwhile
+        except (NotFound, VersionFailed):  # deleted, or given up since
             return False
         except WeighbridgeError:
             return True
@@ -88,22 +88,22 @@ class Gates:
     def approve_version(
         self, name: str, number: int, *, by: str, note: str, reasons: Iterable[str] = ()
     ) -> Version:
-        """Hold a version no longer for some of the reasons for which it is held. One that is not held for these stays as it is.
+        """Approve reasons for which a version is held. A version that is not held for these does not change.
 
         Args:
             name: the model.
-            number: which version.
-            by: who approves it, in their own words.
-            note: is kept with that.
-            reasons: which; none stands for all that there are now.
+            number: number of the version.
+            by: name of the approver, as the caller gives it.
+            note: note that is stored with the approval.
+            reasons: the reasons to approve; if empty, all for which the version is held now.
 
         Returns:
-            The version after that.
+            The version after the approval.
 
         Raises:
             NotFound: no such model or version.
-            FailedPrecondition: it is not complete yet, or was taken out of history.
-            VersionFailed: it has failed.
+            FailedPrecondition: the version is not complete yet, or was taken out of history.
+            VersionFailed: the version has failed.
             InvalidArgument: a text is too long, or not printable.
         """
         model = ModelName.parse(name)
@@ -119,7 +119,7 @@ class Gates:
         self._catalog.heads.edit(
             model, lambda history: (requests.approve_version(history, number, approval), None)
         )
-        log.info("%s was approved by %s: %s", found, by or "nobody who is named", note or "no note")
+        log.info("%s was approved by %s: %s", found, by or "an unnamed caller", note or "no note")
         self._on_approved(model, number, approved)
         self._catalog.changes.notify(model)
         after = self._catalog.resolve(model, str(number))
@@ -129,14 +129,14 @@ class Gates:
     def move(
         self, name: str, ref: str, version: str, peer: Peer, *, request_id: str = "", note: str = ""
     ) -> tuple[Version, RefRequest]:
-        """Let a tag name a durable version, or ask for it.
+        """Move a tag to a durable version, or request the move if it takes approvals.
 
         Returns:
-            The version, and the request as it stands: done or pending.
+            The version, and the request, which is done or pending.
 
         Raises:
             NotFound: no such version.
-            FailedPrecondition: it is not durable yet; or as `ask`.
+            FailedPrecondition: the version is not durable yet; or as `ask`.
             WeighbridgeError: as `ask`.
         """
         note_change(version=version)
@@ -161,7 +161,7 @@ class Gates:
         request_id: str = "",
         note: str = "",
     ) -> RefRequest:
-        """Change a ref, take it away or protect it no longer, or ask for that; for `REQUEST_MOVE` see `move`. Raises NotFound, and as `requests.ask`."""
+        """Move, delete or unprotect a ref, or request that. For `REQUEST_MOVE` see `move`. Raises NotFound, and as `requests.ask`."""
         asker = peer.asker(Verb.TAG, name, ref)
         wanted = _wanted(ref, action, asker.name, request_id, note, number)
         return self._change_ref(
@@ -171,7 +171,7 @@ class Gates:
         )
 
     def approve_ref(self, name: str, ref: str, request_id: str, peer: Peer, *, note: str = "") -> RefRequest:
-        """Approve a request; the last approval that it takes carries it out. Raises as `requests.approve_request`."""
+        """Approve a request. The last approval that it takes carries it out. Raises as `requests.approve_request`."""
         model, asker = ModelName.parse(name), peer.asker(Verb.APPROVE, name, ref)
         standing = self._standing(model, ref)
         return self._change_ref(
@@ -192,7 +192,7 @@ class Gates:
         )
 
     def protect(self, name: str, ref: str, approvals: int, peer: Peer) -> tuple[Protection, ...]:
-        """Protect a ref, or raise what its changes take. Raises NotFound, and as `requests.protect`.
+        """Protect a ref, or raise the number of approvals that its changes take. Raises NotFound, and as `requests.protect`.
 
         Returns:
             All protections of the model.
@@ -209,11 +209,11 @@ class Gates:
         return _protections(after)
 
     def protections(self, name: str) -> tuple[Protection, ...]:
-        """What it takes to change those refs of a model that are protected. Raises NotFound."""
+        """Protected refs of a model, and the approvals that their changes take. Raises NotFound."""
         return _protections(self._catalog.head(ModelName.parse(name)))
 
     def ref_requests(self, name: str) -> tuple[RefRequest, ...]:
-        """Requests to change protected refs: those that are pending, and the last ones that have ended, in the order of asking. Raises NotFound."""
+        """Requests to change protected refs: pending ones and the last that have ended, oldest first. Raises NotFound."""
         model = ModelName.parse(name)
         head = requests.expire(self._catalog.head(model), unix_ms())
         return tuple(self._shown(model, head, each) for each in head.requests)
@@ -224,7 +224,7 @@ class Gates:
         change: Callable[[History], tuple[Head, T]],
         value: Callable[[Head, T], object],
     ) -> T:
-        """Change a head, and note in the audit the value that was changed."""
+        """Change a head, and record the value before and after in the audit log."""
 
         def noted(history: History) -> tuple[Head, tuple[T, object, object]]:
             head, result = change(history)
@@ -258,7 +258,7 @@ class Gates:
         return requests.Standing(partial(may, Verb.TAG), partial(may, Verb.APPROVE))
 
     def _shown(self, model: ModelName, head: Head, entry: RequestEntry) -> RefRequest:
-        """A request as clients see it."""
+        """The request as clients see it."""
         return RefRequest(
             model=str(model),
             ref=entry.ref,
@@ -287,7 +287,7 @@ def _wanted(ref: str, action: str, by: str, request_id: str, note: str, number: 
 
 
 def _value(head: Head, wanted: RequestEntry | RefRequest) -> object:
-    """What a request changes, as a head has it: the number that the ref names, or what its changes take; None if there is none."""
+    """Value in a head that a request changes: the number that the ref names, or the approvals that its changes take; None if not set."""
     if wanted.action in (REQUEST_PROTECT, REQUEST_UNPROTECT):
         protection = head.protected.get(wanted.ref)
         return None if protection is None else {"approvals": protection.approvals}

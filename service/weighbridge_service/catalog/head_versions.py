@@ -1,4 +1,4 @@
-"""Versions and refs as a model's head has them. Everything here is pure."""
+"""Versions and refs from a model's head. All functions are pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _RETIRED = "it was taken out of history, and is there only for those who are rea
 
 
 def refs_of(head: Head, snapshots: Mapping[int, VersionSnapshot]) -> dict[str, int]:
-    """Version number by ref, with ``live`` as the snapshots of this process have it."""
+    """Version number by ref, with ``live`` from the head and the snapshots of this process."""
     refs = head.ref_numbers
     if number := live(head, snapshots):
         refs[REF_LIVE] = number
@@ -25,9 +25,9 @@ def refs_of(head: Head, snapshots: Mapping[int, VersionSnapshot]) -> dict[str, i
 
 
 def live(head: Head | None, snapshots: Mapping[int, VersionSnapshot]) -> int:
-    """The version that ``live`` names: the newest one that is visible and not held, in history or of those of which this process knows more.
+    """Number of the version that ``live`` names: the newest that is visible and not held, in history or in the snapshots of this process.
 
-    Without a head, nothing is in history, and nothing approved. 0 if there is none.
+    0 if there is none. Without a head, only the snapshots count, and no approvals.
     """
     released = (
         number
@@ -40,7 +40,7 @@ def live(head: Head | None, snapshots: Mapping[int, VersionSnapshot]) -> int:
 def in_memory(head: Head | None, snapshots: Mapping[int, VersionSnapshot], version: str) -> Version | None:
     """A visible version that this process has in memory, by its number or as ``live``; None if there is none.
 
-    Nor is there one if ``live`` named a newer one by ``head``, which was read last: it does not go back.
+    Also None if ``live`` names a newer version in ``head``, which was read last: ``live`` never goes back.
     """
     readable = {number: known for number, known in snapshots.items() if known.readable}
     number = live(head, readable) if version == REF_LIVE else number_in(version)
@@ -57,15 +57,15 @@ def page_of(
     *,
     include_invisible: bool,
 ) -> list[Version]:
-    """Up to ``limit`` versions, newest first, from below number ``before`` on (0 begins with the newest).
+    """Up to ``limit`` versions with numbers below ``before``, newest first.
 
     Args:
         name: the model.
-        history: its own, read after ``snapshots`` were taken: what has become durable meanwhile is in it.
-        snapshots: what this process knows beyond that.
-        before: a number.
-        limit: most of them.
-        include_invisible: also versions that are being received or have failed.
+        history: its history, read after ``snapshots`` were taken, so that it contains versions that have become durable since.
+        snapshots: snapshots of this process, by version number.
+        before: a version number; 0 begins with the newest.
+        limit: most versions.
+        include_invisible: whether to also list versions that are being received or have failed.
     """
     head = history.head
     found = {
@@ -78,7 +78,7 @@ def page_of(
     for number, snapshot in snapshots.items():
         version = snapshot.described if include_invisible else snapshot.version
         if number in found and found[number].state.stored:
-            continue  # what is in history is the same for all replicas
+            continue  # all replicas show the same version from history
         if version.state is VersionState.DURABLE:
             continue  # deleted since
         if version.state.visible or include_invisible:
@@ -88,29 +88,29 @@ def page_of(
 
 
 def approval_in(head: Head | None, number: int) -> Approval | None:
-    """What a head says of the approval of a version, open or in history; None without a head."""
+    """Approval of a version, open or in history, from a head; None if there is none, or no head."""
     entry = None if head is None else head.open.get(number) or head.recent.get(number)
     return None if entry is None else entry.approval
 
 
 def approved_since(head: Head | None, number: int) -> tuple[str, ...]:
-    """The reasons of a version in history for which it is held no more; none if there is no head."""
+    """Approved reasons for holding a version in history; empty if there is no head."""
     entry = None if head is None else head.recent.get(number)
     return () if entry is None or entry.approval is None else entry.approval.reasons
 
 
 def deleted(name: ModelName, number: int) -> NotFound:
-    """The error of a version that is gone."""
+    """Error of a version that was deleted."""
     return NotFound(f"{name}@{number} was deleted", fix="take another version; a tag keeps one for good")
 
 
 def number_in(version: str) -> int | None:
-    """The number of a version that is named by it; None if that may only be a ref."""
+    """Version number that a text gives; None if the text can only be a ref."""
     return int(version) if version.isascii() and version.isdigit() and len(version) <= 12 else None
 
 
 def invisible_version(name: ModelName, head: Head, number: int) -> Version | None:
-    """A version that is being received, perhaps by other replicas of the service, or that was given up."""
+    """A version that is being received, by any replica of the service, or that was given up; None if there is none."""
     there = head.open.get(number)
     if there is not None:
         version = Version(
@@ -144,7 +144,7 @@ def invisible_version(name: ModelName, head: Head, number: int) -> Version | Non
 
 
 def version_of_entry(name: ModelName, head: Head, entry: VersionEntry) -> Version:
-    """A version that is part of history, or was: as every replica shows it, whoever has received it."""
+    """A version that is part of history, or was. All replicas show the same, whether or not they have received it."""
     version = Version(
         model=str(name),
         number=entry.number,
@@ -169,6 +169,6 @@ def version_of_entry(name: ModelName, head: Head, entry: VersionEntry) -> Versio
 
 
 def _tensor_bytes(head: Head) -> int:
-    """Bytes of all tensors of a version, as registered; 0 of a training state."""
+    """Bytes of all tensors of a version, as registered; 0 for a training state."""
     found = head.registration.get("tensor_bytes")
     return found if isinstance(found, int) else 0

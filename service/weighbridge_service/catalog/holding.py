@@ -1,7 +1,7 @@
-"""Reasons to hold a version: what one replica knows of why ``live`` and ``latest`` pass it by, until history says it. Pure.
+"""Reasons to hold a version, so that ``live`` and ``latest`` skip it, as far as one replica knows before they are in history. Pure.
 
-Reasons are given when a version is opened, counted by its ranks when they seal, told by other replicas, and found when digests are made.
-Approval stands against them by name. So a further reason needs nothing but somebody who gives it.
+Ranks give reasons when they open a version, and count NaN and infinite elements when they seal. Other replicas report their counts, and
+digests of files count again. An approval cancels reasons by name, so a new kind of reason needs only code that gives it.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from weighbridge_storage.documents.entries import Approval, OpenEntry, VersionEn
 
 @dataclass(frozen=True, slots=True)
 class HoldReasons:
-    """Why a version is held, as far as one replica knows.
+    """Reasons for which a version is held, as far as one replica knows.
 
     Attributes:
-        opened: the reasons of its opening.
-        allows_nonfinite: whether it is not held for elements that are NaN or infinite.
+        opened: reasons given when the version was opened.
+        allows_nonfinite: whether elements that are NaN or infinite are no reason.
         approved: reasons that were approved.
-        counted: how many such elements ranks have counted that seal here, by rank; ranks without any are not there.
-        elsewhere: how many other replicas know of, by number; likewise.
-        found: how many there are in the files here that have digests.
+        counted: number of such elements that each rank which seals here has counted, by rank; ranks without any are left out.
+        elsewhere: number of such elements that each other replica knows of, by its number; replicas without any are left out.
+        found: number of such elements in the files here that have digests.
     """
 
     opened: tuple[str, ...] = ()
@@ -35,16 +35,16 @@ class HoldReasons:
 
     @staticmethod
     def of(entry: OpenEntry) -> HoldReasons:
-        """What head.json says of a version that is being received."""
+        """Reasons from the entry in head.json of a version that is being received."""
         return HoldReasons().with_entry(entry)
 
     @staticmethod
     def stored(entry: VersionEntry) -> HoldReasons:
-        """What history says of a version: all there is to say."""
+        """Reasons from the entry of a version in history, which is complete."""
         return HoldReasons(entry.held, allows_nonfinite=True, found=entry.nonfinite_elements)
 
     def with_entry(self, entry: OpenEntry) -> HoldReasons:
-        """After head.json was read: what further ranks have said at its opening, and what was approved."""
+        """Copy with the reasons and approvals in the version's entry, which further ranks and approvers have changed."""
         approved = () if entry.approval is None else entry.approval.reasons
         return replace(
             self,
@@ -54,43 +54,43 @@ class HoldReasons:
         )
 
     def with_approved(self, reasons: tuple[str, ...]) -> HoldReasons:
-        """After these reasons were approved."""
+        """Copy in which these reasons are approved."""
         opened = tuple(reason for reason in self.opened if reason not in reasons)
         return replace(self, opened=opened, approved=self.approved.union(reasons))
 
     def with_counted(self, rank: int, elements: int) -> HoldReasons:
-        """After a rank has said how many elements are NaN or infinite."""
+        """Copy with a rank's count of elements that are NaN or infinite."""
         return replace(self, counted={**self.counted, rank: elements}) if elements else self
 
     def with_elsewhere(self, replica: int, elements: int) -> HoldReasons:
-        """After another replica has said how many it knows of."""
+        """Copy with the count of another replica, if it is higher than its last one."""
         if elements <= self.elsewhere.get(replica, 0):
             return self
         return replace(self, elsewhere={**self.elsewhere, replica: elements})
 
     def with_found(self, elements: int) -> HoldReasons:
-        """After the digests of a file were made."""
+        """Copy with the count from the digests of one more file."""
         return replace(self, found=self.found + elements)
 
     @property
     def here(self) -> int:
-        """How many elements are known here to be NaN or infinite; those that ranks have counted may be in files of other replicas."""
+        """Number of NaN or infinite elements that this replica knows of; those that its ranks counted may be in files of other replicas."""
         return max(sum(self.counted.values()), self.found)
 
     @property
     def known(self) -> int:
-        """How many are known of in all; at least one if anybody knows of one."""
+        """Number of NaN or infinite elements that all replicas have reported: at least 1 if there is one, but some may count twice."""
         return max(sum(self.counted.values()) + sum(self.elsewhere.values()), self.found)
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """Why the version is held now; empty if it is not."""
+        """Reasons for which the version is held now; empty if it is not held."""
         nonfinite = (HELD_NONFINITE,) if self.known and not self.allows_nonfinite else ()
         return tuple(sorted({*self.opened, *nonfinite} - self.approved))
 
 
 def with_approval(version: Version, approval: Approval | None) -> Version:
-    """A version with what head.json says of its approval."""
+    """The version with its approval from head.json, without the approved reasons."""
     if approval is None:
         return version
     return replace(

@@ -1,4 +1,4 @@
-"""Known models: the registrations that a process remembers, so that it need not read them again."""
+"""Known models: registrations that a process remembers, so that it need not read them again."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from weighbridge_service.models.registered_model import KEPT_SHARDS, RegisteredM
 from weighbridge_storage.documents.names import ModelName
 
 _MOST_BYTES = 1 << 30
-"""What models may take together; those of which something is under way are remembered in any case."""
+"""Bytes that all models may take together; models in use are remembered in any case."""
 
 
 class KnownModels:
-    """The models that were used last. Thread-safe.
+    """Cache of the models that were used last. Thread-safe.
 
     Args:
-        most: models that are remembered.
-        in_use: whether something is under way for a model.
-        shards: of declared layouts that each model remembers.
+        most: number of models that are remembered.
+        in_use: returns whether work is under way for a model.
+        shards: number of shards of declared layouts that each model remembers.
     """
 
     def __init__(self, most: int, in_use: Callable[[ModelName], bool], shards: int = KEPT_SHARDS) -> None:
@@ -31,12 +31,12 @@ class KnownModels:
 
     @property
     def names(self) -> list[ModelName]:
-        """Which models are known; what was used last comes last."""
+        """Names of the known models, the least recently used first."""
         with self._lock:
             return list(self._known)
 
     def get(self, name: ModelName) -> RegisteredModel | None:
-        """A model, if it is known."""
+        """A model; None if it is not known."""
         with self._lock:
             model = self._known.get(name)
             if model is not None:
@@ -44,7 +44,7 @@ class KnownModels:
             return model
 
     def keep(self, model: RegisteredModel, unless: Callable[[RegisteredModel], bool]) -> RegisteredModel:
-        """Remember a model, unless that will do which is known by its name; gives the one that is known then."""
+        """Remember a model, unless ``unless`` accepts the one that is known by its name. Returns the model that is known afterwards."""
         with self._lock:
             there = self._known.get(model.name)
             if there is not None and unless(there):
@@ -61,6 +61,6 @@ class KnownModels:
             return model
 
     def forget(self, name: ModelName) -> None:
-        """Know no more of a model."""
+        """Forget a model."""
         with self._lock:
             self._known.pop(name, None)

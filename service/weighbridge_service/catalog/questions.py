@@ -1,4 +1,4 @@
-"""Questions about versions of one model that somebody waits for, and their answers as things stand: of one reading of its head, or of memory."""
+"""Questions about versions of one model that callers wait for, and their current answers, from one read of its head or from memory."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from weighbridge_storage.head.head import Head
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What somebody waits for.
+    """Question that a caller waits on.
 
     Attributes:
         version: a number, a ref, or `RECEIVING`.
-        invisible: whether it may be a version that is being received or has failed.
+        invisible: whether the answer may be a version that is being received or has failed.
     """
 
     version: str
@@ -31,11 +31,11 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A version as it stands.
+    """Answer with a version in its current state.
 
     Attributes:
         version: the version.
-        abandoned: whether it is visible and will not become durable.
+        abandoned: whether the version is visible and will not become durable.
     """
 
     version: Version
@@ -43,14 +43,14 @@ class Found:
 
 
 class Unregistered(NotFound):
-    """No such model: never registered, or deleted. Another answer than that the model has no such version."""
+    """No such model: never registered, or deleted. Plain NotFound means that the model has no such version."""
 
 
 Answer: TypeAlias = Found | WeighbridgeError
 
 
 def look(catalog: Catalog, name: ModelName, questions: Iterable[Question]) -> dict[Question, Answer]:
-    """The answers to questions about one model, from one reading of its head; from memory while the store is away.
+    """Answers to questions about one model, from one read of its head, or from memory while the store cannot be reached.
 
     Raises:
         WeighbridgeError: the model's head cannot be read.
@@ -65,8 +65,8 @@ def look(catalog: Catalog, name: ModelName, questions: Iterable[Question]) -> di
         question.invisible and _is_overdue(catalog, name, history.head, question.version)
         for question in questions
     ):
-        # whoever waits for it would wait until somebody else comes by
-        with suppress(WeighbridgeError):  # this process may not be allowed to, or the store is away
+        # otherwise the caller waits until another process closes the version
+        with suppress(WeighbridgeError):  # this process may lack permission to write, or the store fails
             history = catalog.give_up_abandoned(name)
     answers: dict[Question, Answer] = {}
     for question in questions:
@@ -82,7 +82,7 @@ def look(catalog: Catalog, name: ModelName, questions: Iterable[Question]) -> di
 
 
 def _without_store(catalog: Catalog, name: ModelName, question: Question, error: WeighbridgeError) -> Answer:
-    """The answer while the store is away: from memory, or that it is."""
+    """Answer while the store cannot be reached: from memory, or the store's error."""
     if question.version == RECEIVING:
         return _receiving(catalog, name)
     version = catalog.in_memory(name, question.version)
@@ -90,7 +90,7 @@ def _without_store(catalog: Catalog, name: ModelName, question: Question, error:
 
 
 def _receiving(catalog: Catalog, name: ModelName) -> Found | NotFound:
-    """The newest version that this process receives and that will be ``live``: it is not held, and no newer one is visible."""
+    """Newest version that this process receives and that may become ``live``: it is not held, and no newer one is visible."""
     known = [each.version for each in catalog.snapshots.of_model(name).values() if not each.version.held]
     newest = max((each.number for each in known if each.state.visible), default=0)
     receiving = [each for each in known if each.state is VersionState.RECEIVING and each.number > newest]
@@ -100,8 +100,8 @@ def _receiving(catalog: Catalog, name: ModelName) -> Found | NotFound:
 
 
 def _unregistered(catalog: Catalog, name: ModelName, question: Question) -> Answer:
-    """The answer to a question about a model that is not registered."""
-    if question.invisible:  # asked once: the name that was perhaps meant takes a list of all models
+    """Answer to a question about a model that is not registered."""
+    if question.invisible:  # asked once, not polled: the suggestion of a similar name lists all models
         try:
             catalog.history(name)
         except NotFound as error:
@@ -110,7 +110,7 @@ def _unregistered(catalog: Catalog, name: ModelName, question: Question) -> Answ
 
 
 def _is_overdue(catalog: Catalog, name: ModelName, head: Head, version: str) -> bool:
-    """Whether a version is being received by nobody any more: the process that received it has ended without a word."""
+    """Whether an open version is orphaned: its lease has expired, and this process does not receive it."""
     number = number_in(version)
     entry = None if number is None else head.open.get(number)
     return (
@@ -124,10 +124,10 @@ def _found(catalog: Catalog, name: ModelName, version: Version) -> Found:
 
 
 def from_memory(catalog: Catalog, name: ModelName, question: Question) -> Found | None:
-    """A version that this process can tell of without its model's head: the newest one that it receives; or one that is visible and not durable
-    yet, asked for by its number or as ``live``.
+    """Answer from memory, without a read of the model's head: the newest version that this process receives, or a version that is visible
+    and not durable yet, by its number or as ``live``. None if memory does not answer the question.
 
-    What is durable may have been deleted since; and what is ``live`` is not known here of a model whose head nobody remembers.
+    Memory does not answer for durable versions, which may have been deleted since, nor for ``live`` if this process has not read the head.
     """
     if question.version == RECEIVING:
         receiving = _receiving(catalog, name)
@@ -139,7 +139,7 @@ def from_memory(catalog: Catalog, name: ModelName, question: Question) -> Found 
 
 
 def differs(before: Answer | None, after: Answer) -> bool:
-    """Whether an answer says something else than the one before to anybody who waits: not how many bytes have come."""
+    """Whether an answer differs from the previous one for a waiting caller. The number of received bytes does not count."""
     if isinstance(before, Found) and isinstance(after, Found):
         return (before.version.number, before.version.state, before.abandoned) != (
             after.version.number,

@@ -1,4 +1,4 @@
-"""Signatures of durable versions: handed out as they are, and taken if they are about the version. The service knows no keys."""
+"""Signatures of durable versions, returned as stored, and accepted if they sign the version's manifest. The service has no keys."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from weighbridge_storage.versions.signatures import read_signatures, write_signa
 log = logging.getLogger(__name__)
 
 SignatureCheck = Callable[[ManifestText, bytes], str]
-"""The signer of a signature, as text. Raises InvalidArgument if it is none, or not about the version of the manifest."""
+"""Returns the signer of a signature, as text. Raises InvalidArgument if it is not a signature, or not of the manifest's version."""
 
 
 class Signatures:
-    """The signatures of all models' versions. Thread-safe; any number of replicas may add some at a time.
+    """Signatures of all models' versions. Thread-safe; any number of replicas may add some at the same time.
 
     Args:
-        catalog: which versions there are.
+        catalog: the versions.
         check: checks signatures that are added.
     """
 
@@ -34,17 +34,17 @@ class Signatures:
         self._adding = threading.Lock()
 
     def manifest_part(self, name: str, number: int, offset: int, most: int) -> tuple[bytes, int]:
-        """A part of a version's manifest as it is stored, and the length of the whole.
+        """A part of a version's manifest as it is stored, and the length of the whole manifest in bytes.
 
         Args:
             name: the model.
-            number: which version.
-            offset: where the part begins.
-            most: bytes of it.
+            number: number of the version.
+            offset: offset of the part in bytes.
+            most: most bytes of the part.
 
         Raises:
             NotFound: no such model or version.
-            FailedPrecondition: it is not durable yet.
+            FailedPrecondition: the version is not durable yet.
             InvalidArgument: the manifest is shorter.
         """
         with self._catalog.reading_stored(name, str(number)) as found:
@@ -55,17 +55,17 @@ class Signatures:
             return self._catalog.store.read_range(key, offset, min(most, total - offset)), total
 
     def of_version(self, name: str, version: str) -> tuple[int, tuple[Signature, ...]]:
-        """The number of a version, and its signatures.
+        """Number of a version, and its signatures.
 
         Raises:
             NotFound: no such model, version or ref.
-            FailedPrecondition: it is not durable yet.
+            FailedPrecondition: the version is not durable yet.
         """
         with self._catalog.reading_stored(name, version) as found:
             return found.number, read_signatures(self._catalog.store, ModelName.parse(name), found.number)
 
     def get(self, name: str, version: str, signature: str) -> Signature:
-        """One signature of a version. Raises as `of_version`, and NotFound if the version has no such one."""
+        """One signature of a version, by its id. Raises as `of_version`, and NotFound if the version does not have it."""
         number, there = self.of_version(name, version)
         for each in there:
             if each.id == signature:
@@ -73,19 +73,19 @@ class Signatures:
         raise NotFound(f"{name}@{number} has no signature {signature[:64]!r}")
 
     def add(self, name: str, number: int, content: bytes, by: str = "") -> str:
-        """Put a signature to a version; its id.
+        """Add a signature to a version. Returns its id.
 
         Args:
             name: the model.
-            number: which version.
+            number: number of the version.
             content: the signature, as a bundle's JSON text.
-            by: the identity that puts it there; empty if there is none to be told from others.
+            by: name of the identity that adds it; empty if it has none.
 
         Raises:
             NotFound: no such model or version.
-            FailedPrecondition: it is not durable yet, or was taken out of history.
-            InvalidArgument: the content is too large, no signature, or not about this version.
-            ResourceExhausted: the version has as many as one may have, or as many by this identity.
+            FailedPrecondition: the version is not durable yet, or was taken out of history.
+            InvalidArgument: the content is too large, not a signature, or not of this version.
+            ResourceExhausted: the version has the most signatures that one may have, or the most by one identity.
         """
         model = ModelName.parse(name)
         with self._catalog.reading_stored(name, str(number)) as found:
@@ -93,7 +93,7 @@ class Signatures:
                 raise FailedPrecondition(f"{found} was taken out of history", fix="push its weights again")
             manifest = ManifestText.read(read_manifest_text(self._catalog.store, model, number))
             signer = self._check(manifest, content)
-            with self._adding:  # each counts those before it
+            with self._adding:  # `write_signature` counts the signatures that exist
                 added = write_signature(self._catalog.store, model, number, content, by)
         log.info("%s was signed by %s: %s", found, signer, added[:12])
         return added

@@ -1,4 +1,4 @@
-"""Snapshots of versions: what this process knows of them beyond the store."""
+"""Snapshots of versions: state in the memory of this process that is not in the store."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from weighbridge_storage.memory.images import Image
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """Beginning of a version, known to the process that has opened it, and kept in its memory alone.
+    """Beginning of a version, kept only in the memory of the process that has opened it.
 
     Attributes:
-        offer_s: seconds from the trainer's call of push to the opening, as the rank has told whose request opened it; None if it has not.
-        first_byte_ms: when its first byte had come, in milliseconds since 1970 UTC; 0 if none has.
+        offer_s: seconds from the trainer's call of push to the opening, as sent by the rank whose request opened it; None if not sent.
+        first_byte_ms: when the first byte arrived, in milliseconds since 1970 UTC; 0 if none has.
     """
 
     offer_s: float | None = None
@@ -29,16 +29,16 @@ class Beginning:
 
 @dataclass(frozen=True, slots=True)
 class VersionSnapshot:
-    """What this process knows of a version beyond the store, at one moment.
+    """State of a version in the memory of this process, at one moment.
 
     Attributes:
-        version: as everybody sees it.
-        image: the bytes of its files, or of those that this process has put together, if they are complete and still in memory.
-        files: how the version lies in its files; None if nothing of it can be read here.
-        unfinished: whether something is to be done for it yet.
-        waits: says what a version waits for that is being received; None for others.
-        abandoned: of a version that is visible and not durable, that it will not become durable.
-        beginning: how it began; None if this process has not opened it.
+        version: the version as readers see it.
+        image: bytes of its files, or of those that this process has assembled, if they are complete and still in memory.
+        files: layout of the version in its files; None if it cannot be read here.
+        unfinished: whether this process still has work to do for it.
+        waits: returns the names of the things that a version which is being received waits for; None for others.
+        abandoned: whether a version that is visible and not durable will not become durable.
+        beginning: how the version began; None if this process has not opened it.
     """
 
     version: Version
@@ -51,16 +51,16 @@ class VersionSnapshot:
 
     @property
     def described(self) -> Version:
-        """The version, with what it waits for."""
+        """The version, with the names of the things that it waits for."""
         return self.version if self.waits is None else replace(self.version, waits_for=tuple(self.waits()))
 
     @property
     def readable(self) -> bool:
-        """Whether it can be read from memory."""
+        """Whether the version can be read from memory."""
         return self.version.state.visible and self.image is not None
 
     def differs_from(self, other: VersionSnapshot) -> bool:
-        """Whether something has changed that anybody waits for: not how many bytes have come, or how many ranks have sealed."""
+        """Whether anything has changed that callers wait for, which excludes the numbers of received bytes and sealed ranks."""
         return (self.version.state, self.version.held, self.unfinished, self.abandoned) != (
             other.version.state,
             other.version.held,
@@ -70,10 +70,10 @@ class VersionSnapshot:
 
 
 class Snapshots:
-    """The snapshots of all models. Thread-safe.
+    """Snapshots of all models. Thread-safe.
 
     Args:
-        changes: is told of what changes here.
+        changes: notifies listeners when a snapshot changes.
     """
 
     def __init__(self, changes: Changes) -> None:
@@ -82,12 +82,12 @@ class Snapshots:
         self._known: dict[ModelName, dict[int, VersionSnapshot]] = {}
 
     def show(self, name: ModelName, snapshot: VersionSnapshot, *, changed: bool = True) -> None:
-        """From now on, this is what is known of a version.
+        """Set the snapshot of a version.
 
         Args:
-            name: of the model.
-            snapshot: takes the place of the one before.
-            changed: whether those who wait for a change are to be woken.
+            name: name of the model.
+            snapshot: the new snapshot, which replaces the previous one.
+            changed: whether to notify listeners.
         """
         with self._lock:
             self._known.setdefault(name, {})[snapshot.version.number] = snapshot
@@ -95,7 +95,7 @@ class Snapshots:
             self._changes.notify(name)
 
     def forget(self, name: ModelName, number: int) -> None:
-        """No more is known of a version than its head says."""
+        """Drop the snapshot of a version, of which only the head remains."""
         with self._lock:
             known = self._known.get(name, {})
             known.pop(number, None)
@@ -104,7 +104,7 @@ class Snapshots:
         self._changes.notify(name)
 
     def forget_deleted(self, name: ModelName, head: Head | None) -> None:
-        """Know no more of versions whose model was deleted, by whatever replica."""
+        """Drop the snapshots of versions whose model was deleted, by any replica."""
         with self._lock:
             known = self._known.get(name, {})
             gone = [number for number in known if head is None or number < head.first_version]
@@ -116,26 +116,26 @@ class Snapshots:
             self._changes.notify(name)
 
     def get(self, name: ModelName, number: int) -> VersionSnapshot | None:
-        """What this process knows of a version beyond the store."""
+        """Snapshot of a version; None if this process has none."""
         with self._lock:
             return self._known.get(name, {}).get(number)
 
     def of_model(self, name: ModelName) -> dict[int, VersionSnapshot]:
-        """What this process knows of a model's versions beyond the store, by number."""
+        """Snapshots of a model's versions, by number."""
         with self._lock:
             return dict(self._known.get(name, {}))
 
     def any_unfinished(self, name: ModelName) -> bool:
-        """Whether this process has something to do yet for a version of a model."""
+        """Whether this process still has work to do for a version of a model."""
         return any(known.unfinished for known in self.of_model(name).values())
 
     def count(self, state: VersionState) -> int:
-        """Versions in this state of which this process knows more than the store."""
+        """Number of versions with a snapshot in this state."""
         return sum(snapshot.version.state is state for snapshot in self._all())
 
     @property
     def held(self) -> dict[ModelName, list[int]]:
-        """Visible versions that were held when this process heard of them last, of those of which it knows more than the store, by model."""
+        """Numbers of visible versions whose snapshots are held, by model. Another replica may have approved them since."""
         found: dict[ModelName, list[int]] = {}
         for version in (snapshot.version for snapshot in self._all()):
             if version.state.visible and version.held:
@@ -144,12 +144,12 @@ class Snapshots:
 
     @property
     def unfinished(self) -> int:
-        """Versions for which this process has something to do yet."""
+        """Number of versions for which this process still has work to do."""
         return sum(snapshot.unfinished for snapshot in self._all())
 
     @property
     def not_durable(self) -> list[Version]:
-        """Versions that are visible here, could not be made durable so far, and are tried again; each says why."""
+        """Versions that are visible here, could not be made durable so far, and are retried; `Version.error` is the reason."""
         tried = (each.version for each in self._all() if not each.abandoned)
         return [version for version in tried if version.state.visible and version.error]
 

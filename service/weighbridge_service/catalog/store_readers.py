@@ -1,7 +1,7 @@
 """Versions that this process is reading from the store, and the leases of those that need one.
 
-There is one lease for each version, however many read it. It is written when the oldest of them has been at it for a quarter of the
-grace time, and again after every further quarter, as `weighbridge_storage.head.leases` explains; short reads write nothing.
+All readers of a version share one lease. It is written when the oldest reader has been reading for a quarter of the grace time, and again
+after every further quarter, as `weighbridge_storage.head.leases` explains; short reads write nothing.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ log = logging.getLogger(__name__)
 
 DEFAULT_GRACE = Grace(900_000)
 _ROUNDS = 4
-"""How often in a quarter of the grace time it is looked whether a lease is to be written."""
+"""Number of checks for due leases in each quarter of the grace time."""
 _LONGEST_ROUND_S = 15.0
 
 
 @dataclass
 class _Use:
-    """What is known of those who read one version.
+    """Readers of one version. All times are in milliseconds since 1970 UTC.
 
     Attributes:
-        since_ms: when each open reader began, by a number that tells it from others.
-        visited_since_ms: when those began who come again and again and never say that they are done.
-        visited_ms: when one of them came last; None if none has.
-        written_ms: when the lease was written last; None if it was not.
-        unheard_ms: until when those may be reading who were sent to the store itself.
-        kept_ms: until when the lease holds that was written last.
-        writing: is held while a lease is written.
+        since_ms: when each open reader began, by its serial number.
+        visited_since_ms: when visitors began, which call again and again and never report their end.
+        visited_ms: time of the last visit; None if there was none.
+        written_ms: when the lease was last written; None if it was not.
+        unheard_ms: until when clients that read from the store directly may be reading.
+        kept_ms: until when the last written lease is valid.
+        writing: lock that is held while a lease is written.
     """
 
     since_ms: dict[int, int] = field(default_factory=dict)
@@ -52,7 +52,7 @@ class _Use:
     writing: threading.Lock = field(default_factory=threading.Lock)
 
     def began_ms(self, now_ms: int, quarter_ms: int) -> int | None:
-        """When the oldest of those began who are still reading; None if nobody is."""
+        """When the oldest active reader began; None if there is no active reader."""
         began = list(self.since_ms.values())
         if self.visited_ms is not None and now_ms - self.visited_ms <= quarter_ms:
             began.append(self.visited_since_ms)
@@ -60,15 +60,15 @@ class _Use:
 
 
 class StoreReaders:
-    """The readers of one process, and their leases. Thread-safe.
+    """Readers of one process, and their leases. Thread-safe.
 
-    Every reading of a durable version's files (a pull, a restore, an export, a download) begins and ends here. What a version
-    looks like, its manifest and its headers, may be read outside of that.
+    Every read of a durable version's files (a pull, a restore, an export, a download) begins and ends here. Manifests and headers may be
+    read without it.
 
     Args:
-        store: where the versions lie.
+        store: the object store that holds the versions.
         grace: the grace time of all replicas.
-        clock: gives the time in milliseconds since 1970 UTC.
+        clock: returns the time in milliseconds since 1970 UTC.
     """
 
     def __init__(self, store: ObjectStore, grace: Grace, clock: Callable[[], int] = unix_ms) -> None:
@@ -84,17 +84,17 @@ class StoreReaders:
 
     @property
     def count(self) -> int:
-        """How many readings there are now."""
+        """Number of open readers, without visitors."""
         with self._lock:
             return sum(len(use.since_ms) for use in self._uses.values())
 
     def begin(self, model: ModelName, number: int, since_ms: int) -> Hold:
-        """A reading begins; it ends when the hold is released.
+        """Begin a read, which ends when the caller releases the hold.
 
         Args:
-            model: whose version.
-            number: which version.
-            since_ms: when it counts as having begun (`reading_since`).
+            model: name of the model.
+            number: number of the version.
+            since_ms: when the read counts as begun (`reading_since`).
         """
         place, reader = (model, number), next(self._begun)
         with self._lock:
@@ -110,10 +110,9 @@ class StoreReaders:
         return Hold(end)
 
     def visit(self, model: ModelName, number: int, since_ms: int) -> None:
-        """Somebody reads a version who will come again, and will not say when that was the last time.
+        """Record a visit of a reader that calls again and again, and does not report its end.
 
-        Whoever does not come again within a quarter of the grace time is done. Arguments as for `begin`; ``since_ms`` counts for
-        those who come for the first time.
+        Visits end when none comes within a quarter of the grace time. Arguments as `begin`; only the first visit uses ``since_ms``.
         """
         place = (model, number)
         now_ms = self.clock()
@@ -125,9 +124,9 @@ class StoreReaders:
         self._write_if_due(place)
 
     def extend(self, model: ModelName, number: int, ms: int) -> None:
-        """Somebody may begin to read a version from the store itself within so many milliseconds, and is not heard of again.
+        """Extend the lease for a client that may begin to read from the store directly within ``ms`` milliseconds, and makes no more calls.
 
-        The lease is extended to twice that time from now, so that it is written once in that time.
+        The lease is extended to twice that time from now, so that it is written at most once in that time.
         """
         place = (model, number)
         now_ms = self.clock()
@@ -138,14 +137,14 @@ class StoreReaders:
         self._write_if_due(place)
 
     def renew(self) -> None:
-        """Write the leases that are due, and forget what nobody reads any more."""
+        """Write the leases that are due, and forget versions without readers."""
         with self._lock:
             places = list(self._uses)
         for place in places:
             self._write_if_due(place)
 
     def close(self) -> None:
-        """Write no more leases; those that are written end by themselves."""
+        """Write no more leases; written ones expire."""
         self._closing.set()
         with self._lock:
             thread = self._thread
@@ -177,7 +176,7 @@ class StoreReaders:
             until_ms = use.kept_ms
         model, number = place
         try:
-            with use.writing:  # an older lease must not come behind a newer one
+            with use.writing:  # an older lease must not overwrite a newer one
                 with self._lock:
                     until_ms = max(until_ms, use.kept_ms)
                 write_lease(self._store, model, number, self._id, until_ms)
@@ -193,10 +192,10 @@ class StoreReaders:
 
 
 def reading_since(entry: VersionEntry | None, asked_ms: int) -> int:
-    """When somebody counts as having begun to read a version.
+    """Time in milliseconds since 1970 UTC at which a read of a version counts as begun.
 
     Args:
-        entry: the version's; None if it is not durable yet.
-        asked_ms: a time before the head was read in which the entry was found.
+        entry: entry of the version; None if it is not durable yet.
+        asked_ms: a time before the read of the head that contains the entry.
     """
     return min(asked_ms, entry.retired_ms) if entry is not None and entry.retired else asked_ms

@@ -1,4 +1,4 @@
-"""Pools of threads on which the effects of all pushes are carried out, each kind bounded by itself."""
+"""Thread pools that carry out the effects of all pushes, with a limit for each kind."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from weighbridge_storage.threads import ThreadPool
 log = logging.getLogger(__name__)
 
 IMAGES = 8
-"""Images that are made at one time: that takes seconds where memory is fresh."""
+"""Number of images allocated at one time: fresh memory takes seconds."""
 
 _MOST = {
     Pool.PLAN: 2,
     Pool.IMAGE: IMAGES,
     Pool.DIGEST: 2,
-    Pool.UPLOAD: 2,  # files of all versions; the store uploads parts of each side by side
+    Pool.UPLOAD: 2,  # files of all versions; the store uploads the parts of a file in parallel
     Pool.READ: 8,
     Pool.LEASE: 8,
     Pool.CONFIRM: 4,
@@ -34,7 +34,7 @@ _MOST = {
 
 
 class EffectPools:
-    """The pools of all kinds of effects. Thread-safe."""
+    """Pools of all kinds of effects. Thread-safe."""
 
     def __init__(self) -> None:
         self._pools: dict[Pool | None, ThreadPool] = {
@@ -44,16 +44,16 @@ class EffectPools:
 
     @property
     def stopping(self) -> bool:
-        """Whether what is not done is to be left as it is."""
+        """Whether the service stops: effects that have not started are dropped."""
         return self._stopping.is_set()
 
     def submit(self, effect: do.Effect, carry_out: Callable[[], None]) -> None:
-        """Carry an effect out, some time; never, if the service stops. Raises ResourceExhausted if the system has no thread for it."""
+        """Queue an effect. It never runs if the service stops first. Raises ResourceExhausted if the system has no thread for it."""
         with suppress(Unavailable):
             self._pools[effect.POOL].submit(carry_out).add_done_callback(_log_failure)
 
     def stop(self, seconds: float) -> None:
-        """Begin nothing more, and wait for what is being done, at most for so long."""
+        """Start no further effects, and wait up to ``seconds`` for those that are running."""
         self._stopping.set()
         deadline = time.monotonic() + seconds
         for pool in self._pools.values():
@@ -65,5 +65,5 @@ class EffectPools:
 def _log_failure(done: Future[None]) -> None:
     """Log the error of an effect, which no caller waits for."""
     error = None if done.cancelled() else done.exception()
-    if error is not None and not isinstance(error, Unavailable):  # which is: the service stops
+    if error is not None and not isinstance(error, Unavailable):  # Unavailable: the service stops
         log.error("an effect of a push failed", exc_info=error)

@@ -1,4 +1,4 @@
-"""Mappings of images in other processes: who may have which region mapped, and asking them to unmap it."""
+"""Mappings of images in other processes: the processes that may have a region mapped, and requests to unmap it."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from weighbridge_storage.memory.regions import Region
 
 
 class MappingHolder(Protocol):
-    """A process that may have regions mapped."""
+    """Process that may have regions mapped."""
 
     def recall(self, region: Region) -> None:
-        """Ask it to unmap a region, unless it is writing a version there. Waits for nothing."""
+        """Ask the process to unmap a region, unless it is writing a version there. Does not wait."""
 
 
 class Mappings:
-    """The processes that may have regions mapped. Thread-safe."""
+    """Processes that may have regions mapped. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._holders: set[MappingHolder] = set()
 
     def add(self, holder: MappingHolder) -> None:
-        """From now on, ask this process, too."""
+        """Add a process, which `recall` asks from now on."""
         with self._lock:
             self._holders.add(holder)
 
     def remove(self, holder: MappingHolder) -> None:
-        """It has gone."""
+        """Remove a process, which has disconnected."""
         with self._lock:
             self._holders.discard(holder)
 
     def recall(self, region: Region) -> None:
-        """Ask all that may have a region mapped, and do not write a version there, to unmap it. Waits for nothing."""
+        """Ask all processes to unmap a region, except those that are writing a version there. Does not wait."""
         for holder in self._all():
             holder.recall(region)
 

@@ -1,4 +1,4 @@
-"""Opener of versions: finds the session of one, or begins it."""
+"""Opener of versions: finds the session of a version, or begins one."""
 
 from __future__ import annotations
 
@@ -71,19 +71,19 @@ _NOTHING_SAID = Said()
 
 
 class Opener:
-    """Sessions of versions, found or begun. Thread-safe.
+    """Opener of versions, and factory of their sessions. Thread-safe.
 
     Args:
-        catalog: which models there are.
+        catalog: the registered models.
         registry: takes the sessions.
-        facilities: what pushes share.
-        max_receiving: how many versions may be received at one time.
-        quotas: what identities and namespaces may have.
+        facilities: resources that pushes share.
+        max_receiving: number of versions that may be received at one time.
+        quotas: quotas of identities and namespaces.
 
     Attributes:
-        leaving: until when versions are still received, once this replica stops; no new ones are opened then.
-        closed: whether it does not take part in versions any more that were opened at others either; see `close`.
-        refusals: ranks that have said that they cannot take part.
+        leaving: times and successors of the shutdown, once this replica stops; it then opens no new versions.
+        closed: whether this replica also refuses versions that were opened at other replicas; see `close`.
+        refusals: ranks that have reported that they cannot take part.
     """
 
     def __init__(
@@ -124,22 +124,22 @@ class Opener:
         at_least: int = 0,
         call_age_s: float | None = None,
     ) -> Version:
-        """Give a number for a new version, or the one that this request has been given before.
+        """Open a new version, or return the version that this request has opened before.
 
-        A part of a model is registered by its first version. Its numbers are chosen by who pushes: ``at_least`` is the lowest that a new
-        version gets, that of the weights with which it is pushed.
+        The first version of a part registers the part. The caller chooses the numbers of a part's versions: ``at_least`` is the lowest
+        number that a new version gets, which is that of the weights with which the part is pushed.
 
-        A request whose version has ended is given a new one, unless the caller took part in that version. What is ``said`` of the version
-        is added to what other ranks have said. A new one is counted where the identity of ``by``, the peer that opens it, or the namespace has a limit; its name in the
-        policy is kept with the version, of the rank that came first. ``call_age_s`` is how many seconds ago the trainer has called for the push, by the rank's
-        clock; None if it does not say.
+        A request whose version has ended opens a new one, unless the caller took part in the ended version. The metadata and flags in
+        ``said`` are added to those that other ranks have sent. A new version counts toward the quotas of its namespace and of the identity
+        of ``by``, the peer that opens it; the version keeps the name, in the policy, of the first rank's identity. ``call_age_s`` is the
+        number of seconds since the trainer called for the push, by the rank's clock; None if unknown.
 
         Raises:
             NotFound: the model is not registered.
-            InvalidArgument: a number or text is out of bounds, or contradicts what another rank has said.
-            ResourceExhausted: too many versions are being received, or who opens it or the namespace has no more of what the policy allows.
-            VersionFailed: another rank has said that it cannot take part; is raised once.
-            WeighbridgeError: as `Bases.find` and `Bases.pin`, of a version of an adapter, whose base is in what is ``said``.
+            InvalidArgument: a number or text is out of bounds, or contradicts another rank's.
+            ResourceExhausted: too many versions are being received, or a quota of the identity or namespace is used up.
+            VersionFailed: another rank has reported that it cannot take part; raised once to each process.
+            WeighbridgeError: as `Bases.find` and `Bases.pin`, for a version of an adapter, whose base is in ``said``.
         """
         model_name = ModelName.parse(name)
         if at_least and not model_name.part:
@@ -210,10 +210,10 @@ class Opener:
                 entry, head, new = self._open(model, asked, client_id, room, as_registered=bool(digest))
                 self._pin(model_name, entry, wanted, identity.limits.adapters)
             if digest:
-                with suppress(NotFound):  # what it was opened with is not registered any more: `_begin`
+                with suppress(NotFound):  # its registration is gone: `_begin` raises for that
                     opened = self._catalog.model_opened(model_name, head, entry.files_id)
                     check_same_adapter(entry.number, opened, digest)
-            if is_alone_elsewhere(entry, self._home):  # its ranks are sent there when they declare
+            if is_alone_elsewhere(entry, self._home):  # ranks are sent to that replica when they declare
                 return replace(version_opened(model, entry), held=entry.held)
             if (
                 isinstance(joined, PushSession)
@@ -229,12 +229,12 @@ class Opener:
         return session.snapshot.version
 
     def _pin(self, name: ModelName, entry: OpenEntry, wanted: str, most: int | None) -> None:
-        """Have the base of a version that was just opened keep it; without that, the version is given up.
+        """Pin the base of a version that was just opened. If that fails, give the version up.
 
         Raises:
             InvalidArgument: another rank has opened the version on another base.
-            NotFound: the base was deleted meanwhile.
-            ResourceExhausted: who opens it has adapters on as many versions as they may.
+            NotFound: the base was deleted in the meantime.
+            ResourceExhausted: the identity has adapters on as many versions as its quota allows.
         """
         self._bases.check_same(entry.number, entry.metadata, wanted)
         try:
@@ -250,9 +250,9 @@ class Opener:
         return self.leaving is not None
 
     def _room_for(self, model: RegisteredModel) -> int:
-        """Bytes that a version of a model takes of what its namespace may hold; 0 if there is no limit, or that is not known yet.
+        """Bytes that a new version of a model takes of its namespace's quota; 0 if there is no quota, or if they are not known yet.
 
-        Where each version has tensors of its own, the next one counts as many as the newest until it is durable.
+        If each version has its own tensors, the next one counts as many bytes as the newest until it is durable.
         """
         if not self._quotas.stored.is_limited(model.name):
             return 0
@@ -260,10 +260,10 @@ class Opener:
             return next((entry.nbytes for entry in self._catalog.history(model.name).newest(1)), 0)
         return sum(
             model.files.file_sizes.values()
-        )  # their layout takes seconds the first time, for some models
+        )  # not from the layout, which takes seconds the first time for some models
 
     def _is_open(self, name: ModelName, request_id: str, given_up: Container[int]) -> bool:
-        """Whether this request has opened a version, at whatever replica, that was not given up here since."""
+        """Whether this request has opened a version, at any replica, that this replica has not given up since."""
         return any(
             each.request_id == request_id and each.number not in given_up
             for each in self._catalog.head(name).open.values()
@@ -278,14 +278,16 @@ class Opener:
         *,
         as_registered: bool,
     ) -> tuple[OpenEntry, Head, bool]:
-        """Open a version in the head, or find it open; and whether it is a new one, which it is only if the model is still registered as it was, if so asked.
+        """Open a version in the head, or find it open. Returns its entry, the head, and whether the version is new.
+
+        With ``as_registered``, a new version requires that the registration of the model has not changed.
 
         Raises:
-            FailedPrecondition: the model was registered otherwise meanwhile.
-            VersionFailed: it would be a new one, and a rank of the push was refused.
-            ResourceExhausted: it is a new one for which the namespace has no room.
-            Unavailable: it would be a new one that is not counted, as the one that was open has just ended; or one without a base of what has
-                become an adapter meanwhile, or the other way round.
+            FailedPrecondition: ``as_registered``, and the registration has changed.
+            VersionFailed: the version would be new, and a rank of the push was refused.
+            ResourceExhausted: the version is new, and the quota of the namespace is used up.
+            Unavailable: the version would be new, but was not counted, because the version that was open has just ended; or the model has
+                become an adapter in the meantime, or has ceased to be one.
         """
 
         name = model.name
@@ -293,7 +295,7 @@ class Opener:
         def open_new(head: Head) -> tuple[Head, tuple[OpenEntry, Head, bool]]:
             after, (entry, changed) = asked.open(head, unix_ms())
             new = entry.number >= head.next_version
-            if new:  # asked here, as a version that a refused rank gives up may end at any moment before
+            if new:  # checked here, as a version that a refused rank aborts may end at any moment before
                 self.refusals.check(name, asked.request_id, client_id)
                 if not room.new:
                     raise Unavailable(f"the version of {name} that was open has just ended", fix="ask again")
@@ -312,17 +314,17 @@ class Opener:
         except WeighbridgeError as error:
             with suppress(
                 WeighbridgeError
-            ):  # it is abandoned then, which all replicas see when its lease has expired
+            ):  # otherwise all replicas see it as abandoned once its lease has expired
                 self.give_up(name, entry.number, error.message)
             raise
         return entry, head, True
 
     @contextmanager
     def opening(self, name: ModelName) -> Iterator[None]:
-        """Only one version of a model is opened at one time. Raises Unavailable if that takes long."""
+        """Lock under which one version of a model is opened at a time. Raises Unavailable after `Limits.opening_wait`."""
         lock = self._openings[hash(name) % _OPENINGS]
         if not lock.acquire(timeout=self._limits.opening_wait):
-            # all ranks of a push come at once, and with each one that waits on, a thread is missing elsewhere
+            # all ranks of a push call at once, and each one that waits blocks a thread of the service
             raise Unavailable(
                 f"a version of {name} is being opened, and the object store does not answer",
                 fix="see whether the object store can be reached; try again",
@@ -342,7 +344,7 @@ class Opener:
         base: str,
         digest: str,
     ) -> Version | None:
-        """The version that this request has been given before, if head.json need not be told more of it."""
+        """Version that this request has opened before; None if there is none, or if head.json lacks some of ``said``."""
         push = self._registry.of_request(name, request_id)
         if push is None:
             return None
@@ -360,9 +362,10 @@ class Opener:
         return version if version.state.visible or is_known(push.state, said) else None
 
     def _check_room(self, by: str) -> None:
-        """Raise if an identity of this name can bring no further version (ResourceExhausted), or nobody any more (Unavailable).
+        """Raise ResourceExhausted if an identity of this name may open no further version, Unavailable if the replica is closed.
 
-        Who has a name leaves some of them to others; those who have none cannot be told apart.
+        An identity with a name that receives more than a quarter of `max_receiving` must leave a quarter free for others. Callers without a
+        name cannot be distinguished, and have no such limit.
         """
         if self.closed:
             raise _shutting_down()
@@ -384,14 +387,14 @@ class Opener:
         client_id: str,
         beginning: Beginning | None = None,
     ) -> PushSession:
-        """Receive an open version here. The lock for openings is held.
+        """Start to receive an open version here. The lock for openings is held.
 
         Args:
-            name: of the model.
-            entry: of the version in the head.
-            head: the model's.
-            client_id: who has opened the version, or declares a rank of it.
-            beginning: of a version that this process has just opened.
+            name: name of the model.
+            entry: entry of the version in the head.
+            head: head of the model.
+            client_id: id of the process that has opened the version, or declares a rank of it.
+            beginning: how the version began; None if another process has opened it.
         """
         try:
             model = self._catalog.model_opened(name, head, entry.files_id)
@@ -404,7 +407,7 @@ class Opener:
             ) from error
         session = self._session(model, entry, client_id, beginning)
         self._registry.add(session)
-        session.post(on.Staying(self._facilities.successors.staying()))  # one may have left meanwhile
+        session.post(on.Staying(self._facilities.successors.staying()))  # a replica may have stopped since
         if self.leaving is not None:
             session.post(self.leaving)
         return session
@@ -417,9 +420,9 @@ class Opener:
         opened = version_opened(model, entry)
         known, holding = model.known_set, HoldReasons.of(entry)
         if known is not None and not known.is_of(self._facilities.successors.staying() | {self._home}):
-            known = None  # ranks of a replica that has left come to another one
+            known = None  # ranks of a replica that has stopped declare at another one
         if model.known_number < entry.parent:
-            known = None  # others have received a version since, perhaps from ranks that have moved
+            known = None  # other replicas have received a version since, and ranks may have moved
         state = PushState.begin(
             opened, self._home, self._limits, known, lease_left, begun, holding, beginning
         ).described(entry)
@@ -428,7 +431,7 @@ class Opener:
     def session(
         self, state: PushState, model: RegisteredModel, entry: OpenEntry, client_id: str, image: Image | None
     ) -> PushSession:
-        """A session in this state, which is entered nowhere yet; its image, if it holds one already."""
+        """New session in this state, not entered in the registry; ``image`` is the one that it holds already, if any."""
         store, first_version = self._catalog.store, first_version_of(model.files_id)
         publisher = Publisher(store, self._catalog.heads, model, entry, self._home)
         exchange = Exchange(store, model.name, entry.number, self._home, first_version)
@@ -437,14 +440,14 @@ class Opener:
         return PushSession(state, client_id, runner, self._pools, self._timers, self._registry, observer)
 
     def find(self, name: str, number: int) -> PushSession:
-        """The session of a version that is being received here. Raises as `EndedPush.refuse` if it was."""
+        """Session of a version that is being received here. Raises as `find_push`, and as `EndedPush.refuse` if the push has ended."""
         push = self.find_push(name, number)
         if isinstance(push, EndedPush):
             push.refuse()
         return push
 
     def find_push(self, name: str, number: int) -> Push:
-        """The push of a version that is being received here, or was."""
+        """Push of a version that is being received here, or was. Raises if there is none."""
         model_name = ModelName.parse(name)
         push = self._registry.find(model_name, number)
         if push is not None:
@@ -461,14 +464,14 @@ class Opener:
         if there is not None and there.state.given_up:
             raise VersionFailed(why_failed(there), fix="push the step again on all ranks")
         said = f"{name}@{number} is not being received"
-        if entry is not None:  # by nobody yet who says so in the head: who pushes again goes on with it
+        if entry is not None:  # no replica has claimed it in the head: the next push continues it
             raise VersionFailed(
                 said, fix="the service was restarted since it was opened: push the step again"
             )
         raise NotFound(said, fix="the service may have been restarted since it was opened: push again")
 
     def _give_up_if_lost(self, name: ModelName, entry: OpenEntry) -> None:
-        """Close an open version of which a process before this one, at the same address, had received something."""
+        """Give up an open version if an earlier process at this address had received bytes of it, which are lost."""
         exchange = Exchange(self._catalog.store, name, entry.number, self._home)
         try:
             lost = alone_at(entry) == self._home.address or (
@@ -482,17 +485,17 @@ class Opener:
             self.give_up(name, entry.number, reason)
 
     def give_up(self, name: ModelName, number: int, reason: str, *, aborted: bool = False) -> None:
-        """Close an open version in head.json, for this replica or, if it is aborted, for all."""
+        """Close an open version in head.json, for this replica, or for all replicas if it is aborted."""
         store, heads = self._catalog.store, self._catalog.heads
         by = None if aborted else self._home
         give_up(store, heads, name, number, reason, by=by, aborted=aborted)
 
     def find_or_join(self, name: str, number: int, client_id: str) -> PushSession:
-        """The session of a version, begun now if the version was opened at another replica."""
+        """Session of a version; begins it now if another replica has opened the version."""
         model_name = ModelName.parse(name)
         if self._registry.find(model_name, number) is None:
             with self.opening(model_name):
-                # another rank may have begun it meanwhile, and it may have ended, which the head does not say at once
+                # another rank may have begun it in the meantime, and it may have ended, which the head shows only later
                 if self._registry.find(model_name, number) is None:
                     head = self._catalog.head(model_name)
                     entry = head.open.get(number)
@@ -507,19 +510,19 @@ class Opener:
         return any(each.address == address for each in self._facilities.successors.others())
 
     def close(self, seconds: float) -> None:
-        """Take part in no further version; returns once those that were being opened are entered in the registry."""
+        """Take part in no further versions. Returns once the versions that are being opened are entered in the registry, or on timeout."""
         self.closed = True
         self.wait_for_openings(seconds)
 
     def wait_for_openings(self, seconds: float) -> None:
-        """Wait until all versions that are being opened now have their sessions, or for ``seconds``."""
+        """Wait up to ``seconds`` until all versions that are being opened now have their sessions."""
         until = now().seconds + seconds
         for lock in self._openings:
             if lock.acquire(timeout=max(until - now().seconds, 0.0)):
                 lock.release()
 
     def stop(self) -> None:
-        """Leave what is not done as it is; waits for what is being done."""
+        """Stop without finishing open versions; waits up to 10 s for the effects that are running."""
         self._timers.stop()
         self._pools.stop(_STOP_SECONDS)
         for session in self._registry.all():
@@ -531,13 +534,13 @@ def _shutting_down() -> Unavailable:
 
 
 def check_text(what: str, text: str) -> None:
-    """Raise InvalidArgument if a text that tells something from others is none."""
+    """Raise InvalidArgument if an identifier is empty, too long or not printable."""
     if not text or len(text) > _MAX_TEXT or not text.isprintable():
         raise InvalidArgument(f"the {what} is empty, longer than {_MAX_TEXT} characters, or not printable")
 
 
 def version_opened(model: RegisteredModel, entry: OpenEntry) -> Version:
-    """A version as it was opened."""
+    """The version as it was opened."""
     return Version(
         model=str(model.name),
         number=entry.number,

@@ -1,6 +1,6 @@
-"""Pending answers of a push: futures, what gives them, and what is made of one when it is there or has not come in time.
+"""Pending answers of a push: futures, the calls that wait for them, and the result of each when it is done or times out.
 
-Ranks wait for each other for seconds or minutes. Whoever asks on their behalf decides how to wait: an event loop needs no thread for it.
+Ranks wait for each other for seconds or minutes. The handler of a call decides how to wait: an event loop needs no thread for it.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Pending(Generic[T]):
-    """An answer that may take a while.
+    """Answer that may take a while.
 
     Attributes:
-        future: is done when the push has answered; cannot be cancelled.
-        seconds: how long to wait for it.
-        finish: gives the result, or raises; to be called once the future is done or the time is over, and told whether it is done.
-        leave: nobody waits any more; harmless if it is done.
-        in_memory: whether `finish` asks nothing of the store: then an event loop can do it.
+        future: done when the push has answered; cannot be cancelled.
+        seconds: timeout of the wait.
+        finish: returns the result, or raises. The handler calls it once the future is done or the timeout has passed; the argument is
+            whether the future is done.
+        leave: ends the wait; harmless if the future is done.
+        in_memory: whether `finish` makes no call of the store, so that an event loop can run it.
     """
 
     future: Future[Any]
@@ -37,31 +38,31 @@ class Pending(Generic[T]):
 
 
 def settled(value: T) -> Pending[T]:
-    """An answer that is there already."""
+    """Answer that is available already."""
     found: Future[T] = Future()
     found.set_result(value)
     return Pending(found, 0.0, lambda _: value, lambda: None, in_memory=True)
 
 
 class WaitingCalls(Generic[S]):
-    """Calls that wait for an answer which some state gives. Thread-safe."""
+    """Calls that wait until a state has an answer for them. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._calls: dict[Future[Any], Callable[[S], Any]] = {}
 
     def enter(self, found: Future[T], answer: Callable[[S], T | None]) -> None:
-        """A call waits.
+        """Add a waiting call.
 
         Args:
-            found: is given the answer.
-            answer: gives it out of a state, or raises; None as long as there is none.
+            found: the future that gets the answer.
+            answer: returns the answer that a state has, or raises; None while there is none.
         """
         with self._lock:
             self._calls[found] = answer
 
     def leave(self, found: Future[Any]) -> None:
-        """Nobody waits for an answer any more."""
+        """Remove a waiting call."""
         with self._lock:
             self._calls.pop(found, None)
 
@@ -72,14 +73,14 @@ class WaitingCalls(Generic[S]):
             answered = [(found, outcome) for found, outcome in given if outcome is not None]
             for found, _ in answered:
                 del self._calls[found]
-        for found, outcome in answered:  # without the lock: whoever waits may go on in this thread
+        for found, outcome in answered:  # without the lock: callbacks of the future run in this thread
             if isinstance(outcome, WeighbridgeError):
                 found.set_exception(outcome)
             else:
                 found.set_result(outcome)
 
     def end(self, error: Callable[[], WeighbridgeError]) -> None:
-        """No call gets an answer any more, but an error of its own."""
+        """Answer all waiting calls with an error, a new one for each."""
         with self._lock:
             calls, self._calls = self._calls, {}
         for found in calls:
@@ -87,14 +88,14 @@ class WaitingCalls(Generic[S]):
 
 
 def uncancelled() -> Future[Any]:
-    """A future that nobody cancels: whoever waits leaves instead."""
+    """Future that cannot be cancelled: a caller leaves instead (`WaitingCalls.leave`)."""
     found: Future[Any] = Future()
     found.set_running_or_notify_cancel()
     return found
 
 
 def _try(answer: Callable[[S], T | None], state: S) -> T | WeighbridgeError | None:
-    """The answer that a state gives, or what it raises; None if there is none yet."""
+    """The answer that a state has, or its error; None if there is none yet."""
     try:
         return answer(state)
     except WeighbridgeError as error:

@@ -1,4 +1,4 @@
-"""Publisher of one version: what a push does in the object store. Every method blocks, and raises WeighbridgeError."""
+"""Publisher of one version: reads and writes of a push in the object store. Every method blocks, and raises WeighbridgeError."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Publisher:
-    """Writes one version. Thread-safe.
+    """Publisher of one version. Thread-safe.
 
     Attributes:
-        store: where versions are kept.
+        store: the object store that holds versions.
         heads: the heads in it.
         model: the registration under which the version was opened.
-        entry: what head.json said of the version when it was opened.
+        entry: entry of the version in head.json, as read when it was opened.
         home: this replica.
     """
 
@@ -69,28 +69,28 @@ class Publisher:
         return f"{self.model.name}@{self.entry.number}"
 
     def claim(self, claim: str) -> None:
-        """Record in head.json who may write the version's folder.
+        """Record the claim in head.json: only replicas under this agreement may write the version's folder.
 
         Raises:
-            VersionFailed: it is no longer open.
-            AlreadyExists: others have claimed it.
+            VersionFailed: the version is no longer open.
+            AlreadyExists: other replicas have claimed it under another agreement.
         """
         number = self.entry.number
-        # the claim of a version that was taken over names the replica that has left
+        # the claim of a version that was taken over names the replica that has stopped
         holder = self.home.address if address_in(claim) not in ("", self.home.address) else ""
         self.heads.update(self.model.name, lambda head: (claim_version(head, number, claim, holder), None))
 
     def renew(self, seconds: float) -> None:
-        """Extend the lease of the open version to ``seconds`` from now. Raises VersionFailed if it is no longer open."""
+        """Renew the lease of the open version until ``seconds`` from now. Raises VersionFailed if the version is no longer open."""
         number, until_ms = self.entry.number, unix_ms() + round(seconds * 1000)
         self.heads.update(self.model.name, lambda head: (renew_version(head, number, until_ms), None))
 
     def look(self, effect: Awaited, *, closing: bool = False) -> on.HeadSaid:
-        """What head.json says of the version. A store that is away is an answer, too.
+        """State of the version in head.json. If the store cannot be reached, the verdict is `UNKNOWN`.
 
         Args:
-            effect: by which effect this is asked.
-            closing: whether versions whose lease has expired are closed on the way.
+            effect: the effect that the event answers.
+            closing: whether to first close versions whose lease has expired.
         """
         name, number, now_ms = self.model.name, self.entry.number, unix_ms()
         verdict = on.Verdict
@@ -102,7 +102,7 @@ class Publisher:
                 return on.HeadSaid(effect, verdict.GIVEN_UP, reason=f"the model {name} was removed")
             there = None if number in history.head.open else history.find(number)
         except WeighbridgeError as error:
-            if not self._away.is_set():  # it is asked each second
+            if not self._away.is_set():  # once per outage: sessions call this each second
                 log.warning("%s: whether it is still open cannot be seen: %s", self, error)
             self._away.set()
             return on.HeadSaid(effect, verdict.UNKNOWN)
@@ -122,9 +122,9 @@ class Publisher:
             return on.HeadSaid(effect, verdict.GIVEN_UP, reason=error.message)
 
     def is_owned_by(self, other: Home) -> bool:
-        """Whether head.json says that another replica has taken the version over, or that it is published.
+        """Whether head.json shows that another replica has taken the version over, or that it is published.
 
-        A store that is away says nothing.
+        False if the store cannot be reached.
         """
         try:
             history = self.heads.history(self.model.name)
@@ -140,32 +140,32 @@ class Publisher:
 
     @cached_property
     def _parent(self) -> Manifest | None:
-        """The version before, whose files may be the same."""
+        """Manifest of the parent version, whose files may be the same; None without one."""
         if not self.entry.parent:
             return None
         try:
             return read_manifest(self.store, self.model.name, self.entry.parent)
-        except WeighbridgeError as error:  # it may have been deleted; without it, everything is uploaded
+        except WeighbridgeError as error:  # the parent may be deleted; without it, all files are uploaded
             log.info("%s: nothing is copied from version %d: %s", self, self.entry.parent, error)
             return None
 
     def forget(self) -> None:
-        """Drop what was read of the version before."""
+        """Drop the manifest of the parent version."""
         self.__dict__.pop("_parent", None)
 
     def upload(
         self, file: str, data: ByteArray, digests: FileDigests | None, go_on: Callable[[], None]
     ) -> bool:
-        """Put a file of weights into the store, or have it copied from the version before if it is the same there.
+        """Put a file of weights into the store, or copy it there from the parent version if that has the same file.
 
         Args:
-            file: its name.
+            file: name of the file.
             data: its bytes, header included.
-            digests: of these bytes; None as long as they are not made.
-            go_on: raises if this is not wanted any more.
+            digests: digests of these bytes; None if they are not computed yet.
+            go_on: raises if the upload is no longer needed.
 
         Returns:
-            Whether it is there. If not, digests are needed to tell it from that of the version before.
+            Whether the file is in the store. If not, it may equal the parent version's: call again with digests.
         """
         name, number, parent = self.model.name, self.entry.number, self._parent
         if parent is not None and digests is None and not differs_from(parent, file, data, go_on):
@@ -186,20 +186,20 @@ class Publisher:
     def publish(
         self, opened: OpenEntry, agreed: Agreement, written: Written, ready_ms: int, verified_ms: int
     ) -> VersionEntry:
-        """Write the side files and the manifest, and make the version part of history. Gives what history says of it.
+        """Write the side files and the manifest, and make the version part of history. Returns its entry there.
 
         Args:
-            opened: what head.json has said of it since all of its ranks have opened it.
-            agreed: under which agreement.
+            opened: the opened version, with the metadata and flags that all of its ranks have sent.
+            agreed: the agreement under which it was pushed.
             written: all files of weights.
-            ready_ms, verified_ms: when it became so at this replica, in milliseconds since 1970 UTC; 0 if it did just now.
+            ready_ms, verified_ms: when the version became ready and verified at this replica, in milliseconds since 1970 UTC; 0 for now.
 
         Raises:
-            VersionFailed: it was given up meanwhile.
-            AlreadyExists: others have claimed it.
+            VersionFailed: the version was given up in the meantime.
+            AlreadyExists: other replicas have claimed it.
         """
         model, number = self.model, self.entry.number
-        # the config that the weights were mapped with, whatever has been registered since
+        # the config with which the weights were mapped, even if another one was registered since
         keys = {file: files_key(model.name, model.files_id, file) for file in model.side_files}
         written |= write_side_files(self.store, model.name, number, model.files, keys)
         manifest = write_manifest(self.store, model.name, opened, written, agreed.layouts)
@@ -225,12 +225,12 @@ class Publisher:
         return publish_version(self.heads, model.name, entry)
 
     def give_up(self, reason: str, *, aborted: bool, unless_claimed: bool) -> bool:
-        """Close the version and delete what there is of it; whether it was left to other replicas instead.
+        """Close the version and delete its objects. Returns whether it was left to other replicas instead.
 
         Args:
-            reason: why.
-            aborted: whether somebody asked for it.
-            unless_claimed: whether it is left alone if others have claimed or published it.
+            reason: the reason.
+            aborted: whether a caller has aborted it.
+            unless_claimed: whether to leave the version if other replicas have claimed or published it.
         """
         if unless_claimed:
             try:
@@ -248,7 +248,7 @@ class Publisher:
         return False
 
     def discard_if_gone(self) -> None:
-        """Delete what an upload that was still under way has put into the store after the version was given up."""
+        """Delete the objects that a running upload has put into the store after the version was given up."""
         try:
             history = self.heads.history(self.model.name)
             if history is not None and history.is_gone(self.entry.number):
@@ -267,16 +267,16 @@ def give_up(
     by: Home | None,
     aborted: bool,
 ) -> None:
-    """Close a version that will not be published, and delete what there is of it; later, if the store fails.
+    """Close a version that will not be published, and delete its objects. If the store fails, a later cleanup deletes them.
 
     Args:
-        store: where versions are kept.
+        store: the object store that holds versions.
         heads: the heads in it.
-        model: whose version.
-        number: which version.
-        reason: why.
-        by: the replica that cannot go on with it; nothing happens if another one receives it alone. None if no replica is asked.
-        aborted: whether somebody asked for it.
+        model: name of the model.
+        number: number of the version.
+        reason: the reason.
+        by: the replica that cannot continue it; the version stays open if another replica receives it alone. None closes it in any case.
+        aborted: whether a caller has aborted it.
     """
     now_ms = unix_ms()
 
@@ -288,7 +288,7 @@ def give_up(
         return after, history.under(after).is_gone(number)
 
     try:
-        # an attempt may fail after its head was written: what is in the head is never discarded
+        # an attempt may fail after its head was written, so objects are deleted only if the head read last shows the version as gone
         if heads.edit(model, change):
             discard_version(store, model, number)
     except WeighbridgeError as error:

@@ -1,7 +1,7 @@
-"""Refusals of ranks: a rank that cannot take part in a push says so once, and every other rank of the push is told.
+"""Refusals of ranks: a rank that cannot take part in a push reports it once, and every other rank of the push gets the error.
 
-Ranks that wait are told by the end of the version. One that comes later would open a version anew, and wait for the rank that was refused: so it
-is told here, once each.
+Ranks that wait get the error when the version ends. A rank that opens the version later would open a new one and wait for the refused rank.
+So `Refusals.check` raises the error to it, once for each process.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class _Refusal:
 
 
 class Refusals:
-    """What ranks were refused lately, by model and request. Thread-safe.
+    """Recent refusals of ranks, by model and request. Thread-safe.
 
     Args:
-        told_seconds: how long ranks are told that come later: those of one step come within seconds, and a job that is started again takes
+        told_seconds: seconds for which later ranks get the error. The ranks of one step open it within seconds; a restarted job takes
             longer.
-        clock: gives seconds of a monotonic clock.
+        clock: returns seconds of a monotonic clock.
     """
 
     def __init__(
@@ -45,14 +45,14 @@ class Refusals:
     def note(
         self, name: ModelName, request_id: str, ranks: int, error: VersionFailed, told: Iterable[str]
     ) -> None:
-        """A rank cannot take part.
+        """Record that a rank cannot take part.
 
         Args:
-            name: of the model.
-            request_id: of the push.
-            ranks: how many belong to it.
-            error: what the others are told.
-            told: processes that know.
+            name: name of the model.
+            request_id: id of the push.
+            ranks: number of ranks of the push.
+            error: the error that the other ranks get.
+            told: ids of processes that have the error already.
         """
         known, now = set(told), self._clock()
         if len(known) >= ranks:
@@ -65,7 +65,7 @@ class Refusals:
             self._of[name, request_id] = _Refusal(error, known, now + self._told_seconds)
 
     def told(self, name: ModelName, request_id: str, client_id: str) -> bool:
-        """A process knows; whether there was anything to be told."""
+        """Record that a process has the error. Returns whether there is one for this push."""
         with self._lock:
             refusal = self._of.get((name, request_id))
             if refusal is None or self._clock() > refusal.until:
@@ -74,7 +74,7 @@ class Refusals:
             return True
 
     def check(self, name: ModelName, request_id: str, client_id: str) -> None:
-        """Raise VersionFailed if a process that does not know comes in time. One that knows begins the push anew, and all others join it."""
+        """Raise VersionFailed, once, to a process that has not got the error yet. A process that has got it restarts the push for all."""
         with self._lock:
             refusal = self._of.get((name, request_id))
             if refusal is None:
@@ -86,6 +86,6 @@ class Refusals:
         raise refusal.error.anew()
 
     def forget(self, name: ModelName, request_id: str) -> None:
-        """Nobody is to be told any more: the version is complete after all."""
+        """Drop the refusal: the version is complete after all."""
         with self._lock:
             self._of.pop((name, request_id), None)

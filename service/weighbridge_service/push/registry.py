@@ -1,7 +1,7 @@
-"""Registry of the pushes of this process, by model, number and request: sessions, and what is remembered of those that have ended.
+"""Registry of the pushes of this process, by model, number and request: sessions, and records of those that have ended.
 
-What a push holds is bounded here: a session that is over becomes an `EndedPush`, and of images that nobody needs but for reading a durable
-version once more, only those used last are kept.
+The registry bounds the memory of pushes. It turns a session that has ended into an `EndedPush`. Of the images that only serve reads of
+durable versions, it keeps those that were read last.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from weighbridge_storage.documents.names import ModelName
 log = logging.getLogger(__name__)
 
 _KEPT_ENDED = 100
-"""Ended versions of each model that are remembered, so that whoever pushed them learns what became of them."""
+"""Number of ended versions of each model that are remembered, so that the ranks that pushed them learn their outcome."""
 
 Push: TypeAlias = PushSession | EndedPush
 
 
 class Registry:
-    """The pushes that there are, and their `Surroundings`. Thread-safe.
+    """Registry of pushes, and their `Surroundings`. Thread-safe.
 
     Args:
-        snapshots: are told what becomes of them.
-        news: is set when other replicas are to be told of one.
-        approved_since: the reasons for which a version in history that was held is held no more, as its head says that was read last.
-        kept_images: images of durable versions that are kept.
-        kept_pushes: ended pushes of all models together that are remembered.
+        snapshots: gets the snapshots of all versions.
+        news: set when a push has progress to report to other replicas.
+        approved_since: returns the approved reasons for holding a version in history, from the head as it was read last.
+        kept_images: number of images of durable versions that are kept.
+        kept_pushes: number of ended pushes of all models together that are remembered.
     """
 
     def __init__(
@@ -60,15 +60,15 @@ class Registry:
         self._approved_since = approved_since
         self._lock = threading.Lock()
         self._sessions: dict[ModelName, dict[int, PushSession]] = {}
-        self._taken: list[PushSession] = []  # of shares of versions that have a session of their own here
+        self._taken: list[PushSession] = []  # shares taken over of versions that have their own session here
         self._ended: dict[ModelName, dict[int, EndedPush]] = {}
         self._ended_in_order: dict[tuple[ModelName, int], None] = {}
         self._by_request: dict[tuple[ModelName, str], int] = {}
 
     def add(self, session: PushSession) -> None:
-        """Enter a session that was just made, and begin it."""
+        """Enter a new session, and start it."""
         name = session.model.name
-        self._snapshots.show(name, session.snapshot)  # first: from then on, the session shows itself
+        self._snapshots.show(name, session.snapshot)  # first: once entered, the session shows its own changes
         with self._lock:
             self._sessions.setdefault(name, {})[session.number] = session
             self._by_request[name, session.request_id] = session.number
@@ -76,45 +76,45 @@ class Registry:
         session.tick()
 
     def add_taken(self, session: PushSession) -> None:
-        """Enter the session of a share that another replica has handed over, of a version that this replica receives itself."""
+        """Enter the session of a share that another replica has handed over, if this replica has a session of that version already."""
         with self._lock:
             self._taken.append(session)
         self._settle()
         session.tick()
 
     def of_version(self, name: ModelName, number: int) -> list[Push]:
-        """The push of a version, under way or remembered, and the sessions of shares of it that were taken over beside that."""
+        """Push of a version, under way or remembered, and the sessions of its shares that were taken over in addition."""
         with self._lock:
             own = self._find(name, number)
             taken = [each for each in self._taken if (each.model.name, each.number) == (name, number)]
         return [*([] if own is None else [own]), *taken]
 
     def get(self, name: ModelName, number: int) -> PushSession | None:
-        """The session of a version, if there is one here; of a share that was taken over, only if it is the version's only one."""
+        """Session of a version; None if this process has no session. Of several, the one that is not of a share that was taken over."""
         with self._lock:
             return self._sessions.get(name, {}).get(number)
 
     def find(self, name: ModelName, number: int) -> Push | None:
-        """The push of a version, under way or remembered."""
+        """Push of a version, under way or remembered; None if there is none."""
         with self._lock:
             return self._find(name, number)
 
     def of_request(self, name: ModelName, request_id: str) -> Push | None:
-        """The newest push that a request has opened."""
+        """Newest push that a request has opened; None if there is none."""
         with self._lock:
             return self._find(name, self._by_request.get((name, request_id), 0))
 
     def of_model(self, name: ModelName) -> list[Push]:
-        """The pushes of a model, in the order of their numbers."""
+        """Pushes of a model, in the order of their numbers."""
         with self._lock:
             known: dict[int, Push] = {**self._ended.get(name, {}), **self._sessions.get(name, {})}
             return [known[number] for number in sorted(known)]
 
     def other_writer(self, name: ModelName, client_id: str) -> Version | None:
-        """The newest version of a model that another job has pushed since the job of this client has pushed last; None if there is none.
+        """Newest version of a model that another job has pushed since the last push of this client's job; None if there is none.
 
-        A job that was restarted is no other one, for the one before it pushes no more: jobs count as two only once one has pushed, then the other one,
-        and now the first one again.
+        A restarted job has new processes, but its old processes push no more. So two jobs count as different only when one has pushed, then
+        the other, and now the first one again.
         """
         caller = _process(client_id)
         between: list[Push] = []
@@ -128,7 +128,7 @@ class Registry:
         return None
 
     def sessions_of(self, name: ModelName) -> list[PushSession]:
-        """The sessions of a model."""
+        """Sessions of a model."""
         with self._lock:
             return list(self._sessions.get(name, {}).values())
 
@@ -162,15 +162,15 @@ class Registry:
         name = session.model.name
         older = [each for each in self.all() if each.model.name == name and each.number < session.number]
         for each in filter(_is_held, older):
-            if reasons := self._approved_since(name, each.number):  # by way of another replica
+            if reasons := self._approved_since(name, each.number):  # approved at another replica
                 each.post(on.Approved(reasons))
-        self.supersede(session)  # what was approved may be live now, and those before it are not
+        self.supersede(session)  # an approved version may be live now, which supersedes older ones
         for each in older:
             if _is_held(each) or (each.state.superseded and each.state.may_be_dropped):
                 each.post(on.MemoryWanted())
 
     def approved(self, name: ModelName, number: int, reasons: tuple[str, ...]) -> None:
-        """Somebody has approved reasons for which a version is held."""
+        """Post to the sessions of a version that a caller has approved reasons for which it is held."""
         for each in self.of_version(name, number):
             if isinstance(each, PushSession):
                 each.post(on.Approved(reasons))
@@ -192,7 +192,7 @@ class Registry:
         self._snapshots.forget(name, number)
 
     def forget_deleted_model(self, name: ModelName, below: int) -> None:
-        """Versions below a number are of a model that was deleted: let go of their images, and forget them."""
+        """Release the images of versions below a number, which belong to a deleted model, and forget the versions."""
         for session in self.sessions_of(name):
             if session.number < below:
                 session.post(on.Broken(VersionFailed(f"the model {name} was deleted")))
@@ -204,10 +204,10 @@ class Registry:
         for _, number in forgotten:
             self._snapshots.forget(name, number)
 
-    # --- what is kept
+    # --- limits on what is kept
 
     def _settle(self) -> None:
-        """Remember sessions that are over as ended pushes, up to a number, and let go of images that nobody has read for long."""
+        """Turn sessions that have ended into ended pushes, forget the oldest of those, and release the least recently read images."""
         sessions = self.all()
         for session in filter(_is_over, sessions):
             self._end(session)
@@ -218,7 +218,7 @@ class Registry:
             forgotten = self._forget_ended(oldest)
         for name, number in forgotten:
             self._snapshots.forget(name, number)
-        # those that are held first: of the others each is its model's live version
+        # held versions go first: every other one is the live version of its model
         idle = sorted(filter(_is_idle, sessions), key=lambda each: (not _is_held(each), each.image_used_at))
         for session in idle[: -self._kept_images]:
             session.post(on.Idle())
@@ -245,7 +245,7 @@ class Registry:
             del self._sessions[session.model.name]
 
     def _forget_ended(self, which: Iterable[tuple[ModelName, int]]) -> list[tuple[ModelName, int]]:
-        """Remember ended pushes no more; gives those that were. The lock is held."""
+        """Forget ended pushes. Returns those that were remembered. The lock is held."""
         forgotten = []
         for name, number in which:
             of_model = self._ended.get(name, {})
@@ -267,16 +267,16 @@ class Registry:
         return [session for session in self.all() if session.snapshot.version.state in states]
 
     def count(self, *states: VersionState) -> int:
-        """How many sessions are in these states."""
+        """Number of sessions in these states."""
         return len(self.in_states(*states))
 
 
 class WaitsSaid:
-    """Says in the log, every `REMIND_SECONDS`, what those versions wait for that are being received.
+    """Reminder in the log, every `REMIND_SECONDS`, of what the versions that are being received wait for.
 
     Args:
-        registry: which versions there are.
-        timers: wake it.
+        registry: the versions.
+        timers: wake the reminder.
     """
 
     def __init__(self, registry: Registry, timers: Timers) -> None:
@@ -285,7 +285,7 @@ class WaitsSaid:
         timers.wake(self, time.monotonic() + REMIND_SECONDS)
 
     def tick(self) -> None:
-        """Say it of each that was opened so long ago."""
+        """Log what each version waits for that was opened at least `REMIND_SECONDS` ago."""
         self._timers.wake(self, time.monotonic() + REMIND_SECONDS)
         for session in self._registry.all():
             version = session.snapshot.described
@@ -305,20 +305,20 @@ def _processes(push: Push) -> frozenset[str]:
 
 
 def _process(client_id: str) -> str:
-    """What the ids of all clients in one process begin with."""
+    """Common prefix of the ids of all clients in one process."""
     return client_id.partition("/")[0]
 
 
 def _is_over(session: PushSession) -> bool:
-    """Whether nothing is to be done for a version any more, and it holds no memory."""
+    """Whether a push has ended and holds no memory."""
     return session.state.phase in FINAL and not session.has_image
 
 
 def _is_idle(session: PushSession) -> bool:
-    """Whether the image is there only so that a durable version can be read in memory."""
+    """Whether the image only serves reads of a durable version from memory."""
     return session.state.phase is Phase.PUBLISHED and session.has_image
 
 
 def _is_held(session: PushSession) -> bool:
-    """Whether that version is one which ``live`` passes by."""
+    """Whether the image is idle and its version is held, so that ``live`` skips it."""
     return _is_idle(session) and bool(session.state.holding.reasons)

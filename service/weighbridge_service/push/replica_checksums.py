@@ -1,7 +1,7 @@
-"""Checksums of what ranks hold under one box, compared while they seal.
+"""Checksums of shards that several ranks hold under one box, compared while the ranks seal.
 
-In Megatron-core's tensor space the ranks say which shards are replicas. In Hugging Face's nobody knows: experts that are numbered on each
-rank for itself look like replicas, and are none.
+In Megatron-core's tensor space, ranks mark the shards that are replicas. Hugging Face's names do not tell: experts that each rank numbers
+from 0 look like replicas, but are different tensors.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from weighbridge.errors import LayoutError
 
 
 class ReplicaChecksum(NamedTuple):
-    """What a rank holds in a part of a shard.
+    """Checksum of a part of a rank's shard.
 
     Attributes:
         shard: index of the shard in the rank's layout.
-        start: first byte of the part in the shard.
-        end: one past its last.
+        start: offset of the part's first byte in the shard.
+        end: offset one past its last byte.
         checksum: XXH3 of these bytes, 64 bits.
     """
 
@@ -32,18 +32,18 @@ class ReplicaChecksum(NamedTuple):
 
 
 class ReplicaChecksums:
-    """The checksums of one version, of all ranks that have said theirs. Thread-safe: entries are only added, each in one step."""
+    """Checksums of one version, from all ranks that have sent theirs. Thread-safe: each entry is set in one step, and none is removed."""
 
     def __init__(self) -> None:
         self._first: dict[tuple[str, Box, int, int], tuple[int, int]] = {}
 
     def compare(self, rank: int, shared: Mapping[int, Shard], checksums: Iterable[ReplicaChecksum]) -> None:
-        """Compare what a rank says with what others have said, and take note of it.
+        """Compare the checksums of a rank with those of other ranks, and record them.
 
         Args:
-            rank: which rank.
-            shared: its shards that others hold, too, by index; what is said of others is passed over.
-            checksums: what it says.
+            rank: the rank.
+            shared: its shards that other ranks hold, too, by index; checksums of other shards are ignored.
+            checksums: the rank's checksums.
 
         Raises:
             LayoutError: two ranks hold different bytes under one box; names the tensors and both ranks.
@@ -55,7 +55,7 @@ class ReplicaChecksums:
                 continue
             key = (shard.tensor, shard.box, each.start, each.end)
             other, checksum = self._first.setdefault(key, (rank, each.checksum))
-            if other == rank:  # what it says again counts: it may have begun anew
+            if other == rank:  # the latest value counts: the rank may have restarted its push
                 self._first[key] = rank, each.checksum
             elif checksum != each.checksum:
                 problems.append(f"{shard.tensor}: box {shard.box} on rank {other} and on rank {rank}")

@@ -1,15 +1,15 @@
-"""Exchange of replicas that receive one version together, by way of the object store.
+"""Exchange of messages, through the object store, between replicas that receive one version together.
 
 ::
 
     models/<namespace>/<name>/
-      layouts/<digest>                     a layout that a rank has declared, for those who do not know it
+      layouts/<digest>                     a layout that a rank has declared, for replicas that do not know it
       incoming/000000000017/
-        declared-<boot>-<n>                what ranks have declared to one replica, in batches
-        written-<number of the replica>    which files it has written, with their digests
+        declared-<boot>-<n>                declarations of ranks at one replica, in batches
+        written-<number of the replica>    names and digests of the files that the replica has written
 
-Nothing here is rewritten with other content. What lies under a version's number is not needed once it is published or given up;
-layouts are used again by later versions.
+No object is rewritten with other content. The objects under a version's number are not needed once it is published or given up; later
+versions use layouts again.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _DECLARED, _WRITTEN = "declared-", "written-"
 
 
 class Exchange:
-    """What one replica tells the others about one version, and hears from them. No method is for several threads at a time.
+    """Messages about one version that one replica sends to the others, and reads from them. No method is for several threads at a time.
 
     Args:
-        store: where they meet.
-        model: whose version.
-        number: which version.
+        store: the object store that all replicas share.
+        model: name of the model.
+        number: number of the version.
         home: this process.
         first_version: the lowest number that a version can have since the model was registered.
     """
@@ -58,11 +58,11 @@ class Exchange:
         self._heard: set[str] = set()
 
     def tell(self, declarations: Mapping[int, Declaration]) -> None:
-        """Let the others know what ranks have declared here; what they know already is not told again."""
+        """Send the declarations of ranks at this replica to the others; those that were sent before are not sent again."""
         if not self._pending:
             self._pending = {rank: d for rank, d in declarations.items() if rank not in self._told}
         while self._pending:
-            # whether a write that failed has landed is not known: the same goes there again
+            # a write that failed may have landed, so the retry puts the same content under the same key
             key = f"{self._prefix}{_DECLARED}{self._home.boot}-{self._batches:06}"
             self._store.put(key, _batch_to_json(self._home, self._pending), mode="overwrite")
             self._batches += 1
@@ -70,12 +70,12 @@ class Exchange:
             self._pending = {rank: d for rank, d in declarations.items() if rank not in self._told}
 
     def listen(self) -> Iterator[dict[int, Declaration]]:
-        """What ranks have declared to others, batch by batch, since the last calls.
+        """Declarations of ranks at other replicas since the last call, batch by batch.
 
-        A batch whose taker fails comes again with the next call.
+        If the consumer of a batch fails, the next call yields the batch again.
 
         Raises:
-            VersionFailed: what is there is nothing that a replica has written.
+            VersionFailed: an object cannot be read as a batch of declarations.
         """
         mine = f"{self._prefix}{_DECLARED}{self._home.boot}-"
         for key in sorted(self._store.list(self._prefix + _DECLARED)):
@@ -92,7 +92,7 @@ class Exchange:
                 self._heard.add(key)
 
     def was_here_before(self) -> bool:
-        """Whether another process at this one's address has had a part in the version, and must have died."""
+        """Whether another process at this one's address, which must have died, took part in the version."""
         return any(
             declaration.home.address == self._home.address
             for batch in self.listen()
@@ -100,20 +100,20 @@ class Exchange:
         )
 
     def offer_layout(self, digest: str, space: TensorSpace, layout: Layout) -> None:
-        """Put a layout where the others find it."""
+        """Store a layout for other replicas to read."""
         message = wire.layout_to_proto(layout, space).SerializeToString()
-        # what is there already is the same: the key is made of the content
+        # an object that exists already is the same: the key contains the digest
         self._store.put(self._layout_key(digest), message, mode="overwrite")
 
     def _layout_key(self, digest: str) -> str:
         return layout_key(self._model, digest, self._first_version)
 
     def layout(self, digest: str) -> tuple[TensorSpace, Layout]:
-        """A layout that another replica has offered, and the tensor space of its names.
+        """Tensor space and layout that another replica has offered under this digest.
 
         Raises:
-            NotFound: nobody has, yet.
-            DataLoss: what is there is not that layout.
+            NotFound: no replica has offered it yet.
+            DataLoss: the object is not that layout.
         """
         key = self._layout_key(digest)
         content, _ = self._store.get(key)
@@ -127,34 +127,34 @@ class Exchange:
         return space, layout
 
     def hand_in(self, replica: int, claim: str, written: Written) -> None:
-        """Say which files this replica has written.
+        """Send names and digests of the files that this replica has written to the others.
 
         Args:
-            replica: its number in the agreement.
-            claim: under which agreement.
+            replica: number of this replica in the agreement.
+            claim: the agreement.
             written: the files.
         """
         self._store.put(self._written_key(replica), written.to_json(claim), mode="overwrite")
 
     def handed_in(self, claim: str, replicas: Iterable[int]) -> dict[int, Written]:
-        """The files that replicas have written so far.
+        """Files that replicas have written so far.
 
         Args:
-            claim: under which agreement.
-            replicas: the numbers of those that write files.
+            claim: the agreement.
+            replicas: numbers of the replicas to read.
 
         Returns:
             The files, by the numbers of the replicas that have handed them in.
 
         Raises:
-            DataLoss: what one of them has handed in cannot be read.
+            DataLoss: an object that one of them has written cannot be read.
         """
         found = {}
         there = set(self._store.list(self._prefix + _WRITTEN))
         for replica in replicas:
             key = self._written_key(replica)
             if key in there:
-                with suppress(NotFound):  # another replica has published, and clears up
+                with suppress(NotFound):  # another replica has published, and deletes these objects
                     of, written = Written.from_json(self._store.get(key)[0], key)
                     if of == claim:
                         found[replica] = written
@@ -164,7 +164,7 @@ class Exchange:
         return f"{self._prefix}{_WRITTEN}{replica:06}"
 
     def clear(self) -> None:
-        """Remove what was said; the version is published."""
+        """Delete the messages of the version, which is published."""
         for key in list(self._store.list(self._prefix)):
             self._store.delete(key)
 

@@ -1,8 +1,8 @@
 """Session of one push: the owner of its state.
 
-Events go into a queue. Whoever posts one drains the queue, unless another thread is at it: so one event is taken at a time, and there is
-no thread for each version, rank or waiting call. An event is given to the state machine, the next state is shown to the catalog as an
-immutable snapshot, its effects are started, and calls that wait for an answer are given one if there is one now.
+Events go into a queue. The posting thread drains the queue unless another thread already does. So the session processes one event at a
+time, and needs no thread for each version, rank or waiting call. For each event it runs the state machine, shows the next state to the
+catalog as an immutable snapshot, starts the effects, and answers the waiting calls for which the state has an answer.
 """
 
 from __future__ import annotations
@@ -64,21 +64,21 @@ _READABLE = VISIBLE | {Phase.PUBLISHED, Phase.HANDED_OVER}
 
 
 class PushSession:
-    """One version from its opening to its end. Thread-safe.
+    """Session of one version, from its opening to its end. Thread-safe.
 
     Args:
-        state: of the push, just opened.
-        client_id: who opened the version.
-        runner: carries its effects out, and has what it needs and holds for that.
+        state: initial state of the push.
+        client_id: id of the process that opened the version.
+        runner: carries its effects out, and holds its resources.
         pools: the threads of effects.
         timers: wake the session.
-        surroundings: what it tells of.
-        observer: is told of each step.
+        surroundings: the other pushes of the process.
+        observer: reports each step to metrics and traces.
 
     Attributes:
         client_id: as given.
-        request_id: which request opened the version.
-        by: name of the identity that did; empty if it has none.
+        request_id: id of the request that opened the version.
+        by: name of the identity that opened it; empty if it has none.
         surroundings: as given.
     """
 
@@ -111,12 +111,12 @@ class PushSession:
 
     @property
     def state(self) -> PushState:
-        """The push as it stands now."""
+        """Current state of the push."""
         return self._state
 
     @property
     def model(self) -> RegisteredModel:
-        """The registration under which it was opened (`EffectRunner.model`)."""
+        """Registration under which the version was opened (`EffectRunner.model`)."""
         return self._runner.model
 
     @property
@@ -126,12 +126,12 @@ class PushSession:
 
     @property
     def snapshot(self) -> VersionSnapshot:
-        """The version as everybody may see it."""
+        """Snapshot of the version, as readers see it."""
         return self._shown
 
     @property
     def has_image(self) -> bool:
-        """Whether it holds memory."""
+        """Whether the session holds an image."""
         return self._runner.image is not None
 
     @property
@@ -142,28 +142,28 @@ class PushSession:
 
     @property
     def share_number(self) -> int | None:
-        """Which share of the version this session has; None before there is a plan."""
+        """Number of this session's share of the version; None before there is a plan."""
         return self._state.share_number
 
     @property
     def progress(self) -> PushProgress:
-        """How far it is."""
+        """Progress of the push and of each of its ranks."""
         return progress_of(self._state, self._received_of_ranks, now())
 
     @property
     def _received_of_ranks(self) -> Mapping[int, Received]:
-        """What has come of each rank's stream; after the end, what had come by then."""
+        """Received part of each rank's stream; after the end of the push, as it was then."""
         writer = self._runner.writer
         return self._received if writer is None else writer.received_of_ranks
 
     @property
     def layouts(self) -> DeclaredLayouts:
-        """What its ranks have declared (`EffectRunner.layouts`)."""
+        """Layouts that its ranks have declared (`EffectRunner.layouts`)."""
         return self._runner.layouts
 
     @property
     def clients(self) -> frozenset[str]:
-        """Who has declared a rank of the version here."""
+        """Ids of the processes that have declared a rank of the version here."""
         return frozenset(each.client_id for each in self._state.declarations.here.values())
 
     def takes_part(self, client_id: str) -> bool:
@@ -173,11 +173,11 @@ class PushSession:
     # --- the queue
 
     def post(self, event: on.Event) -> None:
-        """Something has happened."""
+        """Post an event. See `post_all`."""
         self.post_all((event,))
 
     def post_all(self, events: Sequence[on.Event]) -> None:
-        """Several things have happened, one after another."""
+        """Queue events in this order, and process the queue unless another thread already does."""
         if not events:
             return
         with self._lock:
@@ -193,13 +193,13 @@ class PushSession:
                 event = self._events.popleft()
             try:
                 self._take(event)
-            except Exception as error:  # what it would have led to is lost, and nobody must wait for that
+            except Exception as error:  # the event is lost: end the push, so that no call waits forever
                 log.exception("%s: %s could not be taken", self._state.name, type(event).__name__)
                 if not isinstance(event, on.Broken):
                     self._events.append(on.Broken(WeighbridgeError(f"the push failed: {error!r}")))
 
     def tick(self) -> None:
-        """Time has passed."""
+        """Post that time has passed, with the received bytes."""
         writer = self._runner.writer
         self.post(on.Tick() if writer is None else on.Tick(*writer.progress))
 
@@ -223,7 +223,7 @@ class PushSession:
         if after.phase in FINAL and (after.agreed is None or after.agreed.alone):
             self._received = self._received_of_ranks
             self._runner.forget()  # other replicas may still ask for their part
-        self._waiting.give(after)  # before threads begin that would compete with those who wait for them
+        self._waiting.give(after)  # first: threads of effects would compete with the answered callers
         self._start_all((effect for effect in effects if isinstance(effect, do.Awaited)), after)
         if after.wake_at is not None:
             self._timers.wake(self, after.wake_at)
@@ -256,7 +256,7 @@ class PushSession:
         )
 
     def _waits(self) -> Iterable[str]:
-        """What the version waits for now: more often another thing than anything else of it changes."""
+        """Names of the things that the version waits for now. A function, as they change more often than the rest of the snapshot."""
         return waits_for(self._state)
 
     def _show(self, state: PushState) -> None:
@@ -272,7 +272,7 @@ class PushSession:
         for effect in effects:
             try:
                 self._start(effect, state)
-            except Exception as error:  # the others must not suffer from it
+            except Exception as error:  # start the other effects nevertheless
                 log.exception("%s: %s could not be begun", state.name, effect)
                 if isinstance(effect, do.Awaited):
                     self.post(on.EffectFailed(effect, Unavailable(f"{effect} could not be begun: {error!r}")))
@@ -285,7 +285,7 @@ class PushSession:
 
     def _carry_out(self, effect: do.Effect) -> None:
         if isinstance(effect, do.Awaited) and self._state.phase in FINAL:
-            return  # it has ended while this waited for a thread
+            return  # the push has ended while the effect waited for a thread
         with self._observer.carrying_out(effect) as span:
             answer = self._runner.run(effect, self._state, self)
             if isinstance(answer, on.EffectFailed):
@@ -298,7 +298,7 @@ class PushSession:
             log.exception("%s: what follows on %s failed", self._state.name, effect)
 
     def go_on(self) -> None:
-        """Raise if what an effect is at is not wanted any more."""
+        """Raise if a running effect is no longer needed, as the service stops or the push has failed."""
         if self._pools.stopping:
             raise _shutting_down()
         check_not_failed(self._state)
@@ -306,52 +306,52 @@ class PushSession:
     # --- answers
 
     def asked(self, answer: Callable[[PushState], T | None], *events: on.Event) -> Future[T]:
-        """An answer, as soon as there is one.
+        """Future of an answer, done as soon as a state has one.
 
         Args:
-            answer: gives it out of a state, or raises; None as long as there is none.
-            events: are posted before.
+            answer: returns the answer that a state has, or raises; None while there is none.
+            events: events to post first.
 
         Returns:
-            Cannot be cancelled; `leave` it when nobody waits any more.
+            The future. It cannot be cancelled; a caller that stops waiting calls `leave`.
         """
         found: Future[T] = uncancelled()
         self._wait_for(found, answer, *events)
         return found
 
     def _wait_for(self, found: Future[T], answer: Callable[[PushState], T | None], *events: on.Event) -> None:
-        self._waiting.enter(found, answer)  # first: no state on the way to the last is missed
+        self._waiting.enter(found, answer)  # first, so that it sees each state that the events lead to
         self.post_all(events)
         self._waiting.give(self._state)
         if self._pools.stopping:
             self.stop()
 
     def leave(self, found: Future[Any]) -> None:
-        """Nobody waits for an answer any more."""
+        """End the wait for an answer."""
         self._waiting.leave(found)
 
     def forget(self) -> None:
-        """Drop what leads back here: so all that it holds goes with the last reference to it."""
+        """Drop the data of the runner, which refers back to the session, so that all is freed with the last reference to the session."""
         self._runner.forget()
 
     def stop(self) -> None:
-        """Nothing happens any more, and calls that wait are told so."""
+        """End all waiting calls with Unavailable: the service stops, and events are no longer processed."""
         self._waiting.end(_shutting_down)
 
-    # --- what ranks call
+    # --- calls of ranks
 
     def declare(self, rank: int, client_id: str, digest: str) -> Future[Agreement]:
-        """A rank declares its layout; the agreement, once all have. Raises, or gives what raises, as `answer_declare`."""
+        """Declare the layout of a rank. The future gets the agreement once all ranks have declared. Errors as `answer_declare`."""
         check_incomplete(self._state)
         self._state.declarations.check_rank(rank)
         event = on.RankDeclared(rank, client_id, digest)
         return self.asked(lambda state: answer_declare(state, rank, client_id, digest), event)
 
     def writer_for(self, rank: int, client_id: str) -> ImageWriter:
-        """What takes the bytes of a rank that this client has declared.
+        """Writer for the bytes of a rank that this client has declared.
 
         Raises:
-            FailedPrecondition: the version is sealed, or the rank or not all others have declared.
+            FailedPrecondition: the version is sealed, or this rank or another one has not declared.
             AlreadyExists: the rank belongs to another process.
             WeighbridgeError: the version has failed; its error.
         """
@@ -361,16 +361,16 @@ class PushSession:
         return self._begun(state)
 
     def writer_for_other(self, rank: int, claim: str) -> ImageWriter:
-        """What takes the bytes of a rank that has declared at another replica.
+        """Writer for the bytes of a rank that has declared at another replica.
 
         Args:
-            rank: which rank.
+            rank: the rank.
             claim: the agreement of that replica.
 
         Raises:
             InvalidArgument: there is no such rank.
             FailedPrecondition: the replicas have not agreed on the same plan.
-            Unavailable: this replica has not come so far; try again.
+            Unavailable: this replica has no image yet; retry.
             WeighbridgeError: the version has failed; its error.
         """
         state = self._state
@@ -390,14 +390,14 @@ class PushSession:
         return writer
 
     def grant(self, rank: int, client_id: str) -> MemoryGrant:
-        """Let a rank's process write its stream to the image itself. See `ImageWriter.grant`."""
+        """Grant the image to a rank's process. See `ImageWriter.grant`."""
         return self.writer_for(rank, client_id).grant(rank)
 
     def arriving(self) -> ArrivingVersion:
-        """The version as far as it has arrived, for a process that reads it before it is ready; its hold is to be released.
+        """The version while it arrives, for a process that reads it before it is ready. The caller releases its hold.
 
         Raises:
-            FailedPrecondition: there is no image yet, other replicas receive a part of the version, or what has arrived may be written again.
+            FailedPrecondition: there is no image yet, other replicas receive a part of the version, or arrived bytes may be written again.
             WeighbridgeError: the version has failed; its error.
         """
         state, image, files = self._state, self._runner.image, self.model.files
@@ -413,10 +413,10 @@ class PushSession:
             raise
 
     def push_state(self, rank: int) -> tuple[list[tuple[int, int]], int, bool]:
-        """Ranges of a rank's stream that have come, its length, and whether the rank is sealed.
+        """Received ranges of a rank's stream, its length in bytes, and whether the rank is sealed.
 
         Raises:
-            FailedPrecondition: there is no stream yet.
+            FailedPrecondition: there is no stream yet: not all ranks have declared.
         """
         state = self._state
         check_not_failed(state)
@@ -431,14 +431,14 @@ class PushSession:
     def seal(
         self, rank: int, client_id: str, replicas: Iterable[ReplicaChecksum] = (), nonfinite: int = 0
     ) -> Future[bool]:
-        """A rank has pushed everything; done once it is sealed. Repeating it is harmless.
+        """Seal a rank, which has pushed everything. The future is done once the rank is sealed. Repeated calls are harmless.
 
-        ``nonfinite`` is how many elements of that are NaN or infinite; 0 if the rank has not counted.
+        ``nonfinite`` is the number of pushed elements that are NaN or infinite; 0 if the rank has not counted them.
 
         Raises:
-            FailedPrecondition: something is missing; names tensors and boxes.
-            LayoutError: another rank holds different bytes under one box; the version is given up.
-            WeighbridgeError: the version has failed; its error; the future may also give it.
+            FailedPrecondition: bytes are missing; names tensors and boxes.
+            LayoutError: another rank holds different bytes under one box; the version is aborted.
+            WeighbridgeError: the version has failed; its error. The future may get it, too.
         """
 
         def sealed(state: PushState) -> bool | None:
@@ -463,27 +463,27 @@ class PushSession:
             else:
                 self._wait_for(found, sealed, on.SealAsked(rank, nonfinite))
 
-        # a piece that has come a second time may still be on its way to its place
+        # all bytes were claimed, but another thread may still be copying some of them
         self.asked(lambda state: answer_whole(state, rank, client_id)).add_done_callback(go_on)
         return found
 
-    # --- what other replicas call
+    # --- calls of other replicas
 
     @property
     def handed_in(self) -> Written | None:
-        """The files that this replica has handed in; None before that."""
+        """Files that this replica has handed in; None before that."""
         return self._runner.written if self._state.handed_in_here else None
 
     def take_progress(
         self, replica: int, written: Written | None, *, handed_in: bool, nonfinite: int = 0
     ) -> None:
-        """Another replica's part is complete.
+        """Record that another replica's part is complete.
 
         Args:
-            replica: its number.
+            replica: number of that replica.
             written: the files that it has uploaded; None if it does not name them.
-            handed_in: whether it has uploaded them.
-            nonfinite: how many elements that are NaN or infinite it knows of.
+            handed_in: whether it has uploaded its files.
+            nonfinite: number of elements that it knows to be NaN or infinite.
         """
         if written is not None:
             self._runner.take_hand_in(replica, written)
@@ -495,11 +495,11 @@ class PushSession:
         return image is not None and file in image.sizes
 
     def own_file(self, file: str) -> tuple[ByteArray, Hold]:
-        """A file of this replica's, for other replicas, and what keeps its bytes there.
+        """Bytes of a file of this replica, for other replicas, and the hold that keeps them in memory.
 
         Raises:
-            FailedPrecondition: not all of its bytes are here, or they could still be changed.
-            NotFound: it is in no image any more, or never was.
+            FailedPrecondition: not all of its bytes have arrived, or a process could still change them.
+            NotFound: the file is not in an image of this replica, or no longer.
             WeighbridgeError: the version has failed; its error.
         """
         state, image = self._state, self._runner.image
@@ -510,16 +510,16 @@ class PushSession:
             if image is not None and file in image.sizes:
                 hold = image.hold()
                 return image.read_only_buffers[file], hold
-        except FailedPrecondition:  # it was given back just now
+        except FailedPrecondition:  # the image was released just now
             pass
         raise NotFound(f"{file} of {state.name} is in no image of this replica")
 
     def abort(self, reason: str) -> Future[bool]:
-        """Give the version up; done once it is. See `Intake.abort_version`."""
+        """Abort the version. The future is done once it is given up. See `Intake.abort_version`."""
         return self.asked(answer_abort, on.Aborted(reason))
 
     def wait_finished(self, seconds: float) -> bool:
-        """Whether nothing is to be done any more, at once or within ``seconds``."""
+        """Wait up to ``seconds`` for the push to have no work left. Returns whether it has none."""
         found = self.asked(lambda state: None if state.unfinished else True)
         try:
             return found.result(seconds)
@@ -528,12 +528,12 @@ class PushSession:
             return False
 
     def name_waits(self) -> str:
-        """What it waits for, in words."""
+        """The version, and a list of what it waits for, for messages."""
         return f"{version_of(self._state)}: waits for {', '.join(waits_for(self._state)) or 'nothing'}"
 
 
 def now() -> Moment:
-    """The time."""
+    """The current time."""
     return Moment(time.monotonic(), unix_ms())
 
 

@@ -1,4 +1,4 @@
-"""Takeover of what another replica hands over that leaves: a version that is not durable yet, or a share of one."""
+"""Takeover of a version that is not durable yet, or of a share of one, which a stopping replica hands over."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from weighbridge_storage.stores.objects import ByteArray
 log = logging.getLogger(__name__)
 
 _MEMORY_PAUSE = 0.1
-"""Seconds between two questions for memory of what is taken over."""
+"""Seconds between two requests for memory for a version that is taken over."""
 
 
 class TakingOver:
-    """Takes over what other replicas hand over. Thread-safe.
+    """Receiver of versions that other replicas hand over. Thread-safe.
 
     Args:
-        catalog: which models there are.
+        catalog: the registered models.
         registry: the sessions of versions.
         opener: makes sessions.
-        facilities: what pushes share.
+        facilities: resources that pushes share.
     """
 
     def __init__(self, catalog: Catalog, registry: Registry, opener: Opener, facilities: Facilities) -> None:
@@ -50,19 +50,19 @@ class TakingOver:
         fill: Callable[[Mapping[str, ByteArray]], None],
         may_wait: Callable[[], bool],
     ) -> None:
-        """Own a version, or a share of one, that another replica hands over. Doing it again does nothing.
+        """Take over a version, or a share of one, that another replica hands over. Repeated calls do nothing.
 
         Args:
-            sender: the replica that leaves.
-            version: what it hands over.
+            sender: the replica that stops.
+            version: the version or share.
             fill: reads all files into arrays of their sizes.
-            may_wait: whether there is time yet to wait for memory.
+            may_wait: returns whether there is time left to wait for memory.
 
         Raises:
-            FailedPrecondition: this replica leaves itself.
-            AlreadyExists: it has had the version before, and it was given up or is another push's.
+            FailedPrecondition: this replica stops, too.
+            AlreadyExists: this replica knows the version already, as given up or under another claim.
             ResourceExhausted: there is no memory for the files.
-            WeighbridgeError: what ``fill`` raises.
+            WeighbridgeError: ``fill`` has failed.
         """
         if self.has_taken(version):
             return
@@ -93,7 +93,7 @@ class TakingOver:
         self._registry.supersede(session)
 
     def has_taken(self, version: HandedVersion) -> bool:
-        """Whether what is handed over is this replica's already. Raises as `take_over`."""
+        """Whether this replica has taken over the version or share already. Raises as `take_over`."""
         if self._opener.draining:
             raise FailedPrecondition("the service is shutting down")
         there = self._registry.of_version(version.model.name, version.entry.number)
@@ -102,18 +102,18 @@ class TakingOver:
         return any(version.share is None or push.share_number == version.number for push in there)
 
     def _enter(self, session: PushSession, agreed: Agreement, number: int) -> None:
-        """Begin the session of what was taken over; beside those of a version in which this replica takes part."""
+        """Start the session of the version or share, in addition to the sessions of the version that this replica has already."""
         there = self._registry.of_version(session.model.name, session.number)
         if not there:
             self._registry.add(session)
             return
         self._registry.add_taken(session)
-        session.post(on.Superseded())  # nobody reads its image here once the version is durable
+        session.post(on.Superseded())  # its image serves no reads once the version is durable
         for each in (push for push in there if isinstance(push, PushSession)):
             each.post(on.ShareMoved(number, self._facilities.home, agreed.handovers[number]))
 
     def _image_for(self, version: HandedVersion, may_wait: Callable[[], bool]) -> Image:
-        """Memory for the files, in its turn."""
+        """Image for the files, allocated in the order of requests."""
         request = self._facilities.allocator.request(version.model, version.entry.number, version.files)
         try:
             while True:

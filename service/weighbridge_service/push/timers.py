@@ -1,4 +1,4 @@
-"""Timers of all pushes: one thread that wakes each at the time it has asked for."""
+"""Timers of all pushes: one thread that wakes each push at its requested time."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from typing import Protocol
 log = logging.getLogger(__name__)
 
 _SPARE = 64
-"""Times in the queue that nobody waits for any more, beyond as many as are waited for, before it is made anew without them."""
+"""The queue is rebuilt without cancelled entries once there are this many more of them than of active ones."""
 
 
 class Sleeper(Protocol):
-    """Who is woken."""
+    """Object that a timer wakes."""
 
     def tick(self) -> None:
-        """The time has come. Must not block."""
+        """Handle the wake-up. Must not block."""
 
 
 class Timers:
-    """Wakes at given times. Thread-safe."""
+    """Wake-ups at given times. Thread-safe."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._queue: list[
             tuple[float, int]
-        ] = []  # times and serials; what is not in `_waiting` any more counts nothing
+        ] = []  # times and serials; entries that are not in `_waiting` are cancelled
         self._waiting: dict[int, Sleeper] = {}
         self._asked: dict[Sleeper, tuple[float, int]] = {}
         self._serials = itertools.count()
@@ -38,10 +38,10 @@ class Timers:
         self._thread.start()
 
     def wake(self, sleeper: Sleeper, at: float) -> None:
-        """Wake once, at the earliest of the times that were asked for since the last time.
+        """Wake an object once, at the earliest time requested since its last wake-up.
 
         Args:
-            sleeper: what to wake.
+            sleeper: the object to wake.
             at: when, in seconds of the monotonic clock.
         """
         with self._changed:
@@ -57,7 +57,7 @@ class Timers:
                 self._changed.notify()
 
     def forget(self, sleeper: Sleeper) -> None:
-        """Do not wake it."""
+        """Cancel the wake-up of an object."""
         with self._changed:
             self._drop(sleeper)
 
@@ -78,16 +78,16 @@ class Timers:
                     return
                 sleeper = self._waiting.pop(heapq.heappop(self._queue)[1], None)
                 if sleeper is None:
-                    continue  # it was to be woken earlier, or not at all
+                    continue  # cancelled, or replaced by an earlier time
                 del self._asked[sleeper]
             try:
                 sleeper.tick()
-            except Exception:  # the others must not suffer from it
+            except Exception:  # one failure must not stop the wake-ups of other pushes
                 log.exception("a timer failed")
-            del sleeper  # it may end before the next one is due
+            del sleeper  # keep no reference while this thread waits for the next one
 
     def stop(self) -> None:
-        """Wake nobody any more."""
+        """Cancel all wake-ups and end the thread."""
         with self._changed:
             self._stopped = True
             self._queue.clear()

@@ -1,4 +1,4 @@
-"""Arrivals: marks of the tensors of a version whose bytes are all in place, for processes that read them while the rest still comes."""
+"""Arrivals: marks of the tensors of a version whose bytes are all in place, for processes that read them while others still arrive."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ from weighbridge_storage.memory.regions import PAGE, Region
 
 
 class Arrivals:
-    """Marks in shared memory: one byte for each tensor, and one that says whether marks hold. For one thread at a time.
+    """Marks in shared memory: one byte for each tensor, and a first byte for whether the marks are valid. For one thread at a time.
 
-    A mark is set once, after the last byte of its tensor has come. As soon as a byte that has come might be written again, all marks are
-    revoked for good: a reader that looks at the first byte after it has learnt that the version is ready knows whether all that it has
-    read is still there.
+    A mark is set once, after the last byte of its tensor has arrived. As soon as a byte that has arrived might be written again, all marks
+    are revoked for good. So a reader checks the first byte once the version is ready: it shows whether all that it has read is unchanged.
 
-    Only whole shards are counted, by tables that are made once for a plan, because counting holds the lock that pushes need.
+    Only whole shards are counted, by tables that are computed once for a plan, because counting holds the lock that pushes need.
 
     Args:
         transfer: from streams to files.
@@ -46,26 +45,26 @@ class Arrivals:
 
     @property
     def revoked(self) -> bool:
-        """Whether marks hold no longer."""
+        """Whether the marks were revoked."""
         return not self.region.readable[0]
 
     def marks_of(self, slices: Layout) -> list[int]:
-        """The bytes that say of each slice whether its tensor has arrived."""
+        """Offset of the mark of each slice's tensor in the region."""
         return [self._marks[placement.shard.tensor] for placement in slices.placements]
 
     def add(self, stream: str, start: int, stop: int, in_place: Callable[[int, int], bool]) -> None:
-        """Count what is in place by a range of a stream, and mark the tensors that are complete by it.
+        """Count the shards that a range of a stream completes, and mark the tensors that these complete.
 
         Args:
-            stream: its name.
+            stream: name of the stream.
             start, stop: the range, all of which is in place.
-            in_place: whether other ranges of the stream are.
+            in_place: returns whether another range of the stream is in place.
         """
         shards, counted = self._shards[stream], self._counted[stream]
         low = int(np.searchsorted(shards.ends, start, "right"))
         high = int(np.searchsorted(shards.starts, stop, "left"))
         whole = ~counted[low:high]
-        for index in {low, high - 1} if low < high else ():  # those that the range may cut
+        for index in {low, high - 1} if low < high else ():  # shards that the range may cover in part
             if whole[index - low] and not in_place(int(shards.starts[index]), int(shards.ends[index])):
                 whole[index - low] = False
         counted[low:high] |= whole
@@ -82,13 +81,13 @@ class Arrivals:
 
 @dataclass(frozen=True, slots=True)
 class ArrivingVersion:
-    """A version that is being received, for a process of this machine that reads what has arrived.
+    """Version that is being received, for a process of this machine that reads the tensors that have arrived.
 
     Attributes:
         model: its registration, with the tensors of this version.
-        image: what it is put together in.
-        hold: keeps the image from being used for another version.
-        arrivals: marks of what has arrived.
+        image: memory in which its files are assembled.
+        hold: keeps the image from being reused for another version.
+        arrivals: marks of the tensors that have arrived.
     """
 
     model: RegisteredModel

@@ -1,8 +1,8 @@
-"""Sample of the pieces that ranks have sent, to be compared with what lies in the image when all of them have come.
+"""Sample of the pieces that ranks have sent, compared with the image when all of them have arrived.
 
-A checksum proves that a piece has arrived as it was sent; of what a rank writes to shared memory itself, it sends checksums that it made
-before. The sample proves that it lies where the plan says, undamaged: the same bytes
-are gathered out of the image by the inverse of the copies that placed them.
+A checksum proves that a piece has arrived as it was sent. A rank that writes to shared memory itself computes checksums before it writes,
+and sends those. The sample proves that a piece lies where the plan places it, undamaged: the comparison gathers the same bytes from the
+image by the inverse of the copies that placed them.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from weighbridge_service.plan.transfers import Transfer
 from weighbridge_storage.stores.objects import ByteArray
 
 MOST = 64
-"""Pieces that are kept of one version."""
+"""Number of pieces that are kept of one version."""
 MOST_BYTES = 1 << 20
-"""Of a piece: as much as one message carries."""
+"""Bytes of one piece: as many as one message carries."""
 
 
 class SampledPiece(NamedTuple):
-    """A piece of a rank's stream: its range, and the checksum that came with it."""
+    """Piece of a rank's stream: its byte range, and the checksum that the rank sent with it."""
 
     rank: int
     start: int
@@ -32,7 +32,7 @@ class SampledPiece(NamedTuple):
 
 
 class Sample:
-    """Up to `MOST` pieces, spread evenly over all that are offered. Thread-safe."""
+    """Sample of up to `MOST` pieces, spread evenly over all that are offered. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -41,7 +41,7 @@ class Sample:
         self.pieces: list[SampledPiece] = []
 
     def offer(self, rank: int, start: int, stop: int, checksum: int) -> None:
-        """A piece has been placed as a whole."""
+        """Offer a piece that was copied to the image as a whole."""
         with self._lock:
             self._offered += 1
             if self._offered % self._stride:
@@ -52,11 +52,11 @@ class Sample:
                 self._stride *= 2
 
     def compare(self, name: str, transfer: Transfer, files: Mapping[str, ByteArray]) -> None:
-        """Compare the pieces with what lies in the files. One of which a part lies in other files is left out.
+        """Compare the pieces with the files. A piece that lies partly in other files is skipped.
 
         Args:
-            name: of the version, in messages.
-            transfer: from the ranks' streams to the files.
+            name: name of the version, for messages.
+            transfer: the copies from the ranks' streams to the files.
             files: bytes of each file.
 
         Raises:

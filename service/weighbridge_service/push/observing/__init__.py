@@ -1,7 +1,7 @@
-"""Observing: what metrics and traces are told of a push.
+"""Metrics and traces of a push.
 
 May import: `push.machine`, `metrics`, and the values of `weighbridge`; nothing else of `push`.
 
-- `observer`: who is told of each step.
-- `push_spans`: the push's spans in this process.
+- `observer`: reports each step to metrics and traces.
+- `push_spans`: spans of the push in this process.
 """

@@ -1,4 +1,4 @@
-"""Observer of one push: tells metrics and traces how long it was in each phase, what was done meanwhile, and how it has ended."""
+"""Observer of one push: reports the duration of each phase, the effects carried out and the outcome to metrics and traces."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from weighbridge_service.push.observing.push_spans import PushSpans
 
 
 class PushFigures(Protocol):
-    """Figures of all pushes. Called from any thread."""
+    """Metrics of all pushes. Callable from any thread."""
 
     def effect_failed(self, effect: str) -> None:
-        """An effect of this kind has failed."""
+        """Count a failure of an effect of this kind."""
 
     def phase_ended(self, phase: str, seconds: float) -> None:
-        """A push has left a phase after this long."""
+        """Record that a push has left a phase after this many seconds."""
 
     def version_ready(self, seconds: float) -> None:
-        """A version is ready, this long after it was opened."""
+        """Record that a version became ready, this many seconds after it was opened."""
 
     def version_durable(self, seconds: float) -> None:
-        """A version is durable, this long after it was opened."""
+        """Record that a version became durable, this many seconds after it was opened."""
 
     def push_ended(self, phase: str, reason: str) -> None:
-        """A push has ended in this phase. ``reason`` is that of the error which ended it, or empty."""
+        """Count a push that has ended in this phase. ``reason`` is that of the error which ended it, or empty."""
 
 
 class PushObserver:
-    """Sees each step of a push. To be told of one at a time; effects, from any thread.
+    """Observer of the steps and effects of a push. The session calls `stepped` once at a time, and `carrying_out` from any thread.
 
     Args:
-        figures: of all pushes.
-        state: of the push as this replica takes it up.
-        began: when.
+        figures: metrics of all pushes.
+        state: state in which this replica begins or takes over the push.
+        began: when it did.
     """
 
     def __init__(self, figures: PushFigures, state: PushState, began: Moment) -> None:
@@ -48,13 +48,13 @@ class PushObserver:
         self._spans = PushSpans(state)
 
     def carrying_out(self, effect: do.Effect) -> AbstractContextManager[Span]:
-        """An effect is carried out for as long as the block runs."""
+        """Span of an effect, which is carried out inside the block."""
         return self._spans.carrying_out(effect)
 
     def stepped(self, before: PushState, after: PushState, event: on.Event, now: Moment) -> None:
-        """An event has led from one state to another."""
+        """Report a step from one state to another."""
         match event:
-            # memory that is not there yet is asked for all the time
+            # requests for an image fail many times while memory is short
             case on.EffectFailed(effect, _) if not isinstance(effect, do.AcquireImage):
                 self._figures.effect_failed(type(effect).__name__)
         if after.phase is before.phase:

@@ -1,4 +1,4 @@
-"""Spans of one push in this process: what lasts for some of its phases, and the effects that are carried out meanwhile."""
+"""Spans of one push in this process: one for each period of several phases, and those of the effects inside."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _PERIODS: tuple[tuple[str, frozenset[Phase]], ...] = (
     ("durable", VISIBLE),
     ("verify", frozenset((Phase.READY,))),
 )
-"""Spans of a push, and the phases for which each lasts; those that lie in another one behind it."""
+"""Spans of a push, and the phases that each covers; an outer span comes before those inside it."""
 _COURSE = (Phase.OPEN, Phase.PLANNED, Phase.FILLING, Phase.SEALED, Phase.READY, Phase.VERIFIED)
 _OUTER = {"allocate": "receive", "ready": "receive", "verify": "durable"}
 
 
 class PushSpans:
-    """The spans, in the trace that the version says; none if it says none. To be told of one step at a time; of effects, from any thread.
+    """Spans of a push in the trace of its version; none if the version has no trace. The session calls `stepped` once at a time.
 
     Args:
-        state: of the push as this replica takes it up.
+        state: state in which this replica begins or takes over the push.
     """
 
     def __init__(self, state: PushState) -> None:
@@ -38,14 +38,14 @@ class PushSpans:
         self._enter(state.phase, state)
 
     def stepped(self, before: PushState, after: PushState) -> None:
-        """The push is in another phase."""
+        """End and begin spans after a step from one state to another."""
         for phase in _passed(before.phase, after.phase):
             self._enter(phase, after)
         self._enter(after.phase, after)
 
     @contextmanager
     def carrying_out(self, effect: do.Effect) -> Iterator[Span]:
-        """An effect is carried out for as long as the block runs."""
+        """Span of an effect, which is carried out inside the block. Callable from any thread."""
         period = self._period
         if not effect.SPAN or period is None:
             yield INVALID_SPAN
@@ -57,13 +57,13 @@ class PushSpans:
 
     @property
     def _period(self) -> Span | None:
-        """The span in which effects are; None if there is none."""
+        """The span that contains the spans of effects now; None if there is none."""
         return next(
             (self._open[name] for name in ("ready", "receive", "durable") if name in self._open), None
         )
 
     def _enter(self, phase: Phase, state: PushState) -> None:
-        """End the spans that do not last for a phase, and begin those that do."""
+        """End the spans that do not cover a phase, and begin those that do."""
         if not self._traced:
             return
         error: WeighbridgeError | None = state.error if state.phase in FINAL else None
@@ -89,7 +89,7 @@ class PushSpans:
 
 
 def _passed(before: Phase, after: Phase) -> tuple[Phase, ...]:
-    """The phases that lie between two, in which a push was for no time: what it needs there was there before."""
+    """The phases between two others that a push passed in one step, because their conditions were met already."""
     if after not in VISIBLE or before not in _COURSE:
         return ()
     return _COURSE[_COURSE.index(before) + 1 : _COURSE.index(after)]
