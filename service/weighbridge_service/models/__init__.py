@@ -2,17 +2,17 @@
 
 May import: `families`, `plan`, `weighbridge_storage`, `weighbridge`.
 
-- `registered_model`: a model, and what is derived from it once.
-- `registration`: what is checked and derived from its files, and what heads keep of it.
+- `registered_model`: a model, and plans and layouts that are derived from it once.
+- `registration`: checks of a model's files, and the registration that heads store.
 - `model_tensors`: its tensors and their dtypes.
-- `listed_tensors`: its tensors as a list, where its model type has no weight map.
-- `adapters`: what is checked of an adapter of peft.
-- `bridges`: its tensors on both sides, as its family says.
-- `bridge_process`: a process of its own that makes them, so that the service imports no torch.
+- `listed_tensors`: its tensors as a list, if its model type has no weight map.
+- `adapters`: checks of an adapter of peft.
+- `bridges`: its tensors on both sides, as its family defines them.
+- `bridge_process`: a separate process that makes bridges, so that the service does not import torch.
 - `library_models`: comparison of a model's tensors with transformers' own model of its config.
-- `tracing`: which element goes where, found by sending numbered elements through a conversion.
+- `tracing`: the place of each element after a conversion, found by converting numbered elements.
 - `weight_maps`: the weight map of the tensors that a trainer declares.
 - `megatron_layouts`: shards of a Megatron-core rank.
 - `engine_layouts`: slices of an engine rank.
-- `engine_cuts`: the cut of one tensor; `engine_facts`: what the cuts need to know of a model.
+- `engine_cuts`: the cut of one tensor; `engine_facts`: properties of a model that the cuts depend on.
 """

@@ -1,8 +1,9 @@
-"""Adapters of peft: what is checked of their config and of their tensors, by those of a base. Pure.
+"""Adapters of peft: checks of their config, and of their tensors against those of a base. Pure.
 
-The config is data: texts in it that are regular expressions are bounded, and never executed. Names of peft's LoRA tensors are
-``base_model.model.<module>.lora_A.weight``. A module is looked for among the base's tensors by its whole name, and then by what follows from its first
-numbered layer on, or by its last name if it is in none, because transformers names what is around the layers differently in memory and in files.
+The config is data: regular expressions in it are limited in length, and never executed. Names of peft's LoRA tensors are
+``base_model.model.<module>.lora_A.weight``. A module is searched among the base's tensors by its whole name, and then by its name from the
+first numbered layer on, or by its last name if it is not in a layer, because transformers names the modules around the layers differently
+in memory and in files.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from weighbridge.errors import InvalidArgument, LayoutError
 MAX_TEXT = 16_384
 """Most characters of a text in a config, such as a regular expression of target modules."""
 _MOST_PATH = 200
-"""Characters of a place in a config, of which an error gives the end."""
+"""Most characters of a path in a config; an error gives its end."""
 _PREFIX = "base_model.model."
 _LORA: Mapping[str, tuple[int, int]] = {
     "lora_A": (1, 1),
@@ -28,16 +29,16 @@ _LORA: Mapping[str, tuple[int, int]] = {
     "lora_embedding_A": (1, 0),
     "lora_embedding_B": (0, 1),
 }
-"""Names of LoRA tensors, each with the axis that has as many elements as an axis of the base's weight, and that axis."""
+"""Names of LoRA tensors, each with one of its axes, and the axis of the base's weight that has the same size."""
 _EXPERTS = "experts"
-"""Modules that releases of transformers keep stacked in memory, and others apart in files."""
+"""Modules that some releases of transformers stack in memory, and store one by one in files."""
 _HEAD = "lm_head"
-"""Module whose weight is not among the tensors of a model that ties it to its embedding."""
+"""Module whose weight a model that ties it to its embedding does not have as a tensor."""
 _FIX = "name the base that the adapter was trained on"
 
 
 def check_adapter_config(config: Mapping[str, Any]) -> None:
-    """Refuse a config that is none of peft's, or has texts that are too long or numbers that are not finite. Raises InvalidArgument."""
+    """Raise InvalidArgument if a config is not one of peft's, or has texts that are too long or numbers that are not finite."""
     kind = config.get("peft_type")
     if not isinstance(kind, str) or not kind or len(kind) > 64:
         raise InvalidArgument(
@@ -57,9 +58,9 @@ def check_adapter_config(config: Mapping[str, Any]) -> None:
 
 
 def _scalars(value: Any, path: str) -> Iterator[tuple[str, str | float]]:
-    """All texts and numbers in a JSON value, keys of objects too, each with its place.
+    """All texts and numbers in a JSON value, including keys of objects, each with its path.
 
-    A place is bounded: a config of 1 MiB may be a thousand objects deep, and have a hundred thousand values down there.
+    The length of a path is limited: a config of 1 MiB may be a thousand objects deep, with a hundred thousand values at that depth.
     """
     waiting = [(path, value)]
     while waiting:
@@ -78,15 +79,16 @@ def _scalars(value: Any, path: str) -> Iterator[tuple[str, str | float]]:
 def check_fits(
     adapter: Iterable[TensorSpec], base: Mapping[str, TensorSpec], config: Mapping[str, Any], name: str
 ) -> None:
-    """Refuse LoRA tensors of modules that the base does not have, or has with other features.
+    """Refuse LoRA tensors of modules that the base does not have, or has with other sizes.
 
-    What is no LoRA tensor, such as a module that is saved whole, is not compared; nor is a module whose weights the base keeps in another form.
+    Tensors that are not LoRA's, such as those of a module that is saved whole, are not compared. Neither are modules whose weights the base
+    stores in another form.
 
     Args:
         adapter: the adapter's tensors.
         base: the base's tensors, by name.
-        config: the adapter's.
-        name: what errors call the base.
+        config: config of the adapter.
+        name: name of the base in errors.
 
     Raises:
         LayoutError: names the first modules or tensors.
@@ -128,7 +130,7 @@ def check_fits(
 
 
 def _module_of(name: str) -> tuple[str, str]:
-    """The module that a LoRA tensor changes, and which of the tensors it is; both empty of other tensors."""
+    """The module that a LoRA tensor changes, and the tensor's name in `_LORA`; both empty for other tensors."""
     parts = name.removeprefix(_PREFIX).split(".")
     at = next((i for i, part in enumerate(parts) if part in _LORA), None)
     if at is None or not name.startswith(_PREFIX):
@@ -151,12 +153,12 @@ class _Modules:
         self._modules.update([_tail(module.split(".")) for module in self._modules])
 
     def weight(self, module: str) -> TensorSpec | None:
-        """The weight of a module; None if none is called so, or several are."""
+        """The weight of a module; None if no weight has its name, or several do."""
         alike = self._tails.get(_tail(module.split(".")), [])
         return self._base.get(f"{module}.weight") or (alike[0] if len(alike) == 1 else None)
 
     def may_have(self, module: str) -> bool:
-        """Whether the base may have a module by other names of its tensors."""
+        """Whether the base may have a module under other names of its tensors."""
         parts = module.split(".")
         if module in self._modules or _tail(parts) in self._modules or module == _HEAD:
             return True
@@ -165,6 +167,6 @@ class _Modules:
 
 
 def _tail(parts: Sequence[str]) -> str:
-    """A module's name from its first numbered layer on, ``layers.0.mlp``; its last name, ``embed_tokens``, if it is in none."""
+    """A module's name from its first numbered layer on, ``layers.0.mlp``; its last name, ``embed_tokens``, if it is not in a layer."""
     at = next((i for i, part in enumerate(parts) if i and part.isdecimal()), len(parts))
     return ".".join(parts[at - 1 :])

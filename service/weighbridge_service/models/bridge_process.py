@@ -1,7 +1,7 @@
-"""Process that makes bridges for the service, and compares tensors with transformers' models: torch, transformers and mbridge are imported there.
+"""Process that makes bridges for the service, and compares tensors with transformers' models. It imports torch, transformers and mbridge.
 
-Importing torch keeps a Python process from everything else for long stretches, which each call and stream of the service would wait for, and
-takes 400 MB. So the service asks a process of its own, of the same Python. Only data comes back: names, shapes, and where elements go.
+The import of torch blocks a Python process for long stretches, which would delay every call and stream of the service, and takes 400 MB.
+So the service calls a separate process of the same Python, which returns only data: names, shapes, and the places of elements.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ _FIRST_CONFIG = {
     "num_key_value_heads": 1,
     "vocab_size": 8,
 }
-"""What a new process makes a bridge of before it is asked for one: all is imported then."""
+"""Config of the bridge that a new process makes before it serves calls, so that all modules are imported by then."""
 
 _CALLS: Mapping[str, Callable[..., Any]] = {
     function.__name__: function for function in (make_bridge, compare_with_library)
 }
-"""What the process is asked for, by name."""
+"""Functions that the process serves, by name."""
 _ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1"}
-"""megatron-core has small functions compiled where they are defined, for which torch imports its compiler. Nothing is computed here."""
+"""megatron-core compiles small functions at their definition, for which torch imports its compiler. This process computes nothing."""
 _MOST_SECONDS = 300.0
-"""For one bridge, the imports of a new process included: the largest models take some seconds."""
+"""Seconds that one bridge may take, including the imports of a new process; the largest models take some seconds."""
 
 _MOST_SECONDS_OF_CALL = 60.0
 _MOST_BYTES = 4 << 30
-"""For one call, without the imports of a new process: the largest models take some hundred MB."""
+"""Bytes that one call may take, without the imports of a new process; the largest models take some hundred MB."""
 
 
 class BridgeProcess:
-    """Makes bridges in a process of its own, which lives until `close` and is started again if it dies."""
+    """Separate process that makes bridges. It lives until `close`, and is started again if it dies."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -64,9 +64,9 @@ class BridgeProcess:
         self._closed = threading.Event()
 
     def start(self) -> None:
-        """Let the process import what it needs, which takes seconds; returns at once. Raises Unavailable if it cannot be started.
+        """Start the process, which imports its modules in the background for seconds. Raises Unavailable if it cannot be started.
 
-        A call that is being answered has started it already, and may hold the lock for as long as these imports take.
+        Does nothing during a call, which has started the process already and may hold the lock as long as the imports take.
         """
         if self._lock.acquire(blocking=False):
             try:
@@ -78,7 +78,7 @@ class BridgeProcess:
         """As `weighbridge_service.models.bridges.make_bridge`.
 
         Raises:
-            Unavailable: the process has died, answers nothing for minutes, or cannot be started.
+            Unavailable: the process has died, has not answered for minutes, or cannot be started.
             WeighbridgeError: as `make_bridge`.
         """
         bridge: Bridge = self._asked(make_bridge, config_json, tuple(absent))
@@ -95,7 +95,7 @@ class BridgeProcess:
         return found
 
     def _asked(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """What a function of `_CALLS` gives in the process."""
+        """Result of a function of `_CALLS`, called in the process."""
         with self._lock:
             connection = self._connected()
             try:
@@ -113,7 +113,7 @@ class BridgeProcess:
         return made
 
     def close(self) -> None:
-        """End the process, whatever it is doing: whoever waits for it gets `Unavailable`, and no further one is started."""
+        """Kill the process, even during a call, and start no further one. A waiting caller gets `Unavailable`."""
         self._closed.set()
         process = self._process
         if process is not None:
@@ -136,7 +136,7 @@ class BridgeProcess:
                             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
                         },
                         stdin=subprocess.DEVNULL,
-                        stdout=2,  # the service's own has one line
+                        stdout=2,  # the service writes one line to its stdout, and nothing else may
                         pass_fds=[theirs.fileno()],
                     )
                 except OSError as error:
@@ -147,12 +147,12 @@ class BridgeProcess:
                     ) from error
             self._connection = ours
             count_helper(self._process.pid)
-            if self._closed.is_set():  # meanwhile, when there was none to be killed
+            if self._closed.is_set():  # `close` came before the process was there to kill
                 self._process.kill()
         return self._connection
 
     def _end(self) -> str:
-        """End the process if there is one; how it ended by itself."""
+        """Kill the process if there is one. Returns a text with its exit code, empty if it had not exited."""
         if self._connection is None or self._process is None:
             return ""
         self._connection.close()
@@ -168,11 +168,11 @@ class BridgeProcess:
 
 @contextlib.contextmanager
 def bounded(nbytes: int, seconds: float) -> Iterator[None]:
-    """Bounds of what the block takes, in the main thread of a process without the service: code of libraries makes lists of numbers in a config.
+    """Limit the memory and time of the block, since libraries make lists as long as a config says. Only for the main thread of a process.
 
     Args:
-        nbytes: of memory more than now; what asks for more gets a MemoryError, or the RuntimeError of torch.
-        seconds: after which a TimeoutError is raised.
+        nbytes: bytes of memory beyond the present use; a larger allocation raises MemoryError, or the RuntimeError of torch.
+        seconds: seconds after which a TimeoutError is raised.
     """
 
     def end(*_: object) -> None:
@@ -193,17 +193,17 @@ def bounded(nbytes: int, seconds: float) -> Iterator[None]:
 
 
 def _data_bytes() -> int:
-    """Memory of this process that `RLIMIT_DATA` counts: what it may write and shares with no other one."""
+    """Bytes of memory of this process that `RLIMIT_DATA` counts: private and writable."""
     found = re.search(r"^VmData:\s*(\d+) kB$", Path("/proc/self/status").read_text("ascii"), re.MULTILINE)
     return int(found[1]) << 10 if found else 0
 
 
 def serve(connection: Connection) -> None:
-    """Answer calls of the process at the other end, until it is closed."""
-    # whoever started this process ends it, after its last push
+    """Answer calls from the process at the other end, until it closes the connection."""
+    # the service ends this process, after its last push
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    gc.disable()  # what is imported stays: to look for garbage in between takes a fifth of the time
+    gc.disable()  # imported objects stay: garbage collection would take a fifth of the import time
     make_bridge(json.dumps(_FIRST_CONFIG).encode())
     gc.freeze()
     gc.enable()
@@ -217,7 +217,7 @@ def serve(connection: Connection) -> None:
                 answer = pickle.dumps(_CALLS[name](*arguments))
         except WeighbridgeError as error:
             answer = pickle.dumps(error)
-        except Exception as error:  # of a family's own code
+        except Exception as error:  # from a family's own code
             traceback.print_exc()
             told = f"no weight map can be made of this config.json: {type(error).__name__}: {error}"[:500]
             answer = pickle.dumps(InvalidArgument(told))

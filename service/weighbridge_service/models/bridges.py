@@ -1,4 +1,4 @@
-"""Bridge of a model: its tensors on both sides, by what its family says, and which element is where."""
+"""Bridge of a model: its tensors on both sides, as its family defines them, and the links between their elements."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _FIELD = re.compile(r"\{(layer|expert)(?:\+(\d+))?\}")
 _INDEXED = re.compile(r"^(.+)\[(.+)\]$")
 _LONGEST_AXIS = 1 << 24
 _MOST_ELEMENTS, _MOST_IN_HALVES = 1 << 30, 1 << 32
-"""Of a tensor whose elements are put elsewhere, which takes 4 bytes for each to find out; halves are only told apart. The largest
-known are 3 * 10^8, the projections of Llama 3.1 405B, and 2 * 10^9, its MLP."""
+"""Most elements of a tensor that a conversion rearranges, for which tracing takes 4 bytes each; and of one that it only splits in halves,
+or of the vocabulary. The largest known tensors have 3 * 10^8, the projections of Llama 3.1 405B, and 2 * 10^9, its MLP."""
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 _SAME_NORM = (
     # the norm in front of the MLP: the Transformer Engine spec fuses it into dense layers only, the local one names it so
@@ -44,11 +44,11 @@ _MOST_CONFIG_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A Hugging Face tensor, or one index of its first axis.
+    """Hugging Face tensor, or one index of its first axis.
 
     Attributes:
-        name: of the tensor.
-        leading: that index; empty for the whole tensor.
+        name: name of the tensor.
+        leading: the index; empty for the whole tensor.
     """
 
     name: str
@@ -57,13 +57,13 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class MegatronTensor:
-    """A Megatron-core tensor of one layer and expert.
+    """Megatron-core tensor of one layer and expert.
 
     Attributes:
-        name: by the Transformer Engine layer spec.
-        rule: which kind of tensor it is.
-        targets: what it becomes.
-        shape: without padding.
+        name: its name in the Transformer Engine layer spec.
+        rule: the family's rule for its kind of tensor.
+        targets: the Hugging Face tensors that it becomes.
+        shape: its shape, without padding.
     """
 
     name: str
@@ -72,7 +72,7 @@ class MegatronTensor:
     shape: Shape
 
     def declared(self) -> Sequence[tuple[str, Box]]:
-        """The tensors that trainers declare of it, and which part of it each is: itself, or its sections."""
+        """Names of the tensors that trainers declare for it, and the part of it that each is: itself, or its sections."""
         if not self.rule.sections:
             return [(self.name, Box.whole(self.shape))]
         rest, first = self.shape[1:], 0
@@ -85,26 +85,26 @@ class MegatronTensor:
 
 
 class Bridge:
-    """A model as its family describes it, without its weights.
+    """Description of a model by its family, without weights.
 
     Args:
         family: the family, with the model's config.
         absent: optional parts that the model lacks.
 
     Attributes:
-        model_type: of the config.
+        model_type: model type in the config.
         hugging_face: shapes of the model's tensors in the order of their files, tied ones once.
         megatron: Megatron-core's tensors, by their names with a key for each layer and expert.
-        num_layers: decoder layers.
+        num_layers: number of decoder layers.
         vocab_size: rows of the embedding, without padding.
         experts: routed experts in a layer; 0 if there are none.
-        parts: the optional parts that the family has for this config, with their Hugging Face tensors.
-        one_key_for_all_layers: whether trainers give layers that are alike one key.
+        parts: Hugging Face tensors of each optional part that the family has for this config.
+        one_key_for_all_layers: whether trainers use one key for all layers of a kind.
         shifts: whether a constant is added to elements of some tensors.
-        keep_in_fp32: what names of Hugging Face tensors end with that are float32 whatever the model's dtype.
+        keep_in_fp32: endings of the names of Hugging Face tensors that are float32 whatever the model's dtype.
 
     Raises:
-        InvalidArgument: the family's rules do not reach every tensor.
+        InvalidArgument: the family's rules do not cover every tensor.
     """
 
     def __init__(self, family: Family, absent: Sequence[str] = ()) -> None:
@@ -155,7 +155,7 @@ class Bridge:
             )
 
     def _by_te_spec(self, entry: MegatronTensor) -> str:
-        """The tensor's name by the Transformer Engine layer spec, where families name the norm of the MLP otherwise."""
+        """Name of the tensor in the Transformer Engine layer spec; families may name the norm of the MLP differently."""
         dense, moe = _SAME_NORM[0]
         for suffix in (dense, moe):
             if entry.name.endswith(suffix):
@@ -164,7 +164,7 @@ class Bridge:
         return entry.name
 
     def find(self, name: str) -> MegatronTensor | None:
-        """The tensor of a name by any layer spec; None if the model has none."""
+        """The tensor with a name of any layer spec; None if the model does not have it."""
         found = self.megatron.get(name)
         if found is None:
             for one, other in _SAME_NORM:
@@ -174,7 +174,7 @@ class Bridge:
         return found
 
     def links(self, entry: MegatronTensor) -> list[Link]:
-        """Where the elements of a tensor go. The targets are numbers into those of the entry, for all of a kind alike."""
+        """Links from the elements of a tensor to its targets, which are indexes into ``entry.targets``. Tensors of one kind share them."""
         key = (entry.rule.megatron, entry.shape)
         found = self._links.get(key)
         if found is None:
@@ -185,7 +185,7 @@ class Bridge:
                     f"by config.json {entry.name} would have {math.prod(entry.shape)} elements, more than {limit}"
                 )
             from weighbridge_service.models.tracing import (
-                trace,  # imports torch: a service answers before it has
+                trace,  # imports torch, which a service must not do before it answers calls
             )
 
             found = trace(
@@ -202,10 +202,10 @@ class Bridge:
         return found
 
     def parallel_plan(self) -> Mapping[str, str]:
-        """How each Hugging Face tensor is cut for tensor parallelism: ``colwise`` or ``rowwise``; the rest is not.
+        """Cut of each Hugging Face tensor for tensor parallelism, ``colwise`` or ``rowwise``; tensors without an entry are not cut.
 
         Raises:
-            InvalidArgument: the family's own code cannot say it.
+            InvalidArgument: the family's own code has failed to return its plan.
         """
         if self._plan_error:
             raise InvalidArgument(f"the model's family has no parallel plan: {self._plan_error}"[:500])
@@ -216,15 +216,15 @@ class Bridge:
         return self._plan
 
     def head_counts(self) -> tuple[int, int]:
-        """Attention heads and key-value heads."""
+        """Numbers of attention heads and key-value heads."""
         return self._head_counts
 
     def __getstate__(self) -> dict[str, Any]:
-        """What another process needs: all that the family and its conversions can be asked for, without them."""
+        """State for another process: all results of the family and its conversions, instead of these objects."""
         plan_error = self._plan_error
         try:
             self.parallel_plan()
-        except Exception as error:  # whoever asks for the plan is told: the model can be used without it
+        except Exception as error:  # `parallel_plan` raises it; the model can be used without a plan
             plan_error = f"{type(error).__name__}: {error}"
         rules: dict[int, Rule] = {}
         megatron = {}
@@ -238,7 +238,7 @@ class Bridge:
 
 
 class _Traced:
-    """A conversion whose links are known, in another process than the one that has it."""
+    """Placeholder for a conversion whose links are known, in a process that does not have the conversion."""
 
     def megatron_shape(self, shapes: Sequence[Shape]) -> Shape:
         raise NotImplementedError
@@ -267,12 +267,12 @@ def _parallel_plan(modules: Mapping[str, str], names: Iterable[str]) -> dict[str
 
 
 def kind_of(name: str) -> str:
-    """The name with its numbers taken out: tensors of one kind are alike."""
+    """The name with its numbers replaced by ``*``: tensors of one kind are alike."""
     return _NUMBER.sub("*", name)
 
 
 def _entries(rules: Sequence[Rule], shapes: Mapping[str, Shape]) -> Iterator[MegatronTensor]:
-    """The tensors that the rules speak of, wherever all of their Hugging Face tensors exist; each of those once."""
+    """Megatron-core tensors of the rules, if all of their Hugging Face tensors exist; each Hugging Face tensor is used once."""
     by_kind: dict[str, list[tuple[int, ...]]] = {}
     for name in shapes:
         numbers = tuple(int(n) for n in _NUMBER.findall(name))
@@ -284,7 +284,7 @@ def _entries(rules: Sequence[Rule], shapes: Mapping[str, Shape]) -> Iterator[Meg
         for layer, expert in _numbers(rule, shapes, by_kind):
             targets = tuple(_target(name, layer, expert) for name in rule.hugging_face)
             if not reached.isdisjoint(targets) or any(t.name not in shapes for t in targets):
-                # a family's table also lists what only some of its models have (biases, an untied output layer)
+                # a family's table also lists tensors that only some of its models have (biases, an untied output layer)
                 continue
             reached.update(targets)
             of_targets = tuple(rule.seen(shapes[t.name][len(t.leading) :]) for t in targets)
@@ -297,7 +297,7 @@ def _entries(rules: Sequence[Rule], shapes: Mapping[str, Shape]) -> Iterator[Meg
 
 
 def _check_shift(rule: Rule) -> None:
-    """Refuse a constant that trainers and conversions would not add alike: each rounds it to float32, and rows of padding are zeros."""
+    """Refuse a constant that trainers and conversions would add differently: each rounds it to float32, and rows of padding are zeros."""
     if rule.vocabulary and rule.shift:
         raise InvalidArgument(
             f"the weight map adds {rule.shift:g} to {rule.megatron}, which has rows of padding",
@@ -315,14 +315,14 @@ def _check_shift(rule: Rule) -> None:
 def _numbers(
     rule: Rule, shapes: Mapping[str, Shape], by_kind: Mapping[str, Sequence[tuple[int, ...]]]
 ) -> Iterator[tuple[int, int]]:
-    """Layer and expert of each tensor that the rule may speak of; 0 where it has none."""
+    """Layer and expert of each tensor that may match a rule; 0 if the rule has no such field."""
     indexed = _INDEXED.match(rule.hugging_face[0])
     template = indexed[1] if indexed else rule.hugging_face[0]
     fields = _FIELD.findall(template)
     for numbers in by_kind.get(kind_of(_FIELD.sub("0", template)), ()):
         values = {"layer": 0, "expert": 0}
         written = iter(numbers)
-        # numbers that stand in the rule itself take part in the kind as well
+        # literal numbers in the rule are part of the kind as well
         for literal, what, start in re.findall(
             r"(?<=\.)(\d+)(?=\.)|\{(layer|expert)(?:\+(\d+))?\}", template
         ):
@@ -357,7 +357,7 @@ def parse_config(config_json: bytes) -> dict[str, Any]:
     """The content of a ``config.json``.
 
     Raises:
-        InvalidArgument: it is too large or no JSON object.
+        InvalidArgument: it is too large or not a JSON object.
     """
     if len(config_json) > _MOST_CONFIG_BYTES:
         raise InvalidArgument(
@@ -374,7 +374,7 @@ def parse_config(config_json: bytes) -> dict[str, Any]:
 
 
 def bridge_for(config_json: bytes, absent: Sequence[str] = ()) -> Bridge:
-    """The bridge for a Hugging Face config; made once for each config and process.
+    """Bridge for a Hugging Face config, made once for each config and process.
 
     Takes about 5 s the first time in a process (mbridge imports transformers and megatron-core).
 
@@ -392,7 +392,7 @@ def bridge_for(config_json: bytes, absent: Sequence[str] = ()) -> Bridge:
 
 @contextmanager
 def made_by(make: Callable[[bytes, Sequence[str]], Bridge]) -> Iterator[None]:
-    """Let `bridge_for` have bridges made by another function than `make_bridge` while the block runs."""
+    """Let `bridge_for` call another function than `make_bridge` while the block runs."""
     _makers.append(make)
     try:
         yield
@@ -406,7 +406,7 @@ def _cached_bridge(config_json: bytes, absent: tuple[str, ...]) -> Bridge:
 
 
 def make_bridge(config_json: bytes, absent: Sequence[str] = ()) -> Bridge:
-    """A bridge that is made here and now, by one thread at a time.
+    """Make a bridge in this process. Only one thread may call it at a time.
 
     Raises:
         InvalidArgument: as `bridge_for`.
@@ -420,13 +420,13 @@ def make_bridge(config_json: bytes, absent: Sequence[str] = ()) -> Bridge:
         return Bridge(family, absent)
     except WeighbridgeError:
         raise
-    except Exception as error:  # transformers raises whatever a wrong value leads to
+    except Exception as error:  # a wrong value may raise any error in transformers
         raise InvalidArgument(
             f"transformers cannot make a {config['model_type']} model of this config.json: {error}"[:500]
         ) from error
 
 
 _makers: list[Callable[[bytes, Sequence[str]], Bridge]] = [make_bridge]
-"""The last one makes bridges."""
+"""Functions that make bridges; the last one is called."""
 _making = threading.Lock()
-"""transformers cannot be imported by two threads at once, and makes models by changing torch's default device."""
+"""Two threads cannot import transformers at once, and it changes torch's default device while it makes a model."""

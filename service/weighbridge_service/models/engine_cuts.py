@@ -20,53 +20,53 @@ _OUTPUTS = "the last axis"
 _CORRECTIONS = tuple(
     (re.compile(pattern), style)
     for pattern, style in (
-        # engines differ in how they cut what reads images and sounds, and its heads are others than the decoder's
+        # engines cut vision and audio encoders differently, and these have other heads than the decoder
         (r"(.*\.)?(visual|vision_tower|vision_model|audio_tower)\..+", _WHOLE),
-        # a score is a row or two
+        # a score head has a row or two
         (r"(.*\.)?(score|v_head|value_head|reward_head)\..+", _WHOLE),
-        # multi-head latent attention: what goes from or to the latent vector, which all heads share, is not cut
+        # multi-head latent attention: projections to the latent vector, which all heads share, are not cut
         (r".*\.self_attn\.(q_a_proj|kv_a_proj_with_mqa)\.\w+", _WHOLE),
         (r".*\.self_attn\.(q_b_proj|kv_b_proj)\.\w+", _COLWISE),
-        # shared experts are an MLP; the others are too, whatever transformers does with them
+        # shared experts are an MLP; so are the other experts, whatever transformers' plan is for them
         (r".*\.(shared_experts?|experts\.\d+)\.(w1|w3|gate_proj|up_proj)\.\w+", _COLWISE),
         (r".*\.(shared_experts?|experts\.\d+)\.(w2|down_proj)\.\w+", _ROWWISE),
         # all experts of a layer in one tensor, input axis before output axis: [experts, hidden, gate and up], and
         # [experts, inner, hidden]
         (r".*\.experts\.gate_up_proj", _GATE_AND_UP),
         (r".*\.experts\.down_proj", _STACKED_DOWN),
-        # their biases: [experts, gate and up]; that of what is cut along the input axis is not cut
+        # their biases: [experts, gate and up]; the bias of a weight that is cut along the input axis is not cut
         (r".*\.experts\.gate_up_proj_bias", _OUTPUTS),
         (r".*\.experts\.down_proj_bias", _WHOLE),
         # an offset of the softmax for each head
         (r".*\.self_attn\.sinks", _COLWISE),
     )
 )
-"""How tensors are cut where engines agree and transformers' plan is silent or has another scheme; the first one counts."""
+"""Cuts on which engines agree, for tensors that transformers' plan lacks or cuts differently. The first pattern that matches counts."""
 _ROUTER = re.compile(r".*\.(gate|router|shared_expert_gate)\.\w+")
-"""What says which expert a token goes to: every rank routes every token. With one row for each expert, or one alone; other
-layers may be called a gate as well."""
+"""Routers, which choose the experts of a token. They are not cut, since every rank routes every token. A router has one row for each
+expert, or a single row; other layers may be called a gate as well."""
 _LATENT = {"q_proj": _COLWISE, "o_proj": _ROWWISE}
-"""The other projections of multi-head latent attention, known by the ``kv_b_proj`` beside them."""
+"""Other projections of multi-head latent attention, recognized by a ``kv_b_proj`` in the same module."""
 _STYLES = {
-    # transformers says with these how activations go on from there, which is no matter of the weights
+    # these styles of transformers also tell how activations are passed on, which does not affect the weights
     "colwise_rep": _COLWISE,
     "local_colwise": _COLWISE,
     "rowwise_rep": _ROWWISE,
     "local_rowwise": _ROWWISE,
 }
 _OF_ATTENTION = re.compile(r".*\.(self_attn\..+|mixer\.[qkvo]_proj\.\w+)")
-"""What attention consists of; layers of hybrid models call whatever they have a mixer."""
+"""Parameters of attention. Layers of hybrid models name attention, like their other kinds, a mixer."""
 
 _DECODER = r"(?:model\.|language_model\.)*"
 _PREDICTING = re.compile("^" + _DECODER + r"mtp([_.]layers\.\d+)?\.")
 _AXES_OF_STACKED = {False: 3, True: 2}
-"""Of tensors that hold all experts of a layer: weights, and biases."""
+"""Number of axes of tensors that hold all experts of a layer: weights (False), and biases (True)."""
 
 
 def slices_of(
     facts: EngineFacts, spec: TensorSpec, request: TensorParallel
 ) -> tuple[tuple[int, ...], list[Box]]:
-    """The slices of one tensor that is on the rank; and its shape, padded if it is."""
+    """Shape of one tensor on the rank, with padding, and the rank's slices of it."""
     size, rank, experts = request.size, request.rank, request.experts
     style, stacked = _style(facts, spec), spec.name in facts.stacked
     if experts is not None and (stacked or facts.is_expert(spec.name)):
@@ -93,7 +93,7 @@ def slices_of(
 
 
 def _by_section(spec: TensorSpec, sections: Sequence[int], size: int, rank: int) -> Iterator[Box]:
-    """A cut of each section of the rows."""
+    """The rank's rows of each section."""
     first = 0
     for rows in sections:
         cut = _cut(replace(spec, shape=(rows, *spec.shape[1:])), 0, size, rank)
@@ -106,11 +106,11 @@ def _style(facts: EngineFacts, spec: TensorSpec) -> str:
         return _WHOLE
     for pattern, style in _CORRECTIONS:
         if pattern.fullmatch(spec.name):
-            # what takes turns is cut as it lies
+            # interleaved rows of gate and up are cut in their order
             return _OUTPUTS if spec.name in facts.alternating else style
     if facts.is_latent(spec.name):
         return _LATENT.get(spec.name.split(".")[-2], _WHOLE)
-    # a layer that predicts further tokens is cut like one of the decoder, also where the plan does not speak of it
+    # a layer for multi-token prediction is cut like a decoder layer, even if the plan does not contain it
     like = _PREDICTING.sub("model.layers.0.", spec.name, count=1)
     style = facts.plan.get(spec.name) or facts.plan.get(like) or _WHOLE
     return _STYLES.get(style, style)
@@ -132,7 +132,7 @@ def _vocabulary(spec: TensorSpec, style: str, request: TensorParallel) -> tuple[
 
 
 def _sizes_that_fit(facts: EngineFacts) -> str:
-    """What to do where heads cannot be shared."""
+    """Fix for an error about heads: the tensor-parallel sizes that the model supports."""
     sizes = [
         size
         for size in range(1, facts.heads + 1)
@@ -142,7 +142,7 @@ def _sizes_that_fit(facts: EngineFacts) -> str:
 
 
 def _slice(facts: EngineFacts, spec: TensorSpec, style: str, size: int, rank: int) -> Box:
-    """The slice of one tensor. A row-wise cut is along the input axis of the weight; its bias is not cut."""
+    """Slice of one tensor. A row-wise cut is along the input axis of the weight; its bias is not cut."""
     if style not in (_COLWISE, _ROWWISE) or (style == _ROWWISE and len(spec.shape) < 2):
         return Box.whole(spec.shape)
     axis = 0 if style == _COLWISE else 1
@@ -181,7 +181,7 @@ def _cut(spec: TensorSpec, axis: int, size: int, rank: int, what: str = "element
 
 
 def _common(one: Box | None, other: Box) -> Box:
-    """Two cuts of one tensor along different axes, both made; the first one may be none."""
+    """Intersection of two cuts of one tensor along different axes; ``one`` may be None."""
     if one is None:
         return other
     offset = tuple(map(max, one.offset, other.offset))
@@ -189,10 +189,10 @@ def _common(one: Box | None, other: Box) -> Box:
 
 
 def in_blocks(scale: TensorSpec, weight: TensorSpec, box: Box, block: tuple[int, int]) -> Box:
-    """Where the scales of a part of an fp8 weight are.
+    """Box of the scales that belong to a part of an fp8 weight.
 
     Raises:
-        InvalidArgument: the part ends inside a block, or the scales are not one for each block.
+        InvalidArgument: the part ends inside a block, or there is not one scale for each block.
     """
     blocks = [1] * (len(weight.shape) - 2) + list(block[-len(weight.shape) :])
     shown = " x ".join(map(str, block))

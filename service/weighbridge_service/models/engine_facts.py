@@ -1,4 +1,4 @@
-"""Facts of a model by which engines cut its tensors: heads, experts, the vocabulary, places, its own parallel plan."""
+"""Facts of a model that decide how engines cut its tensors: heads, experts, the vocabulary, places, its own parallel plan."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ _STACKED = re.compile(r".*\.experts\.(gate_up_proj|down_proj)(_bias)?")
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """What the cuts need to know.
+    """Facts that the cuts depend on.
 
     Attributes:
-        model_type: of its config.
-        tensors: by name.
+        model_type: model type in its config.
+        tensors: its tensors, by name.
         plan: its own parallel plan.
-        heads: attention heads.
-        kv_heads: key-value heads.
-        num_layers: decoder layers.
+        heads: number of attention heads.
+        kv_heads: number of key-value heads.
+        num_layers: number of decoder layers.
         vocab_size: rows of the embedding.
-        experts_in_a_layer: routed experts; 0 if there are none.
-        experts: how many there are, by the name they are under.
-        of_expert: the tensors of one expert, by the name it is under and its number; each with its place in the order.
+        experts_in_a_layer: routed experts in a layer; 0 if there are none.
+        experts: number of experts in each module of experts, by the module's name.
+        of_expert: tensors of one expert, by module and number of the expert; each with its place in the order of all tensors.
         common: the other tensors, in the same form.
-        stacked: the tensors that hold all experts of a layer.
+        stacked: tensors that hold all experts of a layer.
         sections: rows of the sections of tensors that are cut section by section.
-        alternating: tensors in which rows of gate and up take turns along the last axis.
-        kinds: of which kind each tensor is; those of one kind and shape are cut alike.
-        latent: where attention is multi-head latent attention, as the names of its modules.
+        alternating: tensors that interleave gate and up along the last axis.
+        kinds: kind of each tensor; tensors of one kind and shape are cut alike.
+        latent: names of the modules of multi-head latent attention.
         block: rows and columns of an fp8 weight that share a scale.
         places: the decoder layer of each tensor, or its place before or behind the layers.
         vocabulary: tensors whose first axis is the vocabulary.
-        output_too: tensors that are before the layers and behind them: an embedding that is the output layer too.
+        output_too: tensors both before and behind the layers: an embedding that is also the output layer.
     """
 
     model_type: str
@@ -65,11 +65,11 @@ class EngineFacts:
 
     @staticmethod
     def of(bridge: Bridge, tensors: Mapping[str, TensorSpec], block: tuple[int, int]) -> EngineFacts:
-        """What a family says of its tensors, and what their names say.
+        """Facts from a model's family, and from the names of its tensors.
 
         Args:
-            bridge: of the family.
-            tensors: the model's, by name.
+            bridge: bridge of the model.
+            tensors: tensors of the model, by name.
             block: rows and columns of an fp8 weight that share a scale.
         """
         experts: dict[str, int] = {}
@@ -115,16 +115,16 @@ class EngineFacts:
         )
 
     def is_expert(self, name: str) -> bool:
-        """Whether a tensor is one of a single routed expert."""
+        """Whether a tensor belongs to a single routed expert."""
         return _EXPERT.fullmatch(name) is not None
 
     def is_latent(self, name: str) -> bool:
-        """Whether a parameter is of multi-head latent attention."""
+        """Whether a parameter belongs to multi-head latent attention."""
         return _attention(name) in self.latent
 
 
 def _places(bridge: Bridge) -> tuple[dict[str, int], frozenset[str], frozenset[str]]:
-    """Where Hugging Face's tensors belong, which are of the vocabulary, and which the last stage has as well."""
+    """Places of Hugging Face's tensors, the tensors of the vocabulary, and those that the last stage has in addition to the first."""
     places: dict[str, int] = {}
     vocabulary: set[str] = set()
     embedding: set[str] = set()
@@ -133,7 +133,7 @@ def _places(bridge: Bridge) -> tuple[dict[str, int], frozenset[str], frozenset[s
         place = place_of(name)
         for target in entry.targets:
             places[target.name] = place
-        # what a model has a second time is for its layers that predict further tokens
+        # copies of tensors belong to layers for multi-token prediction
         places |= dict.fromkeys(entry.rule.copies, BEHIND_THE_LAYERS)
         if entry.rule.vocabulary:
             vocabulary |= {*(target.name for target in entry.targets), *entry.rule.copies}
@@ -144,5 +144,5 @@ def _places(bridge: Bridge) -> tuple[dict[str, int], frozenset[str], frozenset[s
 
 
 def _attention(name: str) -> str:
-    """The module two levels above a parameter: of the weights of its projections, the attention."""
+    """The module two levels above a parameter; for weights of projections in attention, the attention module."""
     return name.rpartition(".")[0].rpartition(".")[0]

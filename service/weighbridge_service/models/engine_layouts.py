@@ -22,11 +22,11 @@ MAX_BOXES = 1_000_000
 
 
 class EngineLayouts:
-    """What engines can ask for of a model.
+    """Layouts that engines can request of a model.
 
     Args:
         tensors: the model's tensors, by name.
-        bridge: gives what is known of its family, the parallel plan among it, or says that nothing is; asked for ranks' slices only.
+        bridge: returns the model's bridge, which has the parallel plan, or raises if there is none. Called only for the slices of ranks.
         block: rows and columns of an fp8 weight that share a scale.
     """
 
@@ -45,13 +45,13 @@ class EngineLayouts:
         return EngineFacts.of(self._bridge(), self._tensors, self._block)
 
     def layout(self, request: LayoutRequest) -> Layout:
-        """The stream of slices that a request asks for.
+        """Layout of the stream of slices for a request.
 
-        A tensor of the vocabulary that is padded has its padded shape in it.
+        A padded tensor of the vocabulary has its padded shape in the layout.
 
         Raises:
             InvalidArgument: the request does not fit the model; names the tensor. Or there is no plan for ranks of this model type.
-            NotFound: it names a tensor that the model does not have.
+            NotFound: the request names a tensor that the model does not have.
         """
         match request:
             case FullTensors(names=names):
@@ -80,7 +80,7 @@ class EngineLayouts:
 
 
 def padding_of(source: Layout, target: Layout) -> list[tuple[str, Box]]:
-    """The rows by which tensors are longer in an engine's layout than in the files."""
+    """Rows that an engine's layout adds to the tensors in the files."""
     return [
         (name, Box((rows, *(0 for _ in spec.shape[1:])), (spec.shape[0] - rows, *spec.shape[1:])))
         for name, spec in target.tensors.items()
@@ -96,7 +96,7 @@ def _stream(slices: Sequence[tuple[TensorSpec, Box]]) -> Layout:
 
 
 def _rank(facts: EngineFacts, request: TensorParallel) -> Iterator[tuple[TensorSpec, Box]]:
-    """What one rank of an engine holds."""
+    """Slices that one rank of an engine holds."""
     if request.layers is not None and request.layers[1] > facts.num_layers:
         raise InvalidArgument(
             f"layers {request.layers[0]}:{request.layers[1]} are not all there: the model has {facts.num_layers}"
@@ -111,7 +111,7 @@ def _rank(facts: EngineFacts, request: TensorParallel) -> Iterator[tuple[TensorS
             continue
         weight = facts.tensors.get(
             spec.name.removesuffix(SCALE_SUFFIX), spec
-        )  # of which this may be the scale
+        )  # the weight, if this tensor is its scale
         kind = facts.kinds[spec.name], spec.shape, weight.shape
         found = alike.get(kind)
         if found is None:
@@ -132,7 +132,7 @@ def _rank(facts: EngineFacts, request: TensorParallel) -> Iterator[tuple[TensorS
 
 
 def _specs_of(facts: EngineFacts, experts: ExpertParallel | None) -> Iterable[TensorSpec]:
-    """The tensors that a rank has something of, whatever its pipeline stage, in their order."""
+    """Tensors of which a rank holds slices, regardless of its pipeline stage, in their order."""
     if experts is None or not facts.experts:
         return facts.tensors.values()
     held = list(facts.common)

@@ -1,8 +1,8 @@
 """Comparison of a model's tensors with transformers' own model of its config, for model types without a weight map.
 
-It is made without memory and without code of others, of the config's own fields alone. What the library's loader would make anew is missing; what it
-would not take, such as layers for multi-token prediction, is unknown and no mistake. What transformers does not know, or cannot make within bounds,
-is not compared.
+The model is made on the meta device from the config's own fields, and runs no remote code. A tensor that the library's loader would
+initialize anew counts as missing, which is an error. A tensor that it would not load, such as those of layers for multi-token prediction,
+is unknown, which is not. Models that transformers does not know, or cannot make within the limits below, are not compared.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from weighbridge_service.models.bridges import parse_config
 log = logging.getLogger(__name__)
 
 _MOST_MODULES = 50_000
-"""Of a model that is compared; one more takes about 0.1 ms. The largest of those without experts have 5,000."""
+"""Most modules of a compared model; each takes about 0.1 ms. The largest models without experts have 5,000."""
 _MOST_COUNT = 1 << 10
-"""Layers, blocks and the like of a model that is compared."""
+"""Most layers, blocks and the like of a compared model."""
 _COUNTS = re.compile(r"(^|_)(n_)?(layers?|blocks?|depths?|stages?)$")
 _LABELS, _MOST_LABELS = ("num_labels", "num_classes"), 1 << 16
-"""Fields of which configs make lists of labels."""
+"""Fields from which configs make lists of labels, and the most labels."""
 _BASE_FIELDS = ("is_decoder", "is_encoder_decoder", "add_cross_attention")
-"""Fields of all models that have a say in which tensors there are."""
+"""Fields of all models that affect which tensors there are."""
 _RENAMED = (
     (re.compile(r"LayerNorm\.gamma$"), "LayerNorm.weight"),
     (re.compile(r"LayerNorm\.beta$"), "LayerNorm.bias"),
     (re.compile(r"(?<=\.)weight_g$"), "parametrizations.weight.original0"),
     (re.compile(r"(?<=\.)weight_v$"), "parametrizations.weight.original1"),
 )
-"""What transformers renames in files of all models when it loads them."""
+"""Names that transformers changes when it loads files of any model, each with the new name."""
 _FIX = (
     "use the config.json that belongs to the weights, and all of their files; or register the model by its tensors alone: "
     "weight_map=False, or --no-weight-map"
@@ -55,14 +55,14 @@ _ANY = parse("bf16")
 
 @dataclass(frozen=True)
 class Comparison:
-    """What transformers' own loader would find in the tensors.
+    """Result of the comparison with what transformers' own loader expects.
 
     Attributes:
         model_class: name of the class of transformers.
-        missing: tensors that it would make anew.
-        misshapen: tensors whose shape is not the model's, in words.
-        unknown: tensors that it would not take.
-        tied: names of tensors that are one in it, for each that is there by several.
+        missing: tensors that the loader would initialize anew.
+        misshapen: messages about tensors whose shape is not the model's.
+        unknown: tensors that the loader would not load.
+        tied: groups of names of one tensor, for each tensor that is there under several names.
     """
 
     model_class: str
@@ -74,12 +74,12 @@ class Comparison:
 
 Compare = Callable[[bytes, Mapping[str, Shape]], "Comparison | None"]
 _comparing: list[Compare] = []
-"""The last one is asked; nothing is compared if there is none."""
+"""Functions that compare; the last one is called. Nothing is compared if there is none."""
 
 
 @contextmanager
 def compared_by(compare: Compare) -> Iterator[None]:
-    """Let `check_library_model` ask a function that does what `compare_with_library` does, while the block runs; without one it passes all."""
+    """Let `check_library_model` call a function such as `compare_with_library` while the block runs. Without one it accepts all tensors."""
     _comparing.append(compare)
     try:
         yield
@@ -88,19 +88,19 @@ def compared_by(compare: Compare) -> Iterator[None]:
 
 
 def check_library_model(config_json: bytes, specs: Iterable[TensorSpec], fix: str = _FIX) -> frozenset[str]:
-    """Refuse tensors of which transformers' own model of the config would not be whole; a log names those that it would not take.
+    """Refuse tensors that do not complete transformers' own model of the config. A warning in the log names those that it would not load.
 
     Args:
         config_json: the model's ``config.json``.
         specs: all of its tensors.
-        fix: what the error says to do.
+        fix: the fix in the error.
 
     Returns:
-        The output head, if it is there beside the embedding that the class ties it to: the model has no such tensor, and what is pushed is
-        compared with the embedding.
+        The output head, if the tensors have it in addition to the embedding that the class ties it to. The model then has no such tensor,
+        and a pushed one is compared with the embedding.
 
     Raises:
-        InvalidArgument: a tensor is missing, or has another shape; names each.
+        InvalidArgument: tensors are missing, or have another shape; names each.
     """
     shapes = {spec.name: spec.shape for spec in specs}
     found = _comparing[-1](config_json, shapes) if _comparing else None
@@ -126,13 +126,13 @@ def check_library_model(config_json: bytes, specs: Iterable[TensorSpec], fix: st
 
 
 def compare_with_library(config_json: bytes, shapes: Mapping[str, Shape]) -> Comparison | None:
-    """Compare tensors with transformers' model of a config; None if it has none that can be compared.
+    """Compare tensors with transformers' model of a config. Returns None if transformers has no model, or one that cannot be compared.
 
     Takes seconds the first time in a process, which imports transformers.
 
     Args:
         config_json: the config.
-        shapes: of the tensors, by name.
+        shapes: shapes of the tensors, by name.
     """
     config = parse_config(config_json)
     try:
@@ -142,13 +142,13 @@ def compare_with_library(config_json: bytes, shapes: Mapping[str, Shape]) -> Com
         return None if model is None else _compared(model, shapes)
     except WeighbridgeError as error:
         log.info("not compared with transformers' model: %s", error)
-    except Exception as error:  # transformers raises whatever a value leads to
+    except Exception as error:  # a value may raise any error in transformers
         log.info("not compared with transformers' model: %s: %s", type(error).__name__, error)
     return None
 
 
 def _within_bounds(config: Any) -> bool:
-    """Whether lists by layers and labels, which configs make of their counts, are short."""
+    """Whether the counts of layers and labels, from which configs make lists, are small."""
     if isinstance(config, Mapping):
         return all(
             _within_bounds(value) and _sum(value) <= _most_of(str(name)) for name, value in config.items()
@@ -157,21 +157,21 @@ def _within_bounds(config: Any) -> bool:
 
 
 def _most_of(field: str) -> float:
-    """The largest count that a field of a config may have in all; infinite if it is none."""
+    """Largest sum of counts that a field of a config may have; infinite if the field is not a count."""
     if field in _LABELS:
         return _MOST_LABELS
     return _MOST_COUNT if _COUNTS.search(field) else math.inf
 
 
 def _sum(value: Any) -> int:
-    """A count, or those of a list of them together, as by stages of a model."""
+    """A count, or the sum of a list of counts, such as by stages of a model; 0 for other values."""
     if isinstance(value, list):
         return sum(map(_sum, value))
     return value if type(value) is int and value > 0 else 0
 
 
 def _library_model(config: Mapping[str, Any]) -> Any:
-    """transformers' model without memory for its weights; None if it has no class for the config, or one of too many modules."""
+    """transformers' model without memory for its weights; None if there is no class for the config. Raises if it has too many modules."""
     import torch
     import transformers
 
@@ -184,7 +184,7 @@ def _library_model(config: Mapping[str, Any]) -> Any:
     made = transformers_config(model_type, config, any_parts=True)
     if architectures:
         found = getattr(transformers, str(architectures[0]), None)
-    else:  # what all classes of the type have
+    else:  # the base model, whose tensors all classes of the type have
         found = transformers.MODEL_MAPPING.get(type(made), None)
     if not _is_model_class(found) or not isinstance(made, found.config_class or ()):
         return None
@@ -205,7 +205,7 @@ def _is_model_class(found: Any) -> bool:
 
 
 class _TooManyModules(Exception):
-    """The model has more modules than are compared."""
+    """Error of a model that has more than `_MOST_MODULES` modules."""
 
 
 @contextmanager
@@ -229,7 +229,7 @@ def _compared(model: Any, shapes: Mapping[str, Shape]) -> Comparison:
     in_files, tensors = file_names(model), model.state_dict(keep_vars=True)
     firsts: dict[int, str] = {}
     also: dict[str, tuple[str, ...]] = {}
-    for name, tensor in tensors.items():  # by any of the names of a tied tensor, in memory or in files
+    for name, tensor in tensors.items():  # a tied tensor has several names, in memory and in files
         first = firsts.setdefault(id(tensor), name)
         also[name] = tuple(in_files[first])
     known = TensorForms(
@@ -267,7 +267,8 @@ def _compared(model: Any, shapes: Mapping[str, Shape]) -> Comparison:
 
 
 def _own_names(model: Any, tensors: Iterable[str], given: Iterable[str]) -> Mapping[str, Sequence[str]]:
-    """By which names the model may know each tensor: transformers renames some, and loads a model with a head from one without, and the other way."""
+    """Names under which the model may know each tensor. transformers renames some, and loads models with a head from ones without one, and
+    vice versa."""
     prefix = f"{model.base_model_prefix}."
     given = list(given)
     has = any(name.startswith(prefix) for name in given)

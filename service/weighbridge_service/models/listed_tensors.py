@@ -1,7 +1,7 @@
-"""List of a model's tensors, as it was registered: all that is known of one whose model type has no weight map.
+"""List of a model's tensors, from its registration, for models whose model type has no weight map.
 
-The list is an object of its own beside the head, which is rewritten with each version: it may have 100,000 tensors. It is named by its
-digest and never changes.
+The list may have 100,000 tensors, and the head is rewritten with each version. So the list is a separate object, named by its digest, and
+never changes.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _NAMED = 20
 
 @dataclass(frozen=True)
 class ListedTensors:
-    """The tensors of a model.
+    """Tensors of a model.
 
     Attributes:
-        specs: by name, with numbers in names in the order of numbers: the same whoever lists them.
+        specs: the tensors, sorted by name, with numbers in names sorted as numbers. The order does not depend on the caller's.
     """
 
     specs: tuple[TensorSpec, ...]
@@ -44,7 +44,7 @@ class ListedTensors:
         """The list of these tensors.
 
         Raises:
-            InvalidArgument: there is none, none has elements, or two have one name.
+            InvalidArgument: there are no tensors, none has elements, or two have the same name.
         """
         specs = sorted(found, key=lambda spec: _order(spec.name))
         if not any(spec.nbytes for spec in specs):
@@ -73,7 +73,7 @@ class ListedTensors:
 
     @cached_property
     def encoded(self) -> bytes:
-        """The list as a document that is stored."""
+        """The list as a document for the store."""
         return strict_json.encode({"format": _FORMAT, "requires": [], "tensors": self.rows})
 
     @cached_property
@@ -87,9 +87,9 @@ class ListedTensors:
         return [[spec.name, spec.dtype.name, list(spec.shape)] for spec in self.specs]
 
     def cast(self, dtype: DType, *, quantised: bool = False) -> ListedTensors:
-        """The same tensors with those of floating-point numbers in another dtype.
+        """The same tensors, with floating-point ones in another dtype.
 
-        fp8 and scales stay, they are of quantised weights; biases of routers are not narrowed.
+        fp8 tensors and scales, which belong to quantised weights, keep their dtype; biases of routers are not narrowed.
         """
         scales = scales_of(self.specs, quantised=quantised)
 
@@ -103,7 +103,7 @@ class ListedTensors:
 
 
 def specs_of_rows(rows: Sequence[object]) -> list[TensorSpec]:
-    """Tensors from JSON. Raises InvalidArgument or LayoutError if one cannot be."""
+    """Tensors from JSON. Raises InvalidArgument or LayoutError if a row is not a valid tensor."""
     specs = []
     for row in rows:
         match row:
@@ -117,7 +117,7 @@ def specs_of_rows(rows: Sequence[object]) -> list[TensorSpec]:
 
 
 def read_tensor_list(store: ObjectStore, model: ModelName, digest: str, first_version: int) -> ListedTensors:
-    """A registered list; ``first_version`` as of `files_id_of`. Raises DataLoss if it is missing or damaged."""
+    """Read a registered list; ``first_version`` as for `files_id_of`. Raises DataLoss if it is missing or damaged."""
     key = tensor_list_key(model, digest, first_version)
     try:
         data, _ = store.get(key)

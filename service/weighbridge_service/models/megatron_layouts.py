@@ -1,7 +1,7 @@
 """Layouts of Megatron-core ranks, by the conventions of its distributed checkpoints.
 
-For restoring without a model at hand, for converting folders, and for planning on paper. A trainer that runs declares what its
-own ``sharded_state_dict()`` says instead.
+They serve restores without a model, conversions of folders, and planning. A running trainer declares the layout of its own
+``sharded_state_dict()`` instead.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from weighbridge_service.models.bridges import Bridge, MegatronTensor
 
 _ROWS, _COLUMNS = 0, 1
 _CUTS = {
-    # modules that tensor parallelism cuts, and along which axis of the weight; all others are replicated
+    # modules that tensor parallelism cuts, and the axis of the weight; all others are replicated
     "word_embeddings": _ROWS,
     "output_layer": _ROWS,
     "linear_qkv": _ROWS,
@@ -29,7 +29,7 @@ _CUTS = {
     "linear_q_up_proj": _ROWS,
     "linear_kv_up_proj": _ROWS,
     "linear_fc1": _ROWS,
-    "core_attention": _ROWS,  # a number for each head
+    "core_attention": _ROWS,  # one element for each head
     "eh_proj": _ROWS,
     "in_proj": _ROWS,
     "conv1d": _ROWS,
@@ -44,10 +44,10 @@ _LAST_STAGE = re.compile(r"(^|\.)(decoder\.final_(?:layer)?norm|output_layer|mtp
 
 @dataclass(frozen=True)
 class Stages:
-    """How the decoder's layers are spread over pipeline stages.
+    """Assignment of the decoder's layers to pipeline stages.
 
     Attributes:
-        layers: for each stage the layers it holds, ascending.
+        layers: the layers of each stage, ascending.
     """
 
     layers: tuple[tuple[int, ...], ...]
@@ -63,13 +63,13 @@ class Stages:
         """Spread layers as Megatron-core does.
 
         Args:
-            num_layers: decoder layers.
-            size: pipeline stages.
-            first: layers on the first stage (``num_layers_in_first_pipeline_stage``), where it has another number.
-            last: layers on the last stage (``num_layers_in_last_pipeline_stage``), likewise.
+            num_layers: number of decoder layers.
+            size: number of pipeline stages.
+            first: number of layers on the first stage (``num_layers_in_first_pipeline_stage``), if it differs from the others'.
+            last: number of layers on the last stage (``num_layers_in_last_pipeline_stage``), if it differs from the others'.
 
         Raises:
-            InvalidArgument: the layers cannot be spread so.
+            InvalidArgument: the layers cannot be divided among the stages.
         """
         uneven = [n for n in (first, last) if n is not None]
         middle = size - len(uneven)
@@ -99,16 +99,16 @@ def megatron_layout(
     *,
     experts_apart: bool = False,
 ) -> Layout:
-    """The shards that a Megatron-core rank holds, with a key for each layer.
+    """Layout of the shards that a Megatron-core rank holds, with a key for each layer.
 
     The vocabulary is padded to a multiple of the tensor-parallel size.
 
     Args:
-        bridge: knows the model's family and config.
+        bridge: bridge of the model.
         tensors: the model's tensors in Hugging Face's space, which give the dtypes.
-        rank: which rank.
-        stages: how layers are spread; evenly by default.
-        experts_apart: whether each expert has a key too, and not all of a layer one tensor.
+        rank: the rank.
+        stages: layers of the pipeline stages; spread evenly by default.
+        experts_apart: whether each expert has its own key, instead of one tensor for all experts of a layer.
 
     Raises:
         InvalidArgument: the sizes do not divide the model, or the rank does not exist.
@@ -144,13 +144,13 @@ def megatron_layout(
 
 @dataclass(frozen=True)
 class _Groups:
-    """A model's tensors by where they are held."""
+    """A model's tensors, grouped by the ranks that hold them."""
 
     first: list[MegatronTensor]  # before the decoder
     last: list[MegatronTensor]  # behind it
     embedding: list[
         MegatronTensor
-    ]  # on the last stage once more: as a tied output layer, or for predicting further tokens
+    ]  # also on the last stage: as a tied output layer, or for multi-token prediction
     layers: dict[int, list[MegatronTensor]]
     of_experts: dict[tuple[int, int], list[MegatronTensor]]  # by place and expert
 
@@ -160,7 +160,7 @@ BEFORE_THE_LAYERS, BEHIND_THE_LAYERS = -2, -1
 
 
 def place_of(name: str) -> int:
-    """The decoder layer that a tensor of Megatron-core belongs to, `BEFORE_THE_LAYERS` or `BEHIND_THE_LAYERS`."""
+    """Decoder layer of a Megatron-core tensor, `BEFORE_THE_LAYERS` or `BEHIND_THE_LAYERS`."""
     of_layer = _IN_LAYER.match(name)
     if of_layer:
         return int(of_layer[1])
@@ -255,7 +255,7 @@ def all_ranks(
     etp: int = 1,
     stages: Stages | None = None,
 ) -> dict[int, Layout]:
-    """The layouts of all ranks of a training job.
+    """Layouts of all ranks of a training job, by rank.
 
     Raises:
         InvalidArgument: the sizes do not divide the model.
@@ -264,7 +264,7 @@ def all_ranks(
     layouts = {}
     for rank in range(world):
         at = MegatronRank.of_world(rank, world, tp=tp, pp=pp, ep=ep, etp=etp)
-        # of replicas all but the main one are alike
+        # all replicas except the main one have the same layout
         key = replace(at, dp=min(at.dp, 1), expert_dp=min(at.expert_dp, 1))
         if key not in made:
             made[key] = megatron_layout(bridge, tensors, key, stages)

@@ -1,4 +1,4 @@
-"""Tensors of a registered model and their dtypes: what its config says, corrected by what its files hold."""
+"""Tensors of a registered model and their dtypes, from its config, corrected by the tensors in its files."""
 
 from __future__ import annotations
 
@@ -30,15 +30,14 @@ _DIGEST = re.compile("[0-9a-f]{64}")
 
 @dataclass(frozen=True)
 class ModelTensors:
-    """What a config leaves open about a model's tensors; small, and kept with the registration.
+    """Properties of a model's tensors that its config does not determine; small, and stored with the registration.
 
     Attributes:
-        dtype: of most of the weights.
-        exceptions: the dtypes of others, by the names of tensors with ``*`` in the place of numbers, or by whole names
-            where tensors of one kind differ.
+        dtype: dtype of most of the weights.
+        exceptions: dtypes of other tensors, by names with ``*`` in the place of numbers, or by whole names if tensors of one kind differ.
         absent: optional parts that the model lacks.
-        block: rows and columns to which one scale belongs, in quantised weights.
-        listed: digest of the list of its tensors, if the config says nothing of them: there is no weight map. Empty if there is one.
+        block: rows and columns of a quantised weight that share a scale.
+        listed: digest of the list of its tensors, if there is no weight map to derive them from the config; empty otherwise.
     """
 
     dtype: DType
@@ -48,7 +47,7 @@ class ModelTensors:
     listed: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """As kept with the registration."""
+        """JSON for the registration."""
         return {
             "dtype": self.dtype.name,
             "dtypes": {name: dtype.name for name, dtype in self.exceptions.items()},
@@ -59,7 +58,7 @@ class ModelTensors:
 
     @staticmethod
     def from_json(kept: Mapping[str, Any]) -> ModelTensors:
-        """From the registration. Raises KeyError, TypeError or ValueError if it is damaged."""
+        """Parse the JSON of a registration. Raises KeyError, TypeError or ValueError if it is damaged."""
         exceptions = {str(name): dtypes.from_safetensors(dtype) for name, dtype in kept["dtypes"].items()}
         rows, columns = kept["block"]
         listed = kept.get("listed", "")
@@ -74,7 +73,7 @@ class ModelTensors:
         )
 
     def specs(self, bridge: Bridge) -> dict[str, TensorSpec]:
-        """The model's tensors in the order of its files; block scales behind the weights they belong to."""
+        """Tensors of the model in the order of its files; each block scale follows its weight."""
         scaled = {kind for kind in self.exceptions if kind.endswith(SCALE_SUFFIX)}
         specs = {}
         for name, shape in bridge.hugging_face.items():
@@ -95,15 +94,15 @@ class ModelTensors:
 
 
 def tensors_found(bridge: Bridge, config: Mapping[str, Any], found: Sequence[TensorSpec]) -> ModelTensors:
-    """What the tensors of a model's files say about it.
+    """Properties of a model's tensors, from the tensors in its files.
 
     Args:
-        bridge: the model with all optional parts.
+        bridge: bridge of the model with all optional parts.
         config: its config.
-        found: the tensors of its files.
+        found: the tensors in its files.
 
     Raises:
-        InvalidArgument: a tensor is missing, unknown, or of another shape than the config says; names each.
+        InvalidArgument: tensors are missing, unknown, or of another shape than the config defines; names each.
     """
     there = {spec.name: spec for spec in found}
     parts = {

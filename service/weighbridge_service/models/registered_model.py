@@ -1,4 +1,4 @@
-"""Registered model: its config, its tensors, its files, and what is derived from them once and used for every version."""
+"""Registered model: its config, its tensors, its files, and plans and layouts that are derived once and used for every version."""
 
 from __future__ import annotations
 
@@ -35,34 +35,34 @@ from weighbridge_storage.documents.names import (
 )
 
 KEPT_SHARDS = 2_000_000
-"""Shards of declared layouts, and slices of pulls, that a model remembers by default: some 1 KB each."""
+"""Number of shards of declared layouts, and of slices of pulls, that a model remembers by default: some 1 KB each."""
 _KEPT_OFFERS = 100_000
-"""Layouts of which a model remembers that other replicas can find them; and of which it remembers the shifts."""
+"""Number of layouts that a model remembers as offered to other replicas, and of layouts whose shifts it remembers."""
 _SHARD_BYTES, _PART_BYTES = 2 << 10, 300
-"""About what is taken by a tensor or a shard with the plan that it is part of, and by a copy in the plan of a pull."""
+"""Approximate bytes of a tensor or a shard, with its part of the plan, and of a copy in the plan of a pull."""
 _KEPT_PARTS = 1_000_000
-"""Copies in the plans of pulls and restores that a model remembers; a plan itself counts as a thousand."""
+"""Number of copies in the plans of pulls and restores that a model remembers; a plan itself counts as a thousand."""
 _KEPT_DECLARED = 4
-"""Versions with tensors of their own whose layouts and plans are remembered."""
+"""Number of versions with their own tensors whose layouts and plans are remembered."""
 IDENTITY_FORMAT = 2
-"""Of `RegisteredModel.identity`. Heads of another format are compared by their tensors alone."""
+"""Format of `RegisteredModel.identity`. Models in heads of another format are compared by their tensors alone."""
 
 
 DeclaredLayout: TypeAlias = tuple[TensorSpace, Layout]
-"""What a rank has declared, and the tensor space of its names."""
+"""Layout that a rank has declared, with the tensor space of its names."""
 
 
 class RegisteredModel:
-    """A model as registered. Layouts and plans are kept here, under their identities.
+    """Registered model, with a cache of its layouts and plans.
 
     Args:
         name: the model's name.
-        config_json: content of its ``config.json``; of an adapter, of its ``adapter_config.json``.
-        kept: what the config leaves open about its tensors.
-        files_id: which set of files was registered.
-        side_files: their names.
-        listed: its tensors, if its model type has no weight map: if ``kept`` has the digest of that list. Of a part, those of one version,
-            or none: its versions have tensors of their own (`declared_by`).
+        config_json: content of its ``config.json``; for an adapter, of its ``adapter_config.json``.
+        kept: properties of its tensors that the config does not determine.
+        files_id: id of the registered set of files.
+        side_files: names of these files.
+        listed: its tensors, if its model type has no weight map; ``kept`` then has the digest of the list. For a part, the tensors of one
+            version, or none, as each of its versions has its own tensors (`declared_by`).
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class RegisteredModel:
         self.side_files = tuple(side_files)
         self.config_json = config_json
         self.known_set: KnownSet | None = None
-        self.known_number = 0  # of the version that ``known_set`` is of
+        self.known_number = 0  # number of the version that ``known_set`` belongs to
         self._layouts: Cache[DeclaredLayout]
         self.remember(KEPT_SHARDS)
         self._offered: Cache[bool] = Cache(_KEPT_OFFERS)
@@ -92,15 +92,15 @@ class RegisteredModel:
         self._declared: Cache[RegisteredModel] = Cache(_KEPT_DECLARED)
 
     def remember(self, shards: int) -> None:
-        """Remember as many shards of the layouts that are declared from now on, and none that were."""
+        """Set the number of shards of declared layouts to remember, and forget the layouts that were declared before."""
         self._layouts = Cache(shards, lambda entry: 1 + len(entry[1].placements))
 
     @cached_property
     def bridge(self) -> Bridge:
-        """What is known about the model's family; takes seconds the first time in a process.
+        """Bridge of the model; takes seconds the first time in a process.
 
         Raises:
-            InvalidArgument: the model was registered without a weight map: it has Hugging Face's names and no others.
+            InvalidArgument: the model was registered without a weight map, so it has only Hugging Face's names.
         """
         if self.listed is not None:
             raise _not_mapped(self)
@@ -108,27 +108,27 @@ class RegisteredModel:
 
     @property
     def is_adapter(self) -> bool:
-        """Whether its versions are changes on versions of another model, as peft keeps them."""
+        """Whether the model is an adapter of peft, whose versions are based on versions of another model."""
         return is_adapter(self.side_files)
 
     @cached_property
     def adapter_digest(self) -> str:
-        """Digest of what an adapter is registered by; empty of other models."""
+        """Digest of an adapter's config and tensors; empty for other models."""
         return adapter_digest(self.config_json, self.tensors.values()) if self.is_adapter else ""
 
     @property
     def by_version(self) -> bool:
-        """Whether each version has the tensors that its ranks declare, under the names that they give them: that of a part."""
+        """Whether each version has its own tensors, which its ranks declare and name. True for a part of a model."""
         return bool(self.name.part)
 
     def declared_by(self, layouts: Iterable[Layout]) -> RegisteredModel:
-        """The model with the tensors of one version; itself, if all versions have the same.
+        """The model with the tensors of one version; the model itself if all versions have the same tensors.
 
         Args:
-            layouts: what the version's ranks have declared, in their order.
+            layouts: layouts that the version's ranks have declared, in the order of the ranks.
 
         Raises:
-            LayoutError: two ranks give one tensor another dtype or shape, or none of them holds any.
+            LayoutError: two ranks declare one tensor with different dtypes or shapes, or no rank holds any elements.
         """
         if not self.by_version:
             return self
@@ -151,7 +151,7 @@ class RegisteredModel:
         return self.with_tensors(specs.values())
 
     def with_tensors(self, specs: Iterable[TensorSpec]) -> RegisteredModel:
-        """The model with the tensors of one version; itself, if all versions have the same. Layouts stay known."""
+        """The model with these tensors of one version; the model itself if all versions have the same. Both share declared layouts."""
         if not self.by_version:
             return self
         listed = ListedTensors.of(specs)
@@ -166,7 +166,7 @@ class RegisteredModel:
 
     @cached_property
     def model_type(self) -> str:
-        """Of its config; empty if that names none."""
+        """Model type in its config; empty if the config names none."""
         return model_type_of(parse_config(self.config_json))
 
     @cached_property
@@ -176,40 +176,40 @@ class RegisteredModel:
 
     @property
     def keep_in_fp32(self) -> tuple[str, ...]:
-        """Endings of the names of tensors that no cast narrows."""
+        """Endings of the names of tensors that a cast does not narrow."""
         return ROUTER_BIASES if self.listed is not None else self.bridge.keep_in_fp32
 
     @cached_property
     def scales(self) -> frozenset[str]:
-        """Names of tensors that are scales of quantised weights: they are not cast."""
+        """Names of tensors that are scales of quantised weights, which are not cast."""
         quantised = says_quantized(parse_config(self.config_json))
         return scales_of(self.tensors.values(), quantised=quantised)
 
     @cached_property
     def tensors(self) -> Mapping[str, TensorSpec]:
-        """The model's tensors in Hugging Face's space."""
+        """Tensors of the model in Hugging Face's space, by name."""
         if self.listed is not None:
             return {spec.name: spec for spec in self.listed.specs}
         return self.kept.specs(self.bridge)
 
     @cached_property
     def files(self) -> FilesLayout:
-        """How versions of the model lie in safetensors files."""
+        """Layout of the model's versions in safetensors files."""
         tensors = list(self.tensors.values())
         return lay_out_adapter(tensors) if self.is_adapter else lay_out_files(tensors)
 
     @cached_property
     def identity(self) -> str:
-        """Digest of the tensors, and of where each of their elements is in megatron-core.
+        """Digest of the tensors, and of the place of each of their elements in megatron-core.
 
-        Configs that agree in it can stand for each other: the same shards make the same files. It is kept in heads, so what
-        it is made of is written out here: `IDENTITY_FORMAT`, a colon, and the SHA-256, as hex digits, over the digest of the
-        files' layout and, for each of megatron-core's tensors in order, a line of canonical JSON: ``[name, [[target, leading
-        indexes] ...], [copies ...], [[offset, extent, number of the target, offset, extent, axes] ...]]``, and what is added to each
-        element, if anything is, as a last number. Without a weight map there are none of these.
+        Configs with the same identity are interchangeable: the same shards give the same files. Heads store it, so its format is fixed:
+        `IDENTITY_FORMAT`, a colon, and the hex digits of a SHA-256. The SHA-256 is over the digest of the files' layout and one line of
+        canonical JSON for each of megatron-core's tensors, in order: ``[name, [[target, leading indexes] ...], [copies ...], [[offset,
+        extent, number of the target, offset, extent, axes] ...]]``, with the constant that is added to each element, if there is one, as
+        the last item. Without a weight map there are no such lines.
         """
         digest = hashlib.sha256(self.files.layout.digest.encode())
-        links: dict[int, object] = {}  # of a kind; most tensors share theirs with those of other layers
+        links: dict[int, object] = {}  # by kind; most tensors share their links with other layers
         for name, entry in () if self.listed is not None else self.bridge.megatron.items():
             of_kind = self.bridge.links(entry)
             if id(of_kind) not in links:
@@ -225,8 +225,8 @@ class RegisteredModel:
 
     @property
     def nbytes(self) -> int:
-        """About how much memory it takes now, without the `bridge`, which models of one config share."""
-        # they are derived when they are needed
+        """Approximate bytes of memory that the model takes now, without the `bridge`, which models with one config share."""
+        # tensors count only once they are derived
         tensors = len(self.listed.specs if self.listed is not None else self.__dict__.get("tensors", ()))
         shards = tensors + self._layouts.weight + self._requests.weight
         return len(self.config_json) + shards * _SHARD_BYTES + self._reads.weight * _PART_BYTES
@@ -236,36 +236,36 @@ class RegisteredModel:
         return EngineLayouts(self.tensors, lambda: self.bridge, self.kept.block)
 
     def add_layout(self, space: TensorSpace, layout: Layout) -> None:
-        """Keep a declared layout under its digest.
+        """Remember a declared layout by its digest.
 
         Raises:
-            InvalidArgument: it has Megatron-core's names, and the model has no weight map.
+            InvalidArgument: the layout has Megatron-core's names, and the model has no weight map.
         """
         if space == TensorSpace.MEGATRON and self.listed is not None and not self.by_version:
             raise _not_mapped(self)
         self._layouts.put(layout.digest, (space, layout))
 
     def declared_layout(self, digest: str) -> DeclaredLayout | None:
-        """A layout that was declared, if it is remembered: those that were used last are."""
+        """A declared layout, by its digest; None if it is not, or no longer, remembered."""
         return self._layouts.get(digest)
 
     def is_offered(self, digest: str) -> bool:
-        """Whether other replicas can find a layout, as far as this process knows."""
+        """Whether other replicas can read a layout, as far as this process knows."""
         return self._offered.get(digest) is not None
 
     def offered(self, digest: str) -> None:
-        """Take note that other replicas can find a layout."""
+        """Record that other replicas can read a layout."""
         self._offered.put(digest, True)
 
     def prepare(self, declared: Sequence[DeclaredLayout], homes: Sequence[int]) -> PreparedPush:
-        """What the declared layouts of all ranks lead to.
+        """Plan of a push, from the declared layouts of all ranks.
 
         Args:
             declared: the layouts, in the order of the ranks.
-            homes: for each rank, the number of the replica of the service that it pushes to.
+            homes: number of the replica of the service that each rank pushes to.
 
         Raises:
-            LayoutError: they contradict the model or each other.
+            LayoutError: the layouts contradict the model or each other.
         """
         digests = tuple(layout.digest for _, layout in declared)
 
@@ -280,7 +280,7 @@ class RegisteredModel:
                     layouts, self.files, lambda tensors: self._relate(space, tensors), homes, space=space
                 )
             except LayoutError:
-                # a layout may have been declared in the wrong tensor space: let it be sent again
+                # a layout may have been declared in the wrong tensor space: forget it, so that ranks send it again
                 for digest in digests:
                     self._layouts.drop(digest)
                 raise
@@ -306,7 +306,7 @@ class RegisteredModel:
         return WeightMap(tensors, self.tensors, identity_links(tensors.values()), ())
 
     def restore_transfer(self, source: Layout, target: Layout) -> Transfer:
-        """From a version's files to the shards of a trainer rank.
+        """Transfer from a version's files to the shards of a trainer rank.
 
         Raises:
             LayoutError: the shards contradict the model.
@@ -322,21 +322,21 @@ class RegisteredModel:
         return self._reads.get_or_make(("restore", source.digest, target.digest), make)
 
     def restore_shifts(self, target: Layout) -> Mapping[str, float]:
-        """What is added to each element of some shards of a trainer rank, by their tensors' names, when they are restored."""
+        """Constants to add to each element of some restored shards of a trainer rank, by the names of their tensors."""
         if not self.bridge.shifts:
             return {}
         return self._shifts.get_or_make(target.digest, lambda: shifts_back(self.bridge, target.tensors))
 
     def pull_layout(self, request: LayoutRequest) -> Layout:
-        """The slices that an engine asks for.
+        """Layout of the slices that an engine requests.
 
         Raises:
-            InvalidArgument: they do not fit the model.
+            InvalidArgument: the slices do not fit the model.
         """
         return self._requests.get_or_make(repr(request), lambda: self._engine_layouts.layout(request))
 
     def pull_transfer(self, source: Layout, target: Layout) -> Transfer:
-        """From a version's files to an engine's slices."""
+        """Transfer from a version's files to an engine's slices."""
 
         def make() -> Transfer:
             links = identity_links(source.tensors[name] for name in target.tensors)
@@ -347,7 +347,7 @@ class RegisteredModel:
 
 
 def model_type_of(config: Mapping[str, Any]) -> str:
-    """The model type of a config; empty if it names none. Raises InvalidArgument if that is no short text."""
+    """Model type of a config; empty if the config names none. Raises InvalidArgument if it is not a short text."""
     named = config.get("model_type")
     if named is not None and not (isinstance(named, str) and named.isprintable() and len(named) <= 256):
         raise no_weight_map(named, ", which is no name of one")
@@ -355,7 +355,7 @@ def model_type_of(config: Mapping[str, Any]) -> str:
 
 
 def _not_mapped(model: RegisteredModel) -> InvalidArgument:
-    """The error that a model without a weight map is asked for what needs one."""
+    """Error of a request that needs a weight map, for a model without one."""
     if model.is_adapter:
         return InvalidArgument(
             f"{model.name} is an adapter, whose tensors are not cut by ranks of an engine or a trainer",

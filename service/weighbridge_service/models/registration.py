@@ -1,4 +1,4 @@
-"""Registration of a model: what is checked and derived from its files, and what heads keep of it."""
+"""Registration of a model: checks of its files, tensors derived from them, and the registration that heads store."""
 
 from __future__ import annotations
 
@@ -34,24 +34,25 @@ from weighbridge_storage.head.head_changes import delete_model, register
 from weighbridge_storage.stores.objects import ObjectStore
 
 _SINCE = "since_ms"
-"""In the registration of a part: when the last model of its name was deleted before, 0 if none was. It tells the parts of both apart."""
+"""Field in the registration of a part: when an earlier model of the same name was deleted, in milliseconds since 1970 UTC; 0 if none was.
+It distinguishes the part from one of the earlier model."""
 _NO_CONFIG, _NO_DTYPE = b"{}", dtypes.parse("uint8")
-"""Of parts of models, which have no registered files: what stands for the config, and for the dtype of most tensors."""
+"""Placeholders for the config and the usual dtype of parts of models, which have no registered files."""
 
 
 def files_key(model: ModelName, files_id: str, file: str) -> str:
-    """Where a registered file lies."""
+    """Key of a registered file in the store."""
     return f"{model.prefix}files/{files_id}/{check_file_name(file)}"
 
 
 def registered_files(store: ObjectStore, model: ModelName, files_id: str) -> dict[str, bytes]:
-    """The files that were registered together, by name: those of a version that was opened before others were registered."""
+    """Files of one registration, by name. Versions keep the files with which they were opened, even if others were registered since."""
     names = sorted(registered_names(store, model, files_id))
     return {name: store.get(files_key(model, files_id, name))[0] for name in names}
 
 
 def registered_names(store: ObjectStore, model: ModelName, files_id: str) -> list[str]:
-    """The names of files that were registered together."""
+    """Names of the files of one registration."""
     prefix = f"{model.prefix}files/{files_id}/"
     return [key.removeprefix(prefix) for key in store.list(prefix)]
 
@@ -79,17 +80,17 @@ def model_for_registration(
 
     Args:
         name: the model's name.
-        files: its files besides the weights.
-        dtype: of its weights; empty takes what ``found`` says, or else what is registered already, or else the config.
+        files: its files other than the weights.
+        dtype: dtype of its weights; if empty, that of ``found``, or else of the present registration, or else of the config.
         found: the tensors in its files of weights, if there are such files.
-        there: the model's head, if it is registered already, or what is left of one that was deleted.
-        listed: the model's tensors, if they are registered already, without a weight map; not needed if there are ``found``.
-        weight_map: False registers it by its tensors alone, although there may be a weight map. A model that was registered without one
-            goes on so if it has versions, or if there are no ``found``: the order of tensors in files, and so the files, would be others.
+        there: the model's head, if it is registered already, or the remaining head of a deleted model.
+        listed: the model's tensors, if it is registered already without a weight map; not needed with ``found``.
+        weight_map: False registers it by its tensors alone, even if there is a weight map. A model that was registered without one
+            stays so if it has versions, or without ``found``, because a weight map would change the order of tensors in its files.
 
     Raises:
         InvalidArgument: a file's name is not allowed, there is no ``config.json``, its model type has no weight map and no
-            tensors are known, the dtype is not known, or the tensors are not those of the config.
+            tensors are known, the dtype is not known, or the tensors do not match the config.
     """
     check_file_names(files)
     if "config.json" not in files and ADAPTER_CONFIG not in files:
@@ -101,7 +102,7 @@ def model_for_registration(
     config = parse_config(config_json)
     if is_adapter(files):
         check_adapter_config(config)
-    # transformers has written either name, and reads a missing one as float32
+    # releases of transformers write one name or the other, and read a missing one as float32
     named = dtype or config.get("dtype") or config.get("torch_dtype") or "float32"
     kept = ModelTensors(dtypes.parse(str(named)))
     model_type = model_type_of(config)
@@ -129,14 +130,14 @@ def model_for_registration(
     elif not dtype and there is not None and has_versions and not is_listed(there):
         kept = _kept(name, there)
     model = RegisteredModel(name, files["config.json"], kept, files_id, sorted(files))
-    _ = model.identity  # builds the bridge: what cannot be mapped is refused now, not at the first push
+    _ = model.identity  # builds the bridge: a model without a valid map is refused now, not at a push
     return model
 
 
 def _listed(
     config: Mapping[str, Any], dtype: str, found: Sequence[TensorSpec], listed: ListedTensors | None
 ) -> ListedTensors:
-    """The tensors of a model without a weight map, with those of floating-point numbers in ``dtype`` if one is named."""
+    """Tensors of a model without a weight map, with floating-point ones cast to ``dtype`` unless it is empty."""
     if found:
         listed = ListedTensors.of(found)
     if listed is None:
@@ -160,27 +161,27 @@ def _listed(
 
 
 def part_registration(name: ModelName, there: Head) -> RegisteredModel:
-    """The registration of a part of a model: it has neither files nor tensors of its own, its versions have.
+    """Registration of a part of a model. The part has no files and tensors; each of its versions has.
 
     Args:
-        name: of the part.
-        there: its head.
+        name: name of the part.
+        there: head of the part.
     """
     files_id = files_id_of(there.first_version, files_identity({}))
     return RegisteredModel(name, _NO_CONFIG, ModelTensors(_NO_DTYPE), files_id, (), ListedTensors(()))
 
 
 def with_part(name: ModelName, head: Head, of: Head, now_ms: int) -> Head:
-    """The head of a part with its registration; that of a model before, of which the part is left, is deleted.
+    """Head of a part with its registration. If the part belongs to a deleted model of the same name, it is deleted first.
 
     Args:
-        name: of the part.
-        head: of the part.
-        of: the head of its model.
-        now_ms: milliseconds since 1970 UTC.
+        name: name of the part.
+        head: head of the part.
+        of: head of its model.
+        now_ms: the time, in milliseconds since 1970 UTC.
 
     Raises:
-        FailedPrecondition: versions of the part of the model before are being received.
+        FailedPrecondition: versions of the deleted model's part are being received, or the model is an adapter.
     """
     if head.files_id and not is_part_of(head, of):
         head = delete_model(head, now_ms)
@@ -197,7 +198,7 @@ def with_part(name: ModelName, head: Head, of: Head, now_ms: int) -> Head:
 
 
 def is_part_of(head: Head, of: Head) -> bool:
-    """Whether a part is that of the model with this head, and not of one of the same name that was deleted."""
+    """Whether a part belongs to the model with this head, and not to a deleted model of the same name."""
     return bool(of.files_id) and head.registration.get(_SINCE) == _since_ms(of)
 
 
@@ -206,7 +207,7 @@ def _since_ms(of: Head) -> int:
 
 
 def registration_of(model: RegisteredModel) -> dict[str, Any]:
-    """What the head keeps of a registration: enough to list the model without deriving anything."""
+    """Registration as the head stores it: enough to list the model without deriving its tensors."""
     return {
         "model_type": model.model_type,
         **model.kept.to_json(),
@@ -220,11 +221,11 @@ def registration_of(model: RegisteredModel) -> dict[str, Any]:
 
 
 def registered(head: Head, model: RegisteredModel) -> Head:
-    """The head with this registration. It may replace any other one as long as no version has been opened.
+    """Head with this registration, which may replace any other one until the first version is opened.
 
     Raises:
         FailedPrecondition: the model is registered with other tensors.
-        Conflict: it was deleted since the registration was prepared.
+        Conflict: the model was deleted since the registration was prepared.
     """
     if first_version_of(model.files_id) != head.first_version:
         raise Conflict(f"{model.name} was deleted meanwhile", fix="register it again")
@@ -250,11 +251,11 @@ def registered(head: Head, model: RegisteredModel) -> Head:
 
 
 def _agree(there: Mapping[str, Any], model: RegisteredModel) -> bool:
-    """Whether what is registered has the same tensors, and in the same places."""
+    """Whether the stored registration has the same tensors, in the same places."""
     identity = str(there.get("identity", ""))
     if identity.startswith(f"{IDENTITY_FORMAT}:"):
         return identity == model.identity
-    # another release makes it of something else
+    # another release computes the identity differently
     return bool(there.get("tensors_digest") == model.files.layout.digest)
 
 
@@ -283,7 +284,7 @@ def summary_from_head(name: ModelName, head: Head, refs: Mapping[str, int]) -> M
 
 
 def _newest_base(head: Head) -> str:
-    """The base of the newest version of an adapter that the head itself lists; empty of other models."""
+    """Base of the newest version of an adapter that the head itself lists; empty for other models."""
     if not is_adapter_head(head):
         return ""
     said = {number: each.metadata for number, each in head.recent.items() if not each.retired}
@@ -294,7 +295,7 @@ def _newest_base(head: Head) -> str:
 
 
 def check_registration(name: ModelName, head: Head) -> ModelTensors:
-    """What a registration says of the model's tensors. One by which the model can be neither listed nor loaded is refused.
+    """Check the registration in a head, by which the model is listed and loaded. Returns the properties of its tensors.
 
     Raises:
         DataLoss: a field is missing, or is not what `registration_of` writes.
@@ -318,7 +319,7 @@ def check_registration(name: ModelName, head: Head) -> ModelTensors:
 
 
 def load_model(store: ObjectStore, name: ModelName, head: Head) -> RegisteredModel:
-    """A model that was registered before, perhaps by another process."""
+    """Load a registered model from the store."""
     if name.part:
         return part_registration(name, head)
     config, _ = store.get(files_key(name, head.files_id, config_name(head.registration["files"])))

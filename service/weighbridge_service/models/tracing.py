@@ -1,9 +1,8 @@
-"""Trace of a conversion: which element goes where, found by sending numbered elements through it.
+"""Trace of a conversion: the place of each element, found by converting numbered elements.
 
-A conversion takes one tensor and returns named tensors. For each axis of the input it is run on a tensor whose
-elements are their own index along that axis; what comes out says, element by element, where it came from. Two runs
-with different codes of the index must decode to the same answer: a conversion that scales, shifts or mixes elements is
-found this way and refused, never guessed at.
+A conversion takes one tensor and returns named tensors. For each axis of the input, the trace runs it on a tensor whose elements are their
+own index along that axis. So each output element names its source. Two runs with different codes of the index must decode to the same
+answer, so that a conversion which scales, shifts or mixes elements is detected and refused.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from weighbridge.errors import LayoutError
 Conversion = Callable[[torch.Tensor], Sequence[tuple[str, torch.Tensor]]]
 _SCALE, _SHIFT = 2, 1_000_003
 _MOST_PARTS = 8
-"""Into how many parts a target is cut where a source axis runs along two of its axes."""
+"""Most parts into which a target is cut if a source axis runs along two of its axes."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Consecutive indexes on both sides."""
+    """Run of consecutive indexes on both sides."""
 
     source: int
     target: int
@@ -35,12 +34,12 @@ class _Run:
 
 @dataclass(frozen=True, slots=True)
 class _Along:
-    """Where a source axis runs in a part of the target.
+    """Mapping of a source axis to an axis of a part of the target.
 
     Attributes:
-        within: that part: indexes of some of the target's axes.
-        axis: the target axis along which it runs there; None if it does not.
-        runs: of consecutive indexes.
+        within: the part: an index on each of some axes of the target.
+        axis: the target axis along which the source axis runs in the part; None if there is none.
+        runs: runs of consecutive indexes.
     """
 
     within: Mapping[int, int]
@@ -49,12 +48,12 @@ class _Along:
 
 
 def trace(name: str, shape: Sequence[int], conversion: Conversion) -> list[Link]:
-    """The links from tensor ``name`` of this shape to the tensors that the conversion returns.
+    """Links from tensor ``name`` of this shape to the tensors that the conversion returns.
 
-    Costs a few int32 tensors of the input's size at most: inputs are expanded, not filled.
+    Takes memory for at most a few int32 tensors of the input's size: inputs are expanded, not filled.
 
     Raises:
-        LayoutError: the conversion does something else than placing elements.
+        LayoutError: the conversion does more than move elements.
     """
     found: dict[str, list[list[_Along]]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
@@ -80,9 +79,9 @@ def _along(
     check: torch.Tensor,
     within: Mapping[int, int] = MappingProxyType({}),
 ) -> Iterator[_Along]:
-    """The target axis along which one source axis runs, and the runs of consecutive indexes.
+    """Target axis along which one source axis runs, with the runs of consecutive indexes.
 
-    Where it runs along two axes, as that of rows which take turns does, in each of the parts that the shorter of them has.
+    If it runs along two axes, as for interleaved rows, one result for each index of the shorter of these axes.
     """
     varying = [axis for axis in range(values.dim()) if _varies(values, axis)]
     if len(varying) > 1:
@@ -123,7 +122,7 @@ def _vector(values: torch.Tensor, varying: Sequence[int]) -> torch.Tensor:
 def _links(
     name: str, target: str, shape: tuple[int, ...], axes: Sequence[Sequence[_Along]]
 ) -> Iterator[Link]:
-    """The links of each part of the target in which every source axis runs along one axis or none."""
+    """Links of each part of the target in which every source axis runs along at most one axis."""
     for of_part in itertools.product(*axes):
         within = {axis: index for along in of_part for axis, index in along.within.items()}
         if all(within[axis] == index for along in of_part for axis, index in along.within.items()):

@@ -4,7 +4,8 @@ Megatron-core names the same weight in several ways: one tensor for all layers w
 (``decoder.layers.mlp.linear_fc2.weight``), one for each layer (``decoder.layers.3.mlp.linear_fc2.weight``); experts as an axis
 (``mlp.experts.experts.linear_fc1.weight``) or one by one (``mlp.experts.experts.7.linear_fc1.weight``); and with
 ``singleton_local_shards`` the two halves of a SwiGLU projection apart (``...linear_fc1.weight_w`` and ``_v``), as are the sections of
-what a state space model projects at once (``mixer.in_proj.weight.z``). A bridge knows them one by one; this module puts the others in relation to that.
+the fused projection of a state space model (``mixer.in_proj.weight.z``). A bridge has one tensor for each layer and expert; this module
+relates the other forms to these.
 """
 
 from __future__ import annotations
@@ -25,20 +26,20 @@ from weighbridge_service.plan.relations import WeightMap
 _LAYERS = re.compile(r"^(.*\b(?:layers|deepstack_merger_list)\.)(?!\d)(.+)$")
 _EXPERTS = re.compile(r"^(.*\.experts\.experts\.)(?!\d)(.+)$")
 _MOST_PADDING, _PADDING = 2, 1 << 20
-"""Padding that is believed: the vocabulary may double, and a small one grow to a million rows."""
+"""Most padding that is accepted: the vocabulary may double, and a small one grow to a million rows."""
 _HALVES = {"_w": 0, "_v": 1}
 _NAMED = 20
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A declared tensor, or one layer and expert of it, as a part of a tensor that the bridge knows.
+    """Declared tensor, or one layer and expert of it, as a part of a tensor of the bridge.
 
     Attributes:
-        entry: that tensor.
-        leading: index on the leading axes of the declared tensor, empty if there are none.
-        suffix: what the declared tensor's name has behind that of the bridge's tensor.
-        box: which part of that tensor it is, padding not counted.
+        entry: the bridge's tensor.
+        leading: index on the leading axes of the declared tensor; empty if it has none.
+        suffix: suffix of the declared tensor's name after the name of the bridge's tensor.
+        box: the part of the bridge's tensor, without padding.
     """
 
     entry: MegatronTensor
@@ -50,15 +51,15 @@ class _Part:
 def derive_weight_map(
     bridge: Bridge, tensors: Mapping[str, TensorSpec], declared: Mapping[str, TensorSpec]
 ) -> WeightMap:
-    """The map between what trainers declare and the Hugging Face model.
+    """Weight map between the tensors that trainers declare and the Hugging Face model.
 
     Args:
-        bridge: knows the model's family and config.
+        bridge: bridge of the model.
         tensors: the model's tensors in Hugging Face's space.
-        declared: the union of what all ranks declare.
+        declared: the union of the tensors that all ranks declare.
 
     Raises:
-        LayoutError: a declared tensor is unknown, or has another shape or dtype than the model.
+        LayoutError: a declared tensor is unknown, or has another shape or dtype than in the model.
     """
     links: list[Link] = []
     copies: list[Link] = []
@@ -104,12 +105,12 @@ def derive_weight_map(
 def registered_specs(
     bridge: Bridge, tensors: Mapping[str, TensorSpec], declared: Iterable[TensorSpec]
 ) -> Iterator[TensorSpec]:
-    """Declared tensors as the model has them: in its dtypes, where all parts of one have the same. Those that it does not have are left out.
+    """Declared tensors in the dtypes of the model. Tensors that it does not have, or whose parts differ in dtype, are left out.
 
     Args:
-        bridge: knows the model's family and config.
+        bridge: bridge of the model.
         tensors: the model's tensors in Hugging Face's space.
-        declared: what a trainer has, in its own dtypes.
+        declared: tensors of a trainer, in its own dtypes.
     """
     for spec in declared:
         found = _dtypes(tensors, list(_parts(bridge, spec)))
@@ -118,7 +119,7 @@ def registered_specs(
 
 
 def shifts_back(bridge: Bridge, declared: Mapping[str, TensorSpec]) -> Mapping[str, float]:
-    """What is added to elements of declared tensors on the way from Hugging Face; nothing to tensors that the model does not have."""
+    """Constants to add to elements of declared tensors on the way from Hugging Face, by name; none for tensors that the model lacks."""
     first = {spec.name: next(_parts(bridge, spec), None) for spec in declared.values()}
     return {name: -part.entry.rule.shift for name, part in first.items() if part and part.entry.rule.shift}
 
@@ -126,7 +127,7 @@ def shifts_back(bridge: Bridge, declared: Mapping[str, TensorSpec]) -> Mapping[s
 def _problem(
     bridge: Bridge, tensors: Mapping[str, TensorSpec], spec: TensorSpec, parts: list[_Part]
 ) -> str | None:
-    """What is wrong with a declared tensor, if anything is."""
+    """Error message about a declared tensor; None if it agrees with the model."""
     if not parts:
         return f"{spec} is no tensor of this {bridge.model_type} model"
     wanted = _dtypes(tensors, parts)
@@ -160,7 +161,7 @@ def _dtypes(tensors: Mapping[str, TensorSpec], parts: list[_Part]) -> set[DType]
 
 
 def _parts(bridge: Bridge, spec: TensorSpec) -> Iterator[_Part]:
-    """The bridge's tensors that a declared tensor is made of; none if it is unknown."""
+    """Parts of the bridge's tensors that make up a declared tensor; none if it is unknown."""
     suffixes = [
         "",
         *(suffix for suffix in _HALVES if spec.name.endswith(suffix)),
@@ -179,7 +180,7 @@ def _parts(bridge: Bridge, spec: TensorSpec) -> Iterator[_Part]:
 
 
 def _part_named(entry: MegatronTensor, suffix: str) -> Box | None:
-    """The part of a tensor that has its name with this suffix; None if there is none."""
+    """Part of a tensor that has the tensor's name with this suffix; None if there is none."""
     if not suffix:
         return None if entry.rule.sections else Box.whole(entry.shape)
     if suffix in _HALVES and entry.rule.halves:
@@ -191,7 +192,7 @@ def _part_named(entry: MegatronTensor, suffix: str) -> Box | None:
 def _stacked(
     bridge: Bridge, name: str, shape: Shape
 ) -> Iterator[tuple[tuple[int, ...], MegatronTensor | None]]:
-    """Each index of the leading axes that a name leaves open, with its tensor; None where the model has none."""
+    """Each index of the leading axes of stacked layers or experts, with its tensor; None if the model has none for an index."""
     by_layer, by_expert = _LAYERS.match(name), _EXPERTS.match(name)
     if not by_layer and not by_expert:
         yield (), bridge.find(name)
@@ -201,9 +202,9 @@ def _stacked(
         for layer in range(shape[0]):
             for rest, entry in _stacked(bridge, f"{by_layer[1]}{layer}.{by_layer[2]}", shape[1:]):
                 yield (layer, *rest), entry
-                if entry is None:  # and there are none behind it: a declared shape may be of any size
+                if entry is None:  # no later layer exists either, and a declared shape may be huge
                     return
-        # all layers or none: a tensor that leaves some out is another one
+        # all layers or none: a tensor with only some of the layers is unknown
         if bridge.find(_first(f"{by_layer[1]}{shape[0]}.{by_layer[2]}")) is not None:
             yield (), None
     elif by_expert:
@@ -217,13 +218,13 @@ def _stacked(
 
 
 def _first(name: str) -> str:
-    """The name of the first expert's tensor, if the name leaves that open."""
+    """Name of the first expert's tensor if the name stands for all experts; otherwise the name itself."""
     found = _EXPERTS.match(name)
     return f"{found[1]}0.{found[2]}" if found else name
 
 
 def _cut(links: list[Link], box: Box) -> Iterator[Link]:
-    """The links of a part of a tensor, counted from that part's origin."""
+    """Links of a part of a tensor, relative to the part's origin."""
     for link in links:
         common = link.source_box.intersect(box)
         if common is not None:
