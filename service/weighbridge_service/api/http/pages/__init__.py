@@ -1,22 +1,23 @@
 """Pages for people: which engine serves which bytes, why, and what the last push cost.
 
-Rendered here and sent as they are: no other host, no inline script or style. A page is a view, a frozen value whose fields are its
-fragments; a pure function makes it of what was read, and a template lays each field out. Pages that are open get the fragments that change.
+The service renders the HTML itself: pages load nothing from other hosts, and have no inline script or style. A page is a view, a frozen
+dataclass whose fields are its fragments. A pure function builds the view from the facts that the reader returns, and a template renders each
+field. Open pages receive the fragments that change.
 
 May import: `callers`, `problems` and `guard` beside this folder, `exports`, `service`, and what these may.
 
-- `routes`: the pages, their streams of events, and what they are made of.
+- `routes`: the pages, their event streams, and their static files.
 - `actions`: forms: tags, approvals, exports.
-- `login`: sessions of browsers.
-- `page_route`: what every route of this folder has: the session, the policy of its content, and errors as pages.
-- `live`: fragments for the pages that are open.
+- `login`: browser sessions.
+- `page_route`: the route class of all pages: session, content security policy, and errors as pages.
+- `live`: updated fragments for open pages.
 - `rendering`: views as HTML.
-- `reading`: what views are made of, read from the service.
-- `viewer`: what somebody may who looks at a page; pure.
+- `reading`: the facts that views are built from, read from the service.
+- `viewer`: the permissions of a page's viewer; pure.
 - `index_view`, `model_view`, `version_view`: views of pages; pure.
 - `push_view`, `engine_view`, `refs_view`, `timeline_view`, `exports_view`: views of the parts of a model's page; pure.
-- `version_summary`: what pages say of a version; pure.
+- `version_summary`: facts about a version that several pages show; pure.
 - `side_by_side`: metadata of versions as columns and pictures, and two versions compared; pure.
-- `words`: figures as text; pure.
+- `words`: numbers and times as text; pure.
 - `distributions`: a tensor's values as a small picture.
 """

@@ -1,4 +1,4 @@
-"""Forms of pages: signing in and out, tags, approvals and exports. Each does what the endpoint of the API does, and leads back to its page."""
+"""Forms of pages: signing in and out, tags, approvals and exports. Each form does the same as its API endpoint, and redirects to its page."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _Form = Mapping[str, str]
 
 
 async def _form(request: Request) -> _Form:
-    """The fields of a form; the last of each name."""
+    """The fields of a form; of fields with the same name, the last."""
     body = await request.body()
     try:
         return dict(parse_qsl(body.decode(), keep_blank_values=True, max_num_fields=_MOST_FIELDS))
@@ -45,7 +45,7 @@ Form = Annotated[_Form, Depends(_form)]
 def add_actions(
     router: APIRouter, service: Weighbridge, exports: Exports, sessions: Sessions, renderer: Renderer
 ) -> None:
-    """Add the routes of forms to those of pages."""
+    """Add the routes of the forms to the router of pages."""
     acting = in_threads(ThreadPool("http-actions", _AT_ONCE))
     _add_login(router, service, sessions, renderer)
     of_model = "/models/{namespace}/{name}"
@@ -53,7 +53,7 @@ def add_actions(
     @router.post(of_model + "/versions/{version}/approve")
     @acting
     def approve_version_form(model: ModelInPath, version: Number, form: Form, request: Request) -> Response:
-        """Hold a version no longer."""
+        """Approve a held version."""
         by = peer_of(request).called("")
         service.gates.approve_version(model, version, by=by, note=form.get("note", ""))
         return _back(model, f"/versions/{version}" if form.get("to") == "version" else "")
@@ -66,7 +66,7 @@ def add_actions(
     @router.post(of_model + "/refs")
     @acting
     def new_ref_form(model: ModelInPath, form: Form, request: Request) -> Response:
-        """Give a version a tag that is named in the form."""
+        """Give a version the tag that the form names."""
         ref = form.get("ref", "")
         ask(request, Verb.TAG, model, ref)
         return move(request, model, ref, form)
@@ -74,13 +74,13 @@ def add_actions(
     @router.post(of_model + "/refs/{ref}/move")
     @acting
     def request_ref_form(model: ModelInPath, ref: Ref, form: Form, request: Request) -> Response:
-        """Move a tag, or ask for it if that takes approvals."""
+        """Move a tag, or request the move if the tag needs approvals."""
         return move(request, model, ref, form)
 
     @router.post(of_model + "/refs/{ref}/delete")
     @acting
     def delete_ref_form(model: ModelInPath, ref: Ref, form: Form, request: Request) -> Response:
-        """Take a tag away, or ask for it."""
+        """Delete a tag, or request its deletion if the tag needs approvals."""
         note, named = form.get("note", ""), uuid.uuid4().hex
         service.gates.ask(model, ref, REQUEST_DELETE, peer_of(request), request_id=named, note=note)
         return _back(model, "#refs")
@@ -90,21 +90,21 @@ def add_actions(
     def approve_ref_form(
         model: ModelInPath, ref: Ref, request_id: RequestId, form: Form, request: Request
     ) -> Response:
-        """Approve what another identity has asked for."""
+        """Approve another identity's request to change a ref."""
         service.gates.approve_ref(model, ref, request_id, peer_of(request), note=form.get("note", ""))
         return _back(model, "#refs")
 
     @router.post(of_model + "/refs/{ref}/requests/{request_id}/withdraw")
     @acting
     def withdraw_ref_form(model: ModelInPath, ref: Ref, request_id: RequestId, request: Request) -> Response:
-        """End a request without carrying it out."""
+        """Withdraw a request to change a ref."""
         service.gates.withdraw_ref(model, ref, request_id, peer_of(request))
         return _back(model, "#refs")
 
     @router.post(of_model + "/exports")
     @acting
     def start_export_form(model: ModelInPath, form: Form, request: Request) -> Response:
-        """Begin to write a version as a folder on the service's side."""
+        """Start an export, which writes a version into a folder on the service's machine."""
         folder, dtype = form.get("folder") or None, form.get("dtype") or None
         exports.start(model, form.get("version", ""), folder=folder, dtype=dtype, peer=peer_of(request))
         return _back(model, "#exports")
@@ -112,10 +112,10 @@ def add_actions(
     @router.post("/exports/{job_id}/cancel")
     @acting
     def cancel_export_form(job_id: JobId, request: Request) -> Response:
-        """Stop an export."""
+        """Cancel an export."""
         ask(request, Verb.LOOK)
         job = exports.get(job_id)
-        if not peer_of(request).sees(job.model):  # as if there were none
+        if not peer_of(request).sees(job.model):  # the same answer as for a job that does not exist
             raise exports.unknown(job_id)
         ask(request, Verb.MANAGE, job.model)
         exports.cancel(job_id)
@@ -159,7 +159,7 @@ def _add_login(router: APIRouter, service: Weighbridge, sessions: Sessions, rend
 
 
 def _own_path(text: str) -> str:
-    """A path on this service; its root for whatever could lead elsewhere."""
+    """``text`` if it is a path on this service, else ``/``, so that no form redirects to another host."""
     plain = text.isascii() and text.isprintable() and "\\" not in text
     return text if plain and text.startswith("/") and not text.startswith("//") else "/"
 

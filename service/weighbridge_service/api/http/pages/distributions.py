@@ -18,27 +18,27 @@ from weighbridge_storage.memory.file_bytes import FileBytes
 
 _PARTS = 16
 _PART_BYTES = 4096
-"""Of as many parts of a tensor, which lie evenly in it, so many bytes are looked at."""
+"""Bytes that are read from each of `_PARTS` evenly spaced parts of a tensor."""
 _BINS = 32
 _SIGMAS = 5.0
-"""Standard deviations from the mean that the picture shows; what lies further out counts for its first or last bar."""
+"""Standard deviations on each side of the mean that the picture shows; values further out count in its first or last bar."""
 _MOST = 1e150
-"""Magnitude beyond which values count as this: their squares are to be finite."""
+"""Magnitude to which values are clipped, so that their squares are finite."""
 _KEPT = 2048
 _WIDTH, _HEIGHT = 96, 20
 
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """How the values of a sample are distributed.
+    """Histogram and statistics of a sample of values.
 
     Attributes:
-        counts: of each of `_BINS` equal intervals from ``low`` to ``high``.
-        low, high: where these begin and end.
+        counts: number of values in each of `_BINS` equal intervals from ``low`` to ``high``.
+        low, high: beginning of the first interval and end of the last.
         least, greatest: the extreme finite values of the sample.
         mean, sigma: mean and standard deviation of its finite values.
-        sampled: how many values it has.
-        nonfinite: how many of them are NaN or infinite.
+        sampled: number of values in the sample.
+        nonfinite: number of values that are NaN or infinite.
     """
 
     counts: tuple[int, ...]
@@ -53,10 +53,10 @@ class Distribution:
 
 
 class Distributions:
-    """Pictures of the distributions of tensors, remembered. Thread-safe; waits for the store.
+    """Pictures of the distributions of tensors, with a cache. Thread-safe; methods may wait for the store.
 
     Args:
-        service: whose versions.
+        service: the service that has the versions.
     """
 
     def __init__(self, service: Weighbridge) -> None:
@@ -68,7 +68,7 @@ class Distributions:
 
         Raises:
             NotFound: there is no such version, or it has no such tensor.
-            WeighbridgeError: it cannot be read.
+            WeighbridgeError: the version cannot be read.
         """
         found = self._service.catalog.resolve(ModelName.parse(model), version)
         key = (found.model, found.number, found.create_time_ms, tensor)
@@ -88,7 +88,7 @@ class Distributions:
 
 
 def sample(source: FileBytes, place: Placement, dtype: DType) -> np.ndarray:
-    """Values of a tensor as float64, from `_PARTS` parts of it at most; complex ones by their magnitudes."""
+    """Values of a tensor as float64, read from at most `_PARTS` parts of it; complex values become their magnitudes."""
     import torch
 
     size = dtype.itemsize
@@ -107,7 +107,7 @@ def sample(source: FileBytes, place: Placement, dtype: DType) -> np.ndarray:
 
 
 def distribution(values: np.ndarray) -> Distribution:
-    """How values are distributed, float64 of one axis; by the finite ones of them."""
+    """Distribution of the finite values of a one-dimensional float64 array."""
     finite = values[np.isfinite(values)]
     if not finite.size:
         return Distribution((0,) * _BINS, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, values.size, values.size)
@@ -132,7 +132,7 @@ def distribution(values: np.ndarray) -> Distribution:
 
 
 def svg(found: Distribution) -> str:
-    """A distribution as a picture that is legible on light and on dark; what it shows stands in its title, too."""
+    """A distribution as an SVG picture, legible on light and dark backgrounds; its title has the same facts as text."""
     most, width = max((*found.counts, 1)), _WIDTH / _BINS
     bars = "".join(
         f'<rect x="{index * width:g}" y="{_HEIGHT - height:.1f}" width="{width - 0.6:g}" height="{height:.1f}"/>'
@@ -150,7 +150,7 @@ def svg(found: Distribution) -> str:
 
 
 def said(found: Distribution) -> str:
-    """A distribution in words."""
+    """A distribution as text."""
     odd = f", {readable_count(found.nonfinite)} not finite" if found.nonfinite else ""
     return (
         f"{found.least:.4g} to {found.greatest:.4g}, mean {found.mean:.3g}, standard deviation {found.sigma:.3g}; "

@@ -29,14 +29,14 @@ from weighbridge._core.engines.step_parts import (
 from weighbridge_service.api.http.pages.version_summary import UNITS, Span
 
 _SHOWN = 200
-"""Engines of which each has a line; those that need a look come first."""
+"""Engines that the page lists at most; those that need attention come first."""
 _NAMED = 8
-"""Engines that are named where a version is said to be served by them."""
+"""Engines that are named at most in the list of those that serve a version."""
 _ORDER = (STANDING_STALE, STANDING_BEHIND, STANDING_CURRENT, STANDING_PINNED)
 
 
 _LEAST = 2
-"""Width of a part in a picture at least."""
+"""Minimum width of a part in a picture."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +44,11 @@ class EngineStep:
     """A step of training as one engine took it.
 
     Attributes:
-        engine: which one, in words.
-        parts: name of each part that is known, how long it took, and what it lasts, all in words.
-        moments: each moment, in words, from the one at which the version was ready.
-        total: how long all took until the engine went on (`step_seconds`); empty if that is not known.
-        spans: the parts as those of a bar: while the version is received, while the engine serves, and while it stands still.
+        engine: label of the engine.
+        parts: name, duration and description of each known part, as text.
+        moments: each moment as text, relative to the moment at which the version was ready.
+        total: duration of the whole step until the engine continued (`step_seconds`), as text; empty if unknown.
+        spans: the parts as spans of a bar: receiving the version, receiving while the engine still serves, and pausing the engine.
     """
 
     engine: str
@@ -60,13 +60,13 @@ class EngineStep:
 
     @property
     def times(self) -> str:
-        """Its parts in words."""
+        """Names and durations of the parts, as text."""
         return ", ".join(f"{name} {took}" for name, took, _ in self.parts)
 
 
 @dataclass(frozen=True, slots=True)
 class EngineRow:
-    """An engine, and the step that its last update has ended; None if no part of it is known."""
+    """An engine, and the step that its last update completed; None if no part of that step is known."""
 
     engine: Engine
     step: EngineStep | None
@@ -74,7 +74,7 @@ class EngineRow:
 
 @dataclass(frozen=True, slots=True)
 class Engines:
-    """The engines of a model, and how many there are of each standing, in words."""
+    """The engines of a model, and the number of engines of each standing, as text."""
 
     model: str
     rows: tuple[EngineRow, ...]
@@ -83,14 +83,14 @@ class Engines:
 
 
 def engines_view(model: str, engines: Sequence[Engine]) -> Engines:
-    """The engines of a model; those whose agents have ended are left out."""
+    """The engines of a model, without those whose agents have ended."""
     there = sorted((each for each in engines if not each.ended), key=_urgency)
     rows = tuple(EngineRow(_shown(each), _step(each)) for each in there[:_SHOWN])
     return Engines(model, rows, max(0, len(there) - _SHOWN), summary(there))
 
 
 def steps_to(engines: Sequence[Engine], number: int) -> tuple[EngineStep, ...]:
-    """Steps of those engines whose last update brought a version, as far as their agents have measured them."""
+    """Steps of the engines whose last update loaded this version, as far as their agents have measured them."""
     found = (_step(each) for each in sorted(engines, key=_urgency) if each.update_version == number)
     return tuple(step for step in found if step is not None)[:_SHOWN]
 
@@ -117,8 +117,8 @@ def _step(engine: Engine) -> EngineStep | None:
 
 
 def _spans(parts: Parts, moments: Mapping[str, float]) -> tuple[Span, ...]:
-    """Parts as those of a bar that begins with the first moment, whichever it is, and ends with the last. Where an engine has begun before the version
-    was ready, its own parts lie over the one in which that was received."""
+    """Parts as spans of a bar from the earliest moment to the latest. If an engine began before the version was ready, its parts overlap
+    the span in which the service received the version."""
     first, last = min(moments.values()), max(moments.values())
     unit = UNITS / (last - first)
     found, begin = list[Span](), next(iter(moments.values()))
@@ -136,18 +136,18 @@ def _spans(parts: Parts, moments: Mapping[str, float]) -> tuple[Span, ...]:
 
 
 def summary(engines: Sequence[Engine]) -> tuple[str, ...]:
-    """How many engines there are of each standing, in words, such as ``2 current``; of those that have ended nothing."""
+    """Number of engines of each standing, as text, such as ``2 current``. Engines whose agents have ended are not counted."""
     found = Counter(each.standing for each in engines if not each.ended)
     return tuple(f"{found[standing]} {standing}" for standing in sorted(found, key=_place))
 
 
 def serving(engines: Sequence[Engine]) -> dict[int, int]:
-    """How many engines serve which version, of those that somebody counts on."""
+    """Number of engines that serve each version, by its number. Engines that are gone are not counted."""
     return dict(Counter(each.version for each in engines if each.version and each.standing != STANDING_GONE))
 
 
 def serving_it(engines: Sequence[Engine], number: int) -> tuple[str, ...]:
-    """The engines that serve a version, of those that somebody counts on: the first of many, and how many more."""
+    """Labels of the engines that serve a version, without engines that are gone: the first `_NAMED`, and the number of the others."""
     found = sorted(
         each.label for each in engines if each.version == number and each.standing != STANDING_GONE
     )
@@ -165,5 +165,5 @@ def _place(standing: str) -> int:
 
 
 def _shown(each: Engine) -> Engine:
-    """An engine without the time of its last report, which would be news with each, unless that is long ago."""
+    """An engine without the time of its last report, which would change the page with every report. A silent engine keeps the time."""
     return each if each.silent else replace(each, heard_time_ms=0)

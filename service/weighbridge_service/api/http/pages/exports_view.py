@@ -17,7 +17,7 @@ from weighbridge_service.exports.jobs import ExportJob, ExportState
 
 @dataclass(frozen=True, slots=True)
 class ExportRow:
-    """An export, and how far it is."""
+    """An export and its progress."""
 
     job: ExportJob
     percent: int
@@ -28,7 +28,7 @@ class ExportRow:
 
 @dataclass(frozen=True, slots=True)
 class ExportsPart:
-    """Exports, and what can be exported by who looks."""
+    """Exports of a model, and the versions that the viewer can export."""
 
     model: str
     rows: tuple[ExportRow, ...]
@@ -42,10 +42,10 @@ def exports_view(
     """The exports of a model.
 
     Args:
-        model: which one.
+        model: name of the model.
         jobs: its exports, newest first.
-        versions: of its page, newest first.
-        viewer: who looks.
+        versions: versions on its page, newest first.
+        viewer: the page's viewer.
     """
     may = viewer.may(Verb.MANAGE, model)
     return ExportsPart(

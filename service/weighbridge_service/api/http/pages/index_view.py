@@ -1,4 +1,4 @@
-"""View of all models that somebody may look at. Pure."""
+"""View of all models that the viewer may see. Pure."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from weighbridge_service.api.http.pages.version_summary import LastPush, last_pu
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What is read of a model for a list.
+    """Facts about a model for the list of models.
 
     Attributes:
         model: the model.
-        newest: its newest versions, whatever their states, newest first.
-        engines: those that serve it.
+        newest: its newest versions in any state, newest first.
+        engines: engines that serve it.
     """
 
     model: Model
@@ -32,14 +32,14 @@ class ModelRow:
     """A model in the list.
 
     Attributes:
-        model: which one.
-        live, latest: the versions that these refs name; 0 if none.
-        receiving: a version that is being received; None if there is none.
-        receiving_percent: of its bytes that have come.
-        held: newest versions that are held.
-        last: what the last push took.
-        tags: other refs and what they name.
-        engines: how many serve it, by their standing, in words.
+        model: the model.
+        live, latest: numbers of the versions that these refs name; 0 if none.
+        receiving: a version that the service is receiving; None if there is none.
+        receiving_percent: percentage of its bytes that have been received.
+        held: numbers of the newest versions that are held.
+        last: times of the last push.
+        tags: names of other refs, each with the number of its version.
+        engines: number of engines of each standing, as text.
     """
 
     model: Model
@@ -55,13 +55,13 @@ class ModelRow:
 
 @dataclass(frozen=True, slots=True)
 class ModelList:
-    """The list, or a page of it.
+    """A page of the list of models.
 
     Attributes:
         rows: one for each model.
-        query: what was searched for.
-        after: the model behind which it begins.
-        more_after: the last one, if there are more; empty otherwise.
+        query: the text that was searched for.
+        after: name of the model after which the page begins.
+        more_after: name of the last model, if more follow; empty otherwise.
     """
 
     rows: tuple[ModelRow, ...]
@@ -84,16 +84,16 @@ def index_view(
 
     Args:
         found: the models, in order.
-        query: what was searched for.
-        after: the model behind which they begin.
-        more: whether there are others behind them.
+        query: the text that was searched for.
+        after: name of the model after which the page begins.
+        more: whether more models follow.
     """
     more_after = found[-1].model.name if more and found else ""
     return IndexView(ModelList(tuple(map(_row, found)), query, after, more_after))
 
 
 def is_busy(view: IndexView) -> bool:
-    """Whether something is being received, so that the page changes by itself."""
+    """Whether the service is receiving a version, so that the page changes without notification."""
     return any(row.receiving is not None for row in view.models.rows)
 
 

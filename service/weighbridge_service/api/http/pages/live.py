@@ -1,9 +1,9 @@
-"""Live views: the fragments that have changed, for all pages that are open.
+"""Live views: sends changed fragments to all open pages.
 
-A view is made again when something of its model has changed, and now and then by itself: other replicas change models, and bytes that
-arrive are no news to anybody else. However many look at it, it is made once. All views together take a small share of a core: what each
-costs is measured, and the more it is, the less often it is made. Who looks at many shares that with those alone who look at few: of the
-core as of the number of views, each has a part.
+A view is rebuilt when its model has changed, and also periodically: other replicas change models, and arriving bytes cause no notification.
+All pages that show the same view share one rebuild. All views together use at most a small share of a core: the cost of each rebuild is
+measured, and an expensive view is rebuilt less often. Both that share and the number of views are divided evenly among quotas (identities or
+hosts), so a viewer with many open views slows down only their own.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from weighbridge_storage.threads import ThreadPool
 log = logging.getLogger(__name__)
 
 _SHARE = 0.05
-"""Of a core, that all views take together at most."""
+"""Maximum share of a core that all views use together."""
 _SENDING = 0.0001
 """Seconds that sending a change to one page takes."""
 _BUSY_PERIOD = 0.25
-"""Seconds between two looks at something that changes by itself."""
+"""Seconds between two rebuilds of a view that changes without notification."""
 _PERIOD = 1.5
-"""Seconds between two looks at something else: other replicas may change it."""
+"""Seconds between two rebuilds of any other view, which other replicas may have changed."""
 _LOOK_SECONDS = 5.0
-"""Between two questions whether a page may still be told, while nothing changes."""
+"""Seconds between two checks whether a page may still receive fragments, while nothing changes."""
 _LATE_SECONDS = 10.0
-"""After which those who look at a view are told that it cannot be made as yet."""
+"""Seconds after which the pages report that the view could not be rebuilt yet."""
 _MOST_VIEWS = 512
 _THREADS = 2
-"""Views that are made at one time."""
+"""Views that are rebuilt at the same time."""
 _LATE = (
     "The store does not answer, or the service has too much to do: what is shown is from before. "
     "/readyz and the log of the service say more."
 )
 TROUBLE = "trouble"
-"""Name of the fragment that says why a view cannot be made."""
+"""Name of the fragment with the reason why a view cannot be rebuilt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +53,8 @@ class Fragments:
     """A view as HTML.
 
     Attributes:
-        html: by the fragments' names.
-        busy: whether it changes by itself.
+        html: HTML of each fragment, by its name.
+        busy: whether the view changes without notification.
     """
 
     html: Mapping[str, str]
@@ -63,7 +63,7 @@ class Fragments:
 
 @dataclass
 class _Live:
-    """A view that some pages show."""
+    """A view that open pages show."""
 
     model: ModelName | None
     make: Callable[[], Fragments]
@@ -78,7 +78,7 @@ class _Live:
     events: dict[int, str] = field(default_factory=dict)
 
     def take(self, html: Mapping[str, str]) -> None:
-        """Note what is different now, and tell those who wait."""
+        """Store the fragments that differ, and wake the waiting streams."""
         different = [name for name, text in html.items() if self.html.get(name) != text]
         if not different:
             return
@@ -91,7 +91,7 @@ class _Live:
         self.news = asyncio.Event()
 
     def since(self, sequence: int) -> str:
-        """What has changed since then, as the data of an event; made once for all that have come as far."""
+        """The fragments that have changed since ``sequence``, as the data of an event; cached for all streams at the same ``sequence``."""
         found = self.events.get(sequence)
         if found is None:
             changed = {name: self.html[name] for name, at in self.changed_at.items() if at > sequence}
@@ -100,11 +100,11 @@ class _Live:
 
 
 class LiveViews:
-    """The views that pages show that are open. To be used on one event loop, that of the HTTP face.
+    """The views of open pages. For use on one event loop, that of the HTTP server.
 
     Args:
-        changes: tell what of which model has changed.
-        stopping: whether the service goes down.
+        changes: notifications of changed models.
+        stopping: returns whether the service is shutting down.
     """
 
     def __init__(self, changes: Sequence[Changes], stopping: Callable[[], bool]) -> None:
@@ -123,15 +123,16 @@ class LiveViews:
         ended: Callable[[], bool],
         quota: str = "",
     ) -> AsyncIterator[str]:
-        """What changes of a view, each time as JSON: HTML by the names of fragments.
+        """Yield the changed fragments of a view, each time as a JSON object from fragment names to HTML.
 
         Args:
-            key: of the view; those with the same key share it.
-            model: that it is about; None for all.
-            make: makes it, in a thread.
-            seen: digest of the fragments that the page was made of; see `digest`.
-            ended: whether to end; is asked now and then.
-            quota: whose views are counted together. One that has too many is told so, as trouble, and nothing else: its browser asks again.
+            key: key of the view; pages with the same key share it.
+            model: the model that the view shows; None for all models.
+            make: builds the view; called in a thread.
+            seen: digest of the fragments that the page was rendered from; see `digest`.
+            ended: returns whether to end the stream; called every few seconds while nothing changes.
+            quota: identity or host whose views are counted together. If it has too many, the stream yields only a `TROUBLE` fragment and ends;
+                the browser reconnects later.
         """
         if key not in self._live and not self._shares.has_room(quota):
             yield json.dumps({TROUBLE: "too many different pages are open to be kept up to date; close some"})
@@ -170,7 +171,7 @@ class LiveViews:
                     live.task.cancel()
 
     async def _keep(self, live: _Live) -> None:
-        """Make a view again and again, as long as somebody looks at it."""
+        """Rebuild a view repeatedly until the task is cancelled (no page shows the view) or the service stops."""
         loop = asyncio.get_running_loop()
 
         def tell(name: ModelName | None) -> None:
@@ -189,10 +190,10 @@ class LiveViews:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(0 if busy else max(_PERIOD, least)):
                         await live.wanted.wait()
-        live.news.set()  # nobody waits for a service that goes down
+        live.news.set()  # wake the streams, so that they end with the service
 
     async def _make(self, live: _Live) -> tuple[bool, float]:
-        """Make a view; gives whether it changes by itself, and what it cost, in seconds of a core."""
+        """Rebuild a view. Returns whether it changes without notification, and its cost in CPU seconds."""
         before = live.sequence
         late = asyncio.get_running_loop().call_later(_LATE_SECONDS, live.take, {TROUBLE: _LATE})
         try:
@@ -217,7 +218,7 @@ def _timed(make: Callable[[], Fragments]) -> tuple[Fragments, float]:
 
 
 def digest(html: Mapping[str, str]) -> str:
-    """What tells one state of all fragments from another."""
+    """Digest of all fragments except `TROUBLE`; valid only within this process, as it uses `hash`."""
     return format(
         hash(tuple((name, html[name]) for name in sorted(html) if name != TROUBLE)) & (2**64 - 1), "x"
     )

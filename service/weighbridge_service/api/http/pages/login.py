@@ -1,7 +1,7 @@
-"""Sessions of browsers: what somebody has shown in a form, by an id that a cookie keeps.
+"""Browser sessions: the credential that a user submitted in the login form, by the id in a cookie.
 
-A cookie counts on pages alone, which other sites cannot make anybody's browser post to; the API knows no cookies. A session holds what was
-shown and not whose it is: the policy is asked at each request, so it ends with the token.
+Only pages accept the cookie, and they refuse forms that other sites submit; the API ignores cookies. A session holds the credential and not
+its identity: the policy is consulted at each request, so the session ends when the token does.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class _Session:
 
 
 class Sessions:
-    """The sessions of one process. Thread-safe, and so many at most: of all, and of each identity.
+    """The sessions of one process, at most `_MOST` in total and `_MOST_OF_ONE` for each identity. Thread-safe.
 
     Args:
-        clock: seconds that only grow.
+        clock: monotonic clock, in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -44,11 +44,11 @@ class Sessions:
         self._sessions: OrderedDict[str, _Session] = OrderedDict()
 
     def begin(self, authorization: str, name: str) -> str:
-        """A new session; its id. The oldest of the identity goes if it has too many, or the oldest of all.
+        """Begin a session and return its id. If the identity has too many sessions, its oldest is removed; if there are too many, the oldest of all.
 
         Args:
-            authorization: what was shown, as in the header of that name.
-            name: of the identity.
+            authorization: the credential, as a value of the ``Authorization`` header.
+            name: name of the identity.
         """
         made, now = secrets.token_urlsafe(_ID_BYTES), self._clock()
         with self._lock:
@@ -63,24 +63,24 @@ class Sessions:
         return made
 
     def authorization(self, session: str) -> str:
-        """What was shown in a session; empty if there is none, or not any more."""
+        """The credential of a session; empty if the session does not exist or has expired."""
         with self._lock:
             found = self._sessions.get(session)
         return found.authorization if found is not None and found.until > self._clock() else ""
 
     def end(self, session: str) -> None:
-        """End a session, if there is one."""
+        """End a session, if it exists."""
         with self._lock:
             self._sessions.pop(session, None)
 
 
 def session_in(request: Request) -> str:
-    """The id that a request's cookie keeps; empty if it has none."""
+    """The session id in a request's cookie; empty if there is none."""
     return request.cookies.get(_cookie_name(request), "")
 
 
 def keep(request: Request, response: Response, session: str) -> None:
-    """Let the browser keep a session's id: no script sees it, and no other site's page sends it."""
+    """Set the cookie with a session's id: scripts cannot read it, and requests from other sites do not carry it."""
     response.set_cookie(
         _cookie_name(request),
         session,
@@ -92,13 +92,13 @@ def keep(request: Request, response: Response, session: str) -> None:
 
 
 def forget(request: Request, response: Response) -> None:
-    """Let the browser forget it."""
+    """Delete the cookie with the session's id."""
     response.delete_cookie(
         _cookie_name(request), path="/", httponly=True, samesite="strict", secure=came_by_tls(request)
     )
 
 
 def _cookie_name(request: Request) -> str:
-    """A name for each port, which browsers do not tell apart; under TLS one that no other host can set."""
+    """A name for each port, because browsers share cookies between ports; under TLS, a name that no other host can set."""
     prefix = "__Host-" if came_by_tls(request) else ""
     return f"{prefix}{_COOKIE}-{request.url.port or 0}"

@@ -1,4 +1,4 @@
-"""View of one model: what its refs name, what the last push cost, and the parts that have a view of their own. Pure."""
+"""View of one model: the versions that its refs name, the times of its last push, and the parts with views of their own. Pure."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ _ADAPTERS = 20
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What is read of a model.
+    """Facts about a model, for its page.
 
     Attributes:
         model: the model.
-        training: whether there are training states of it.
-        page: of its versions.
-        protections, requests: of its refs.
-        gate, retention: what is held, and kept.
+        training: whether it has training states.
+        page: a page of its versions.
+        protections, requests: protections of its refs, and requests to change them.
+        gate, retention: rules by which versions are held, and kept.
         exports: its exports, newest first.
-        engines: those that serve it, as their agents tell.
+        engines: the engines that serve it, as their agents report.
     """
 
     model: Model
@@ -59,19 +59,20 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What is said first.
+    """The first part of a model's page.
 
     Attributes:
-        name: of the model.
+        name: name of the model.
         part_of: the model whose training states these are; empty for a model itself.
         training: name of its training states; empty if there are none.
-        base: of an adapter, the version that its newest version is on, as ``acme/smol@17``; empty of any other model.
-        adapters: the first adapters that are on versions of it, and how many there are more.
-        facts: its type, dtype and so on.
-        live, latest: the versions that these refs name, with their states; None if they name none that is on the page.
-        live_number, latest_number: their numbers; 0 if none.
-        last: what the last push took.
-        news: the newest thing that has happened, for screen readers.
+        base: for an adapter, the base of its newest version, as ``acme/smol@17``; empty for any other model.
+        adapters: the first adapters whose base is a version of this model.
+        more_adapters: number of further adapters.
+        facts: model type, dtype, number of tensors and size, as text.
+        live, latest: the versions that these refs name, with their states; None if the ref is not set or its version is not on the page.
+        live_number, latest_number: numbers of these versions; 0 if the ref is not set.
+        last: times of the last push.
+        news: the state of the newest version, for screen readers.
     """
 
     name: str
@@ -91,7 +92,7 @@ class Summary:
 
 @dataclass(frozen=True, slots=True)
 class RetentionPart:
-    """What is kept and held, and whether who looks may see what a collection would do."""
+    """Rules by which versions are kept and held, and whether the viewer may preview a collection."""
 
     model: str
     retention: Retention
@@ -116,8 +117,8 @@ def model_view(facts: ModelFacts, viewer: Viewer, now_ms: int) -> ModelView:
     """The page of a model.
 
     Args:
-        facts: what was read.
-        viewer: who looks.
+        facts: facts about the model.
+        viewer: the page's viewer.
         now_ms: the time, in milliseconds since 1970 UTC.
     """
     model, page = facts.model, facts.page
@@ -133,7 +134,7 @@ def model_view(facts: ModelFacts, viewer: Viewer, now_ms: int) -> ModelView:
 
 
 def is_busy(view: ModelView) -> bool:
-    """Whether something is being received, stored or exported, so that the page changes by itself."""
+    """Whether the service is receiving, storing or exporting a version, so that the page changes without notification."""
     exporting = any(not row.job.state.ended for row in view.exports.rows)
     moving = any(
         each.state in (VersionState.READY, VersionState.VERIFIED) and not each.error

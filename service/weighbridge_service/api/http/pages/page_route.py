@@ -1,4 +1,4 @@
-"""Route of a page: who has sent the request, by header or session; what its content may do in a browser; and errors for people."""
+"""Route class of pages: the sender of a request by header or session, the content security policy, and errors as pages."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ModelInPath = Annotated[str, Depends(_model)]
 
 
 def viewer_of(request: Request) -> Viewer:
-    """Who looks at a page."""
+    """The viewer who sent a request for a page."""
     return Viewer.of(
         peer_of(request),
         signed_in=bool(request.scope.get(SHOWN)),
@@ -39,18 +39,18 @@ def viewer_of(request: Request) -> Viewer:
 
 
 def page_route(sessions: Sessions, renderer: Renderer) -> type[APIRoute]:
-    """The class of routes of pages.
+    """The class of the pages' routes.
 
     Args:
-        sessions: of browsers.
-        renderer: makes the pages of errors.
+        sessions: the browser sessions.
+        renderer: renders the pages of errors.
     """
 
     class PageRoute(APIRoute):
         """A route of a page."""
 
         def get_route_handler(self) -> _Handler:
-            """What answers a request."""
+            """The handler of requests, which adds the session, the check of forms, and pages of errors."""
             answer = super().get_route_handler()
 
             async def handle(request: Request) -> Response:
@@ -71,7 +71,11 @@ def page_route(sessions: Sessions, renderer: Renderer) -> type[APIRoute]:
 
 
 def _check_own(request: Request) -> None:
-    """Refuse forms that no page of this service has sent. The guard has compared the origin with the service's name."""
+    """Refuse forms without ``Origin``; the guard has already compared the origin with the service's name.
+
+    Raises:
+        PermissionDenied: the request has no ``Origin``.
+    """
     if "origin" not in request.headers:
         raise PermissionDenied(
             "the form does not say which page has sent it",
@@ -106,6 +110,6 @@ def _has_shown(request: Request) -> bool:
 
 
 def _path(request: Request) -> str:
-    """Where to go on after signing in."""
+    """The path to open after signing in: that of the request, or ``/`` after a form."""
     query = request.url.query
     return request.url.path + (f"?{query}" if query else "") if request.method == "GET" else "/"

@@ -1,4 +1,4 @@
-"""View of pushes that are under way: how far each and its ranks are, what it waits for, and when it is given up. Pure."""
+"""View of pushes in progress: the progress of each push and its ranks, what it waits for, and when it is aborted. Pure."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from weighbridge_service.api.http.pages.timeline_view import VersionPage
 from weighbridge_service.push.machine.rank_progress import PushProgress
 
 SHOWN = 1024
-"""Ranks of which each has a cell."""
+"""Ranks that are shown as cells at most."""
 _QUIET_MS = 3000
-"""After which it is said that nothing is heard of any rank, and when the push is given up."""
+"""Milliseconds without a request from any rank after which the page shows so, and when the push will be aborted."""
 
 
 @dataclass(frozen=True, slots=True)
 class LivePush:
-    """A version that is being received.
+    """A version that the service is receiving.
 
     Attributes:
-        version: which one.
-        percent: of its bytes that have come.
-        percent_text: the same in words, as long as that is known.
-        bytes_text: how many of how many.
-        rate: since it was opened.
-        ranks: its first ranks, each of which has a cell; none where their replica knows more.
-        ranks_text: how many have sealed, and copy to shared memory.
-        missing: the ranks that have not declared, in words; empty if all have.
-        heard_ms, given_up_ms: when a rank was last heard of, and when the push is given up unless one is before; 0 if one was just now, or that
-            is not known.
+        version: the version.
+        percent: percentage of its bytes that have been received.
+        percent_text: the percentage as text, or ``copying`` while ranks copy and no bytes are counted.
+        bytes_text: received bytes and total bytes, as text.
+        rate: average rate since the version was opened, as text.
+        ranks: the first `SHOWN` ranks, as cells; empty if only another replica knows them.
+        ranks_text: number of ranks that have sealed, and of ranks that copy to shared memory, as text.
+        missing: the ranks that have not declared a layout, as text; empty if all have.
+        heard_ms, given_up_ms: time of the last request from a rank, and time at which the push is aborted unless a rank sends another one, in
+            milliseconds since 1970 UTC; 0 if there was a request just now, or the time is unknown.
     """
 
     version: Version
@@ -51,18 +51,18 @@ class LivePush:
 
 @dataclass(frozen=True, slots=True)
 class Pushes:
-    """What is being received."""
+    """Pushes of a model in progress."""
 
     model: str
     pushes: tuple[LivePush, ...]
 
 
 def pushes_view(model: str, page: VersionPage, now_ms: int) -> Pushes:
-    """What is being received of a model.
+    """The pushes of a model in progress.
 
     Args:
-        model: which one.
-        page: of its versions.
+        model: name of the model.
+        page: a page of its versions.
         now_ms: the time, in milliseconds since 1970 UTC.
     """
     return Pushes(
@@ -74,11 +74,11 @@ def pushes_view(model: str, page: VersionPage, now_ms: int) -> Pushes:
 
 
 def live_push(version: Version, progress: PushProgress, now_ms: int) -> LivePush:
-    """The view of a version that is being received.
+    """The view of a version that the service is receiving.
 
     Args:
-        version: which one.
-        progress: of its push, as far as it is known here.
+        version: the version.
+        progress: progress of its push, as far as this process knows it.
         now_ms: the time, in milliseconds since 1970 UTC.
     """
     ranks = progress.ranks
@@ -93,7 +93,7 @@ def live_push(version: Version, progress: PushProgress, now_ms: int) -> LivePush
         percent=done,
         percent_text="copying" if copying and not received else f"{done} %",
         bytes_text=readable_part(received, total),
-        # by whole seconds: a push that stands still is no news four times a second
+        # whole seconds, so that the rate of a stalled push does not change the page four times a second
         rate=words.rate(received, max(1, (now_ms - version.create_time_ms) // 1000)),
         ranks=ranks[:SHOWN],
         ranks_text=f"{sealed} of {version.ranks} sealed"
@@ -105,6 +105,6 @@ def live_push(version: Version, progress: PushProgress, now_ms: int) -> LivePush
 
 
 def missing_text(ranks: Sequence[RankProgress]) -> str:
-    """The ranks of which nothing was heard, in words; empty if there is none."""
+    """The ranks that have sent no request, as text; empty if there are none."""
     absent = [each.rank for each in ranks if each.stage is RankStage.MISSING]
     return ranks_text(absent) if absent else ""

@@ -1,4 +1,4 @@
-"""Reader of what views are made of: one reading of a model's head, what this process knows beyond that, and its manifest."""
+"""Reader of the facts that views show: from one read of a model's head, this process's own state, and the manifest."""
 
 from __future__ import annotations
 
@@ -39,26 +39,26 @@ MODELS = 100
 VERSIONS = 50
 """Versions on a page."""
 _NEWEST = 4
-"""Versions of each model that its line in the list of models goes by."""
+"""Newest versions of each model that are read for its line in the list of models."""
 _EXPORTS = 10
 _KEPT_TENSORS = 200_000
-"""Tensors of the contents of versions that are remembered."""
+"""Tensors in the cached contents of versions, at most."""
 _KEPT_SIGNED = 256
 _SIGNED_SECONDS = 10.0
-"""For how long the signatures of a version are not listed again: the store does not tell of new ones."""
+"""Seconds for which the signatures of a version are cached; the store does not notify of new ones."""
 _Sees = Callable[[str], bool]
 
 
 @dataclass(frozen=True, slots=True)
 class FoundModels:
-    """A page of the models that somebody may look at, and whether there are more."""
+    """A page of the models that the viewer may see, and whether more follow."""
 
     models: tuple[index_view.ModelFacts, ...]
     more: bool
 
 
 class Reader:
-    """What pages show, read from a service. Thread-safe; all methods may wait for the store.
+    """Reader of the facts that pages show. Thread-safe; all methods may wait for the store.
 
     Args:
         service: the service.
@@ -72,7 +72,7 @@ class Reader:
         self._signed: Cache[tuple[float, tuple[SignatureFacts, ...]]] = Cache(_KEPT_SIGNED)
 
     def models(self, sees: _Sees, query: str, after: str) -> FoundModels:
-        """Models whose names have ``query`` in them, from the one behind ``after`` on.
+        """Models whose names contain ``query``, beginning after the name ``after``.
 
         Raises:
             WeighbridgeError: the store cannot be read.
@@ -89,7 +89,7 @@ class Reader:
         return FoundModels(found, len(shown) > MODELS)
 
     def model(self, name: str, before: int, sees: _Sees) -> model_view.ModelFacts:
-        """A model, with versions from below number ``before`` on, and those of its adapters that somebody may look at.
+        """A model, with its newest versions below number ``before`` (0: the newest of all), and the adapters that ``sees`` allows.
 
         Raises:
             NotFound: there is no such model.
@@ -156,7 +156,7 @@ class Reader:
         return index_view.ModelFacts(model, tuple(newest), tuple(engines))
 
     def _progress(self, model: ModelName, number: int, head: Head | None) -> PushProgress:
-        """How far a push is or was; of one that this process knows nothing of, when it failed, as the head has it."""
+        """Progress of a push; for a push that this process does not know, only the time of its failure, from the head."""
         push = self._service.registry.find(model, number)
         if push is not None:
             return push.progress
@@ -164,7 +164,7 @@ class Reader:
         return PushProgress(ended_ms=0 if failed is None else failed.failed_ms)
 
     def _contents_of(self, model: ModelName, version: Version) -> Contents:
-        """What lies in a version: by its manifest once it is durable, and by its layout as long as it is in memory alone."""
+        """Contents of a version: from its manifest if it is durable, and from its layout while it is only in memory."""
         stored = version.state.stored
         key = (model, version.number, version.create_time_ms, stored)
         found = self._contents.get(key)
@@ -190,7 +190,7 @@ class Reader:
             return known[1]
         try:
             _, read = self._service.signatures.of_version(name, str(version.number))
-        except (NotFound, FailedPrecondition):  # it is going away
+        except (NotFound, FailedPrecondition):  # the version is being deleted
             return ()
         found = tuple(SignatureFacts(each.id, *signed_by(each.content)) for each in read)
         self._signed.put(key, (now, found))

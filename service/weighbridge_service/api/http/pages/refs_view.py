@@ -1,4 +1,4 @@
-"""View of a model's refs, who may move them, and what is asked of those that are protected. Pure."""
+"""View of a model's refs, their protections, and the requests to change protected refs. Pure."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from weighbridge._core.resources import (
 from weighbridge_service.api.http.pages.viewer import Viewer
 
 OFFERED = 30
-"""Versions that a form offers."""
+"""Versions that a form offers at most."""
 _RECENT = 5
-"""Requests that have ended which are shown."""
+"""Ended requests that are shown at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +28,13 @@ class RefRow:
     """A ref.
 
     Attributes:
-        ref: its name.
-        number: the version that it names; 0 if it is only protected.
-        version: that version, if it is on the page.
-        moves_by_itself: whether nobody moves it.
-        protection: what it takes to change it; None if anybody who may move tags does.
-        may_change: whether who looks may move it, or ask for that.
-        asks: whether a change of it is a request.
+        ref: name of the ref.
+        number: number of the version that it names; 0 if it is protected but not set.
+        version: that version; None if it is not on the page.
+        moves_by_itself: whether the service moves it (``live`` and ``latest``).
+        protection: its protection; None if any identity that may move tags may move it.
+        may_change: whether the viewer may move it, or request that.
+        asks: whether a change needs approvals, so that the form makes a request.
     """
 
     ref: str
@@ -48,7 +48,7 @@ class RefRow:
 
 @dataclass(frozen=True, slots=True)
 class RequestRow:
-    """A request to change a protected ref, and what who looks may do about it."""
+    """A request to change a protected ref, and whether the viewer may approve or withdraw it."""
 
     request: RefRequest
     may_approve: bool
@@ -57,7 +57,7 @@ class RequestRow:
 
 @dataclass(frozen=True, slots=True)
 class RefsPart:
-    """Refs and requests, the versions that a tag can be given, and whether who looks may give some tag."""
+    """Refs and requests, the versions that can be tagged, and whether the viewer may set any tag."""
 
     model: str
     rows: tuple[RefRow, ...]
@@ -76,11 +76,11 @@ def refs_view(
     """The refs of a model.
 
     Args:
-        model: which one.
-        versions: of its page, newest first.
-        protections: of its refs.
-        requests: to change those, in the order in which they were made.
-        viewer: who looks.
+        model: the model.
+        versions: versions on its page, newest first.
+        protections: protections of its refs.
+        requests: requests to change protected refs, oldest first.
+        viewer: the page's viewer.
     """
     protected, by_number = {each.ref: each for each in protections}, {each.number: each for each in versions}
     names = sorted({*model.refs, *protected}, key=lambda ref: (ref != REF_LIVE, ref != REF_LATEST, ref))

@@ -1,4 +1,4 @@
-"""Rendering of views as HTML: each field of a view by the template of its name."""
+"""Rendering of views as HTML: each field of a view by the template with the field's name."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ from weighbridge_service.runtime.clock import unix_ms
 _FOLDER = Path(__file__).parent
 _ASSETS = {"page.css": "text/css; charset=utf-8", "page.js": "text/javascript; charset=utf-8"}
 _KEPT = 32 << 20
-"""Characters of the fragments that are remembered by what they were made of, each with what remembering it takes."""
+"""Characters of cached fragments at most, plus `_REMEMBERING` for each fragment."""
 _REMEMBERING = 500
+"""Overhead of a cached fragment, in characters."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -32,9 +33,9 @@ class Asset:
     """A file that pages link to.
 
     Attributes:
-        content: its bytes.
-        media_type: what they are.
-        url: where it is; another one when it changes.
+        content: bytes of the file.
+        media_type: its media type.
+        url: its path, which contains a digest of the content.
     """
 
     content: bytes
@@ -54,7 +55,7 @@ def assets() -> Mapping[str, Asset]:
 
 
 class Renderer:
-    """Views as HTML. Thread-safe. Whatever a template is given is escaped."""
+    """Renderer of views as HTML. Thread-safe. Templates escape all values."""
 
     def __init__(self) -> None:
         self._templates = Environment(
@@ -76,11 +77,11 @@ class Renderer:
         self._known: Cache[Markup] = Cache(_KEPT, lambda html: _REMEMBERING + len(html))
 
     def fragments(self, kind: str, view: Any) -> dict[str, str]:
-        """The fields of a view, which is a frozen dataclass; one that was rendered before is not rendered again.
+        """The fields of a view as HTML, by their names. Fields with equal values are rendered once.
 
         Args:
             kind: folder of the templates.
-            view: the view.
+            view: the view, a frozen dataclass.
         """
         return {
             each.name: self._fragment(kind, each.name, getattr(view, each.name))
@@ -91,9 +92,9 @@ class Renderer:
         """A whole page.
 
         Args:
-            kind: name of its template.
-            viewer: who looks.
-            values: what it is given.
+            kind: name of the template.
+            viewer: the page's viewer.
+            values: further values for the template.
         """
         return self._templates.get_template(f"{kind}.html").render(viewer=viewer, now_ms=unix_ms(), **values)
 
@@ -106,5 +107,5 @@ class Renderer:
 
 
 def _key(part: Any) -> str:
-    """What a part says, as a key: some of its values, as metadata, have no hash."""
+    """Cache key of a part: a digest of its ``repr``, because some values, such as metadata, are not hashable."""
     return hashlib.blake2b(repr(part).encode("utf-8", "backslashreplace"), digest_size=16).hexdigest()

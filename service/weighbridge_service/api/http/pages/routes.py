@@ -1,4 +1,4 @@
-"""Routes of pages: each is read, made a view of, and rendered; and followed by server-sent events as long as it is open."""
+"""Routes of pages. A route reads facts, builds a view and renders it; an open page then receives changes as server-sent events."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from weighbridge_storage.documents.names import MAX_VERSION, ModelName
 from weighbridge_storage.threads import ThreadPool
 
 _SEND_SECONDS = 30.0
-"""How long a browser may leave an event unread."""
+"""Timeout for sending an event to a browser that does not read it."""
 _LONGEST_QUERY = 300
 _AT_ONCE = 8
-"""Pages that are made at one time."""
+"""Pages that are built at the same time."""
 _SAMPLED = 2
-"""Tensors that are sampled at one time."""
+"""Tensors that are sampled at the same time."""
 _ANSWER_SECONDS = 10.0
-"""After which a page that is not made says so."""
+"""Timeout for building a page, after which the response is an error."""
 _PICTURE_SECONDS = 600
-"""For how long a browser keeps a picture: it is of a number, which another model of the same name may have later."""
+"""Seconds for which a browser caches a picture. Limited, because a new model of the same name may reuse the version's number."""
 
 Before = Annotated[int, Query(ge=0, le=MAX_VERSION)]
 Search = Annotated[str, Query(max_length=_LONGEST_QUERY)]
@@ -73,7 +73,7 @@ def pages_router(service: Weighbridge, exports: Exports) -> APIRouter:
     async def index_events(
         request: Request, q: Search = "", after: Search = "", seen: Seen = ""
     ) -> EventSourceResponse:
-        """What changes of the page of all models."""
+        """Event stream of the page of all models."""
         viewer = viewer_of(request)
         key = ("index", viewer, q, after)
         return pages.follow(request, key, None, lambda: pages.index(viewer, q, after)[1], seen)
@@ -90,7 +90,7 @@ def pages_router(service: Weighbridge, exports: Exports) -> APIRouter:
     async def model_events(
         model: ModelInPath, request: Request, before: Before = 0, seen: Seen = ""
     ) -> EventSourceResponse:
-        """What changes of a model's page."""
+        """Event stream of a model's page."""
         viewer, named = viewer_of(request), ModelName.parse(model)
         key = ("model", viewer, named, before)
         return pages.follow(request, key, named, lambda: pages.model(viewer, model, before)[1], seen)
@@ -98,7 +98,7 @@ def pages_router(service: Weighbridge, exports: Exports) -> APIRouter:
     @router.get("/models/{namespace}/{name}/retention")
     @making
     def retention_page(model: ModelInPath, request: Request) -> Response:
-        """What a collection of a model's versions would do now."""
+        """Preview of a collection of a model's versions."""
         found = service.collecting.collect(model, dry_run=True)
         return HTMLResponse(renderer.page("retention", viewer_of(request), model=model, found=found))
 
@@ -134,7 +134,7 @@ def pages_router(service: Weighbridge, exports: Exports) -> APIRouter:
         first: First = 0,
         seen: Seen = "",
     ) -> EventSourceResponse:
-        """What changes of a version's page."""
+        """Event stream of a version's page."""
         viewer, named = viewer_of(request), ModelName.parse(model)
         key = ("version", viewer, named, version, q, first)
         return pages.follow(
@@ -148,7 +148,7 @@ def pages_router(service: Weighbridge, exports: Exports) -> APIRouter:
         version: VersionOrRef,
         tensor: Annotated[str, Query(max_length=4096)],
     ) -> Response:
-        """How the values of a tensor are distributed, as a picture of a sample of them."""
+        """Histogram of a sample of a tensor's values, as SVG."""
         picture = distributions.picture(model, version, tensor)
         return Response(
             picture,
@@ -161,7 +161,7 @@ def pages_router(service: Weighbridge, exports: Exports) -> APIRouter:
 
     @router.get("/assets/{digest}/{file}")
     async def asset(digest: str, file: str) -> Response:
-        """A file that pages link to; of an older release, the one of this release."""
+        """A file that pages link to. A URL from an older release returns this release's file."""
         found = assets().get(file)
         if found is None:
             raise NotFound("there is no such file")
@@ -173,7 +173,7 @@ def pages_router(service: Weighbridge, exports: Exports) -> APIRouter:
 
 
 class _Pages:
-    """Pages as views, fragments and answers."""
+    """Builder of pages: as views, as fragments and as responses."""
 
     def __init__(self, service: Weighbridge, reader: Reader, renderer: Renderer) -> None:
         self.reader = reader
@@ -207,7 +207,7 @@ class _Pages:
     def answer(
         self, kind: str, made: tuple[Any, Fragments], viewer: Viewer, events: str, **values: Any
     ) -> HTMLResponse:
-        """A page, which follows its view by the stream of events at an address, with those of the values that are not empty."""
+        """The response with a page. The page follows its view at the path ``events``; the query has the `_FOLLOWED` values that are not empty."""
         view, fragments = made
         page = self._renderer.page(
             kind,
@@ -230,7 +230,7 @@ class _Pages:
         make: Callable[[], Fragments],
         seen: str,
     ) -> EventSourceResponse:
-        """The stream of events of a view."""
+        """The event stream of a view."""
         standing, peer = Standing(request), peer_of(request)
         quota = peer.identity.name if peer.identity.proven else peer.host
 
@@ -242,4 +242,4 @@ class _Pages:
 
 
 _FOLLOWED = ("q", "after", "before", "first")
-"""What of a page's address its stream of events is told."""
+"""Query parameters of a page that its event stream takes as well."""

@@ -20,16 +20,16 @@ from weighbridge_service.push.machine.rank_progress import PushProgress
 
 _UNKNOWN = PushProgress()
 _OUTLIERS = 10
-"""One of so many versions may be cut off, so that the others can be told apart."""
+"""At most one of this many bars is clipped, so that the other bars remain distinguishable."""
 _COMPARED = 2
 """Versions that are compared."""
 _FAR = 2
-"""By what factor the longest must be longer than the others for that."""
+"""Factor by which the longest bar must exceed the others to be clipped."""
 
 
 @dataclass(frozen=True, slots=True)
 class VersionRow:
-    """A version in the timeline, and how many engines serve it."""
+    """A version in the timeline, and the number of engines that serve it."""
 
     said: VersionSummary
     engines: int
@@ -37,13 +37,13 @@ class VersionRow:
 
 @dataclass(frozen=True, slots=True)
 class VersionPage:
-    """A page of a model's versions in whatever state, newest first.
+    """A page of a model's versions in any state, newest first.
 
     Attributes:
-        versions: those.
+        versions: the versions.
         before: the number below which the page begins; 0 for the newest.
-        more: whether there are older ones.
-        pushes: how far those pushes are or were that are known here, by number.
+        more: whether there are older versions.
+        pushes: progress of the versions' pushes, as far as this process knows it, by version number.
     """
 
     versions: tuple[Version, ...]
@@ -52,7 +52,7 @@ class VersionPage:
     pushes: Mapping[int, PushProgress]
 
     def progress_of(self, version: Version) -> PushProgress:
-        """How far a push is or was, as far as that is known."""
+        """Progress of a version's push, as far as it is known."""
         return self.pushes.get(version.number, _UNKNOWN)
 
 
@@ -61,15 +61,15 @@ class Timeline:
     """The versions of a page.
 
     Attributes:
-        model: whose.
-        rows: one for each.
-        before: as of the page.
+        model: name of the model.
+        rows: one for each version.
+        before: the number below which this page begins; 0 for the newest.
         more_before: the number below which the next page begins; 0 if there is none.
-        scale: for how long a whole bar stands.
-        clipped: whether a bar is cut off.
-        metadata: of the versions, as columns.
-        plots: numbers of it over steps.
-        compared: the numbers of the two versions that are offered for a comparison first, the older one first; empty if there are no two.
+        scale: duration that a full bar represents, as text; empty if no duration is known.
+        clipped: whether a bar is clipped.
+        metadata: metadata of the versions, as columns.
+        plots: numbers in the metadata over steps.
+        compared: numbers of the two versions that are preselected for a comparison, the older one first; empty if there are fewer than two.
     """
 
     model: str
@@ -87,10 +87,10 @@ def timeline_view(model: Model, page: VersionPage, engines: Sequence[Engine], vi
     """The versions of a model in time.
 
     Args:
-        model: which one.
-        page: of its versions.
-        engines: that serve it.
-        viewer: who looks.
+        model: the model.
+        page: a page of its versions.
+        engines: the engines that serve the model.
+        viewer: the page's viewer.
     """
     bar_ms = scale_ms(taken_ms(each, page.progress_of(each)) for each in page.versions)
     named: dict[int, list[str]] = {}
@@ -121,7 +121,7 @@ def timeline_view(model: Model, page: VersionPage, engines: Sequence[Engine], vi
 
 
 def scale_ms(lengths: Iterable[int]) -> int:
-    """Milliseconds for which whole bars of these lengths stand: the longest, unless it is far longer than nearly all others."""
+    """Milliseconds that a full bar represents: the longest of ``lengths``, unless it is far longer than nearly all others; 0 if all are 0."""
     found = sorted((each for each in lengths if each), reverse=True)
     if not found:
         return 0

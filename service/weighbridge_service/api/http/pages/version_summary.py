@@ -1,4 +1,4 @@
-"""Summary of a version, as the pages of its model and of itself say it: what it cost, why it failed or is held, and whom the others waited for. Pure."""
+"""Summary of a version, for its own page and its model's: its times, why it failed or is held, and which rank delayed the others. Pure."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from weighbridge_service.api.http.pages.viewer import Viewer
 from weighbridge_service.push.machine.rank_progress import PushProgress
 
 UNITS = 1000
-"""Width of the picture of a version's times."""
+"""Width of a bar with a version's times."""
 _LEAST = 2
-"""Width that a time has at least that is part of it."""
+"""Minimum width of a span in the bar."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A part of a bar: what it stands for, where it begins and how long it is, in `UNITS`, and the same in words."""
+    """A span of a bar: its kind, its start and length (a full bar has `UNITS`), and its text."""
 
     kind: str
     start: int
@@ -33,20 +33,20 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class VersionSummary:
-    """What is said of a version.
+    """Summary of a version.
 
     Attributes:
         version: the version.
-        refs: that name it.
-        size: bytes of its tensors.
-        spans: its times as parts of a bar: being received, verified and stored, and being received in vain.
-        clipped: whether it took longer than the bar stands for.
-        rate: bytes a second while it was received.
-        cost: of one that was given up, what had come by then, and from whom last; empty if nobody knows.
-        held_up: who held whom up; empty if nobody did, or nobody knows.
+        refs: refs that name it.
+        size: size of its tensors, as text.
+        spans: its times as spans of a bar: received, verified and stored, or lost if the push was aborted or failed.
+        clipped: whether it took longer than a full bar represents.
+        rate: rate at which it was received, as text.
+        cost: for an aborted or failed version, the bytes that had been received, and the last rank that sealed or declared; empty if unknown.
+        held_up: the rank that delayed the others; empty if none did, or it is unknown.
         reason: why it failed, or is not durable yet.
         held: why it is held; empty if it is not.
-        may_approve: whether who looks may approve it, and it is held.
+        may_approve: whether it is held and the viewer may approve it.
     """
 
     version: Version
@@ -63,21 +63,21 @@ class VersionSummary:
 
     @property
     def times(self) -> str:
-        """Its times in words."""
+        """Its times as text."""
         return ", ".join(each.text for each in self.spans)
 
 
 def version_summary(
     version: Version, refs: tuple[str, ...], progress: PushProgress, viewer: Viewer, bar_ms: int
 ) -> VersionSummary:
-    """What is said of a version.
+    """The summary of a version.
 
     Args:
-        version: which one.
-        refs: that name it.
-        progress: of its push, as far as it is known.
-        viewer: who looks.
-        bar_ms: milliseconds for which a whole bar stands.
+        version: the version.
+        refs: refs that name it.
+        progress: progress of its push, as far as it is known.
+        viewer: the page's viewer.
+        bar_ms: milliseconds that a full bar represents.
     """
     given_up = version.state.given_up
     return VersionSummary(
@@ -99,12 +99,12 @@ def version_summary(
 
 @dataclass(frozen=True, slots=True)
 class LastPush:
-    """The last push of a model that was complete.
+    """The last completed push of a model.
 
     Attributes:
-        version: that it made; None if there is none.
-        time, rate: what receiving it took.
-        durable_time: what it took to store it as well.
+        version: the version that was pushed; None if there is none.
+        time, rate: duration and rate of receiving it, as text.
+        durable_time: duration until it was durable, as text.
         given_up: the newest version, if it has failed or was aborted; None otherwise.
     """
 
@@ -116,16 +116,16 @@ class LastPush:
 
     @property
     def opened_ms(self) -> int:
-        """When it began; 0 if there is none."""
+        """Time at which the version was opened, in milliseconds since 1970 UTC; 0 if there is none."""
         return self.version.create_time_ms if self.version else 0
 
 
 def last_push(versions: Sequence[Version], *, newest: bool = True) -> LastPush:
-    """The last push.
+    """The last completed push.
 
     Args:
-        versions: of the model, newest first.
-        newest: whether the newest one is among them.
+        versions: versions of the model, newest first.
+        newest: whether the model's newest version is among them.
     """
     found = next((each for each in versions if each.ready_time_ms), None)
     seconds = found.ready_seconds if found else None
@@ -139,17 +139,17 @@ def last_push(versions: Sequence[Version], *, newest: bool = True) -> LastPush:
 
 
 def taken_ms(version: Version, progress: PushProgress) -> int:
-    """Milliseconds from a version's opening to the last that is known of it."""
+    """Milliseconds from a version's opening to its latest known event; 0 if none is known."""
     return max((end for _, _, end in _times(version, progress)), default=0)
 
 
 def spans_of(version: Version, progress: PushProgress, bar_ms: int) -> tuple[Span, ...]:
-    """A version's times as parts of a bar; what does not fit into it is cut off.
+    """A version's times as spans of a bar; times beyond its end are clipped.
 
     Args:
-        version: which one.
-        progress: of its push, as far as it is known.
-        bar_ms: milliseconds for which the whole bar stands.
+        version: the version.
+        progress: progress of its push, as far as it is known.
+        bar_ms: milliseconds that the full bar represents.
     """
 
     def of(kind: str, start: int, end: int) -> Span:
@@ -166,7 +166,7 @@ def spans_of(version: Version, progress: PushProgress, bar_ms: int) -> tuple[Spa
 
 
 def _times(version: Version, progress: PushProgress) -> Iterator[tuple[str, int, int]]:
-    """Times of a version: their kind, and the milliseconds from its opening to their beginning and end, whatever clocks have said."""
+    """Times of a version: kind, and start and end in milliseconds since its opening. They never decrease, even if clocks were set back."""
     moments = [
         ("received", version.ready_time_ms),
         ("verified", version.verified_time_ms),

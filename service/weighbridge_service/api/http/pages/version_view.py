@@ -1,4 +1,4 @@
-"""View of one version: its life, who pushed it, its files and its tensors. Pure."""
+"""View of one version: its life cycle, the ranks that pushed it, its files and its tensors. Pure."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _DETAILS = 50
 
 @dataclass(frozen=True, slots=True)
 class SignatureFacts:
-    """A signature: its id, how it was made, and with which key or certificate."""
+    """A signature: its id, its method, and the key or certificate that made it."""
 
     id: str
     method: str
@@ -36,15 +36,15 @@ class SignatureFacts:
 
 @dataclass(frozen=True, slots=True)
 class VersionFacts:
-    """What is read of a version.
+    """Facts about a version, for its page.
 
     Attributes:
         version: the version.
-        refs: that name it.
-        progress: how far its push is, or was, as far as that is known.
-        contents: what lies in it.
-        signatures: of it.
-        engines: that serve its model, as their agents tell.
+        refs: refs that name it.
+        progress: progress of its push, as far as it is known.
+        contents: its files, tensors and provenance.
+        signatures: its signatures.
+        engines: the engines that serve its model, as their agents report.
     """
 
     version: Version
@@ -57,7 +57,7 @@ class VersionFacts:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A step of a version's life: when it came so far, and what that took; 0 and empty if it has not."""
+    """A step of a version's life cycle: the state, when the version reached it, and how long that took; 0 and empty if it has not."""
 
     state: str
     at_ms: int
@@ -66,7 +66,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What is said first: of the version, the engines that serve it, the steps that took them to it, and details of its failure."""
+    """The first part of a version's page: its summary, the engines that serve it, their update steps, and details of its failure."""
 
     said: VersionSummary
     engines: tuple[str, ...]
@@ -77,7 +77,7 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    """A version's steps, and the same as parts of a bar."""
+    """The steps of a version's life cycle, and its summary with the same times as spans of a bar."""
 
     steps: tuple[Step, ...]
     said: VersionSummary
@@ -85,7 +85,7 @@ class Life:
 
 @dataclass(frozen=True, slots=True)
 class RankRow:
-    """A rank's times, from the opening on."""
+    """A rank's times since the version's opening, and the bytes that it has sent, as text."""
 
     rank: int
     declared: str
@@ -95,7 +95,16 @@ class RankRow:
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """Who pushed a version: the push while it is being received, its ranks, those of which nothing was heard, and who held whom up."""
+    """The ranks that push a version.
+
+    Attributes:
+        live: the push, while the version is being received; None otherwise.
+        total: number of ranks.
+        cells: the first ranks, as cells.
+        rows: the first ranks, as rows of a table.
+        missing: the ranks that have sent no request, as text; empty if there are none.
+        held_up: the rank that delayed the others, as text; empty if none did, or it is unknown.
+    """
 
     live: LivePush | None
     total: int
@@ -107,7 +116,7 @@ class Ranks:
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """Where a version comes from: run, metadata, lineage, provenance, approval and signatures, as pairs."""
+    """Origin of a version: step, run, lineage, provenance and approval as pairs, and its metadata and signatures."""
 
     pairs: tuple[tuple[str, str], ...]
     metadata: tuple[tuple[str, str], ...]
@@ -129,12 +138,12 @@ class Tensors:
     """A page of a version's tensors.
 
     Attributes:
-        model, number: of which version.
+        model, number: model and number of the version.
         rows: the tensors.
-        query: what their names were searched for.
-        first: place of the first one among those found.
-        found, total: how many were found, and how many there are.
-        pictures: whether who looks may see their distributions.
+        query: the text that names were searched for.
+        first: index of the page's first tensor among those found.
+        found, total: number of tensors found, and of all tensors.
+        pictures: whether the viewer may see their distributions.
     """
 
     model: str
@@ -148,12 +157,12 @@ class Tensors:
 
     @property
     def previous(self) -> int | None:
-        """Where the page before begins; None if there is none."""
+        """Index at which the previous page begins; None if there is none."""
         return max(0, self.first - TENSORS) if self.first else None
 
     @property
     def following(self) -> int | None:
-        """Where the page behind begins; None if there is none."""
+        """Index at which the next page begins; None if there is none."""
         return self.first + TENSORS if self.first + TENSORS < self.found else None
 
 
@@ -175,11 +184,11 @@ def version_view(
     """The page of a version.
 
     Args:
-        facts: what was read.
-        viewer: who looks.
+        facts: facts about the version.
+        viewer: the page's viewer.
         now_ms: the time, in milliseconds since 1970 UTC.
-        query: part of the names of the tensors that are shown.
-        first: place of the first one.
+        query: text that the names of the shown tensors contain.
+        first: index of the first shown tensor among these.
     """
     version, progress = facts.version, facts.progress
     said = version_summary(version, facts.refs, progress, viewer, taken_ms(version, progress))
@@ -205,7 +214,7 @@ def version_view(
 
 
 def is_busy(view: VersionView) -> bool:
-    """Whether something happens to the version, so that the page changes by itself."""
+    """Whether the version is being received, verified or stored, so that the page changes without notification."""
     state = view.head.said.version.state
     return state.receiving or state in (VersionState.READY, VersionState.VERIFIED)
 

@@ -1,4 +1,4 @@
-"""Viewer of pages: what somebody may, as a value, so that pages of those who may the same are rendered once. Pure."""
+"""Viewer of pages: an identity's permissions as a hashable value, so that live views are shared among equal viewers. Pure."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from weighbridge_service.access.scopes import Scope
 
 @dataclass(frozen=True, slots=True)
 class Viewer:
-    """Who looks at a page.
+    """The identity that views a page.
 
     Attributes:
-        name: in the policy; empty if the service has none, or knows nobody by name.
-        scopes: what they may.
-        proven: whether they have shown something that others have not.
-        signed_in: whether they have done so by a session that can be ended.
-        can_sign_in: whether tokens are known here.
+        name: the identity's name in the policy; empty if the service has no policy, or the identity is unknown.
+        scopes: its permissions.
+        proven: whether the viewer has proved the identity by a credential.
+        signed_in: whether the credential comes from a session, which the viewer can end.
+        can_sign_in: whether the service knows tokens.
     """
 
     name: str
@@ -31,7 +31,7 @@ class Viewer:
 
     @staticmethod
     def of(peer: Peer, *, signed_in: bool, can_sign_in: bool) -> Viewer:
-        """Who has sent a request."""
+        """The viewer who sent a request."""
         found = peer.identity
         return Viewer(
             "" if found is EVERYBODY else found.name,
@@ -46,22 +46,22 @@ class Viewer:
         return Identity(self.name, self.scopes, proven=self.proven)
 
     def may(self, verb: Verb, model: str = "", ref: str = "") -> bool:
-        """Whether they may do this; see `Scope.allows`."""
+        """Whether the viewer may do this; see `Scope.allows`."""
         return any(scope.allows(verb, model, ref) for scope in self.scopes)
 
     def sees(self, model: str) -> bool:
-        """Whether they may know that there is a model of this name."""
+        """Whether the viewer may know that a model of this name exists."""
         return self.may(Verb.LOOK, model)
 
     def may_change(self, model: str, ref: str, protection: Protection | None) -> bool:
-        """Whether they may move a ref, or ask for it."""
+        """Whether the viewer may move a ref, or request that."""
         if protection is None:
             return self.may(Verb.TAG, model, ref)
         proven = self.proven or not protection.approvals
         return proven and self._identity.names(Verb.TAG, model, ref)
 
     def may_approve(self, request: RefRequest) -> bool:
-        """Whether their approval of a request would count, and has not been given."""
+        """Whether the viewer's approval of a request would count and has not been given yet."""
         given = {request.by, *(each.by for each in request.approvals)}
         names = self._identity.names(Verb.APPROVE, request.model, request.ref)
         return request.pending and self.proven and names and self.name not in given

@@ -1,11 +1,11 @@
-"""Versions side by side on pages: what is kept with them as columns and over steps, and two of them compared.
+"""Versions side by side on pages: metadata of several versions as columns and as plots, and two versions compared.
 
 May import: `words` of the pages, and what that may.
 
-- `contents`: what lies in a version.
+- `contents`: files, tensors and provenance of a version.
 - `metadata_columns`: metadata of several versions as columns of a table.
-- `metadata_plots`: numbers of it over steps, as pictures.
-- `compare_view`: two versions and what differs.
+- `metadata_plots`: numbers in metadata over steps, as pictures.
+- `compare_view`: the differences between two versions.
 
-All of it is pure.
+All modules are pure.
 """

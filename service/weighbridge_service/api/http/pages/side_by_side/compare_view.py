@@ -1,7 +1,7 @@
-"""View of two versions of a model side by side: figures, metadata, and which tensors differ as far as their digests say. Pure.
+"""View of two versions of a model side by side: facts, metadata, and the tensors that differ by their digests. Pure.
 
-No weights are read: tensors whose stored bytes have equal digests are equal, and others have changed by an amount that ``weighbridge diff``
-finds.
+No weights are read. Tensors whose stored bytes have equal digests are equal; the others have changed, and ``weighbridge diff`` measures by how
+much.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from weighbridge_service.api.http.pages.side_by_side.contents import Contents, T
 from weighbridge_service.api.http.pages.side_by_side.metadata_columns import Cell, cell_of, is_number
 
 LAYERS = 200
-"""Layers on a page."""
+"""Layers on a page at most."""
 NAMES = 50
-"""Tensors that are named of each kind of difference."""
+"""Tensors that are named for each kind of difference at most."""
 
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """A version with what lies in it, and the refs that name it."""
+    """A version with its contents, and the refs that name it."""
 
     version: Version
     contents: Contents
@@ -35,7 +35,7 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What both versions say of one thing, and by how much a number has changed."""
+    """One fact of both versions, and the change if it is a number."""
 
     name: Cell
     before: Cell
@@ -46,7 +46,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """Tensors that differ in one way: how many, and the first of them by name."""
+    """Tensors that differ in one way: their number, and the names of the first."""
 
     kind: str
     count: int
@@ -54,13 +54,13 @@ class Named:
 
     @property
     def more(self) -> int:
-        """How many are not named."""
+        """Number of tensors that are not named."""
         return self.count - len(self.names)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerRow:
-    """The tensors of a layer that both versions have alike: how many, how many have changed, and the bytes of these."""
+    """Tensors of a layer with equal dtype and shape in both versions: their number, the number of changed ones, and the size of these as text."""
 
     layer: str
     tensors: int
@@ -73,16 +73,17 @@ class CompareView:
     """Two versions.
 
     Attributes:
-        model: whose.
-        before, after: their numbers.
-        facts: what is said of each.
-        metadata: what is kept with each.
-        known: whether there is what lies in both: of one that is not durable yet, digests are not known.
-        equal, changed, unknown: how many tensors are equal, have changed, and have no digest on one side, of those that both have alike.
-        changed_bytes: bytes of those that have changed.
-        layers: with tensors that have changed, in the order of their numbers.
-        more_layers: how many further ones.
-        others: tensors that only one has, or that have another dtype or shape.
+        model: name of the model.
+        before, after: numbers of the versions.
+        facts: facts of both versions, such as step and size.
+        metadata: metadata of both versions.
+        known: whether the tensors of both versions are known.
+        equal, changed, unknown: of the tensors with equal dtype and shape in both versions, the number of those that are equal, those that have
+            changed, and those without a digest in one version (digests are known once a version is durable).
+        changed_bytes: size of the changed tensors, as text.
+        layers: layers with changed tensors, in the order of their numbers.
+        more_layers: number of further layers with changed tensors.
+        others: tensors that only one version has, and tensors whose dtype or shape differs.
     """
 
     model: str

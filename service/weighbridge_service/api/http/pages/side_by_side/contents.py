@@ -1,4 +1,4 @@
-"""Contents of a version: its files, its tensors in the order of their names, and where it comes from. Pure."""
+"""Contents of a version: its files, its tensors sorted by name, its lineage and its provenance. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _NUMBERS = re.compile(r"(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class FileFacts:
-    """A file of a version; digests are empty where they are not known yet."""
+    """A file of a version; digests are empty until they are known."""
 
     name: str
     size: int
@@ -21,7 +21,7 @@ class FileFacts:
 
 @dataclass(frozen=True, slots=True)
 class TensorFacts:
-    """A tensor of a version; the digest is empty where it is not known yet."""
+    """A tensor of a version; the digest is empty until it is known."""
 
     name: str
     dtype: str
@@ -34,7 +34,7 @@ class TensorFacts:
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What lies in a version: its files, its tensors in the order of their names, and where it comes from."""
+    """Contents of a version: its files, its tensors sorted by name (see `in_order`), its lineage and its provenance."""
 
     files: tuple[FileFacts, ...] = ()
     tensors: tuple[TensorFacts, ...] = ()
@@ -43,5 +43,5 @@ class Contents:
 
 
 def in_order(name: str) -> list[str | int]:
-    """What names of tensors are sorted by: ``layers.2`` before ``layers.10``."""
+    """Sort key of a tensor's name, by which ``layers.2`` comes before ``layers.10``."""
     return [int(part) if part.isdecimal() else part for part in _NUMBERS.split(name)]

@@ -1,7 +1,7 @@
 """Metadata of several versions as columns of a table: the keys that most versions have, and values short enough for a cell. Pure.
 
-Trainers write what they like: up to 32 keys and 4096 bytes a version. A page has a few columns and short cells, whatever that is; all of it is on
-the page of the version.
+Trainers may set up to 32 keys and 4096 bytes per version. The table always has few columns and short cells; the version's own page shows all
+metadata.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Cell:
     """A value in a table.
 
     Attributes:
-        text: of it, short; empty if the version has none.
-        title: more of it, where the text is not all.
-        number: whether it is one.
+        text: the value, shortened; empty if the version has none.
+        title: a longer form, if the text is shortened.
+        number: whether the value is a number.
     """
 
     text: str = ""
@@ -38,12 +38,12 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class MetadataColumns:
-    """Columns for versions.
+    """Columns with metadata of versions.
 
     Attributes:
-        keys: of each column, as a cell: its text is the column's title.
-        cells: for each version, by its number, a cell of each column.
-        left_out: how many further keys the versions have.
+        keys: key of each column, as a cell; its text is the column's title.
+        cells: for each version, by its number, one cell per column.
+        left_out: number of keys that have no column.
     """
 
     keys: tuple[Cell, ...]
@@ -52,7 +52,7 @@ class MetadataColumns:
 
 
 def metadata_columns(versions: Sequence[Version]) -> MetadataColumns:
-    """The columns of these versions: keys with numbers first, of these those that most versions have, of equals by name."""
+    """The columns of these versions. Keys are sorted by the number of versions with a numeric value, then with any value, then by name."""
     kept = {version.number: readable_metadata(by_trainer(version.metadata)) for version in versions}
     there = Counter(key for metadata in kept.values() for key in metadata)
     numbers = Counter(
@@ -78,7 +78,7 @@ def cell_of(value: MetadataValue) -> Cell:
 
 
 def is_number(value: MetadataValue) -> bool:
-    """Whether a value is a number; a boolean is none."""
+    """Whether a value is a number; a boolean is not."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

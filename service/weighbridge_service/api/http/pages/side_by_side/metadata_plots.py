@@ -16,15 +16,15 @@ from weighbridge_service.api.http.pages.side_by_side.metadata_columns import (
 )
 
 WIDTH, HEIGHT = 300, 72
-"""Of a picture, in units of its own."""
+"""Width and height of a picture, in SVG user units."""
 _MARGIN = 5
 _FEWEST = 2
-"""Values that a picture takes."""
+"""Minimum number of values for a picture."""
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A value of a version: where it is in the picture, and what it says."""
+    """A value of a version: its place in the picture, and its text."""
 
     x: int
     y: int
@@ -33,16 +33,16 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """A number over steps.
+    """A plot of a number in metadata over steps.
 
     Attributes:
-        key: which, as a cell.
-        points: from the lowest step on.
-        line: the same as the points of a polyline.
+        key: the metadata key, as a cell.
+        points: the points, in the order of their steps.
+        line: the points, as the ``points`` attribute of an SVG polyline.
         least, greatest: the extreme values, as text.
-        first, last: the extreme places on the axis.
-        axis: what that is: steps, or numbers of versions where not all have steps of their own.
-        text: all of it in words.
+        first, last: the least and the greatest step or version number.
+        axis: ``step``, or ``version`` if several versions have the same step.
+        text: a summary of the plot, as text.
     """
 
     key: Cell
@@ -57,7 +57,7 @@ class Plot:
 
 
 def metadata_plots(versions: Sequence[Version]) -> tuple[Plot, ...]:
-    """A picture of each number that at least two of these versions have; as many as there are columns of metadata."""
+    """A plot of each number that at least two of these versions have; at most `MOST_COLUMNS` plots."""
     chosen = _keys(versions)
     by_step = len({version.step for version in versions}) == len(versions)
     found = []
@@ -75,7 +75,7 @@ def metadata_plots(versions: Sequence[Version]) -> tuple[Plot, ...]:
 
 
 def _keys(versions: Sequence[Version]) -> list[str]:
-    """The keys of numbers, in the order of the columns."""
+    """Keys with numeric values: those that most versions have first, then by name."""
     counts: dict[str, int] = {}
     for version in versions:
         for key, value in by_trainer(version.metadata).items():
@@ -99,7 +99,7 @@ def _plot(key: str, values: Mapping[int, float], axis: str) -> Plot:
 
 
 def _scaled(values: Sequence[float], start: int, end: int) -> list[int]:
-    """Values as places between two, whatever their magnitudes: halves are subtracted, whose difference is finite."""
+    """Values scaled to places from ``start`` to ``end``. Halves are subtracted, so that the difference of large values stays finite."""
     least, greatest = min(values), max(values)
     span = greatest / 2 - least / 2
     if not span or not math.isfinite(span):
