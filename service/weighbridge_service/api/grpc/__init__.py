@@ -3,19 +3,19 @@
 May import: `api.bodies`, `api.lane`, `core`, and folders below.
 
 - `server`: the ports and their services.
-- `method`: what is done around a call, at whichever port it comes.
-- `methods`: reads a request on the loop, runs its handler, answers.
-- `requests`: limits of requests on their way in.
+- `method`: steps around every call, at either port: authentication, errors, counting, audit.
+- `methods`: reads a request on the loop, runs its handler, sends the response.
+- `requests`: limits of requests while they are received.
 - `asking`: verb, models and refs of a request.
-- `call`: what a handler knows of its caller.
+- `call`: a call's caller, deadline and end, for handlers.
 - `errors`: errors as ``google.rpc`` status details.
 - `event_loop`: event loop in a thread of its own.
 - `watches`: watches of refs and waits for states.
 - `bulk_server`: the port for streams of weights.
 - `bulk_streams`: messages with weights, within a budget.
 - `operation_handlers`: operations of the table.
-- `model_handlers`: what else `ModelService` has.
-- `engine_handlers`: `EngineService`, which the house of the engines plugs in.
+- `model_handlers`: the other methods of `ModelService`.
+- `engine_handlers`: `EngineService`, which the `engines` package plugs in.
 - `checkpoint_handlers`: `CheckpointService`.
 - `weight_handlers`: `WeightService`, `BulkService`, `LocalLaneService`.
 - `replica_handlers`: `ReplicaService`.

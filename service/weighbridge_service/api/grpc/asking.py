@@ -19,14 +19,15 @@ VERBS: dict[str, dict[str, Verb]] = {
 }
 for _each in ENTRIES:
     VERBS.setdefault(_each.service, {})[_each.rpc] = _each.verb
-"""By service and method: those of the contract, and of the services of gRPC itself."""
+"""Verbs by service and method, for the contract and for gRPC's own services."""
 LONG = frozenset(each.method for each in ENTRIES if each.takes_long)
-"""Methods that read all of a version, or go over all of a model."""
+"""Methods that read a whole version, or process all versions of a model."""
 
 
 def check_allowed(call: Call, verb: Verb, request: Any, audit: Audit) -> None:
-    """Raise if a caller may not do what a request asks for, or that cannot be written down; see `authorize` and `Audit.check`. Of what it names,
-    the call notes what decides.
+    """Raise if a caller may not do what a request asks for, or if the audit log cannot record it; see `authorize` and `Audit.check`.
+
+    ``call.named`` becomes the models and refs that the request names; if the call is refused, only the refused one.
     """
     version = _version(request)
     if version and getattr(request, "ref", None) is not None:
@@ -41,7 +42,7 @@ def check_allowed(call: Call, verb: Verb, request: Any, audit: Audit) -> None:
 
 
 def record(audit: Audit, call: Call, method: MethodDescriptor, code: str) -> None:
-    """Write down how a call has ended."""
+    """Record the end of a call in the audit log."""
     verb = VERBS[method.containing_service.name][method.name]
     for model, ref in call.named or (("", ""),):
         audit.record(
@@ -60,11 +61,11 @@ def record(audit: Audit, call: Call, method: MethodDescriptor, code: str) -> Non
 
 def named(request: Any) -> Iterator[tuple[str, str]]:
     """The models and refs that a request is about."""
-    message = getattr(request, "message", request)  # of one that carries weights
-    header = getattr(message, "header", message)  # which names the model for all that follow
-    header = getattr(header, "report", header)  # of an engine, which names its model
+    message = getattr(request, "message", request)  # a request with weights wraps its message
+    header = getattr(message, "header", message)  # the header names the model for all further messages
+    header = getattr(header, "report", header)  # an engine's report names its model
     refs = getattr(header, "refs", None)
-    for each in refs or (header,):  # one that names no ref asks as one that names no model
+    for each in refs or (header,):  # an empty list of refs is authorized like a request without a model
         model = getattr(each, "model", "")
         yield model, getattr(each, "ref", "") or _version(each)
 

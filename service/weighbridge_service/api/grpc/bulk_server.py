@@ -1,7 +1,7 @@
-"""Server for streams of weights: a port of its own, whose calls each have a thread and show a ticket.
+"""Server for streams of weights: a port of its own, where each call has a thread and must show a ticket.
 
-Weights that cross an event loop cost a fifth more of a processor (docs/benchmarks.md). A call without a ticket is refused by the thread that
-accepts calls, and takes no other.
+Weights that pass through an event loop cost a fifth more CPU time (docs/benchmarks.md). The thread that accepts calls refuses a call without a
+ticket, so that it occupies no stream thread.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class BulkListener:
 
     Args:
         address: ``host:port``; port 0 takes a free one.
-        options: of the server.
-        count: is told how each call ends.
-        certificates: of the service; None to answer without TLS.
+        options: options of the gRPC server.
+        count: receives the status code of each ended call.
+        certificates: certificates of the service; None to serve without TLS.
         known_port: the service's port for all other calls.
 
     Raises:
@@ -68,12 +68,12 @@ class BulkListener:
             ) from error
 
     def answer(self, methods: Iterable[Method], tickets: Tickets, threads: ThreadPool) -> None:
-        """Begin to answer those methods that carry weights.
+        """Begin to answer the methods that carry weights.
 
         Args:
-            methods: of the contract.
-            tickets: checks what calls show.
-            threads: for streams.
+            methods: all methods of the contract.
+            tickets: checks the tickets of calls.
+            threads: thread pool for streams.
         """
         self._threads.pool = threads
         found = {each.path: partial(self._behave, each) for each in methods if each.carries_weights}
@@ -101,7 +101,7 @@ class BulkListener:
 
 
 class _Gate(grpc.ServerInterceptor):  # type: ignore[type-arg]
-    """Refuses calls without a ticket, and those that carry no weights; runs in the thread that accepts calls."""
+    """Refuses calls without a valid ticket, and calls that carry no weights; runs in the thread that accepts calls."""
 
     def __init__(self, count: Count, pool: ThreadPoolExecutor, known_port: int) -> None:
         self.tickets: Tickets | None = None
@@ -137,10 +137,10 @@ class _Gate(grpc.ServerInterceptor):  # type: ignore[type-arg]
 
 
 class _Threads(ThreadPoolExecutor):
-    """A `ThreadPool` as gRPC knows pools of threads; it is given once there is a service.
+    """Adapter from `ThreadPool` to gRPC's executor interface; ``pool`` is set once the service exists.
 
-    gRPC's thread that accepts calls does not outlive an error of `submit`. So a call for which there is no thread is refused by its own
-    behaviour, in the pool for refusals, where `check` raises.
+    An exception from `submit` would end gRPC's thread that accepts calls. So if no thread is free, the call's behaviour runs in the pool for
+    refusals, where `check` raises the error.
     """
 
     def __init__(self) -> None:
@@ -148,7 +148,7 @@ class _Threads(ThreadPoolExecutor):
         self.pool: ThreadPool | None = None
         self._here = threading.local()
         self._error: WeighbridgeError | None = None
-        # for refusals alone: they must not wait for those who have a thread
+        # a pool for refusals alone, because they must not wait for running streams
         self.refusing = ThreadPoolExecutor(
             _REFUSING_THREADS, "bulk-refuse", setattr, (self._here, "refuses", True)
         )
@@ -163,6 +163,6 @@ class _Threads(ThreadPoolExecutor):
             return self.refusing.submit(work, *args, **kwargs)
 
     def check(self) -> None:
-        """Raise if there was no thread for the call that runs in this thread."""
+        """Raise the error of `submit` if this thread runs a call for which no thread was free."""
         if self._error is not None and hasattr(self._here, "refuses"):
             raise self._error.anew()

@@ -1,9 +1,9 @@
-"""Streams of weights through the gRPC face: how many at one time, and how many bytes of them in memory.
+"""Streams of weights over gRPC: limits on the number of concurrent streams, and on their bytes in memory.
 
-Flow control is that of the handlers. A handler that yields messages is asked for the next one
-when the transport has taken the one before; of a stream that is not read, one message at most is in memory. A message of a stream
-that is pushed is fetched from the transport when the handler asks for it; until then the sender is held back by HTTP/2's window.
-So room for a message is taken before it is made or asked for, and given back when the handler comes to the next one.
+Handlers control the flow. gRPC asks a handler that yields messages for the next one when the transport has taken the previous one, so a stream
+that its client does not read holds at most one message in memory. A message of a push is read from the transport when the handler asks for it;
+until then HTTP/2's flow-control window holds the sender back. So a handler reserves room for a message before it builds or requests it, and
+releases the room when it continues with the next message.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _NOTHING = rpc.checksum(b"")
 
 
 class BulkStreams:
-    """Who may stream weights. Thread-safe.
+    """Admission of streams of weights. Thread-safe.
 
     Args:
-        budget: what they may have in flight.
-        most: how many there may be at one time, and how many from other replicas; each keeps a thread.
+        budget: budget of bytes in flight.
+        most: maximum number of concurrent streams of clients, and also of streams to other replicas; each stream occupies a thread.
         wait: seconds that a call without a deadline waits for room.
-        planners: threads that plan streams: hundreds that plan at one time would keep the interpreter from everybody else.
-        quotas: of identities, in streams and in bytes a second.
+        planners: threads that plan streams. A small pool, because hundreds of concurrent plans would starve all other Python threads.
+        quotas: quotas of identities, in streams and in bytes per second.
     """
 
     def __init__(
@@ -54,16 +54,16 @@ class BulkStreams:
     def admit(
         self, direction: Direction, call: Call, asked: Striping = WHOLE, *, begins: bool = False
     ) -> Iterator[Share]:
-        """A place for a call, and its share of the budget.
+        """Admit a stream, and reserve its share of the budget while the block runs.
 
         Args:
-            direction: which way its stream goes.
+            direction: direction of the stream.
             call: the call.
-            asked: which part of a stream it is to bring; `Share.striping` says which it is to bring indeed.
-            begins: whether the stream begins with it, so that it may bring all of it.
+            asked: the part of the stream that the client requests; `Share.striping` is the part that the call actually carries.
+            begins: whether the call is at the beginning of the stream, so that it may carry the whole stream instead of a part.
 
         Raises:
-            ResourceExhausted: no place is left; says when to try again.
+            ResourceExhausted: there are too many streams; the error has the time after which to retry.
         """
         with (
             self._quotas.streaming(call.peer.identity, asked, whole=begins) as streaming,
@@ -87,18 +87,18 @@ class BulkStreams:
         response: type[R],
         count: Callable[[int], None],
     ) -> Iterator[R | bytes]:
-        """The messages of a stream to a client, planned in its turn.
+        """Plan a stream to a client and yield its messages.
 
         Args:
             call: the call.
-            request: says which part of the stream is wanted.
-            plan: gives what is read for a part of it.
+            request: request with the requested part of the stream.
+            plan: plans the reading of a part of the stream.
             response: type of the messages.
-            count: is called with the bytes of weights of each message.
+            count: is called with the number of weight bytes of each message.
 
         Raises:
-            ResourceExhausted: there is no place for the stream, or no room for the next message.
-            Exception: as ``plan`` raises it.
+            ResourceExhausted: there are too many streams, or there is no room for the next message.
+            Exception: any error of ``plan``.
         """
         asked = wire.striping_from_proto(request)
         with self.admit(Direction.OUT, call, asked, begins=not request.offset) as share:
@@ -115,21 +115,21 @@ class BulkStreams:
                     message = pieces.encode(
                         response(offset=piece.offset, checksum=piece.checksum), piece.data
                     )
-                    del piece  # what was gathered need not wait with it until gRPC has taken the message
+                    del piece  # releases the gathered bytes before gRPC has taken the message
                     with share.with_client():
                         yield message
                     del message
 
 
 class Share:
-    """What a stream has: its pace, and its part of the budget, of which it takes nothing while it is slowed.
+    """A stream's rate limit and its share of the budget. A stream holds none of the budget while it waits for its rate limit.
 
     Args:
-        streaming: of its identity.
-        reservation: of the budget.
+        streaming: rate limit of the stream's identity.
+        reservation: reservation in the budget.
 
     Attributes:
-        striping: the part of a stream that it brings.
+        striping: the part of the stream that the call carries.
     """
 
     def __init__(self, streaming: Streaming, reservation: Reservation) -> None:
@@ -138,19 +138,19 @@ class Share:
         self._reservation = reservation
 
     def take(self, nbytes: int) -> None:
-        """Wait until a message with so many bytes of weights may go. Raises as `Reservation.take`."""
+        """Wait until a message with ``nbytes`` bytes of weights may be sent. Raises as `Reservation.take`."""
         self._reservation.give()
         self._streaming.wait(nbytes)
         self._reservation.take(nbytes)
 
     def take_any(self) -> None:
-        """As `take`, for a message whose length is not known before it comes, which `came` is told."""
+        """As `take`, for an incoming message of unknown length; call `came` with its length afterwards."""
         self._reservation.give()
         self._streaming.wait()
         self._reservation.take()
 
     def came(self, nbytes: int) -> None:
-        """A message has come with so many bytes of weights."""
+        """Count a received message with ``nbytes`` bytes of weights."""
         self._streaming.count(nbytes)
 
     def with_client(self) -> AbstractContextManager[None]:
@@ -164,8 +164,8 @@ def received(
     """The pieces of a stream from a client: offset, data and checksum of each.
 
     Args:
-        messages: those of the call behind the first one.
-        share: what it has.
+        messages: messages of the call after the first one.
+        share: the stream's share.
 
     Raises:
         InvalidArgument: a message is too large.

@@ -1,4 +1,4 @@
-"""Call: what a handler may know of who called, and for how long it can wait."""
+"""Call: caller, deadline and end of a call, for its handler."""
 
 from __future__ import annotations
 
@@ -28,41 +28,41 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _MARGIN = 0.25
-"""Seconds by which a wait ends before the caller's deadline, so that the answer says what was missing."""
+"""Seconds by which a wait ends before the caller's deadline, so that the response with the reason still arrives in time."""
 
 
 class Context(Protocol):
-    """What is the same in gRPC's contexts of threads and of event loops."""
+    """Common interface of gRPC's contexts for threads and for event loops."""
 
     def invocation_metadata(self) -> Iterable[tuple[str, str | bytes]] | None:
-        """What the call has brought along."""
+        """Metadata of the call."""
 
     def auth_context(self) -> Mapping[str, Any]:
-        """What TLS has proved of the caller."""
+        """Properties of the caller that TLS has verified."""
 
     def time_remaining(self) -> float | None:
         """Seconds until the deadline; None without one."""
 
     def peer(self) -> str:
-        """Who has called."""
+        """Address of the caller."""
 
 
 class Call:
     """One call. Thread-safe.
 
     Args:
-        context: gRPC's.
-        access: knows who calls.
-        cancel: ends the call, from any thread; what its handler is at breaks off.
+        context: gRPC's context.
+        access: identifies the caller.
+        cancel: ends the call, from any thread, and interrupts its handler.
 
     Attributes:
-        peer: who has called.
+        peer: the caller.
         cancel: as given.
-        evidence: what it has shown; None where that is not asked for.
-        span: of the answer to it.
-        named: the models and refs that its request names, once it has come; of one that is refused, the first that it may not.
-        noted: what was said to `note` of the change that it makes.
-        refusal: the error that its caller is told; None without one.
+        evidence: the caller's credentials; None if the service needs none.
+        span: tracing span of the call.
+        named: the models and refs that the request names, once it has been received; for a refused call, the first that the caller may not use.
+        noted: details of the change for the audit log, from `note`.
+        refusal: the error that the caller receives; None without one.
     """
 
     def __init__(self, context: Context, access: Access, cancel: Callable[[], object] = lambda: None) -> None:
@@ -83,11 +83,11 @@ class Call:
 
     @property
     def seconds(self) -> float:
-        """How long ago it came."""
+        """Seconds since the call began."""
         return time.monotonic() - self._begun
 
     def begin_span(self, method: MethodDescriptor) -> None:
-        """Begin the span of its answer, if its caller traces it and is somebody."""
+        """Begin the call's span, if the caller sent a ``traceparent`` and was identified."""
         traceparent = in_metadata(self._context.invocation_metadata())
         if traceparent and not self.peer.identity.problem:
             service = method.containing_service.full_name
@@ -95,24 +95,24 @@ class Call:
             self.span = spans.continuing(f"{service}/{method.name}", said, traceparent, SpanKind.SERVER)
 
     def end_span(self, code: str) -> None:
-        """End it, with the call's status."""
+        """End the call's span, with the call's status code."""
         self.span.set_attribute("rpc.grpc.status_code", StatusCode[code].value[0])
         self.span.end()
 
     def patience(self, without: float) -> float:
-        """How many seconds the call may wait now: almost until its deadline, and at most ``without``."""
+        """Seconds that the call may still wait: until shortly before its deadline, and at most ``without``."""
         left = self._context.time_remaining()
         return without if left is None or left > without else max(left - _MARGIN, 0.0)
 
     async def accept(self) -> None:
-        """Tell the caller of a stream, before anything is sent, that it has been accepted."""
+        """Send the initial metadata of an accepted stream, before its first message."""
         context = cast("grpc.aio.ServicerContext[Any, Any]", self._context)
         await context.send_initial_metadata(((ACCEPTED, "1"),))
 
     def check_standing(self) -> None:
-        """Raise Unavailable if what let the call in does so no longer, as a token that has expired; asked now and then in a long call.
+        """Raise Unavailable if the caller's credentials are no longer valid, for example after a token has expired.
 
-        It is no refusal: whoever calls again with a new token goes on where the call has ended.
+        Long calls check this periodically. The error is Unavailable, not a refusal, so that a client calls again with a new token and resumes.
         """
         now = time.monotonic()
         if self.evidence is None or now - self._stood < self._access.standing_seconds:
@@ -132,7 +132,7 @@ class Call:
         return not self._ended
 
     def wait(self, future: Future[T]) -> T:
-        """Wait in the handler's thread, until the call ends at most. Raises CancelledError if it does."""
+        """Wait for a future in the handler's thread. Raises CancelledError if the call ends first."""
         self._awaited = future
         try:
             if self._ended:
@@ -143,7 +143,7 @@ class Call:
             del future  # its error's traceback leads back here
 
     def add_callback(self, callback: Callable[[], object]) -> None:
-        """Call this, from any thread, when the call has ended; at once if it has."""
+        """Run a callback, in any thread, when the call has ended; immediately if it has ended already."""
         with self._lock:
             if not self._ended:
                 self._callbacks.append(callback)
@@ -151,7 +151,7 @@ class Call:
         callback()
 
     def end(self) -> None:
-        """The caller has its answer, or has gone."""
+        """Mark the call as ended (the caller has received the answer or has disconnected), and run the callbacks."""
         with self._lock:
             self._ended = True
             callbacks, self._callbacks = self._callbacks, []

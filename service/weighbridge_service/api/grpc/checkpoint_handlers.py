@@ -105,7 +105,7 @@ class CheckpointHandlers:
         )
 
     async def _answered(self, call: Call, ask: Callable[[], Pending[T]]) -> T:
-        """What a push answers; no thread waits for it."""
+        """Ask a push, and wait for its answer without occupying a thread."""
         asked = self._methods.begin(call, ask)
         try:
             pending = await asyncio.wrap_future(asked)
@@ -116,7 +116,7 @@ class CheckpointHandlers:
         try:
             done, _ = await asyncio.wait([answer], timeout=pending.seconds)
         finally:
-            answer.cancel()  # `finish` has its errors
+            answer.cancel()  # `finish` raises its errors
             pending.leave()
         if pending.in_memory:
             return pending.finish(bool(done))
@@ -224,7 +224,8 @@ class CheckpointHandlers:
 
 
 def _linked(weight_map: WeightMap) -> checkpoint_service_pb2.DescribeShardsResponse:
-    """Tensors of a trainer, those of the model in which their elements are, and where; none of those that files have in other axes."""
+    """A trainer's tensors, the model's tensors that contain their elements, and the links between them. Links to tensors whose axes differ in the
+    files are left out."""
     links = [link for link in weight_map.links if link.target not in weight_map.seen]
     targets = {link.target: weight_map.hugging_face[link.target] for link in links}
     held = Layout.stream(weight_map.megatron.values(), [])
@@ -237,7 +238,7 @@ def _linked(weight_map: WeightMap) -> checkpoint_service_pb2.DescribeShardsRespo
 
 
 def _leave(asked: Future[Pending[Any]]) -> None:
-    """Nobody waits for what was asked."""
+    """Leave the pending answer of a cancelled call."""
     if not asked.cancelled() and asked.exception() is None:
         asked.result().leave()
 

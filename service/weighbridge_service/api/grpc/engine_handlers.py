@@ -20,7 +20,7 @@ class EngineHandlers:
     """`EngineService`.
 
     Args:
-        engines: those of the service.
+        engines: the engines that the service knows.
     """
 
     def __init__(self, engines: KnownEngines) -> None:
@@ -40,5 +40,5 @@ class EngineHandlers:
 
 
 def engine_service(engines: KnownEngines) -> tuple[Any, str, object]:
-    """`EngineService` for the server of the gRPC face."""
+    """`EngineService` and its handlers, for `GrpcServer`."""
     return pb, "EngineService", EngineHandlers(engines)

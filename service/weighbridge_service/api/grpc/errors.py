@@ -18,12 +18,12 @@ _DOMAIN = "weighbridge.v1"
 _LONGEST_DETAIL = 300
 _LONGEST_MESSAGE = 600
 _MOST_BYTES = 2400
-"""Bytes of all details together. Statuses travel in HTTP/2 headers, of which peers take 8 KiB for sure: the message
-once percent-encoded (three bytes for each of a letter that is not ASCII), and everything once more in base64."""
+"""Bytes of all details together. A status travels in HTTP/2 headers, of which every peer accepts 8 KiB. They have the message
+percent-encoded (three bytes for each byte of a non-ASCII character), and the whole status again in base64."""
 
 
 def _with_room(lines: Sequence[str]) -> list[str]:
-    """As many of the lines as there is room for; the last one says how many more there are."""
+    """The first lines that fit into `_MOST_BYTES`; the last line has the number of omitted ones."""
     told = [_cut(line, _LONGEST_DETAIL) for line in first_lines(lines)]
     used = accumulate(len(line.encode()) for line in told)
     return first_lines(told, most=sum(length <= _MOST_BYTES for length in used))
@@ -54,5 +54,5 @@ def to_status(error: WeighbridgeError) -> Any:
 
 
 def _cut(text: str, most: int) -> str:
-    """The text's beginning, in at most so many bytes of UTF-8."""
+    """The beginning of a text, at most ``most`` bytes in UTF-8."""
     return text.encode("utf-8", "replace")[:most].decode("utf-8", "ignore")

@@ -1,4 +1,4 @@
-"""Event loop in a thread of its own, for those who are in other threads."""
+"""Event loop in a thread of its own, for use from other threads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class EventLoop:
     """An event loop that runs until it is stopped.
 
     Attributes:
-        loop: to schedule things on.
+        loop: the loop.
     """
 
     def __init__(self, name: str) -> None:
@@ -30,15 +30,15 @@ class EventLoop:
         self.loop.run_forever()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine on the loop and wait for it; not from the loop's own thread."""
+        """Run a coroutine on the loop and wait for its result. Not for the loop's own thread."""
         return self.begin(work).result()
 
     def begin(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run a coroutine on the loop."""
+        """Run a coroutine on the loop and return its future."""
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     def stop(self) -> None:
-        """Cancel what is left, and end the thread."""
+        """Cancel all tasks, and end the thread."""
         if self.loop.is_closed():
             return
         self.run(_cancel_others())

@@ -1,6 +1,6 @@
 """Handlers of gRPC's own services: health checks and reflection.
 
-They are those of the libraries in what they answer, and read requests as all others are read.
+They give the same answers as the handlers of grpcio's packages, but their requests are read under the limits of all other requests.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _Status = health_pb2.HealthCheckResponse
 
 
 def reflection_handlers(names: Iterable[str]) -> object:
-    """Handlers of `ServerReflection` that tell of these services."""
+    """Handlers of `ServerReflection` for these services."""
     return ReflectionServicer(names)
 
 
 class HealthHandlers:
-    """`Health`: whether new work should come. For the loop's thread, but for `serve` before it begins."""
+    """`Health`: whether the service takes new work. For the loop's thread, except `serve`, which is called before the loop answers calls."""
 
     def __init__(self) -> None:
         self._names: set[str] = set()
@@ -36,11 +36,11 @@ class HealthHandlers:
         self._refused = asyncio.Event()
 
     def serve(self, names: Iterable[str]) -> None:
-        """These services are there, and take new work."""
+        """Report these services as serving."""
         self._names = {"", *names}
 
     def refuse(self) -> None:
-        """No new work should come from now on."""
+        """Report all services as not serving from now on."""
         self._status = _Status.NOT_SERVING
         self._refused.set()
 
@@ -67,4 +67,4 @@ class HealthHandlers:
             yield self._of(request.service)
             await self._refused.wait()
         yield self._of(request.service)
-        await asyncio.get_running_loop().create_future()  # until the caller goes: nothing changes any more
+        await asyncio.get_running_loop().create_future()  # until the caller disconnects: nothing changes any more

@@ -1,6 +1,6 @@
-"""Method of the contract: what is done around a call of it, at whichever port it comes.
+"""Method of the contract, with the steps around each of its calls, which are the same at both ports.
 
-The ports differ in how they read, write and wait (`methods` on an event loop, `bulk_server` in threads), and in nothing else.
+The ports differ only in how they read, write and wait: `methods` on an event loop, `bulk_server` in threads.
 """
 
 from __future__ import annotations
@@ -33,34 +33,34 @@ log = logging.getLogger(__name__)
 
 Handler = TypeVar("Handler", bound=Callable[..., Any])
 Count = Callable[[str, str, float | None], None]
-"""Is told the method and the status code of each call that ends, and how long it took; None of those that last as long as their clients."""
+"""Counts an ended call. Receives method name, status code and seconds; None instead of seconds if calls last as long as their clients want."""
 
 PAUSE_SECONDS = 60.0
-"""How long a stream of weights may pause: a trainer copies what it sends from its devices."""
+"""Seconds that a stream of weights may pause between messages, because a trainer copies the weights from its devices meanwhile."""
 
 
 def streamed(handler: Handler) -> Handler:
-    """A handler that takes an iterator over the messages of a request, as `pieces.Carried`, in a thread of its own."""
+    """Mark a handler that takes an iterator over the messages of a request, as `pieces.Carried`, in a thread of its own."""
     handler.streamed = True  # type: ignore[attr-defined]
     return handler
 
 
 def encoded(response: Message | bytes) -> bytes:
-    """A response as it goes on the wire; messages with weights are encoded already."""
+    """The wire format of a response; messages with weights are already encoded."""
     return response if isinstance(response, bytes) else response.SerializeToString()
 
 
 @dataclass(frozen=True, slots=True)
 class Supervision:
-    """What all calls are subject to.
+    """Checks, limits and records that apply to all calls.
 
     Attributes:
-        access: knows who calls.
-        audit: where it is written down how each call ends.
-        count: is told how each call ends.
+        access: identifies callers.
+        audit: records the end of each call.
+        count: counts the end of each call.
         waits: ends waits for messages that take too long.
-        limits: what requests may take on their way in.
-        quotas: of identities; say how long a call of one is put off before anything of it is looked at.
+        limits: limits of requests while they are received.
+        quotas: quotas of identities, which also delay calls before their requests are read.
     """
 
     access: Access
@@ -75,20 +75,20 @@ class Method:
     """One method, and its handler.
 
     Args:
-        descriptor: of the contract.
-        handler: answers calls of it.
-        supervision: of calls.
+        descriptor: descriptor from the contract.
+        handler: answers calls.
+        supervision: supervision of calls.
 
     Attributes:
         handler, supervision: as given.
-        path: of its calls.
-        verb: what its callers must be allowed to do.
-        takes_long: whether it has threads other than those for calls that are answered at once.
-        joins: whether the messages of a request are parts of one, or each is a request.
+        path: gRPC path of its calls.
+        verb: the verb that callers must be allowed.
+        takes_long: whether its calls run in the pool for long calls instead of the one for quick calls.
+        joins: whether a call has several messages: parts of one request, or, if ``lasts`` is also true, separate requests.
         on_loop: whether the handler runs on an event loop.
         lasts: whether calls last as long as their clients want.
-        takes_weights: whether it takes a stream of weights.
-        carries_weights: whether it takes or gives one.
+        takes_weights: whether a call receives a stream of weights.
+        carries_weights: whether a call receives or sends a stream of weights.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Method:
         self._decode: Callable[[bytes], Any] = pieces.decoder(kind) if self.takes_weights else kind.FromString
 
     def begin(self, context: Context, cancel: Callable[[], object]) -> Call:
-        """A call that has come; ``cancel`` ends it, from any thread."""
+        """Begin a call; ``cancel`` ends it, from any thread."""
         call = Call(context, self.supervision.access, cancel)
         if not self.lasts:
             call.begin_span(self._descriptor)
@@ -117,11 +117,11 @@ class Method:
 
     @contextmanager
     def answering(self, call: Call, is_active: Callable[[], bool]) -> Iterator[None]:
-        """Answer a call in the block. An error becomes `Call.refusal`; how the call ends is counted, traced and recorded.
+        """Answer a call in the block. An error becomes `Call.refusal`; the end of the call is counted, traced and recorded in the audit log.
 
         Args:
             call: the call.
-            is_active: whether its caller still waits for an answer.
+            is_active: returns whether the caller still waits for an answer.
         """
         code = "OK"
         try:
@@ -130,34 +130,34 @@ class Method:
             code = "CANCELLED"
             raise
         except Exception as error:
-            # a caller that has gone is told nothing; neither is one whose own stream broke while it was read
+            # no error for a caller that has disconnected, or whose own stream broke while it was read
             gone = isinstance(error, grpc.RpcError | grpc.aio.InternalError) or not is_active()
             known = Unavailable("the caller has gone") if gone else self._known(error)
             code, call.refusal = "CANCELLED" if gone else known.grpc_code, to_status(known)
-            del known  # its traceback leads back here
+            del known  # its traceback refers to this frame
         finally:
             self.supervision.count(self._descriptor.name, code, None if self.lasts else call.seconds)
             call.end_span(code)
             record(self.supervision.audit, call, self._descriptor, code)
 
     def request(self, call: Call, raw: bytes) -> Any:
-        """A request of a caller that may ask for what it says. Raises InvalidArgument if it is none, and as `check_allowed`."""
+        """Decode and authorize a request. Raises InvalidArgument if it cannot be decoded, and as `check_allowed`."""
         found = self._decoded(raw)
         check_allowed(call, self.verb, found, self.supervision.audit)
         return found
 
     def answer(self, call: Call, raw: bytes) -> bytes:
-        """The response to a request, by a handler that is a function."""
+        """The encoded response to a request, from a handler that is a function."""
         with noting(call.noted):
             return encoded(self.handler(self.request(call, raw), call))
 
     def carry(self, requests: Iterator[bytes], call: Call, first: Any = None) -> Generator[bytes, None, None]:
-        """The responses to a call that carries weights, for a thread: the next request is waited for when the handler wants it.
+        """The responses to a call that carries weights. Runs in a thread, which waits for the next message when the handler needs it.
 
         Args:
-            requests: messages as they come.
+            requests: the messages, read one at a time.
             call: the call.
-            first: the message before these, if `request` has read it already.
+            first: the first message, if `request` has decoded it already; ``requests`` has the others.
         """
         waited = self._waited_for(requests, call)
         if self.takes_weights:
@@ -180,7 +180,7 @@ class Method:
             yield first
         del first
         for raw in requests:
-            # the first one names the model for all that follow
+            # only the first message is authorized: it names the model for all further ones
             message = self._decoded(raw) if begun else self.request(call, raw)
             begun = True
             yield message
@@ -208,7 +208,7 @@ class Method:
             ) from error
 
     def _known(self, error: Exception) -> WeighbridgeError:
-        """What the caller is told of an error; one that nobody expected is logged."""
+        """The error that the caller receives; an unexpected one is logged and replaced."""
         if isinstance(error, WeighbridgeError):
             return error
         log.error("%s failed", self._descriptor.name, exc_info=error)
@@ -223,9 +223,9 @@ def methods_of(
     """The methods of services.
 
     Args:
-        contract: each service, and an object with a method of the name of each of its methods that is not derived.
-        derived: handlers by service and method.
-        supervision: of calls.
+        contract: each service, with an object that has a handler named like each method that is not in ``derived``.
+        derived: handlers by ``Service.Method``.
+        supervision: supervision of calls.
     """
     return [
         Method(
@@ -239,7 +239,7 @@ def methods_of(
 
 
 class Behaviours(grpc.GenericRpcHandler):  # type: ignore[type-arg]
-    """What a server runs, by the paths of calls. All requests and responses are streams of bytes."""
+    """Behaviours of a server by gRPC path. All requests and responses are streams of bytes."""
 
     def __init__(self, behaviours: Mapping[str, Callable[..., Any]]) -> None:
         self._found = {path: grpc.stream_stream_rpc_method_handler(each) for path, each in behaviours.items()}

@@ -1,11 +1,11 @@
-"""Methods of the service on an event loop: reads requests, runs handlers where they belong, and answers.
+"""Methods of the service on an event loop: reads requests, runs each handler on the loop or in a thread, and sends responses.
 
-What a handler is says where it runs. A coroutine or an asynchronous generator runs on the loop, and must not hold it up. A function touches
-the store or computes, and takes a thread of the pools for as long as it runs. A generator gives messages with weights; it, and a function
-that takes messages one by one (`streamed`), has a thread of its own.
+The kind of a handler determines where it runs. A coroutine or an asynchronous generator runs on the loop and must not block it. A function may
+access the store or compute; it occupies a thread of a pool while it runs. A generator, which yields messages with weights, and a function that
+takes messages one by one (`streamed`) have a thread of their own.
 
-Every request is read as a stream, also where the contract has a single message: so a caller that sends headers and nothing more costs no
-thread, and is told that its time is up.
+Every request is read as a stream, even if the contract has a single message. So a caller that sends only headers occupies no thread, and
+receives DeadlineExceeded.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ T = TypeVar("T")
 
 _MOST_CALLS = 8192
 _CALLS_A_SECOND, _CALLS_AT_ONCE = 2000.0, 10_000.0
-"""Of one host. 1,024 ranks that wait for each other make 500 a second together."""
+"""Rate and burst of calls from one host. 1,024 ranks that wait for each other make 500 calls a second together."""
 _SMALL_REQUEST = 32 << 10
-"""Bytes that are decoded on the loop; it takes less than a millisecond."""
+"""Bytes of a request up to which it is decoded on the loop, which takes less than a millisecond."""
 _STUCK = Unavailable("the stream stalled, and other streams need its memory", fix="resume it at its offset")
 
 
 class Methods:
-    """What runs handlers.
+    """Runner of handlers.
 
     Args:
-        loop: on which calls come.
-        quick: threads for what is answered at once.
-        long: threads for what is not.
-        replicas: threads for other replicas: a handover must not wait for clients.
+        loop: the event loop of the server.
+        quick: threads for quick calls.
+        long: threads for long calls.
+        replicas: threads for calls of other replicas, because a handover must not wait for clients.
         streams: threads for streams of weights.
-        supervision: of calls.
+        supervision: supervision of calls.
     """
 
     def __init__(
@@ -71,15 +71,15 @@ class Methods:
         self._rates = Rates(_CALLS_A_SECOND, _CALLS_AT_ONCE)
 
     async def run(self, call: Call, work: Callable[[], T]) -> T:
-        """Do something that touches the store, or computes, for a call. For handlers that are coroutines."""
+        """Run work that accesses the store or computes in a thread. For handlers that are coroutines."""
         return await self._quick.run(work, call.peer)
 
     def begin(self, call: Call, work: Callable[[], T]) -> Future[T]:
-        """As `run`, but does not wait for it."""
+        """As `run`, but return a future at once."""
         return self._quick.submit(work, call.peer)
 
     def handling(self, methods: Iterable[Method]) -> Behaviours:
-        """These methods, for a server on the loop."""
+        """Behaviours of these methods, for a server on the loop."""
         return Behaviours({method.path: partial(self._behave, method) for method in methods})
 
     async def _behave(self, method: Method, _: object, context: grpc.aio.ServicerContext[Any, Any]) -> None:
@@ -94,7 +94,7 @@ class Methods:
 
         call = method.begin(context, evict)
         watched = self._watched(call, evict)
-        with ExitStack() as counted:  # until the client has read how the call has ended, or has gone
+        with ExitStack() as counted:  # until the client has read the status of the call, or has disconnected
             try:
                 with method.answering(call, call.is_active):
                     self._rates.count(call.peer.host)
@@ -109,14 +109,14 @@ class Methods:
                         task.uncancel()
                         raise evicted.anew() from None
                 if call.refusal is not None:
-                    call.end()  # its thread may wait for the same
+                    call.end()  # wakes the call's thread, which may be waiting for the client as well
                     await _refuse(context, call.refusal)
             finally:
                 watched()
                 call.end()
 
     def _watched(self, call: Call, evict: Callable[[WeighbridgeError], None]) -> Callable[[], None]:
-        """Evict a call once it may not go on; returns what ends the watching."""
+        """Check a call's credentials periodically, and evict it once they are invalid. Returns a function that stops the checks."""
         if self._access.open:
             return lambda: None
 
@@ -140,7 +140,7 @@ class Methods:
     async def _answer(self, method: Method, call: Call, context: Any) -> None:
         if method.takes_weights:
             raw = await self._requests.next(context, call.peer)
-            # a caller who may not is refused without a thread
+            # authorized here, so that a refused caller occupies no thread
             first = None if raw is None else method.request(call, raw)
             requests = iter(()) if raw is None else self._rest(call, context)
             del raw
@@ -150,7 +150,7 @@ class Methods:
             each = (method.request(call, raw) async for raw in self._requests.each(context, call.peer))
             await _send(method.handler(each, call), context)
             return
-        # of whoever is nobody, one part is enough to say so: others would be kept until then
+        # an unidentified caller is refused anyway: reading more than one part would only use memory
         parts = method.joins and not call.peer.identity.problem
         async with self._requests.whole(context, call.peer, parts=parts) as raw:
             if method.carries_weights:
@@ -175,7 +175,7 @@ class Methods:
     async def _carry(
         self, method: Method, requests: Iterator[bytes], call: Call, context: Any, first: Any = None
     ) -> None:
-        """Have a call that carries weights answered in a thread, which reads and writes by way of the loop."""
+        """Answer a call that carries weights in a thread, which reads and writes through the loop."""
         begun = [] if first is None else [first]
         del first
 
@@ -188,7 +188,7 @@ class Methods:
         await self._streams.run(work, call.peer)
 
     def _rest(self, call: Call, context: Any) -> Iterator[bytes]:
-        """The messages of a stream behind the first one, for a thread: each is fetched when it is asked for."""
+        """The messages of a stream after the first one, for a thread. Each is read only when the thread asks for it."""
         while (raw := self._wait(call, _next(context))) is not None:
             yield raw
             del raw
@@ -204,17 +204,17 @@ async def _send(responses: AsyncGenerator[Message, None], context: Any) -> None:
 
 
 async def _refuse(context: Any, status: grpc.Status) -> None:
-    """Answer a call with an error, or not at all if its caller goes meanwhile. Nothing can be sent after that."""
+    """Answer a call with an error, unless its caller has disconnected. Nothing can be sent afterwards."""
     try:
         await context.abort(status.code, status.details, status.trailing_metadata)
     except grpc.aio.AbortError as aborted:
-        # gRPC keeps it with the call, to which its traceback leads: thousands of refused calls would wait for the garbage collector
+        # gRPC keeps the error with the call, and its traceback refers to the call: only the garbage collector would free refused calls
         aborted.__traceback__ = aborted.__context__ = None
-    except grpc.aio.InternalError:  # a status could not be sent
+    except grpc.aio.InternalError:  # the status could not be sent
         pass
 
 
 async def _next(context: Any) -> bytes | None:
-    """The next message of a stream of weights; None behind the last one."""
+    """The next message of a stream of weights; None after the last one."""
     found = await context.read()
     return None if found is grpc.aio.EOF else found  # type: ignore[attr-defined]

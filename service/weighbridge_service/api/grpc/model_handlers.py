@@ -1,4 +1,4 @@
-"""Handlers of `ModelService` beside the operations that are derived: each translates its request, calls one method of the service, and translates back."""
+"""Handlers of `ModelService`, without the derived operations: each translates its request, calls one method of the service, and translates back."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from weighbridge_storage.documents.names import ModelName
 
 _WAIT_SECONDS = 60.0
 _MANIFEST_BYTES = 1 << 20
-"""Of a manifest, in one answer."""
+"""Maximum bytes of a manifest in one response."""
 _MOST_REFS = 1024
 
 
 @lru_cache(maxsize=256)
 def _watched(index: int, version: Version) -> bytes:
-    """What all who watch the version as their ref with this index are sent."""
+    """The encoded response for a version, shared by all watchers that have its ref at the same index."""
     response = pb.WatchRefsResponse(index=index, version=wire.version_to_proto(version))
     return response.SerializeToString()
 
 
 def _files(messages: Iterable[resources_pb2.ModelFile]) -> dict[str, bytes]:
-    """Files by name; one that has the name of the one before goes on with its content.
+    """Files by name. Consecutive messages with the same name are parts of one file.
 
     Raises:
-        InvalidArgument: two that do not follow each other have the same name.
+        InvalidArgument: two messages with the same name are not consecutive.
     """
     found: dict[str, bytes] = {}
     for name, group in groupby(messages, key=lambda file: file.name):

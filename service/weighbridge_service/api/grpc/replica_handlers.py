@@ -1,4 +1,4 @@
-"""`ReplicaService`: what other replicas ask of this one."""
+"""`ReplicaService`: requests from other replicas."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ class OwnFiles(Protocol):
     """The files of versions that this replica has in images."""
 
     def own_file(self, model: str, number: int, claim: str, file: str) -> tuple[ByteArray, Hold]:
-        """All bytes of a file, and what keeps them there until it is released.
+        """All bytes of a file, and a hold that keeps them in memory until it is released.
 
         Raises:
-            FailedPrecondition: they are not final yet, or the version was given up.
-            NotFound: there is no such version under this claim, or no image of the file any more.
+            FailedPrecondition: the bytes are not final yet, or the push has failed or was aborted.
+            NotFound: there is no such version under this claim, or the image of the file no longer exists.
         """
 
 
 class VersionTaker(Protocol):
-    """What takes versions over from replicas that leave; see `handover.Takeovers`."""
+    """Takes versions over from leaving replicas; see `handover.Takeovers`."""
 
     def take_over(
         self, sender: Home, version: HandedVersion, memory_wait: float, go_on: Callable[[], bool]
     ) -> None:
-        """Returns when all bytes of a version, or of a share of it, are here, and this replica owns it."""
+        """Take over a version, or a share of it. Returns when all its bytes are here and this replica owns it."""
 
 
 class ReplicaHandlers:
@@ -51,14 +51,14 @@ class ReplicaHandlers:
 
     Args:
         home: this process.
-        pushes: what others are told, and who takes what they tell.
-        files: what others may read.
-        streams: who may stream weights.
-        met: takes note of a replica that has called.
-        left: takes note of one that has said that it stops.
-        leaving: whether this process stops.
+        pushes: the shared pushes, which provide this replica's progress and receive that of others.
+        files: the files that other replicas may read.
+        streams: admission of streams of weights.
+        met: records a replica that has called.
+        left: records a replica that is leaving.
+        leaving: returns whether this process is leaving.
         takeovers: takes versions over.
-        heard: takes note of engines that have reported to another replica.
+        heard: records engines that have reported to another replica.
     """
 
     def __init__(

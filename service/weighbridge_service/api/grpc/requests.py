@@ -1,7 +1,7 @@
-"""Requests on their way in: how many messages may be under way at one time, how long they may take, and how large they may become.
+"""Receiving of requests: limits on the number of messages received at the same time, and on their duration and size.
 
-A message that is being received takes memory, up to the server's limit, as soon as its length is announced. So a call waits for its turn
-before it reads one. Who has announced a message and holds it back, or has sent nothing, gives its place up when others wait for one.
+gRPC allocates memory for a message, up to the server's limit, as soon as its length is announced. So a call waits for its turn before it reads
+a message. A caller that has announced a message without sending it, or has sent nothing, loses its place when others wait for one.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from weighbridge_service.admission.turns import Turns
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """What requests may take on their way in.
+    """Limits of requests while they are received.
 
     Attributes:
-        places: messages that are received at one time: with 2 MiB each, 128 MiB.
-        longest: most bytes of a request.
-        pending_bytes: of requests that are not complete, or not answered.
-        small_bytes: of a request that are not counted: nearly all requests have fewer.
-        silent_seconds: how long a message may take that is due.
-        hurry_seconds: the same while others wait for the place.
+        places: messages that are received at the same time: with 2 MiB each, 128 MiB.
+        longest: maximum bytes of a request.
+        pending_bytes: maximum bytes of requests that are incomplete or not answered yet.
+        small_bytes: size up to which a request does not count toward ``pending_bytes``; nearly all requests are smaller.
+        silent_seconds: timeout for receiving a message.
+        hurry_seconds: the same while other calls wait for a place.
     """
 
     places: int = 64
@@ -55,29 +55,29 @@ class _Reader:
 
 
 class Requests:
-    """What reads requests. For the loop's thread.
+    """Reader of requests. For the loop's thread.
 
     Args:
-        waits: ends those that wait when memory runs away.
-        limits: what they may take.
+        waits: ends waiting reads when memory grows too fast.
+        limits: limits of requests.
     """
 
     def __init__(self, waits: MessageWaits, limits: RequestLimits = RequestLimits()) -> None:
         self._waits = waits
         self._limits = limits
-        self._readers: dict[_Reader, None] = {}  # in the order in which they have begun
+        self._readers: dict[_Reader, None] = {}  # in the order in which they began
         self._waiting: Turns[_Reader] = Turns()
         self._pending = HostQuota("bytes of requests", limits.pending_bytes)
         self._hurrying: asyncio.TimerHandle | None = None
 
     @asynccontextmanager
     async def whole(self, context: Any, peer: Peer, *, parts: bool) -> AsyncIterator[bytes]:
-        """A request: one message, or all that come, joined. Its bytes are accounted for until the block ends.
+        """A request: one message, or with ``parts`` all messages of the call, joined. Its bytes count toward the limits until the block ends.
 
         Raises:
-            InvalidArgument: there is none, or it is too long.
-            DeadlineExceeded: it does not come.
-            ResourceExhausted: too much is under way.
+            InvalidArgument: the call has no request, or it is too long.
+            DeadlineExceeded: a message did not arrive in time.
+            ResourceExhausted: too many bytes of requests are pending, or as `next`.
         """
         found = await self.next(context, peer)
         if found is None:
@@ -108,11 +108,11 @@ class Requests:
             yield found
 
     async def next(self, context: Any, peer: Peer) -> bytes | None:
-        """The next message of a call; None behind the last one.
+        """The next message of a call; None after the last one.
 
         Raises:
-            DeadlineExceeded: none comes.
-            ResourceExhausted: none has come, and others wait.
+            DeadlineExceeded: no message arrived within ``silent_seconds``.
+            ResourceExhausted: no message arrived within ``hurry_seconds``, and other calls wait; or memory grew too fast.
         """
         reader = _Reader(asyncio.get_running_loop().create_future())
         if len(self._readers) < self._limits.places and not self._waiting:
@@ -134,7 +134,7 @@ class Requests:
 
                 def end() -> None:
                     reader.hurried = True
-                    with suppress(RuntimeError):  # it has just come to its end
+                    with suppress(RuntimeError):  # the timeout has just ended
                         limit.reschedule(loop.time())
 
                 with self._waits.waiting(lambda: loop.call_soon_threadsafe(end)):
@@ -156,7 +156,7 @@ class Requests:
         return data
 
     def _begin(self, reader: _Reader) -> None:
-        if not reader.turn.done():  # if it is, its caller has gone
+        if not reader.turn.done():  # if it is done, the caller has disconnected
             reader.since = time.monotonic()
             self._readers[reader] = None
             reader.turn.set_result(None)
@@ -172,7 +172,7 @@ class Requests:
             self._hurrying = asyncio.get_running_loop().call_later(self._limits.hurry_seconds, self._hurry)
 
     def _hurry(self) -> None:
-        """Take places from those that have had them for long, as long as others wait."""
+        """Time out the reads that have had a place for `hurry_seconds`, one for each waiting call."""
         self._hurrying = None
         now, wanted = time.monotonic(), len(self._waiting)
         loop = asyncio.get_running_loop()
@@ -182,7 +182,7 @@ class Requests:
             if reader.hurried:
                 continue
             left = reader.since + self._limits.hurry_seconds - now
-            if left > 0:  # all others have begun later
+            if left > 0:  # all further readers began later
                 self._hurrying = loop.call_later(left, self._hurry)
                 return
             if reader.limit is not None:
@@ -192,7 +192,7 @@ class Requests:
 
 
 def joined(parts: Iterable[bytes], longest: int) -> bytes:
-    """A request, from its parts. Raises InvalidArgument if there is none, or if it has more bytes."""
+    """A request, joined from its parts. Raises InvalidArgument if there are no parts, or if it has more than ``longest`` bytes."""
     found: list[bytes] = []
     size = 0
     for part in parts:

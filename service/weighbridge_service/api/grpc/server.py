@@ -1,4 +1,4 @@
-"""Server of the gRPC face: the known port on an event loop, for all calls, and one for streams of weights alone."""
+"""gRPC server of the service: the known port for all calls, on an event loop, and a port for streams of weights alone."""
 
 from __future__ import annotations
 
@@ -51,23 +51,23 @@ from weighbridge_storage.threads import ThreadPool
 _QUICK_THREADS = 32
 _LONG_THREADS = 8
 _PLANNING_THREADS = 4
-"""Each keeps the interpreter from the loop while it computes: with 8, calls waited twice as long behind a thousand pulls that began at once."""
+"""Few, because a planning thread holds the interpreter lock: with 8, other calls waited twice as long when a thousand pulls began at once."""
 _REPLICA_THREADS = 32
 _LAST_PORT = 65535
 
 _LIMIT = "grpc.max_receive_message_length"
 _MESSAGE_BYTES = 2 << 20
-"""Largest message that is taken; larger requests come in parts (`weighbridge._transport.request_parts`)."""
+"""Maximum size of a message; larger requests are sent in parts (`weighbridge._transport.request_parts`)."""
 
 _OPTIONS: tuple[tuple[str, int], ...] = (
     *(option for option in rpc.CHANNEL_OPTIONS if option[0] != _LIMIT),
     (_LIMIT, _MESSAGE_BYTES),
     ("grpc.so_reuseport", 0),  # a second service on the same port is an error, not a surprise
-    # each PING that comes too soon is an error, of which gRPC keeps 2.7 kB for as long as the connection's answers are not read (1.76);
-    # of answers it keeps 10,000, and reads no further
+    # gRPC 1.76 would answer each early PING with an error, and keep 2.7 kB for it until the peer reads the connection; of the PINGs' answers it
+    # keeps at most 10,000, and then stops reading
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.keepalive_permit_without_calls", 1),
-    # a connection that never says what it wants, or has not wanted anything for long, is given up; clients connect again by themselves
+    # close connections that do not complete the handshake or have been idle for long; clients reconnect automatically
     ("grpc.server_handshake_timeout_ms", 10_000),
     ("grpc.max_connection_idle_ms", 600_000),
 )
@@ -78,12 +78,12 @@ AUTO, OFF = "auto", "off"
 
 @dataclass(frozen=True, slots=True)
 class CallLimits:
-    """How much calls may take.
+    """Limits of calls.
 
     Attributes:
-        line: calls that wait for a thread, of each kind of threads.
-        watches: that go on at one time.
-        requests: what they may take on their way in.
+        line: maximum number of calls that wait for a thread, for each pool.
+        watches: maximum number of concurrent watches.
+        requests: limits of requests while they are received.
     """
 
     line: int = 4096
@@ -95,14 +95,14 @@ DEFAULT_LIMITS = CallLimits()
 
 
 def bulk_ports(wanted: str, port: int) -> tuple[int, ...]:
-    """At which ports streams of weights may go in, the first that is free; none if they have no port of their own.
+    """Candidate ports for streams of weights, of which the server takes the first that is free; empty if they have no port of their own.
 
     Args:
-        wanted: a number; ``auto`` for the one behind that for all calls, or else any; or ``off``.
-        port: for all calls.
+        wanted: a number; ``auto`` for the port after ``port``, or any if that is not free; or ``off``.
+        port: the port for all calls.
 
     Raises:
-        InvalidArgument: it is none of these.
+        InvalidArgument: ``wanted`` is not a port number, ``auto`` or ``off``.
     """
     if wanted == OFF:
         return ()
@@ -118,20 +118,20 @@ class GrpcListener:
 
     Args:
         address: ``host:port``; port 0 takes a free one.
-        connections: most at one time, at each port.
+        connections: maximum number of concurrent connections at each port.
         bulk: see `bulk_ports`.
-        certificates: of the service; None to answer without TLS.
-        count: observes calls that have ended.
+        certificates: certificates of the service; None to serve without TLS.
+        count: counts ended calls.
 
     Raises:
-        InvalidArgument: there cannot be such a port.
+        InvalidArgument: ``bulk`` is not valid.
         Unavailable: an address cannot be bound.
 
     Attributes:
-        port: for all calls.
-        bulk: for streams of weights; None if they have no port of their own.
-        count: observes calls that have ended.
-        loop: on which control calls are answered.
+        port: the port for all calls.
+        bulk: listener for streams of weights; None if they have no port of their own.
+        count: counts ended calls.
+        loop: the event loop that answers control calls.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class GrpcListener:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Whether something that gRPC logs is worth a line: not that a caller had gone when its status was sent (with a traceback for each)."""
+    """Whether to keep a log record of gRPC. Drops the tracebacks of statuses that could not be sent because the caller had disconnected."""
     error = record.exc_info[1] if record.exc_info else None
     return not isinstance(error, grpc.aio.InternalError)
 
@@ -192,7 +192,7 @@ OTHER_PORTS = (
     "if another service runs there, use it, or start this one at other ports: "
     "weighbridge serve --grpc 127.0.0.1:50061 --http 127.0.0.1:8081 --store ..."
 )
-"""What to do where an address cannot be bound."""
+"""Fix for an address that cannot be bound."""
 
 
 async def _bound(
@@ -210,7 +210,7 @@ async def _bound(
 
 
 def _why_not_bound(address: str) -> str:
-    """The reason in the system's words, which gRPC does not give: what binding it once more says."""
+    """The system's reason, which gRPC does not report; found by binding the address once more."""
     host, _, port = address.rpartition(":")
     try:
         family, kind, protocol, _, where = socket.getaddrinfo(
@@ -225,16 +225,16 @@ def _why_not_bound(address: str) -> str:
 
 
 class GrpcServer:
-    """The service's gRPC face.
+    """The service's gRPC server.
 
     Args:
-        listener: where it answers.
-        service: what it is the face of.
-        lane: what processes of this machine are told of.
-        http: ``host:port`` of the HTTP face, of which clients are told; empty without one.
-        limits: how much calls may take.
-        more: services of other houses: the module of the contract, the service's name there, and its handlers.
-        heard: takes note of engines that have reported to another replica.
+        listener: its bound ports.
+        service: the service.
+        lane: the local lane, which `LocalLaneService` describes to clients on this machine.
+        http: ``host:port`` of the HTTP server, for clients; empty without one.
+        limits: limits of calls.
+        more: services of other packages: the contract's module, the service's name in it, and its handlers.
+        heard: records engines that have reported to another replica.
     """
 
     def __init__(
@@ -311,7 +311,7 @@ class GrpcServer:
             self._listener.bulk.answer(self._methods, self._tickets, self._streams)
 
     def refuse(self) -> None:
-        """Tell health checks that no new work should come; calls are still answered."""
+        """Report not serving to health checks, so that no new work arrives; calls are still answered."""
         self._listener.loop.loop.call_soon_threadsafe(self._health.refuse)
 
     def stop(self, grace: float) -> None:

@@ -1,8 +1,8 @@
-"""Watches: who waits for a ref to move, or for a version to reach a state. One poller for each model, however many watch it.
+"""Watches: calls that wait for a ref to move, or for a version to reach a state. All watches of a model share one poller.
 
-A poller looks at the model's head when something has changed here, and now and then for what another replica has changed. It asks each
-question once, and wakes those who have asked it if the answer is another one than before. What this process has in memory is told without
-a look: ranks and engines wait for it.
+A poller reads the model's head when this process has changed it, and periodically for changes by other replicas. It asks each question once,
+and wakes the waiting calls if the answer has changed. Answers from this process's memory do not wait for a read of the store, because ranks and
+engines wait for them.
 """
 
 from __future__ import annotations
@@ -45,27 +45,27 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 LOOK_SECONDS = 0.45
-"""Between two looks while nothing changes here: how long it takes at most until what another replica has changed is seen."""
+"""Seconds between two polls while this process changes nothing: the maximum delay until another replica's change is noticed."""
 _ABSENT_SECONDS = 2.0
-"""Likewise of a model that is not registered, and so costs the store less: any name may be asked for."""
+"""The same for a model that is not registered. Longer, because callers may ask for any name, and each poll costs a request to the store."""
 _LEAST_SECONDS = 0.02
-"""Between two looks, however much changes."""
+"""Minimum seconds between two polls."""
 _POLLERS = Peer("pollers")
-"""For whom looks take a thread: one peer among others."""
+"""Peer under which polls take a thread, so that all pollers together have the share of one peer."""
 _PASSING = (*AWAY, ResourceExhausted)
-"""Errors of a look that tell nothing of what was asked."""
+"""Transient errors of a poll, which answer no question."""
 
 
 @dataclass(eq=False, slots=True)
 class _Asked:
-    """A question that somebody waits for. For the loop's thread.
+    """A question that calls wait for. For the loop's thread.
 
     Attributes:
-        answer: the last one.
-        first: who has just asked, and must not be told what was found before: each with the first look that counts.
-        others: who waits for another answer.
-        askers: how many there are.
-        outdated: the last look that was begun before ``answer`` was known.
+        answer: the last answer; None before the first.
+        first: futures of new callers, each with the number of the first poll that may answer it, because earlier polls may be outdated.
+        others: futures of callers that wait for the answer to change.
+        askers: number of calls that ask the question.
+        outdated: number of the last poll that began before ``answer`` was known.
     """
 
     answer: Answer | None = None
@@ -75,13 +75,13 @@ class _Asked:
     outdated: int = 0
 
     def tell_known(self, answer: Found, look: int) -> None:
-        """An answer from memory. If it is news, what looks find that have begun so far, up to number ``look``, is older."""
+        """Publish an answer from memory. If it differs, all polls up to number ``look`` are outdated."""
         if differs(self.answer, answer):
             self.outdated = look
         self._tell_others(answer)
 
     def tell(self, answer: Answer, look: int) -> None:
-        """What a look has found."""
+        """Publish the answer of poll number ``look``."""
         woken = [each for since, each in self.first if since <= look]
         self.first = [each for each in self.first if each[0] > look]
         for future in woken:
@@ -98,7 +98,7 @@ class _Asked:
         self.answer = answer
 
     def fail(self, error: WeighbridgeError) -> None:
-        """There will be no answer."""
+        """Fail all waiting calls."""
         self.fail_others(error)
         for _, future in self.first:
             if not future.done():
@@ -106,13 +106,13 @@ class _Asked:
         self.first = []
 
     def fail_others(self, error: WeighbridgeError) -> None:
-        """There will be no other answer."""
+        """Fail the calls that wait for the answer to change."""
         for future in self.others:
             if not future.done():
                 future.set_exception(error)
 
     async def next(self, seen: Answer) -> Answer:
-        """The answer, once it is another one than was seen."""
+        """The answer, once it differs from ``seen``."""
         if self.answer is not None and differs(seen, self.answer):
             return self.answer
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
@@ -124,7 +124,7 @@ class _Asked:
 
 
 class _Poller:
-    """Looks for one model as long as anybody asks. For the loop's thread."""
+    """Polls the head of one model while calls ask about it. For the loop's thread."""
 
     def __init__(
         self,
@@ -141,21 +141,21 @@ class _Poller:
         self._absent = False
 
     async def first(self, asked: _Asked) -> Answer:
-        """The answer of a look that is begun from now on."""
+        """The answer of a poll that begins after this call."""
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         asked.first.append((self._looks + 1, future))
         self.wake.set()
         return await future
 
     def tell_known(self, known: Callable[[Question], Found | None]) -> None:
-        """Something has changed in this process: tell what is known of it, and look again."""
+        """Publish answers from memory after a change in this process, and poll again."""
         for question, asked in self.asked.items():
             if (answer := known(question)) is not None:
                 asked.tell_known(answer, self._looks)
         self.wake.set()
 
     async def run(self) -> None:
-        """Look until nobody asks."""
+        """Poll until no call asks."""
         while self.asked:
             self.wake.clear()
             self._looks += 1
@@ -164,7 +164,7 @@ class _Poller:
             await self._look_once()
             due = begun + (max(self._look_seconds, _ABSENT_SECONDS) if self._absent else self._look_seconds)
             await asyncio.sleep(_LEAST_SECONDS)
-            if last:  # what was waited for may have come to pass at the end
+            if last:  # failed only after the last poll, which may have found the awaited answer
                 ended = Unavailable("the service is shutting down", fix="try again when it is back")
                 for asked in self.asked.values():
                     asked.fail_others(ended)
@@ -181,7 +181,7 @@ class _Poller:
         except WeighbridgeError as error:
             self.fail(error)
             return
-        except Exception as error:  # nobody must wait for a poller that has ended
+        except Exception as error:  # calls must not wait for a poller that has ended
             log.exception("a look for %d questions failed", len(self.asked))
             self.fail(
                 WeighbridgeError(f"the service failed: {type(error).__name__}", fix="its log says more")
@@ -193,18 +193,18 @@ class _Poller:
                 self.asked[question].tell(answer, this)
 
     def fail(self, error: WeighbridgeError) -> None:
-        """Nobody who asks now gets an answer."""
+        """Fail all calls that wait for any question."""
         for asked in self.asked.values():
             asked.fail(error)
 
 
 class Watches:
-    """Who waits for what. For the loop's thread.
+    """All watches of the service. For the loop's thread.
 
     Args:
-        catalog: says how things are.
-        threads: for looks.
-        look_seconds: between two looks while nothing changes here.
+        catalog: answers the questions.
+        threads: thread pool for polls.
+        look_seconds: seconds between two polls while this process changes nothing.
     """
 
     def __init__(self, catalog: Catalog, threads: ThreadPool, look_seconds: float = LOOK_SECONDS) -> None:
@@ -216,7 +216,7 @@ class Watches:
 
     @contextmanager
     def listening(self, loop: asyncio.AbstractEventLoop) -> Iterator[None]:
-        """Hear of what changes in this process while the block runs. May be entered from any thread."""
+        """Receive notifications of changes in this process while the block runs. May be entered from any thread."""
 
         def changed(name: ModelName | None) -> None:
             with suppress(RuntimeError):  # the loop has just been closed
@@ -226,7 +226,7 @@ class Watches:
             yield
 
     async def reached(self, name: str, version: str, state: VersionState, seconds: float) -> Version:
-        """One version, by number or ref, when it has reached a state.
+        """Wait until a version, by number or ref, has reached a state, and return it.
 
         Raises:
             NotFound: no such model or version.
@@ -246,27 +246,27 @@ class Watches:
                         answer = await asked.next(answer)
             except TimeoutError:
                 if isinstance(asked.answer, Found):
-                    answer = asked.answer  # it says how far the version is now
+                    answer = asked.answer  # for the error, which has the version's error so far
                 raise _not_in_time(answer, state) from None
             return there
 
     async def follow(self, name: str, ref: str, after: int) -> AsyncGenerator[Version | None, None]:
-        """The version a ref names, if it is another than ``after``, and each one it moves to, until the service goes down.
+        """Yield the version that a ref names, if it is not ``after``, and each version that it moves to, until the service shuts down.
 
         Args:
-            name: the model; it need not be registered yet.
-            ref: which ref; it need not exist yet. `RECEIVING` for the newest version that this process receives.
-            after: the number seen last, 0 if none.
+            name: name of the model, which need not be registered yet.
+            ref: name of the ref, which need not exist yet; `RECEIVING` for the newest version that this process receives.
+            after: number of the version that the caller has seen last; 0 if none.
 
         Yields:
-            None first, if the first look has found no such version.
+            First None, if the first poll finds no other version than ``after``; then versions.
 
         Raises:
             NotFound: the model was deleted.
-            InvalidArgument: no ref can have this name.
+            InvalidArgument: ``ref`` is not a valid name of a ref.
         """
         if ref not in (*RESERVED_REFS, RECEIVING):
-            check_ref_name(ref)  # what no ref can be called would be waited for in vain
+            check_ref_name(ref)  # a wait for an invalid name would never end
         last, registered, begun = after, after > 0, False
         with self._asking(name, Question(ref, invisible=False)) as (poller, asked):
             try:
@@ -315,7 +315,7 @@ class Watches:
             finally:
                 del self._pollers[model]
 
-        # it runs as soon as the first question is asked
+        # the task starts after the caller has added its question
         task = asyncio.get_running_loop().create_task(poll())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -327,7 +327,12 @@ class Watches:
 
 
 def _in_state(answer: Answer, state: VersionState) -> Version | None:
-    """The version, if it has reached a state; None if it may do so yet. Raises if it will not."""
+    """The version, if it has reached a state; None if it may still reach it.
+
+    Raises:
+        VersionFailed: the version will not reach the state.
+        WeighbridgeError: the answer is an error.
+    """
     if isinstance(answer, WeighbridgeError):
         raise answer
     version = answer.version
@@ -345,7 +350,7 @@ def _not_in_time(answer: Answer, state: VersionState) -> DeadlineExceeded:
 
 
 async def merged(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
-    """What several sources give, with the index of each; ends or fails with the first that does, and closes them all."""
+    """Merge several generators: yield their items with the index of the source. Ends or fails with the first source that does, and closes all."""
     if len(sources) == 1:
         async with aclosing(sources[0]) as source:
             async for item in source:

@@ -1,4 +1,4 @@
-"""Handlers of `WeightService`, `BulkService` and `LocalLaneService`: how weights go out, and where."""
+"""Handlers of `WeightService`, `BulkService` and `LocalLaneService`: streams of weights to clients, and the ports and sockets for weights."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ class LocalLaneHandlers:
     """`LocalLaneService`.
 
     Args:
-        lane: what is told of.
-        access: gives tickets for it.
-        http: ``host:port`` of the HTTP face; empty without one.
+        lane: the local lane that `GetLocalLane` describes.
+        access: issues tickets for the lane.
+        http: ``host:port`` of the HTTP server; empty without one.
     """
 
     def __init__(self, lane: LaneServer, access: Access, http: str) -> None:
