@@ -1,6 +1,6 @@
-"""Faces of the service, one folder each: `grpc`, `http`, and `lane` (processes of the same machine). They translate and decide nothing.
+"""Interfaces ("faces") of the service, one folder each: `grpc`, `http`, and `lane` (for processes of the same machine). They only translate.
 
-- `bodies`: what the service does for each operation, whichever face it is asked by.
+- `bodies`: implementation of each operation, shared by `grpc` and `http`.
 
-May import: all other folders of the service; `grpc` and `http` may import `lane`, and nothing imports a face but `server`.
+May import: all other folders of the service; `grpc` and `http` may import `lane`, and only `server` imports a face.
 """

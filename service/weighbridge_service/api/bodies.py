@@ -1,4 +1,4 @@
-"""Bodies of the operations in the table: what the service does for each, whichever face it is asked by."""
+"""Bodies of the operations in the table: the implementation of each operation, shared by the gRPC and HTTP faces."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from weighbridge_service.core import Core
 from weighbridge_service.push.image_allocator import IMAGES_OF_A_MODEL
 
 PAGE, LARGEST_PAGE = 100, 1000
-"""Items in a page, if the caller does not say how many, and at most."""
+"""Default and maximum number of items in a page."""
 
 
 class Bodies:
-    """One method for each operation, of its name: takes the caller, and the operation's arguments by name.
+    """Implementations of the operations: one method with the name of each operation, which takes the caller and the operation's arguments by name.
 
-    Of a list in pages, it takes ``after`` and ``size`` as well, and gives up to that many items behind the one that is named ``after``.
+    The method of a paged list also takes ``after`` and ``size``, and returns up to ``size`` items after the item named ``after``.
 
     Args:
-        core: what does the work.
+        core: the core of the service.
     """
 
     def __init__(self, core: Core) -> None:

@@ -67,4 +67,4 @@ class HealthHandlers:
             yield self._of(request.service)
             await self._refused.wait()
         yield self._of(request.service)
-        await asyncio.get_running_loop().create_future()  # until the caller disconnects: nothing changes any more
+        await asyncio.get_running_loop().create_future()  # until the caller disconnects

@@ -80,8 +80,8 @@ class BulkHandlers:
     """`BulkService`.
 
     Args:
-        tickets: gives them.
-        port: for streams of weights; 0 if they have none of their own.
+        tickets: issues tickets.
+        port: the port for streams of weights; 0 if they have no port of their own.
     """
 
     def __init__(self, tickets: Tickets, port: int) -> None:

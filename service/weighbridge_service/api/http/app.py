@@ -1,7 +1,7 @@
 """Application of the HTTP face: models, versions, refs, exports, health and metrics.
 
-Handlers translate their request, call one method of the service or of its exports, and translate back. Whatever goes
-wrong is answered with a problem document (RFC 9457).
+Handlers translate their request, call one method of the service or of its exports, and translate back. Every error is answered with a problem
+document (RFC 9457).
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ from weighbridge_storage.threads import ThreadPool
 
 _DOCUMENTATION = "/docs"
 _VERIFYING = 8
-"""Versions that are verified at one time."""
+"""Versions that are verified at the same time."""
 VERBS = {each.name: each.verb for each in ENTRIES if each.http} | {
     "custom_swagger_ui_html": Verb.PROBE,
     "swagger_ui_redirect": Verb.PROBE,
@@ -109,7 +109,7 @@ VERBS = {each.name: each.verb for each in ENTRIES if each.http} | {
     "withdraw_ref_form": Verb.TAG,
     "start_export_form": Verb.MANAGE,
 }
-"""What each route asks for, by its name: those of the table of operations, and those that HTTP alone has."""
+"""Verb of each route by the route's name: of the operations in the table, and of the routes that only HTTP has."""
 ASKING = {
     "start_export": Verb.MANAGE,
     "get_export": Verb.LOOK,
@@ -118,9 +118,9 @@ ASKING = {
     "new_ref_form": Verb.TAG,
     "cancel_export_form": Verb.MANAGE,
 }
-"""Routes that ask themselves, and for what: only they know the model that they are about."""
+"""Verbs of the routes that authorize the caller themselves, because only their handlers know the model."""
 _SEND_SECONDS = 30.0
-"""How long a client that follows an export may leave an event unread."""
+"""Timeout for sending an event to a client that follows an export and does not read."""
 
 
 def _models_router(service: Weighbridge) -> APIRouter:
@@ -137,7 +137,7 @@ def _models_router(service: Weighbridge) -> APIRouter:
         after: Annotated[str, Query(description="Begin behind the adapter of this name.")] = "",
         limit: Annotated[int, Query(ge=1, le=LARGEST_PAGE, description="Largest number of adapters.")] = PAGE,
     ) -> AdaptersOut:
-        """Adapters on versions of a model, by name, of those that you may look at. Give the last name of a page as `after` to get the next one."""
+        """Adapters on versions of a model that you may see, by name. Give the last name of a page as `after` to get the next one."""
         found = service.catalog.adapters(f"{namespace}/{name}", version, peer_of(request).sees)
         page = [AdapterOut(model=each, versions=list(on)) for each, on in found.items() if each > after]
         return AdaptersOut(adapters=page[:limit])
@@ -155,7 +155,7 @@ def _models_router(service: Weighbridge) -> APIRouter:
         ],
         force: Annotated[bool, Query(description="Also if adapters are on versions of it.")] = False,
     ) -> BaseModel:
-        """Take a model away with all of its versions and refs. Its objects go with collections, after the grace time."""
+        """Delete a model with all of its versions and refs. Collections delete its objects after the grace time."""
         model = f"{namespace}/{name}"
         if confirm != model:
             raise InvalidArgument(
@@ -197,7 +197,7 @@ def _models_router(service: Weighbridge) -> APIRouter:
 
     @router.get("/{namespace}/{name}/versions/{version}", tags=["versions"], response_model=VERSION)
     def get_version(namespace: Namespace, name: Name, version: VersionOrRef) -> BaseModel:
-        """One version; by number also one that is being received or has failed."""
+        """One version. A number may also name a version that is being received or has failed."""
         return VERSION.model_validate(service.catalog.get_version(f"{namespace}/{name}", version))
 
     @router.post(
@@ -233,14 +233,14 @@ def _models_router(service: Weighbridge) -> APIRouter:
     def add_signature(
         namespace: Namespace, name: Name, version: Number, body: SignatureIn, request: Request
     ) -> SignatureOut:
-        """Put a signature to a durable version. It must be about this version's files. Putting it again changes nothing."""
+        """Add a signature to a durable version. It must sign this version's files. Adding it again changes nothing."""
         content = body.content.encode()
         service.signatures.add(f"{namespace}/{name}", version, content, peer_of(request).name)
         return SignatureOut.of(Bundle.read(content).as_signature)
 
     @router.post("/{namespace}/{name}/collect", tags=["retention"], response_model=COLLECTION)
     def collect_versions(namespace: Namespace, name: Name, body: CollectIn) -> BaseModel:
-        """Delete what need not be kept now, without waiting for the service to do so by itself."""
+        """Delete the versions that need not be kept now, instead of waiting for the service's next collection."""
         return COLLECTION.model_validate(
             service.collecting.collect(f"{namespace}/{name}", dry_run=body.dry_run)
         )
@@ -252,19 +252,19 @@ def _exports_router(exports: Exports) -> APIRouter:
     router = APIRouter(prefix="/v1/exports", tags=["exports"])
 
     def asked(request: Request, verb: Verb, job_id: str) -> ExportJob:
-        """An export, of a model for which the caller may do this."""
+        """An export of a model for which the caller has the verb."""
         ask(request, Verb.LOOK)
         job = exports.get(job_id)
-        if not peer_of(request).sees(job.model):  # as if there were none
+        if not peer_of(request).sees(job.model):  # the same answer as for a job that does not exist
             raise exports.unknown(job_id)
         ask(request, verb, job.model)
         return job
 
     @router.post("", status_code=202)
     def start_export(body: ExportIn, request: Request, response: Response) -> ExportOut:
-        """Begin to write a version as a Hugging Face folder on the service's side.
+        """Start to write a version as a Hugging Face folder on the service's machine.
 
-        The job runs in the background: `Location` says where to look at it, and `/events` there how to follow it.
+        The job runs in the background. `Location` is its URL; `/events` below that streams its progress.
         """
         ask(request, Verb.MANAGE, body.model, str(body.version))
         job = exports.start(
@@ -280,7 +280,7 @@ def _exports_router(exports: Exports) -> APIRouter:
 
     @router.get("")
     def list_exports(request: Request) -> ExportsOut:
-        """Exports that wait, run, or ended not long ago, newest first."""
+        """Exports that are waiting, running, or ended recently, newest first."""
         sees = peer_of(request).sees
         return ExportsOut.model_validate({"exports": [job for job in exports.list() if sees(job.model)]})
 
@@ -291,7 +291,7 @@ def _exports_router(exports: Exports) -> APIRouter:
 
     @router.delete("/{job_id}")
     def cancel_export(job_id: JobId, request: Request) -> ExportOut:
-        """Stop an export and remove what it has written. One that has ended stays as it is."""
+        """Cancel an export and remove its files. An export that has ended is not changed."""
         asked(request, Verb.MANAGE, job_id)
         return ExportOut.model_validate(exports.cancel(job_id))
 
@@ -322,7 +322,7 @@ def _exports_router(exports: Exports) -> APIRouter:
 
 
 async def _ask(request: Request) -> None:
-    """Refuse what the caller may not do; every route asks this first, but for those in `ASKING`."""
+    """Authorize the caller. Dependency of every route; the routes in `ASKING` authorize in their handlers instead."""
     route = request.scope["route"].name
     if route in ASKING:
         return
@@ -343,11 +343,11 @@ def create_app(
     """The HTTP face of a service.
 
     Args:
-        service: what it is the face of.
+        service: the service.
         exports: its export jobs.
-        metrics: what ``/metrics`` shows.
-        health: what ``/readyz`` says.
-        hub: how much the routes of Hugging Face's clients handle at a time.
+        metrics: metrics for ``/metrics``.
+        health: checks for ``/readyz``.
+        hub: sizes for the routes for Hugging Face's clients.
     """
     problem: dict[str, Any] = {
         "description": "A problem document: what is wrong, and what to do about it.",
@@ -396,5 +396,5 @@ def create_app(
     )
     app.include_router(
         pages_router(service, exports)
-    )  # last: a model may be called as a part of their addresses
+    )  # last, because a model's name may equal a part of their paths
     return app

@@ -1,4 +1,4 @@
-"""Bodies of requests: how large they may be, and how long they may take."""
+"""Bodies of requests: limits of their size, and of the time in which they must arrive."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _BODY_SECONDS = 30.0
 
 
 class BodyLimit:
-    """Refuses requests whose bodies are too large, by what they announce or when they turn out to be, or that do not come.
+    """Middleware that refuses requests whose bodies are too large, by ``Content-Length`` or while they are received, or do not arrive in time.
 
     Args:
-        app: what requests are passed on to.
+        app: the wrapped application.
     """
 
     def __init__(self, app: ASGIApp) -> None:

@@ -1,4 +1,4 @@
-"""Callers of the HTTP face: what a request shows, whose it is, whether they may, and what becomes of it."""
+"""Callers of the HTTP face: credentials and identity of a request, its authorization, and its record in the audit log."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from weighbridge_service.access.peer import LOCAL, Peer, authorize
 CERTIFICATE = "weighbridge-certificate"
 """Key of the names in a connection's certificate, in the state of its requests."""
 SHOWN = "weighbridge-shown"
-"""Key of what a browser has shown in the form of a page, in the scope of requests for pages; empty or missing if it has not."""
+"""Key of the credential of a browser's session, in the scope of requests for pages; empty or missing without a session."""
 _HEADER = "authorization"
 _ASKED = "weighbridge-asked"
-"""Key of what a request has asked for, in its scope."""
+"""Key of a request's last `_Asked`, in its scope."""
 _RESULTS = {401: Unauthenticated.reason, 403: PermissionDenied.reason, 429: ResourceExhausted.reason}
 
 
 class _Asked(NamedTuple):
-    """What a request has asked for last."""
+    """The last authorization that a request needed."""
 
     peer: Peer
     route: str
@@ -36,7 +36,7 @@ class _Asked(NamedTuple):
 
 
 def ask(request: Request, verb: Verb, model: str = "", ref: str = "") -> None:
-    """Raise if the caller may not do this, or it cannot be written down; see `authorize` and `Audit.check`. How it ends is written down."""
+    """Raise if the caller may not do this, or the audit log cannot record it; see `authorize` and `Audit.check`. `Recorder` records the result."""
     peer = peer_of(request)
     request.scope[_ASKED] = _Asked(peer, request.scope["route"].name, verb, model, ref)
     authorize(peer, verb, model, ref)
@@ -44,23 +44,23 @@ def ask(request: Request, verb: Verb, model: str = "", ref: str = "") -> None:
 
 
 class Standing:
-    """Whether what has let a request in does so still: asked now and then while a long response is sent.
+    """Continued validity of a request's credentials, for periodic checks while a long response is sent.
 
     Args:
-        request: which one.
+        request: the request.
     """
 
     def __init__(self, request: Request) -> None:
         self._request = request
         self._seconds = request.app.state.access.standing_seconds
         asked = request.scope.get(_ASKED)
-        # the identity that was let in: the policy may have changed since
+        # the identity that was authorized; the policy may have changed since
         self._identity: Identity = _identity(request) if asked is None else asked.peer.identity
         self._stood = time.monotonic()
 
     @property
     def ended(self) -> bool:
-        """Whether its token has expired, or the policy has changed. Its client asks again, from where it was."""
+        """Whether the token has expired, or the policy has changed. The response ends then, and its client may resume with a new request."""
         now = time.monotonic()
         if self._identity is EVERYBODY or now - self._stood < self._seconds:
             return False
@@ -69,12 +69,12 @@ class Standing:
 
 
 class Recorder:
-    """Writes down and counts how requests end that have asked whether they may.
+    """Middleware that counts requests and records them in the audit log, if they reached authorization.
 
     Args:
-        app: what answers.
-        audit: where it is written down.
-        count: is told the route, the status, and the seconds until the answer began.
+        app: the wrapped application.
+        audit: the audit log.
+        count: receives route, status, and seconds until the response began.
     """
 
     def __init__(self, app: ASGIApp, audit: Audit, count: Callable[[str, int, float], None]) -> None:
@@ -114,18 +114,18 @@ class Recorder:
 
 
 def peer_of(request: Request) -> Peer:
-    """Who has sent a request."""
+    """The caller who sent a request."""
     client = request.client
     identity = _identity(request)
     return Peer(client.host, str(client.port), identity) if client else Peer(LOCAL, "", identity)
 
 
 def came_by_tls(request: Request) -> bool:
-    """Whether the caller's own connection is under TLS: here, or at a proxy that says so in ``X-Forwarded-Proto``.
+    """Whether the caller's own connection uses TLS: to this service, or to a proxy that sets ``X-Forwarded-Proto``.
 
-    It decides how links and cookies are made for this caller. The header can only make them stricter, so it counts from everybody.
+    Links and cookies for the caller depend on it. The header can only make them stricter, so it is accepted from any sender.
     """
-    # of several proxies, the first is the caller's
+    # with several proxies, the first value is the caller's
     said, _, _ = request.headers.get("x-forwarded-proto", "").partition(",")
     return request.url.scheme == "https" or said.strip().lower() == "https"
 

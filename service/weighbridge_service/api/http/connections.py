@@ -1,7 +1,7 @@
-"""Connections of the HTTP face: so many, and none that says nothing.
+"""Connections of the HTTP face: limits on their number, and timeouts for silent ones.
 
-uvicorn gives a client that is between two requests five seconds, and one that has not come to the end of its first, or of any, for ever. It
-knows of a client when its TLS handshake is done, for which asyncio gives it a minute. So connections are accepted here, and count from then on.
+uvicorn closes a connection after five idle seconds between two requests, but has no timeout for a request's headers. It notices a connection
+only after its TLS handshake, for which asyncio allows a minute. So connections are accepted here, and count as soon as they are accepted.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from weighbridge_service.api.http.callers import CERTIFICATE
 log = logging.getLogger(__name__)
 
 _ACCEPT_PAUSE = 0.5
-"""Seconds, where no connection can be accepted, as for want of descriptors."""
+"""Seconds to pause when connections cannot be accepted, for example without free file descriptors."""
 
 
 class Listener:
-    """What accepts connections, each of which counts until it is closed.
+    """Accepts connections, and counts each until it is closed.
 
     Args:
         listening: the socket.
-        most: how many connections there may be; who comes then is cut off, and so is who has many when a fourth is left.
-        seconds: how long a client may take for its TLS handshake.
+        most: maximum number of connections. Further ones are closed at once; when only a fourth is left, so are those of hosts with many.
+        seconds: timeout for a client's TLS handshake.
     """
 
     def __init__(self, listening: socket.socket, most: int, seconds: float) -> None:
@@ -47,8 +47,8 @@ class Listener:
         """Accept connections until `stop`.
 
         Args:
-            protocol: makes what speaks on a connection; is given what it calls when that is lost.
-            tls: what each begins with; None without.
+            protocol: creates the protocol of a connection; its argument is the callback for the loss of the connection.
+            tls: TLS context for all connections; None without TLS.
         """
         loop = asyncio.get_running_loop()
         self._listening.setblocking(False)
@@ -72,9 +72,9 @@ class Listener:
             task.add_done_callback(beginning.discard)
 
     def stop(self) -> None:
-        """Accept no more; from any thread, and any number of times."""
+        """Accept no more connections. May be called from any thread, and repeatedly."""
         self._stopping = True
-        with suppress(OSError):  # it is closed
+        with suppress(OSError):  # already closed
             self._listening.shutdown(socket.SHUT_RDWR)
 
     async def _begin(
@@ -95,10 +95,10 @@ class Listener:
 
 
 class _Once:
-    """Something that is done when it is called first.
+    """A callback that runs only at its first call.
 
     Args:
-        do: does it.
+        do: the callback.
     """
 
     def __init__(self, do: Callable[[], None]) -> None:
@@ -111,10 +111,10 @@ class _Once:
 
 
 def connections(seconds: float) -> type[H11Protocol]:
-    """The protocol that uvicorn speaks on its connections.
+    """The protocol class for uvicorn's connections.
 
     Args:
-        seconds: how long a client may take from its connection, or from the end of a response, to the end of a request's headers.
+        seconds: timeout from the beginning of the connection, or the end of a response, to the end of a request's headers.
     """
 
     class Connection(H11Protocol):
@@ -125,7 +125,7 @@ def connections(seconds: float) -> type[H11Protocol]:
             super().connection_made(transport)
             tls = transport.get_extra_info("ssl_object")
             if tls is not None:
-                # of a session that is resumed, as TLS 1.2 lets clients, nobody has verified the certificate again
+                # a resumed session, which TLS 1.2 allows, skips the verification of the certificate
                 names = () if tls.session_reused else names_from_tls(tls.getpeercert(binary_form=True))
                 self.app_state = {**self.app_state, CERTIFICATE: names}
             self._watch()

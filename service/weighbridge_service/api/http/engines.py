@@ -30,13 +30,13 @@ def engines_router(engines: KnownEngines) -> APIRouter:
     """The routes.
 
     Args:
-        engines: those of the service.
+        engines: the engines that the service knows.
     """
     router = APIRouter(tags=["engines"])
 
     @router.get("/v1/engines", response_model=ENGINES)
     def list_engines(request: Request, after: After = "", limit: Limit = _PAGE) -> BaseModel:
-        """Engines of all models that the caller may look at. Give `next` of a page as `after` to get the next one."""
+        """Engines of all models that the caller may see. Give `next` of a page as `after` to get the next one."""
         found, more = engines.page("", peer_of(request).sees, after, limit)
         return ENGINES.model_validate({"engines": found, "next": more})
 
@@ -44,7 +44,7 @@ def engines_router(engines: KnownEngines) -> APIRouter:
     def list_engines_of(
         namespace: Namespace, name: Name, request: Request, after: After = "", limit: Limit = _PAGE
     ) -> BaseModel:
-        """Engines that serve versions of a model, and how far behind their refs they are. Likewise in pages."""
+        """Engines that serve versions of a model, and how far behind their refs they are. Give `next` of a page as `after` to get the next one."""
         found, more = engines.page(f"{namespace}/{name}", peer_of(request).sees, after, limit)
         return ENGINES.model_validate({"engines": found, "next": more})
 

@@ -1,9 +1,9 @@
-"""Guard of the HTTP face against browsers that are sent there by pages of others.
+"""Guard of the HTTP face against requests that pages of other sites cause in a browser.
 
-A browser inside the network can be made to ask anything of a service: by a name that its owner points at the service's address (DNS
-rebinding), or by a form that a page of another origin submits. No cookie tells such requests apart (that of pages counts on pages alone), so
-they are refused by what they say themselves: `Host` must be a name that nobody outside can own, or one that the operator has named, and what
-changes something must not come from another origin. Programs send no `Origin`.
+Another site can make a browser inside the network send requests to the service: through a domain that its owner points at the service's address
+(DNS rebinding), or through a form on a page of another origin. The API uses no cookies that could tell such requests apart (only pages accept a
+cookie), so the guard checks headers: `Host` must be a name that no outsider can own, or one that the operator has named, and a request that
+changes something must not have an `Origin` of another site. Programs send no `Origin`.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from weighbridge_service.api.http.problems import ProblemResponse
 
 PAGE = "weighbridge-page"
-"""Key in the scope of requests that one of the service's own pages answers."""
+"""Key in the scope of requests to routes of pages."""
 _READING = frozenset({"GET", "HEAD", "OPTIONS"})
 _PRIVATE_SUFFIXES = (".localhost", ".local", ".internal", ".svc", ".cluster.local", ".home.arpa")
-"""Of names that no public DNS server answers for."""
+"""Suffixes of names that public DNS does not resolve."""
 _INLINE_SCRIPT = re.compile(rb"<script>(.*?)</script>", re.DOTALL)
 _HEADERS = {
     "X-Content-Type-Options": "nosniff",
@@ -43,20 +43,20 @@ _PAGES = (
     "base-uri 'none'; frame-ancestors 'none'"
 )
 _PAGE_HEADERS = {
-    "Referrer-Policy": "same-origin",  # without a referrer, browsers send forms with no origin either
+    "Referrer-Policy": "same-origin",  # without a referrer, browsers also omit the origin of forms
     "Cross-Origin-Opener-Policy": "same-origin",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a request is refused.
+    """Refusal of a request.
 
     Attributes:
-        reason: one word, in capitals.
+        reason: identifier, in capitals.
         status: HTTP status.
-        detail: what is wrong.
-        fix: what to do.
+        detail: description of the problem.
+        fix: remedy for the caller.
     """
 
     reason: str
@@ -67,22 +67,22 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class HostNames:
-    """By which names a service may be asked.
+    """Names that the ``Host`` header may have. IP addresses and private names are always allowed.
 
     Attributes:
-        named: lower-case; those that the operator allows besides addresses and names that are private by nature.
+        named: further allowed names, in lower case; ``*`` allows all.
     """
 
     named: frozenset[str]
 
     @staticmethod
     def of(names: Iterable[str]) -> HostNames:
-        """Those names, and this machine's own."""
+        """These names, and this machine's own."""
         own = (socket.gethostname(), socket.getfqdn())
         return HostNames(frozenset(name.lower().rstrip(".") for name in (*names, *own) if name))
 
     def allow(self, host: str) -> bool:
-        """Whether a service may be asked by this name: the value of a `Host` header."""
+        """Whether ``host``, the value of a `Host` header, is allowed."""
         if "*" in self.named:
             return True
         name = _name_of(host)
@@ -94,12 +94,12 @@ class HostNames:
 
 
 def refusal(method: str, headers: Headers, names: HostNames) -> Refusal | None:
-    """Why a request is refused; None if it is not.
+    """The refusal of a request; None if the request is allowed.
 
     Args:
-        method: of the request.
-        headers: of the request.
-        names: by which the service may be asked.
+        method: method of the request.
+        headers: headers of the request.
+        names: allowed names of the service.
     """
     host = headers.get("host")
     if host is not None and not names.allow(host):
@@ -145,12 +145,12 @@ def _is_address(name: str) -> bool:
 
 
 class Guard:
-    """Refuses what browsers send in the name of others, and tells them to keep what they get to themselves.
+    """Middleware that refuses cross-site requests, and adds security headers to responses.
 
     Args:
-        app: what answers.
-        names: by which the service may be asked.
-        documentation: path of the page that may run scripts: the service's own.
+        app: the wrapped application.
+        names: allowed names of the service.
+        documentation: path of the API documentation, the only page that may run inline scripts.
     """
 
     def __init__(self, app: ASGIApp, names: HostNames, documentation: str) -> None:
@@ -184,7 +184,7 @@ class Guard:
 
 
 class _Page:
-    """A page that is sent once it is whole, so that its headers can name the scripts in it."""
+    """A page that is sent only when it is complete, so that its headers can contain hashes of its scripts."""
 
     def __init__(self, send: Send) -> None:
         self._send = send

@@ -1,4 +1,4 @@
-"""Answers to HEAD: those of GET, without content, wherever a route has none of its own (RFC 9110, section 9.3.2)."""
+"""Responses to HEAD: those of GET without content, unless a route has a HEAD handler (RFC 9110, section 9.3.2)."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 
 class Heads:
-    """Passes a HEAD on as a GET, and its answer on without content. To be the outermost: those within share one scope.
+    """Middleware that passes HEAD on as GET, and drops the content of the response. Must be the outermost, as all inner ones share one scope.
 
     Args:
-        app: what answers.
-        routes: of the application.
+        app: the wrapped application.
+        routes: routes of the application.
     """
 
     def __init__(self, app: ASGIApp, routes: Sequence[BaseRoute]) -> None:
@@ -29,7 +29,7 @@ class Heads:
         async def without_content(message: Message) -> None:
             if message["type"] == "http.response.start":
                 await send(message)
-                # the answer is complete: a stream of events ends, as if its client had gone
+                # the response is complete: an event stream ends as if its client had disconnected
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
 
         await self._app({**scope, "method": "GET"}, receive, without_content)

@@ -1,16 +1,14 @@
 """Documents about a version for Hugging Face's clients: commit, ETags of files, listings.
 
-Everything here is pure. The documents have the members that huggingface_hub and transformers read, named as the Hugging
-Face Hub names them.
+Everything here is pure. The documents have the members that huggingface_hub and transformers read, with the names that the Hugging Face Hub uses.
 
-A **commit** stands for one version of one model, for good: 40 hexadecimal digits, the first 30 of them from a SHA-256 over the
-model's name, the number and the SHA-256 of the manifest, the last 10 the number itself, so that a commit leads back to its
-version without a list of commits.
+A **commit** permanently identifies one version of one model. It has 40 hexadecimal digits: the first 30 are from a SHA-256 of the model's name,
+the number and the SHA-256 of the manifest; the last 10 are the number itself, so that the version of a commit is found without a list of commits.
 
-An **ETag** names the content of a file, whatever the file is called and whichever version it is in: clients take it as a file's name in
-their cache and compare it with other ETags. It is the SHA-256 of the content where the manifest has that (`serve --sha256`), and only there do
-the documents have the member `lfs`: clients take 64 hexadecimal digits for a SHA-256, and compare it with what they have downloaded. Otherwise
-it is ``xxh3-{XXH3-128}-{size}``, from the manifest's digest, which no client takes for a SHA-256 or for git's SHA-1.
+An **ETag** identifies the content of a file, independently of the file's name and version: clients use it as the file's name in their cache, and
+compare it with other ETags. It is the SHA-256 of the content if the manifest has one (`serve --sha256`). Only then do the documents have the member
+`lfs`, because clients treat 64 hexadecimal digits as a SHA-256 and verify their downloads against it. Otherwise the ETag is
+``xxh3-{XXH3-128}-{size}``, from the manifest's digest, which no client mistakes for a SHA-256 or for git's SHA-1.
 """
 
 from __future__ import annotations
@@ -35,22 +33,22 @@ from weighbridge_storage.versions.digests import digest_bytes
 from weighbridge_storage.versions.manifest import FileEntry, Manifest
 
 MAIN = "main"
-"""What clients ask for if they are given no revision: the tag of this name, and `latest` if there is none."""
+"""Default revision of clients: the tag of this name, or `latest` if there is no such tag."""
 HEAD = "HEAD"
-"""What the Hub's JavaScript client asks for then: the same, unless a tag has this name."""
+"""Default revision of the Hub's JavaScript client: the same as `MAIN`, unless a tag has this name."""
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _NUMBER = re.compile(r"[0-9]{1,12}")
 _DIGITS = 10
-"""Hexadecimal digits of a version's number in a commit: enough for twelve decimal ones."""
+"""Hexadecimal digits of a version's number in a commit, enough for twelve decimal digits."""
 
 
 class HubNotFound(NotFound):
-    """Something is not there, in the words of Hugging Face's clients.
+    """A model, revision or file does not exist, with the error code that Hugging Face's clients expect.
 
     Attributes:
-        code: what the clients tell the cases apart by.
-        commit: the version in which it is not there, where that is known.
+        code: value of ``X-Error-Code``, by which clients distinguish the cases.
+        commit: commit of the version that lacks the file; empty if unknown.
     """
 
     code: ClassVar[str]
@@ -80,12 +78,12 @@ class EntryNotFound(HubNotFound):
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a client's URL names.
+    """Model, revision and file in a client's URL.
 
     Attributes:
-        model: ``namespace/name``, whether or not that can be one.
-        revision: what stands behind the verb; `MAIN` if the path ends before.
-        path: of a file within the version; may be empty.
+        model: ``namespace/name``, not validated.
+        revision: the part after the verb; `MAIN` if the path has none.
+        path: path of a file within the version; may be empty.
     """
 
     model: str
@@ -94,11 +92,11 @@ class Asked:
 
     @staticmethod
     def of(raw_path: str, prefix: str = "/") -> Asked:
-        """What ``{prefix}{namespace}/{name}/{verb}/{revision}/{path}`` names.
+        """Parse ``{prefix}{namespace}/{name}/{verb}/{revision}/{path}``.
 
         Args:
-            raw_path: as it was sent: only there a quoted slash within a revision differs from one that separates.
-            prefix: what it begins with, and is passed over.
+            raw_path: the path as it was sent, in which a quoted slash within a revision differs from a separator.
+            prefix: the beginning of the path, which is skipped.
         """
         parts = [unquote(part) for part in raw_path[len(prefix) :].split("/")]
         return Asked("/".join(parts[:2]), parts[3] if len(parts) > 3 else MAIN, "/".join(parts[4:]))
@@ -106,14 +104,14 @@ class Asked:
 
 @dataclass(frozen=True)
 class HubVersion:
-    """A durable version, as Hugging Face's clients see it.
+    """A durable version, for Hugging Face's clients.
 
     Attributes:
-        model: whose version.
-        number: which version.
-        commit: stands for it for good.
-        created_ms: when it was opened, in milliseconds since 1970 UTC.
-        files: all files of its folder, the manifest among them, by name.
+        model: the model.
+        number: number of the version.
+        commit: permanent identifier of the version.
+        created_ms: time at which it was opened, in milliseconds since 1970 UTC.
+        files: all files of its folder, including the manifest, by name.
     """
 
     model: ModelName
@@ -124,7 +122,7 @@ class HubVersion:
 
     @staticmethod
     def of(manifest: Manifest, text: bytes) -> HubVersion:
-        """The version that a manifest describes; ``text`` is the manifest as it is stored."""
+        """The version that a manifest describes; ``text`` is the manifest as stored."""
         sha256 = hashlib.sha256(text).hexdigest()
         files = {**manifest.files, MANIFEST_FILE: replace(digest_bytes(text), sha256=sha256)}
         return HubVersion(
@@ -137,12 +135,12 @@ class HubVersion:
 
     @cached_property
     def folders(self) -> frozenset[str]:
-        """The folders that files lie in, at every level."""
+        """All folders that contain files, at every level."""
         return folders_of(self.files)
 
     @cached_property
     def folder_oids(self) -> Mapping[str, str]:
-        """Identity of each folder's content, files in folders of it too: 40 hexadecimal digits."""
+        """Identity of each folder's content, including subfolders: 40 hexadecimal digits."""
         digests = {folder: hashlib.sha256() for folder in self.folders}
         for name, file in self.files.items():
             inside = f"{name}\0{etag_of(file)}\n".encode()
@@ -169,27 +167,27 @@ def commit_of(model: ModelName, number: int, manifest_sha256: str) -> str:
 
 
 def is_commit(revision: str) -> bool:
-    """Whether a revision reads like a commit. It is taken for one then, even where a tag is called so: clients do the same."""
+    """Whether a revision has the form of a commit. Then it is treated as one, even if a tag has the same name, as clients do."""
     return _COMMIT.fullmatch(revision) is not None
 
 
 def etag_of(file: FileEntry) -> str:
-    """The ETag of a file's content, without quotes: its SHA-256 where that is known, and otherwise nothing that reads like one."""
+    """The ETag of a file's content, without quotes: its SHA-256 if known, and otherwise a text that cannot be mistaken for one."""
     return file.sha256 or f"xxh3-{file.xxh3_128}-{file.size}"
 
 
 def number_of(model: ModelName, history: History, revision: str) -> int:
-    """The number of the durable version that a revision names; whether a commit is that version's is for the caller to see.
+    """The number of the durable version that a revision names. The caller must check that a commit belongs to that version.
 
-    Number and commit lead to a version that was taken out of history too, as long as it is there: clients ask for file by file.
+    Numbers and commits also find versions that were removed from the history but still exist, because clients request file after file.
 
     Args:
-        model: for the message.
-        history: the model's.
+        model: name of the model, for the error.
+        history: history of the model.
         revision: a number, a ref (not `live`, which may name a version that is not durable), a commit, `MAIN`, or `HEAD`.
 
     Raises:
-        RevisionNotFound: it names no durable version.
+        RevisionNotFound: the revision names no durable version.
     """
     number: int | None
     if is_commit(revision):
@@ -206,7 +204,7 @@ def number_of(model: ModelName, history: History, revision: str) -> int:
 
 
 def no_revision(model: ModelName, head: Head, revision: str) -> RevisionNotFound:
-    """What to raise if a revision names no durable version."""
+    """The error for a revision that names no durable version."""
     return RevisionNotFound(
         f"{model} has no durable version {shown(revision)}",
         fix=f"refs it has: {', '.join(sorted(head.refs)) or 'none yet'}; or name a version by number or commit",
@@ -214,7 +212,7 @@ def no_revision(model: ModelName, head: Head, revision: str) -> RevisionNotFound
 
 
 def model_info(version: HubVersion, *, sizes: bool) -> dict[str, Any]:
-    """What `HfApi.model_info` reads; ``sizes`` adds what is known of each file besides its name."""
+    """Document for `HfApi.model_info`; ``sizes`` adds size and identity of each file."""
     return {
         "_id": version.commit[:24],
         "id": str(version.model),
@@ -243,28 +241,28 @@ def _sibling(file: FileEntry) -> dict[str, Any]:
 
 
 def _pointer_size(file: FileEntry) -> int:
-    """Bytes of the pointer that Git LFS would keep in place of the file."""
+    """Size in bytes of the pointer file that Git LFS would store instead of the file."""
     return len(f"version https://git-lfs.github.com/spec/v1\noid sha256:{file.sha256}\nsize {file.size}\n")
 
 
 def tree_page(
     version: HubVersion, path: str, after: str, limit: int, *, expand: bool, recursive: bool = False
 ) -> tuple[list[dict[str, Any]], str | None]:
-    """A page of what `HfApi.list_repo_tree` reads.
+    """A page of the document for `HfApi.list_repo_tree`.
 
     Args:
-        version: which version.
-        path: a folder in it; the empty path is the root.
-        after: begin behind the file or folder of this name.
-        limit: most entries of the page.
-        expand: add the commit that each entry is from.
-        recursive: what lies in folders of the folder, too.
+        version: the version.
+        path: a folder in it; empty for the root.
+        after: name of the file or folder after which the page begins.
+        limit: maximum number of entries of the page.
+        expand: whether to add the last commit of each entry.
+        recursive: whether to include subfolders.
 
     Returns:
-        Files and folders, and the name that the next page begins behind; None if there is no more.
+        Files and folders, and the name after which the next page begins; None if this page is the last.
 
     Raises:
-        EntryNotFound: there is no such folder.
+        EntryNotFound: the folder does not exist.
     """
     if path and path not in version.folders:
         raise EntryNotFound(
@@ -281,7 +279,7 @@ def tree_page(
 
 
 def paths_info(version: HubVersion, paths: Sequence[str], *, expand: bool) -> list[dict[str, Any]]:
-    """What `HfApi.get_paths_info` reads; paths that are not there are left out."""
+    """Document for `HfApi.get_paths_info`; paths that do not exist are left out."""
     there = version.files.keys() | version.folders
     return [_tree_entry(version, path, expand) for path in dict.fromkeys(paths) if path in there]
 
@@ -305,11 +303,11 @@ def _tree_entry(version: HubVersion, name: str, expand: bool) -> dict[str, Any]:
 
 
 def refs_document(head: Head, commits: Mapping[int, str]) -> dict[str, Any]:
-    """What `HfApi.list_repo_refs` reads: `main` and `latest` are branches, as they move; the others are tags.
+    """Document for `HfApi.list_repo_refs`: `main` and `latest` are branches, because they move; all other refs are tags.
 
     Args:
-        head: the model's.
-        commits: those of the versions that its refs name.
+        head: head of the model.
+        commits: commits of the versions that its refs name, by number.
     """
     refs = head.ref_numbers
     named = {MAIN: refs.get(MAIN, refs.get(REF_LATEST)), REF_LATEST: refs.get(REF_LATEST)}
@@ -331,10 +329,10 @@ def _refs(kind: str, refs: Mapping[str, int], commits: Mapping[int, str]) -> lis
 
 
 def whoami(name: str) -> dict[str, Any]:
-    """What `HfApi.whoami` reads.
+    """Document for `HfApi.whoami`.
 
     Args:
-        name: of who asks; ``anonymous`` where everybody may do everything.
+        name: name of the caller; ``anonymous`` if the service is open to everybody.
     """
     return {
         "type": "user",

@@ -28,21 +28,21 @@ from weighbridge_storage.versions.manifest import Manifest
 from weighbridge_storage.versions.reading import read_manifest_text
 
 URL_SECONDS = 3600
-"""How long a URL of a file in the store is valid: a download may begin as late, and goes on after that."""
+"""Seconds for which a presigned URL of a file in the store is valid. A download must begin in this time, and may continue afterwards."""
 _KEPT_FILES = 100_000
-"""Files of versions that are remembered, over all models: some 300 bytes each."""
+"""Files of cached versions at most, over all models; about 300 bytes each."""
 
 _KEPT_CHECKS = 10_000
 _REFUSED_SECONDS = 60.0
-"""How long a file is refused whose bytes did not agree with its digest; it is read and compared again afterwards."""
+"""Seconds for which a file whose bytes do not match its digest is refused; afterwards it is read and verified again."""
 
 
 class Hub:
     """The durable versions in a catalog, by the revisions that Hugging Face's clients use. Thread-safe.
 
     Args:
-        catalog: which models there are.
-        readers: who is reading from the store.
+        catalog: the catalog of models.
+        readers: registry of readers of the store.
     """
 
     def __init__(self, catalog: Catalog, readers: StoreReaders) -> None:
@@ -55,7 +55,7 @@ class Hub:
         """The version of a revision.
 
         Raises:
-            RepoNotFound: no such model.
+            RepoNotFound: there is no such model.
             RevisionNotFound: the model has no such durable version.
         """
         asked_ms = self._readers.clock()
@@ -78,8 +78,9 @@ class Hub:
         """A part of a file.
 
         Raises:
-            RevisionNotFound: the version was deleted meanwhile.
-            DataLoss: the file is missing from the store, or not what the manifest says: shorter, or, once all of it was read, of other bytes.
+            RevisionNotFound: the version has been deleted.
+            DataLoss: the file is missing from the store or shorter than in the manifest, or, once all of it was read, its bytes do not match the
+                digest.
         """
         with self._unless_deleted(version.model, version.number):
             data = self._read(version, path, start, length)
@@ -97,11 +98,11 @@ class Hub:
             ) from error
 
     def _checks_of(self, version: HubVersion, path: str) -> ReadChecks:
-        """The comparison of a file with its digest. One that did not agree is refused for a while, however much of it is asked for: clients go
-        on where a download broke off.
+        """The verification of a file against its digest. A damaged file is refused for a while, even to requests for a part of it, because clients
+        resume interrupted downloads.
         """
         key, begin = (version.commit, path), partial(self._begin_checks, version, path)
-        # readers of parts of a file that come at once share one comparison: neither sees all bytes alone
+        # concurrent readers of parts of a file share one verification, because none of them reads all bytes
         found = self._checks.get_or_make(key, begin)
         if found.damaged and time.monotonic() - found.damaged_at > _REFUSED_SECONDS:
             found = self._checks.put_instead(key, found, begin())
@@ -110,17 +111,17 @@ class Hub:
     def _begin_checks(self, version: HubVersion, path: str) -> ReadChecks:
         file, title = version.file(path), f"{version.model}@{version.number}"
         parts = [DigestedRange(path, 0, file.size, file.xxh3_128)] if file.size else []
-        # what lies elsewhere is not brought twice: there, a file is compared that is read from its beginning to its end
+        # a remote store is not read twice: there, only a file that is read from its beginning to its end is verified
         near = self._catalog.store.is_near
         return ReadChecks(path, title, parts, partial(self._read, version, path) if near else None)
 
     def begin(self, version: HubVersion) -> Hold:
-        """The reading of a file begins; it ends when the hold is released."""
-        # the visit in which the version was found says for how long it has been read before
+        """Register a reader of a file, until the hold is released."""
+        # `visit`, when the version was looked up, has recorded since when it has been read
         return self._readers.begin(version.model, version.number, self._readers.clock())
 
     def url(self, version: HubVersion, path: str) -> str | None:
-        """Where a file can be had from the store itself for `URL_SECONDS`; None if the store has no such URLs."""
+        """Presigned URL of a file in the store, valid for `URL_SECONDS`; None if the store cannot presign URLs."""
         url = self._catalog.store.presigned_url(version_key(version.model, version.number, path), URL_SECONDS)
         if url is not None:
             self._readers.extend(version.model, version.number, URL_SECONDS * 1000)
@@ -142,7 +143,7 @@ class Hub:
         if entry is None:
             raise no_revision(model, history.head, str(number))
         with self._unless_deleted(model, number):
-            # a model that was removed and registered again may give a number to another version
+            # a model that was deleted and registered again may reuse the number, so the key has the write id
             return self._versions.get_or_make((model, number, entry.write_id), read)
 
     @contextmanager

@@ -1,9 +1,9 @@
-"""Routes of Hugging Face's clients: with `HF_ENDPOINT` set to the service, they find durable versions here.
+"""Routes for Hugging Face's clients, which find durable versions here if `HF_ENDPOINT` is set to the service.
 
-Handlers say what the URL names, call one function of `hub_documents` or one method of `hub_reading.Hub`, and put the answer into HTTP.
+Handlers parse the URL, call one function of `hub_documents` or one method of `hub_reading.Hub`, and build the response.
 
-Clients ask for a file twice, for its ETag and for its content, and again where a download broke. So that all of these are about one version
-though a ref moves, files are served by commit: any other revision is answered by a redirect to the commit that it names now.
+Clients request a file twice, for its ETag and for its content, and again to resume a download. So that all these requests get the same version
+even if a ref moves, files are served by commit: any other revision is redirected to its current commit.
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ _API = "/api/models/"
 _LARGEST_PAGE = 1000
 _MOST_PATHS = 10_000
 _THREADS = 40
-"""Requests that may wait for the store at one time."""
+"""Requests that may wait for the store at the same time."""
 
 
 @dataclass(frozen=True, slots=True)
 class HubSizes:
-    """How much of something these routes handle at a time.
+    """Sizes for these routes.
 
     Attributes:
-        tree_page: files of a page, unless its client names a number.
-        read: bytes that are read from the store at a time, at most. A file on its way holds two such pieces: one being sent, and the next one
-            being read.
-        room: bytes of all such pieces. Where many files are on their way, pieces are smaller.
-        send: bytes that are sent between two questions whether the caller may go on.
-        redirect: bytes of a file from which on a way round the service is worth one more request.
+        tree_page: files of a page, unless the client requests a number.
+        read: maximum bytes of a piece, which is read from the store at once. A download holds two pieces: one that is sent, and the next one, which
+            is read meanwhile.
+        room: maximum bytes of all pieces. With many concurrent downloads, pieces are smaller.
+        send: bytes that are sent between two checks whether the caller's credentials are still valid.
+        redirect: minimum bytes of a file for a redirect to the store, which costs the client one more request.
     """
 
     tree_page: int = _LARGEST_PAGE
@@ -74,13 +74,13 @@ DEFAULT_SIZES = HubSizes()
 def hub_router(
     hub: Hub, quotas: IdentityQuotas, *, redirect: bool, sizes: HubSizes = DEFAULT_SIZES
 ) -> APIRouter:
-    """The routes over durable versions. They are not in the OpenAPI document: the protocol is not ours.
+    """The routes for durable versions. They are not in the OpenAPI document, because the protocol is the Hub's.
 
     Args:
         hub: the versions.
-        quotas: of identities, in downloads and in bytes a second.
-        redirect: whether large files are fetched from the store itself, where it can sign URLs.
-        sizes: how much is handled at a time.
+        quotas: quotas of identities, in downloads and in bytes per second.
+        redirect: whether downloads of large files are redirected to the store, if it can presign URLs.
+        sizes: sizes for the routes.
     """
     router = APIRouter(include_in_schema=False)
     threaded = in_threads(ThreadPool("http-hub", _THREADS))
@@ -120,7 +120,7 @@ def hub_router(
     def paths_info(
         asked: Annotated[Asked, Depends(_asked_of_api)], wanted: Annotated[_Paths, Depends(_paths)]
     ) -> Response:
-        """Those of some files that a version has."""
+        """The files and folders among the requested paths that a version has."""
         version = hub.version(asked.model, asked.revision)
         return _json(documents.paths_info(version, wanted.paths, expand=wanted.expand), version)
 
@@ -132,7 +132,7 @@ def hub_router(
 
     @router.get("/api/whoami-v2")
     def whoami(request: Request) -> Response:
-        """Who asks."""
+        """The caller's name."""
         return JSONResponse(documents.whoami(peer_of(request).identity.name))
 
     @router.head("/{namespace}/{name}/resolve/{rest:path}")
@@ -162,7 +162,7 @@ def hub_router(
         wanted = byte_range(
             request.headers.get("range") if condition in (None, headers["ETag"]) else None, size
         )
-        # a store does not know our ETags
+        # the store has other ETags, so conditional requests are not redirected
         if redirect and size >= sizes.redirect and not _CONDITIONS & set(request.headers.keys()):
             elsewhere = _elsewhere(request, hub.url(version, asked.path))
             if elsewhere is not None:
@@ -176,7 +176,7 @@ def hub_router(
             streaming = stack.enter_context(quotas.streaming(peer_of(request).identity))
             stack.enter_context(hub.begin(version))
             reader = stack.enter_context(room.reader())
-            # a file that cannot be read is a problem document, not a stream that breaks
+            # read the first piece before the response starts, so that an unreadable file is a problem document, not a broken stream
             first = read(wanted.start, reader.take(wanted.end - wanted.start))
             pieces = _stream(
                 threaded(read),
@@ -190,7 +190,7 @@ def hub_router(
             )
             return _Download(pieces, 206 if wanted.partial else 200, headers, stack.pop_all())
 
-    # behind all others: a model may be called tests/resolve
+    # after all other routes, because a model may be named tests/resolve
     @router.get(_API + "{name}")
     @router.get(_API + "{name}/revision/{rest:path}")
     @router.get("/{name}/resolve/{rest:path}")
@@ -198,14 +198,14 @@ def hub_router(
     @router.get("/{name}/raw/{rest:path}")
     @router.head("/{name}/raw/{rest:path}")
     def no_namespace(name: str) -> Response:
-        """Names of one part, such as `gpt2`, are no models here."""
+        """Refuse names without a namespace, such as `gpt2`."""
         raise RepoNotFound(f"there is no model {shown(name)}", fix="models are called namespace/name")
 
     return router
 
 
 async def on_hub_error(_: Request, error: Exception) -> Response:
-    """A problem document, with the headers by which Hugging Face's clients tell what is wrong."""
+    """A problem document, with the headers from which Hugging Face's clients read the error."""
     if isinstance(error, RangeNotSatisfiable):
         headers = {"Content-Range": f"bytes */{error.size}"}
     elif isinstance(error, ContentChanged):
@@ -229,7 +229,7 @@ async def _asked_of_file(request: Request) -> Asked:
 
 
 def _checked(request: Request, asked: Asked) -> Asked:
-    """What a URL names, if that is the model by which the route was found and for which the caller was let in. Raises RepoNotFound."""
+    """``asked``, if its model is the one for which the caller was authorized. Raises RepoNotFound otherwise."""
     there = request.path_params
     if asked.model != f"{there['namespace']}/{there['name']}":
         raise RepoNotFound(
@@ -252,11 +252,11 @@ def _with_cursor(request: Request, cursor: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Paths:
-    """What a client asks of some paths.
+    """Body of a request for information on paths.
 
     Attributes:
-        paths: the files' names.
-        expand: whether their commit is asked for.
+        paths: paths of files and folders.
+        expand: whether to add the last commit of each.
     """
 
     paths: list[str]
@@ -264,13 +264,13 @@ class _Paths:
 
     @staticmethod
     def of_form(body: bytes) -> _Paths:
-        """Of a form, as huggingface_hub sends it. Raises ValueError."""
+        """Parse a form, which huggingface_hub sends. Raises ValueError."""
         form = parse_qs(body.decode(), max_num_fields=_MOST_PATHS)
         return _Paths(form.get("paths", []), form.get("expand", ["false"])[0].lower() in ("true", "1"))
 
     @staticmethod
     def of_json(body: bytes) -> _Paths:
-        """Of JSON, as the Hub's JavaScript client sends it. Raises ValueError."""
+        """Parse JSON, which the Hub's JavaScript client sends. Raises ValueError."""
         said = json.loads(body)
         paths = said.get("paths") if isinstance(said, dict) else None
         if not isinstance(paths, list) or len(paths) > _MOST_PATHS:
@@ -307,7 +307,8 @@ def _file_headers(version: HubVersion, path: str) -> dict[str, str]:
 
 
 def _to_commit(request: Request, version: HubVersion, headers: dict[str, str]) -> Response:
-    """The same file by the version's commit. The path alone, without scheme and host: older clients follow no other redirect of a HEAD."""
+    """Redirect to the same file by the version's commit. ``Location`` has no scheme and host, because older clients follow only such redirects of a
+    HEAD."""
     parts = _raw_path(request).split("/")
     parts[4] = version.commit
     query = request.scope["query_string"].decode("latin-1")
@@ -331,12 +332,12 @@ def _not_modified(headers: dict[str, str]) -> Response:
 
 
 def _elsewhere(request: Request, url: str | None) -> str | None:
-    """``url``, if it is of another origin: clients take no redirect that leads back to where they are."""
+    """``url``, if its host is not the service's, because clients do not follow a redirect to the same host; None otherwise."""
     return url if url is not None and urlsplit(url).netloc != request.url.netloc else None
 
 
 def _redirect_headers(headers: dict[str, str]) -> dict[str, str]:
-    """What goes with a redirect, where the size and the ETag are those of the file behind it."""
+    """Headers of a redirect, with size and ETag of the file that it leads to."""
     return {
         "X-Repo-Commit": headers["X-Repo-Commit"],
         "X-Linked-ETag": headers["ETag"],
@@ -346,7 +347,7 @@ def _redirect_headers(headers: dict[str, str]) -> dict[str, str]:
 
 
 class _Download(StreamingResponse):
-    """Bytes of a file; the reading of it ends with the response, however that comes about."""
+    """Response with bytes of a file; releases ``held`` when the response ends for any reason."""
 
     def __init__(
         self, pieces: AsyncIterator[memoryview], status: int, headers: dict[str, str], held: ExitStack
@@ -369,10 +370,10 @@ async def _stream(
     delay: Callable[[int], float],
     standing: Standing,
 ) -> AsyncIterator[memoryview]:
-    """Pieces from ``start`` up to ``end``, the first of which is there already; each is read while the one before is sent.
+    """Yield the bytes from ``start`` up to ``end``. ``piece`` has the first bytes; each further piece is read while the previous one is sent.
 
-    What is to be sent is counted by ``delay``, which says for how many seconds it has to wait first. Pieces end before ``end``, and the connection
-    with them, once the caller may not go on.
+    ``delay`` counts the bytes of each part and returns the seconds to wait before it is sent. If the caller's credentials become invalid, the
+    stream ends before ``end``, which closes the connection.
     """
     while piece:
         start += len(piece)
@@ -380,7 +381,7 @@ async def _stream(
         try:
             view = memoryview(piece)
             for offset in range(0, len(view), part_bytes):
-                if standing.ended:  # asked before each part: one that is slowed may take seconds
+                if standing.ended:  # before each part: a rate limit may delay it for seconds
                     return
                 part = view[offset : offset + part_bytes]
                 for seconds in iter(partial(delay, len(part)), 0.0):

@@ -27,16 +27,16 @@ _STATUSES = {CheckStatus.OK: 0, CheckStatus.WARN: 1, CheckStatus.FAIL: 2}
 
 
 class Metrics(Collector):
-    """The figures of one service: those that are read when they are asked for, and those that its parts observe.
+    """Metrics of a service: those that are read at each scrape, and the instruments of its parts.
 
     Args:
-        service: whose figures.
+        service: the service.
         lane: its local lane.
-        calls: of its gRPC face.
-        health: what its checks have found.
+        calls: instruments of its gRPC face.
+        health: its checks.
 
     Attributes:
-        requests: figures of its HTTP face.
+        requests: instruments of its HTTP face.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Metrics(Collector):
             self.registry.register(instrument)
 
     def collect(self) -> Iterator[Metric]:
-        """The figures that are read, as they stand."""
+        """Yield the metrics that are read at each scrape."""
         yield from self._pushes()
         yield from self._streams()
         yield from self._engines()
@@ -158,7 +158,7 @@ class Metrics(Collector):
         yield declared.QUOTA_LIMIT.families([((each.kind, each.of), each.limit) for each in quotas])
 
     def text(self) -> bytes:
-        """All figures in Prometheus' text format."""
+        """All metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
 

@@ -1,6 +1,6 @@
 """Endpoints for operators and orchestrators: probes, checks, memory, usage, metrics.
 
-Probes are answered on the event loop from what is in memory, so neither a store that hangs nor handlers that fill all threads hold them up.
+Probes are answered on the event loop from memory, so that neither a hanging store nor busy threads delay them.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ def operations_router(service: Weighbridge, metrics: Metrics, health: Health) ->
     """The endpoints.
 
     Args:
-        service: which is operated.
-        metrics: what ``/metrics`` shows.
-        health: what ``/readyz`` says.
+        service: the service.
+        metrics: metrics for ``/metrics``.
+        health: checks for ``/readyz``.
     """
     router = APIRouter(tags=["operations"])
     examiner = Examiner(service)
 
     @router.get("/livez")
     async def liveness() -> StatusOut:
-        """Whether the process answers. It stays so while the store is away: a restart would not bring it back."""
+        """Whether the process answers. It succeeds even while the store is unavailable, because a restart would not help."""
         return StatusOut(status="ok")
 
     def findings_for(request: Request) -> list[Check]:
-        """What the checks have found; without what names models and stores for those who may not observe."""
+        """Last findings of the checks. For callers who may not observe, without details, which name models and stores."""
         findings = health.findings()
         if peer_of(request).identity.may(Verb.OBSERVE):
             return findings
@@ -56,7 +56,7 @@ def operations_router(service: Weighbridge, metrics: Metrics, health: Health) ->
 
     @router.get("/readyz")
     async def readiness(request: Request) -> ReadinessOut:
-        """Whether new work should be sent here: no check has failed. Says what the background checks found last; details are for those who may observe."""
+        """Whether new work should be sent here: no check has failed. Lists the last findings of the checks, with details for callers who may observe."""
         findings = findings_for(request)
         health.check_ready(findings)
         return ReadinessOut.model_validate({"status": "ready", "checks": findings})
@@ -72,13 +72,13 @@ def operations_router(service: Weighbridge, metrics: Metrics, health: Health) ->
 
     @router.get("/v1/memory")
     def get_memory() -> MemoryOut:
-        """Limits, budget, and who has or waits for which image. Asks nothing of the store."""
+        """Memory limits and budget, and the models that hold or wait for images. Does not access the store."""
         return MemoryOut.of(service.memory(), service.config.byte_budget, service.byte_budget.in_flight)
 
     @router.get("/v1/checks")
-    @in_threads(ThreadPool("http-checks", 1))  # it takes writes
+    @in_threads(ThreadPool("http-checks", 1))  # the checks write to the store
     def list_checks() -> ChecksOut:
-        """What `weighbridge doctor` finds: what `/readyz` says, memory, disk, and what a push of each model needs."""
+        """Findings of `weighbridge doctor`: the checks of `/readyz`, memory, disk, and the needs of a push of each model."""
         return ChecksOut.model_validate({"checks": [*health.findings(), *examiner.checks()]})
 
     @router.get(
@@ -91,10 +91,10 @@ def operations_router(service: Weighbridge, metrics: Metrics, health: Health) ->
             }
         },
     )
-    # one scrape at a time, in a thread of its own: others may all be waiting for the store
+    # one scrape at a time, in a thread of its own, because all other threads may be waiting for the store
     @in_threads(ThreadPool("http-metrics", 1))
     def read_metrics() -> Response:
-        """What the service tells Prometheus."""
+        """Metrics of the service for Prometheus."""
         return Response(metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     return router

@@ -1,4 +1,4 @@
-"""Parameters of paths and members of bodies that several routes have."""
+"""Parameters of paths and members of bodies that several routes share."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from weighbridge_storage.documents.names import (
 
 
 def _text(description: str, pattern: str, *examples: str) -> Any:
-    """A text in a path. Its pattern is declared for clients; what breaks it is refused where it is parsed, in better words."""
+    """A string in a path. The pattern is only documented; the parser of the value refuses invalid ones with a better message."""
     return Path(
         description=description, examples=list(examples) or None, json_schema_extra={"pattern": pattern}
     )
@@ -50,6 +50,6 @@ IN_PATH = {
     "ref": ("ref", Ref),
     "request_id": ("request_id", RequestId),
 }
-"""Names and types of parameters of paths, by the operation's parameter."""
+"""Names and types of path parameters, by the operation's parameter."""
 IN_BODY = {"version": VersionField, "by": Note, "note": Note, "approvals": Approvals, "reasons": Reasons}
-"""Types of members of bodies with bounds, by the operation's parameter."""
+"""Types of bounded body members, by the operation's parameter."""

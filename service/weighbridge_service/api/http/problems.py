@@ -1,4 +1,4 @@
-"""Problem documents (RFC 9457), for our own errors and for what the framework refuses."""
+"""Problem documents (RFC 9457), for our own errors and for those of the framework."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _HTTP_REASONS = {
     408: (DeadlineExceeded.reason, "send the body at once"),
     413: ("BODY_TOO_LARGE", "leave out what the request does not need"),
 }
-"""Reason and fix for what the framework itself refuses."""
+"""Reason and fix for errors of the framework, by HTTP status."""
 
 
 class Problem(BaseModel):
@@ -68,12 +68,12 @@ class ProblemResponse(Response):
             fix=fix,
             details=list(details),
         )
-        # ASCII only: what is quoted from a request need not be valid Unicode
+        # ASCII only, because quotes from a request may not be valid Unicode
         super().__init__(json.dumps(problem.model_dump()), status, headers)
 
 
 def _allowed(request: Request) -> str:
-    """The methods that a path has, over all of its routes: Starlette names those of the first one."""
+    """The methods of all routes of a path; Starlette itself lists only those of the first route."""
     methods: set[str] = set()
     for route in _leaves(request.app.routes):
         if route.matches(request.scope)[0] is not Match.NONE:
@@ -83,7 +83,7 @@ def _allowed(request: Request) -> str:
 
 def _leaves(routes: Iterable[BaseRoute]) -> Iterator[Route]:
     for route in routes:
-        included = getattr(route, "original_router", None)  # as FastAPI keeps routers that were included
+        included = getattr(route, "original_router", None)  # where FastAPI keeps an included router
         if included is not None:
             yield from _leaves(included.routes)
         elif isinstance(route, Route):
@@ -91,7 +91,7 @@ def _leaves(routes: Iterable[BaseRoute]) -> Iterator[Route]:
 
 
 async def on_error(request: Request, error: Exception) -> Response:
-    """What is raised on purpose says what is wrong; anything else says nothing of the service's inside."""
+    """The problem document for an error. For an unexpected exception it contains no internals of the service."""
     if isinstance(error, ClientDisconnect):
         error = Unavailable("the caller has gone")
     if isinstance(error, WeighbridgeError):

@@ -1,4 +1,4 @@
-"""Ranges of a file that an HTTP request asks for, and conditions on its content (RFC 9110, sections 13 and 14)."""
+"""Requested ranges of a file, and conditions on its content (RFC 9110, sections 13 and 14)."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from weighbridge.errors import WeighbridgeError
 
 _RANGE = re.compile(r"\s*bytes\s*=\s*([0-9]*)\s*-\s*([0-9]*)\s*", re.IGNORECASE)
 _MOST_DIGITS = 19
-"""Larger numbers lie behind the end of any file."""
+"""Numbers with more digits are beyond the end of any file."""
 _TAG = re.compile(r'(W/)?("[^"]*")')
 
 
 class RangeNotSatisfiable(WeighbridgeError):
-    """No byte of the file lies in the range that was asked for.
+    """No byte of the file is in the requested range.
 
     Attributes:
-        size: the file's, in bytes.
+        size: size of the file, in bytes.
     """
 
     reason = "RANGE_NOT_SATISFIABLE"
@@ -31,10 +31,10 @@ class RangeNotSatisfiable(WeighbridgeError):
 
 
 class ContentChanged(WeighbridgeError):
-    """The file has another content than the request is about.
+    """The file's content does not match the request's condition.
 
     Attributes:
-        etag: of what it has, in quotes.
+        etag: ETag of the file's content, in quotes.
     """
 
     reason = "CONTENT_CHANGED"
@@ -50,7 +50,7 @@ class ContentChanged(WeighbridgeError):
 
 @dataclass(frozen=True, slots=True)
 class ByteRange:
-    """The bytes from ``start`` up to, not including, ``end``; ``partial`` if they were asked for, and not the whole file."""
+    """The bytes from ``start`` up to, not including, ``end``; ``partial`` if the request had a range."""
 
     start: int
     end: int
@@ -58,13 +58,13 @@ class ByteRange:
 
 
 def byte_range(header: str | None, size: int) -> ByteRange:
-    """The bytes that a Range header asks for.
+    """The byte range that a Range header requests.
 
-    A header that is malformed, has another unit or several ranges is passed over, as the standard allows: the whole file is sent.
+    A header that is malformed, or has another unit or several ranges, is ignored, as the standard allows: the range is the whole file.
 
     Args:
-        header: its value; None if there is none.
-        size: the file's, in bytes.
+        header: value of the header; None if there is none.
+        size: size of the file, in bytes.
 
     Raises:
         RangeNotSatisfiable: none of the bytes exist.
@@ -88,17 +88,17 @@ def byte_range(header: str | None, size: int) -> ByteRange:
 
 
 def is_unchanged(etag: str, if_match: str | None, if_none_match: str | None) -> bool:
-    """Whether a client has the content already, so that it is answered 304.
+    """Whether the client has the content already, so that the response is 304.
 
     Args:
-        etag: of the content, in quotes, and not weak.
-        if_match: value of the header If-Match, all of its lines; None without.
-        if_none_match: the same of If-None-Match.
+        etag: strong ETag of the content, in quotes.
+        if_match: value of the If-Match header, with all its lines joined; None without one.
+        if_none_match: value of the If-None-Match header, in the same form.
 
     Raises:
-        ContentChanged: the client wants another content.
+        ContentChanged: If-Match requires another content.
     """
-    # a weak tag never matches If-Match: the bytes may differ
+    # a weak tag never matches If-Match, because the bytes may differ
     if if_match is not None and if_match != "*" and ("", etag) not in _TAG.findall(if_match):
         raise ContentChanged(etag)
     if if_none_match is None:

@@ -1,4 +1,4 @@
-"""Routes of requests to change refs that are protected, beside those that are derived, with their bodies."""
+"""Handwritten routes of requests to change protected refs, with their bodies; the other routes of refs are derived."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ REQUEST = answer_of(RefRequest)
 
 
 class RequestRefIn(In):
-    """What a ref shall become."""
+    """The requested change of a ref."""
 
     action: Literal["move", "delete"] = Field("move", description="Whether it shall name a version, or go.")
     version: VersionField = Field("latest", description="That it shall name, if it shall name one.")
@@ -36,7 +36,7 @@ def refs_router(service: Weighbridge) -> APIRouter:
     """The routes.
 
     Args:
-        service: whose refs they are.
+        service: the service.
     """
     router = APIRouter(prefix="/v1/models/{namespace}/{name}/refs", tags=["refs"])
     gates = service.gates
@@ -45,7 +45,7 @@ def refs_router(service: Weighbridge) -> APIRouter:
     def request_ref(
         namespace: Namespace, name: Name, ref: Ref, body: RequestRefIn, request: Request, response: Response
     ) -> BaseModel:
-        """Change a tag, or ask for it if that takes the approval of other identities: 200 if it is done, 202 if it is pending."""
+        """Change a tag, or request the change if it needs the approval of other identities: 200 if it is done, 202 if it is pending."""
         model, peer, named = f"{namespace}/{name}", peer_of(request), body.request_id
         if body.action == REQUEST_DELETE:
             found = gates.ask(model, ref, REQUEST_DELETE, peer, request_id=named, note=body.note)
@@ -57,7 +57,7 @@ def refs_router(service: Weighbridge) -> APIRouter:
     def unprotect_ref(
         namespace: Namespace, name: Name, ref: Ref, request: Request, response: Response
     ) -> BaseModel:
-        """Protect a ref no longer, or ask for it: it takes what it takes to move the ref. 200 if it is done, 202 if it is pending."""
+        """Remove a ref's protection, or request that; it needs the same approvals as moving the ref. 200 if it is done, 202 if it is pending."""
         model, peer = f"{namespace}/{name}", peer_of(request)
         return _answer(gates.ask(model, ref, REQUEST_UNPROTECT, peer, request_id=uuid.uuid4().hex), response)
 

@@ -1,4 +1,4 @@
-"""Bodies of reports on the service itself: usage, memory, checks, probes."""
+"""Response bodies of reports on the service itself: usage, memory, checks, probes."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class SpaceOut(Out):
     """Room for images in memory, or on disk."""
 
     budget: int = Field(description="Most bytes; 2**62 stands for no such bound, 0 for none at all.")
-    in_use: int = Field(description="Bytes of images that somebody has.")
+    in_use: int = Field(description="Bytes of images in use.")
     free: int = Field(description="Bytes of memory or files that wait to be used again.")
     available: int = Field(description="Bytes that the machine can give beyond these.")
-    most: int = Field(description="Bytes that the machine could give if nobody else took any.")
+    most: int = Field(description="Bytes that the machine could give if no other process took any.")
 
     @classmethod
     def of(cls, space: Space) -> SpaceOut:
-        """A space for people and programs."""
+        """The response body for a space."""
         return cls(
             budget=space.budget,
             in_use=space.in_use,
@@ -43,7 +43,7 @@ class SpaceOut(Out):
 
 
 class HoldingOut(Out):
-    """An image that somebody has."""
+    """An image in use."""
 
     model: str = Field(
         description="`namespace/name`.", examples=["acme/smol"], validation_alias=AliasPath("owner", "model")
@@ -73,11 +73,11 @@ class WaitingImageOut(Out):
 
 
 class MemoryOut(Out):
-    """How the service stands with memory."""
+    """Memory of the service: limits, budget, and images."""
 
     budget: int = Field(description="Most bytes of images in memory.")
     budget_chosen: bool = Field(
-        description="Whether somebody has named it; else it was found from the limits."
+        description="Whether the operator has set it; otherwise it was derived from the limits."
     )
     process: int = Field(description="Bytes that the service keeps for itself besides images.")
     private: int = Field(description="Bytes of these that it has.")
@@ -91,7 +91,7 @@ class MemoryOut(Out):
 
     @classmethod
     def of(cls, report: MemoryReport, byte_budget: int, in_flight: InFlight) -> MemoryOut:
-        """A report for people and programs, with how the budget of bytes in flight is used."""
+        """The response body for a report, with the usage of the budget of bytes in flight."""
         return cls(
             budget=report.budget.nbytes,
             budget_chosen=report.budget.chosen,
@@ -108,7 +108,7 @@ class MemoryOut(Out):
 
 
 class CheckOut(Out):
-    """One thing that was looked at."""
+    """Finding of one check."""
 
     name: str = Field(description="What was looked at.", examples=["memory budget"])
     status: CheckStatus = Field(description="How it stands.")
@@ -117,19 +117,19 @@ class CheckOut(Out):
 
 
 class ChecksOut(Out):
-    """What `weighbridge doctor` finds."""
+    """Findings of `weighbridge doctor`."""
 
     checks: list[CheckOut] = Field(description="In the order in which they are best read.")
 
 
 class ReadinessOut(Out):
-    """That new work can be sent here."""
+    """Readiness: new work can be sent here."""
 
     status: str = Field(examples=["ready"])
     checks: list[CheckOut] = Field(description="What was looked at; none has failed.")
 
 
 class StatusOut(Out):
-    """An answer to a probe."""
+    """Response to a probe."""
 
     status: str = Field(examples=["ok"])

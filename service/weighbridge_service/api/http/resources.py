@@ -47,7 +47,7 @@ class SignatureOut(Out):
 
     @classmethod
     def of(cls, signature: Signature) -> SignatureOut:
-        """A signature for people and programs."""
+        """The response body for a signature."""
         method, signer = signed_by(signature.content)
         return cls(id=signature.id, method=method, signer=signer)
 
@@ -68,7 +68,7 @@ class SignatureIn(In):
 
 
 class CollectIn(In):
-    """How to collect."""
+    """Options of a collection."""
 
     dry_run: StrictBool = Field(
         description="Only say what would be done. To be said: the rest is deleted for good."
@@ -76,7 +76,7 @@ class CollectIn(In):
 
 
 class ExportIn(In):
-    """Which version to write as a Hugging Face folder, and how."""
+    """An export to start: the version to write as a Hugging Face folder, and options."""
 
     model: str = Field(
         description="`namespace/name`.", examples=["acme/smol"], json_schema_extra={"pattern": MODEL_PATTERN}
@@ -100,7 +100,7 @@ class ExportIn(In):
 
 
 class ExportOut(Out):
-    """An export as it stands."""
+    """An export and its current state."""
 
     id: str = Field(description="Names the job.")
     model: str = Field(description="`namespace/name`.", examples=["acme/smol"])
@@ -117,6 +117,6 @@ class ExportOut(Out):
 
 
 class ExportsOut(Out):
-    """The exports that are remembered."""
+    """All exports that the service keeps."""
 
     exports: list[ExportOut] = Field(description="Exports, newest first.")

@@ -1,4 +1,4 @@
-"""Threads of HTTP handlers that may wait long for the store: so many at one time, and none of those that all other handlers share."""
+"""Thread pools for HTTP handlers that may wait long for the store, so that they do not occupy the threads that all other handlers share."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ T = TypeVar("T")
 def in_threads(
     threads: ThreadPool, seconds: float | None = None
 ) -> Callable[[Callable[P, T]], Callable[P, Awaitable[T]]]:
-    """A decorator that lets a function run in a pool of threads, as a coroutine of the same signature.
+    """A decorator that runs a function in a thread pool, as a coroutine with the same signature.
 
-    The coroutine raises Unavailable if the function has not ended within so many seconds, the wait for a thread included; one that has begun
-    goes on, and keeps its thread.
+    The coroutine raises Unavailable if the function has not ended within ``seconds``, including the wait for a thread. A function that has begun
+    continues, and keeps its thread.
     """
 
     def decorate(function: Callable[P, T]) -> Callable[P, Awaitable[T]]:

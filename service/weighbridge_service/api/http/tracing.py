@@ -1,4 +1,4 @@
-"""Traces of HTTP requests, by OpenTelemetry's instrumentation of FastAPI; nothing where tracing is off."""
+"""Traces of HTTP requests, by OpenTelemetry's instrumentation of FastAPI; without effect if tracing is off."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from weighbridge._tracing.settings import OF_PROCESS
 from weighbridge._tracing.traceparent import TraceParents
 
 _UNTRACED = "/livez,/readyz,/metrics,/events"
-"""Probes and scrapes come every few seconds, and streams of events last as long as their readers."""
+"""Paths that are not traced: probes and scrapes come every few seconds, and event streams last as long as their readers."""
 _WITH_QUERY = ("http.url", "http.target", "url.full", "url.query")
 _LONGEST = 256
-"""Characters of what a span says of a request."""
+"""Maximum characters of a span's attribute."""
 
 
 def trace_requests(app: FastAPI) -> None:
-    """Trace the requests of an application from now on: each in its caller's trace, or in one of its own."""
+    """Trace the requests of an application: each in its caller's trace, or in a new one."""
     provider = OF_PROCESS.provider
     if provider is None:
         return
@@ -27,7 +27,7 @@ def trace_requests(app: FastAPI) -> None:
     from opentelemetry.metrics import NoOpMeterProvider
     from opentelemetry.propagate import set_global_textmap
 
-    set_global_textmap(TraceParents())  # the instrumentation takes none of its own
+    set_global_textmap(TraceParents())  # the instrumentation has no parameter for it
     FastAPIInstrumentor.instrument_app(
         app,
         server_request_hook=_bounded,
@@ -35,18 +35,21 @@ def trace_requests(app: FastAPI) -> None:
         meter_provider=NoOpMeterProvider(),
         excluded_urls=_UNTRACED,
         exclude_spans=["receive", "send"],
-        # of headers that somebody asks for by OpenTelemetry's variables, those that let a caller in are left out
+        # OpenTelemetry's environment variables may ask for headers in spans; credentials are redacted
         http_capture_headers_sanitize_fields=["authorization", "cookie", "set-cookie", "location"],
     )
 
 
 def _bounded(span: Span, scope: Mapping[str, Any]) -> None:
-    """A query may have anything in it, as what was meant for a header. Whoever reaches the port chooses the rest, and thousands of spans wait for a
-    collector that does not answer, which refuses a batch as a whole if it is too long."""
+    """Remove the query from a request's span, and shorten its other attributes.
+
+    A query may contain secrets, for example a token that was meant for a header. Any client can choose the other attributes. They must be short,
+    because thousands of spans may wait for a collector that does not answer, and a collector refuses a batch that is too large as a whole.
+    """
     for name in _WITH_QUERY:
         span.set_attribute(name, scope.get("path", ""))
     for name, value in dict(getattr(span, "attributes", None) or {}).items():
         if isinstance(value, str) and len(value) > _LONGEST:
             span.set_attribute(name, value[:_LONGEST])
-        elif isinstance(value, tuple):  # headers that the environment asks for
+        elif isinstance(value, tuple):  # headers that environment variables ask for
             span.set_attribute(name, [str(each)[:_LONGEST] for each in value])

@@ -1,4 +1,4 @@
-"""Routes of the operations in the table: path, parameters, bodies and OpenAPI schemas follow from it."""
+"""Routes of the operations in the table, which determines path, parameters, bodies and OpenAPI schemas."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class OperationRoute:
     """Route of one operation.
 
     Args:
-        operation: which one.
-        body: what is done.
+        operation: the operation.
+        body: its implementation.
 
     Attributes:
-        answer: schema of the answer; None if there is none.
+        answer: schema of the response; None if it has no body.
     """
 
     def __init__(self, operation: Operation[Any], body: Callable[..., Any]) -> None:
@@ -55,7 +55,7 @@ class OperationRoute:
         )
 
     def __call__(self, request: Request, response: Response, **said: Any) -> BaseModel | None:
-        """The answer to a request, whose parameters are given by name."""
+        """The response to a request, whose parameters are passed by name."""
         operation = self._operation
         if "namespace" in said:
             said["model"] = f"{said.pop('namespace')}/{said.pop('name')}"
@@ -78,7 +78,7 @@ class OperationRoute:
         return self.answer.model_validate(getattr(found, operation.part) if operation.part else found)
 
     def _arguments(self) -> list[Argument]:
-        """Parameters of the route: request and response, then those of its path, then of its query or body."""
+        """Parameters of the route: request and response, then parameters of the path, then of the query or body."""
         found = [_argument("request", Request), _argument("response", Response)]
         members: list[Parameter] = []
         if "{model}" in self._operation.http:
@@ -110,7 +110,7 @@ def _body_of(operation: Operation[Any], members: list[Parameter]) -> type[BaseMo
     fields: dict[str, Any] = {}
     for each in members:
         default: Any = {} if each.default is REQUIRED else {"default": each.default}
-        if each.default == ():  # which schemas do not say
+        if each.default == ():  # a factory keeps the empty default out of the schema
             default = {"default_factory": tuple}
         said = Field(**default, description=_sentence(each.text))
         fields[each.name] = IN_BODY.get(each.name, each.kind), said
@@ -130,7 +130,7 @@ def _queried(parameter: Parameter) -> Argument:
 
 
 def _of_page(operation: Operation[Any]) -> list[Argument]:
-    """Parameters by which a list goes on."""
+    """Paging parameters of a list."""
     if not operation.pages:
         return []
     after = Query(description=f"Begin behind the {operation.within[:-1]} of this {operation.order}.")
@@ -149,7 +149,7 @@ def _markdown(operation: Operation[Any]) -> str:
 
 
 def operations_routes(bodies: Bodies) -> APIRouter:
-    """Routes of all operations that have one which is not written by hand."""
+    """Routes of all operations whose route is derived, not handwritten."""
     router = APIRouter()
     for each in OPERATIONS:
         if each.http and each.tag:

@@ -1,6 +1,6 @@
-"""Schemas of values: what the HTTP face answers of a dataclass, and what it takes in its place.
+"""Schemas of dataclasses, for responses and for requests.
 
-The description of each field is the text at the field.
+The description of each field is the docstring at the field.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from weighbridge._core.json_values import names_of
 from weighbridge._core.metadata import Metadata
 
 _LARGEST = 2**53
-"""Integer that JavaScript knows exactly."""
+"""The largest integer up to which JavaScript represents all integers exactly."""
 EXAMPLES: dict[str, Any] = {
     "model": "acme/smol",
     "number": 17,
@@ -35,35 +35,35 @@ EXAMPLES: dict[str, Any] = {
     "held": ["nonfinite"],
     "metadata": {"reward": 0.71},
 }
-"""By the field's name."""
+"""Examples by the field's name."""
 
 
 class Out(BaseModel):
-    """Base of what is answered."""
+    """Base of response bodies."""
 
     model_config = ConfigDict(from_attributes=True, protected_namespaces=())
 
 
 class In(BaseModel):
-    """Base of what is sent."""
+    """Base of request bodies."""
 
-    # a member that does not exist is a slip that should be seen
+    # an unknown member is probably a typo, so it is an error
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
 
 def _whole(value: object) -> object:
-    """A number without a fraction as an integer, which JSON Schema takes it for."""
+    """A float without a fraction as an integer, because JSON Schema counts it as one."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-# the limits stand before the validator, or they would not be in the JSON Schema
+# the limits come before the validator; otherwise they would be missing in the JSON Schema
 Whole = Annotated[int, Field(strict=True, ge=0, le=_LARGEST), BeforeValidator(_whole)]
 _TAKEN: dict[Any, Any] = {bool: StrictBool, int: Whole}
 
 
 @functools.cache
 def texts_of(kind: Any) -> dict[str, str]:
-    """The text at each field of a dataclass, by the field's name."""
+    """The docstring at each field of a dataclass, by the field's name."""
     found, name = dict[str, str](), ""
     for base in kind.__bases__:
         found |= texts_of(base) if hasattr(base, "__dataclass_fields__") else {}
@@ -82,7 +82,7 @@ def texts_of(kind: Any) -> dict[str, str]:
 
 @functools.cache
 def answer_of(kind: Any, *without: str) -> type[BaseModel]:
-    """The schema of a dataclass that is answered, without these fields; of its class's name, with ``Out`` behind it."""
+    """The response schema of a dataclass, without some fields; named after the class with the suffix ``Out``."""
     hints, texts = typing.get_type_hints(kind), texts_of(kind)
     members: dict[str, Any] = {
         name: (_answered(hints[name]), _field(name, texts[name]))
@@ -97,7 +97,7 @@ def answer_of(kind: Any, *without: str) -> type[BaseModel]:
 
 @functools.cache
 def list_of(kind: Any, name: str, order: str) -> type[BaseModel]:
-    """The schema of a list or of a page of one, whose items are in the member of this name, and in this order."""
+    """The response schema of a list, or a page of it: the items are in the member ``name``; ``order`` describes their order."""
     text = f"{name.capitalize()}, {order}."
     members: dict[str, Any] = {name: (list[answer_of(kind)], Field(description=text))}  # type: ignore[misc]
     return create_model(f"{name.capitalize()}Out", __base__=Out, __doc__=text, **members)
@@ -105,7 +105,7 @@ def list_of(kind: Any, name: str, order: str) -> type[BaseModel]:
 
 @functools.cache
 def body_of(kind: Any) -> type[BaseModel]:
-    """The schema of a dataclass that is sent; of its class's name, with ``In`` behind it. What is left out has its default."""
+    """The request schema of a dataclass, named after the class with the suffix ``In``. Omitted members have their defaults."""
     hints, texts = typing.get_type_hints(kind), texts_of(kind)
     members: dict[str, Any] = {
         each.name: (
@@ -127,7 +127,7 @@ def _field(name: str, text: str) -> Any:
 
 
 def _answered(hint: Any) -> Any:
-    """The type that pydantic shows in the place of one of a dataclass's field."""
+    """The pydantic type for the type of a dataclass's field."""
     if isinstance(hint, UnionType):  # with None
         return _answered(typing.get_args(hint)[0]) | None
     if hasattr(hint, "__dataclass_fields__"):
