@@ -1,19 +1,19 @@
-"""Weighbridge service. `server` is the process, `core` wires its parts, and `service` what other houses plug into it.
+"""Weighbridge service. `server` runs the process, `core` wires the parts, and `service` plugs further packages into the core.
 
 May import: `weighbridge_storage`, `weighbridge`. A folder imports only those listed before it:
 
-- `metrics`: what each metric is, and what observes them.
+- `metrics`: declarations of metrics, and their instruments.
 - `runtime`: settings, limits and clock of the process.
-- `access`: who somebody is, and what they may do.
-- `admission`: what they may have, and whose turn it is.
-- `plan`: which bytes go where.
+- `access`: identities of callers, and their permissions.
+- `admission`: quotas of callers, and the order in which they are served.
+- `plan`: plans of transfers: the place of each byte.
 - `families`: families of models, a file each.
 - `models`: registered models, their weight maps and layouts.
 - `converting`, `fsck`: conversion of folders, and the check of a store; neither needs a running service.
 - `catalog`: models, versions and refs.
-- `push`: a version from its opening to its being durable.
-- `replicas`: replicas of the service among each other.
-- `pull`: the bytes of a version.
+- `push`: a version from its opening until it is durable.
+- `replicas`: communication between replicas of the service.
+- `pull`: reading the bytes of a version.
 - `exports`: versions written as folders in the background.
 - `health`: named checks, probes and ``weighbridge doctor``.
 - `api`: the faces: gRPC, HTTP, local lane.

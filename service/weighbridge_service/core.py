@@ -1,4 +1,4 @@
-"""Core of the service: what there is, what comes in, what goes out. The faces translate to it and decide nothing."""
+"""Core of the service: the catalog, pushes and pulls. The faces (`api`) only translate to it."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ from weighbridge_storage.stores.probe import probe
 log = logging.getLogger(__name__)
 
 _OPENINGS_SECONDS = 1.0
-"""Longest time for which a replica that stops waits for the versions that another one is opening."""
+"""Maximum seconds for which this replica waits for its pending openings of versions when another replica leaves."""
 _LOG_LEVELS = {
     CheckStatus.OK: logging.INFO,
     CheckStatus.WARN: logging.WARNING,
@@ -74,12 +74,12 @@ _LOG_LEVELS = {
 
 @dataclass(frozen=True, slots=True)
 class Plugged:
-    """What other houses plug into the core.
+    """Callbacks of other packages for the core.
 
     Attributes:
         pushes: observes pushes.
-        count_store_call: observes small calls of the store.
-        check_signature: whether a signature is one, and about a version.
+        count_store_call: observes control calls to the store.
+        check_signature: checks that a signature is valid and signs a version.
     """
 
     pushes: PushFigures
@@ -88,45 +88,45 @@ class Plugged:
 
 
 class Core:
-    """One service over one object store. Everything it has is safe to use from many threads.
+    """One service over one object store. Thread-safe, including all attributes.
 
     Args:
-        config: its settings.
-        port: at which it answers gRPC calls.
-        plugged: what observes and checks.
+        config: settings of the service.
+        port: port for gRPC calls.
+        plugged: callbacks of other packages.
 
     Raises:
-        FailedPrecondition: the store does not keep conditional writes, or the scratch folder's file system cannot hold a
+        FailedPrecondition: the store does not honor conditional writes, or the scratch folder's file system cannot hold a
             read cache for it.
-        InvalidArgument: a setting cannot be.
+        InvalidArgument: a setting is not valid.
         WeighbridgeError: the store cannot be opened or used.
-        OSError: the scratch folder cannot be made.
+        OSError: the scratch folder cannot be created.
 
     Attributes:
         catalog: models, versions and refs.
-        intake: versions on their way in.
-        registry: their sessions.
-        serving: versions on their way out.
-        collecting: which versions are kept.
-        gates: which versions are held and which refs protected.
-        signatures: who has signed which version.
-        images: where versions are put together.
-        memory_budget: how much memory these may take.
-        mappings: which processes of this machine have them mapped.
-        reader_shares: how much of them each reader may keep.
-        byte_budget: what may be in flight over gRPC.
-        read_cache: what was brought from a store that is no folder.
-        store_readers: who is reading from the store.
-        shared: versions that other replicas take part in.
-        peer_files: files of these that are read from other replicas.
-        directory: which other replicas there are.
-        links: connections to them.
-        taking_over: owns what those hand over that leave.
-        takeovers: reads it out of their images.
+        intake: pushes of versions.
+        registry: sessions of pushes.
+        serving: pulls of versions.
+        collecting: collection of versions that need not be kept.
+        gates: held versions and protected refs.
+        signatures: signatures of versions.
+        images: pool of images, in which versions are assembled.
+        memory_budget: budget of memory for images.
+        mappings: local processes that have images mapped.
+        reader_shares: shares of images that readers may keep.
+        byte_budget: budget of bytes in flight over gRPC.
+        read_cache: cache of bytes read from a remote store or from other replicas.
+        store_readers: registry of readers of the store.
+        shared: versions that several replicas receive.
+        peer_files: files of these versions, read from other replicas.
+        directory: directory of other replicas.
+        links: connections to other replicas.
+        taking_over: owner of versions that leaving replicas hand over.
+        takeovers: reads these versions from the leaving replicas' images.
         key: secret that all replicas over the store share.
-        access: knows who calls.
-        quotas: what identities and namespaces may have, and what they use.
-        audit: where it is written down who did what.
+        access: identifies callers.
+        quotas: quotas of identities and namespaces, and their usage.
+        audit: the audit log.
     """
 
     def __init__(self, config: ServiceConfig, port: int, plugged: Plugged) -> None:
@@ -136,7 +136,7 @@ class Core:
         scratch = config.scratch_folder / ".images"
         scratch.mkdir(parents=True, exist_ok=True)
         self.read_cache = BlockCache(scratch, config.read_cache)
-        # files of a remote store go through it, and those of other replicas
+        # files of a remote store and of other replicas are read through the cache
         self._uses_cache = is_remote(config.store) or bool(config.advertise)
         self._cache_in_memory = self._uses_cache and read_disk(scratch).in_memory
         if self._uses_cache:
@@ -164,7 +164,7 @@ class Core:
             check_budget(self.memory_budget, self.images.spaces()[0]),
         ):
             log.log(_LOG_LEVELS[check.status], "%s", check)
-        # what moves weights waits for the store as long as it takes, in threads of its own; control calls do not
+        # transfers of weights wait for the store without a time limit, in threads of their own; control calls have one
         hasty = self._store.with_time_limit(config.store_patience)
         self._guarded = GuardedStore(hasty, config.store_patience, count=plugged.count_store_call)
         self.catalog = Catalog(
@@ -221,13 +221,13 @@ class Core:
         self.collecting = Collecting(self.catalog, config.collect_every, self._on_collected)
 
     def replica_left(self, home: Home) -> None:
-        """Count on a replica that stops for no further version."""
+        """Assign no further versions to a replica that is leaving."""
         if self.directory.left(home):
-            self.intake.opener.wait_for_openings(_OPENINGS_SECONDS)  # they may count on it
+            self.intake.opener.wait_for_openings(_OPENINGS_SECONDS)  # they may still count on the replica
         self.shared.count_on(self.directory.staying())
 
     def is_leaving(self) -> bool:
-        """Whether this replica stops, and the others know."""
+        """Whether this replica is leaving and has notified the others."""
         return self.links.leaving
 
     def _on_collected(self, name: ModelName, history: History) -> None:
@@ -236,7 +236,7 @@ class Core:
         self.quotas.stored.note(name)
 
     def _needs(self) -> Needs:
-        """What this service needs of memory besides images."""
+        """Memory that this service needs in addition to images."""
         cache = self.config.read_cache if self._cache_in_memory else 0
         return Needs(
             PROCESS_BYTES + self.config.byte_budget, cache and cache - self.read_cache.usage().nbytes
@@ -244,14 +244,14 @@ class Core:
 
     @property
     def store_silent_seconds(self) -> float:
-        """For how long the store has not answered, so that what needs it fails at once; 0 while it answers."""
+        """Seconds for which the store has not answered, while control calls that need it fail at once; 0 while it answers."""
         return self._guarded.silent_seconds
 
     def memory(self) -> MemoryReport:
-        """How the service stands with memory now. Asks nothing of the store.
+        """Current report on the service's memory. Does not access the store.
 
         Raises:
-            WeighbridgeError: the scratch folder cannot be asked.
+            WeighbridgeError: the scratch folder cannot be examined.
         """
         memory, disk = self.images.spaces()
         return MemoryReport(
@@ -273,13 +273,13 @@ class Core:
         return self.intake.opener.draining
 
     def drain(self) -> bool:
-        """Refuse new versions, wait for those under way or hand them over, and stop; whether none of them is lost."""
+        """Refuse new versions, complete the current ones or hand them over, and stop. Returns whether no version was lost."""
         finished = self.intake.drain(self.config.drain_seconds)
         self._stop()
         return finished
 
     def close(self) -> None:
-        """Let go of files and memory. Call `drain` before."""
+        """Release files and memory. Call `drain` before."""
         self._stop()
         self.links.close()
         self.catalog.readers.close()
@@ -290,7 +290,7 @@ class Core:
         self.audit.close()
 
     def _stop_telling(self) -> None:
-        """Tell other replicas nothing more; for what is plugged in."""
+        """Stop exchanges of plugged-in packages with other replicas; for subclasses to override."""
 
     def _stop(self) -> None:
         self.catalog.stopping.set()
@@ -304,7 +304,7 @@ class Core:
 
 
 def _limits(config: ServiceConfig) -> Limits:
-    """What pushes go by."""
+    """Limits of pushes, from the settings."""
     return Limits(
         receive_timeout=config.receive_timeout,
         opening_wait=config.opening_wait,
@@ -317,7 +317,7 @@ def _limits(config: ServiceConfig) -> Limits:
 
 
 def _proofs(tls: TlsFiles | None, access: Access) -> Credentials:
-    """What this service shows to other replicas, which have certificates of the same authorities."""
+    """Credentials for calls to other replicas, whose certificates are from the same authorities."""
     token = None if access.open else access.replica_token
     if tls is None:
         return Credentials(token=token, insecure=True)
@@ -326,6 +326,6 @@ def _proofs(tls: TlsFiles | None, access: Access) -> Credentials:
 
 
 def _address(advertise: str, port: int) -> str:
-    """Where other replicas reach this process; the parts that ``advertise`` leaves open are completed."""
+    """Address at which other replicas reach this process: ``advertise``, with host name and port filled in where it has none."""
     host, _, advertised = advertise.rpartition(":")
     return f"{host or socket.gethostname()}:{port if advertised in ('', '0') else advertised}"

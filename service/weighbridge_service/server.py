@@ -1,4 +1,4 @@
-"""Process of the service: all faces over one store, from the ready line to the last drained push."""
+"""Process of the service: starts all faces over one store, and drains them at the end."""
 
 from __future__ import annotations
 
@@ -48,25 +48,25 @@ log = logging.getLogger(__name__)
 _PACKAGES = ("weighbridge", "weighbridge_service", "weighbridge_storage")
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _LINGER_SECONDS = 1.0
-"""How long a drained service still answers: whoever pushed last asks how it ended."""
+"""Seconds for which a drained service still answers, so that the trainer of the last push can ask for its result."""
 _GRPC_GRACE_SECONDS = 10.0
-"""How long pulls may go on; after a drain that did not end in time they get no more of it."""
+"""Seconds for which pulls may continue after a complete drain; after an incomplete one they end at once."""
 _HTTP_GRACE_SECONDS = 5
 _REQUEST_SECONDS = 10.0
 _SWITCH_SECONDS = 0.0005
-"""How long a thread that computes in Python keeps the interpreter from others that ask for it. Digests ask about twice for each MiB:
-with Python's own 5 ms, one such thread made them take 12 s/GB instead of 0.3."""
+"""Switch interval of Python threads. Threads that compute digests request the interpreter lock about twice per MiB: with Python's default of 5 ms,
+one busy Python thread slowed digests from 0.3 s/GB to 12 s/GB."""
 _BACKLOG = 4096
 _HOST = re.compile(r"[A-Za-z0-9_.:%-]{1,200}")
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server, whose connections are accepted by a listener.
+    """uvicorn's server with connections from a listener.
 
     Args:
-        config: of uvicorn.
-        listener: accepts them.
-        tls: what each begins with; None without.
+        config: uvicorn's configuration.
+        listener: accepts connections.
+        tls: TLS context for all connections; None without TLS.
     """
 
     def __init__(self, config: uvicorn.Config, listener: Listener, tls: ssl.SSLContext | None) -> None:
@@ -75,7 +75,7 @@ class _Server(uvicorn.Server):
         self._tls = tls
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to answer, and to accept."""
+        """Start the server, and accept connections."""
         await super().startup(sockets)
         self._accepting = asyncio.create_task(self._listener.accept(self._speak, self._tls))
 
@@ -94,17 +94,17 @@ class HttpServer:
 
     Args:
         address: ``host:port``; port 0 takes a free one.
-        most: connections at one time.
-        request_seconds: how long a client may take to say what it wants.
-        certificates: of the service; None to answer without TLS.
+        most: maximum number of concurrent connections.
+        request_seconds: timeout for receiving a request's headers.
+        certificates: certificates of the service; None to serve without TLS.
 
     Raises:
-        InvalidArgument: that is no address.
+        InvalidArgument: ``address`` is not a valid address.
         Unavailable: the address cannot be bound.
 
     Attributes:
-        address: ``host:port`` as it was bound.
-        url: the same with its scheme.
+        address: ``host:port`` with the bound port.
+        url: the address with its scheme.
     """
 
     def __init__(
@@ -150,12 +150,12 @@ class HttpServer:
             log_config=None,
             access_log=False,
             server_header=False,
-            proxy_headers=False,  # whoever comes from this machine could say that it comes from elsewhere
+            proxy_headers=False,  # otherwise any process of this machine could fake its address
             timeout_graceful_shutdown=_HTTP_GRACE_SECONDS,
         )
         tls = None if certificates is None else certificates.for_http()
         server = _Server(config, self._listener, tls)
-        # not in the main thread: there uvicorn would put its own signal handlers in place of ours
+        # not in the main thread, where uvicorn would replace our signal handlers
         thread = threading.Thread(target=server.run, args=([],), name="http", daemon=True)
         thread.start()
         while thread.is_alive() and not server.started:
@@ -181,13 +181,13 @@ def _host_and_port(address: str) -> tuple[str, int]:
 
 
 def _check_private(host: str, config: ServiceConfig) -> None:
-    """Refuse to speak without TLS where others may listen."""
+    """Refuse to serve without TLS at an address that other machines reach. Raises InvalidArgument."""
     if config.tls is not None or config.insecure:
         return
     try:
         addresses = {found[4][0] for found in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
     except OSError:
-        return  # it cannot be bound, which says why
+        return  # binding it will fail with the reason
     others = [each for each in addresses if not ipaddress.ip_address(str(each).partition("%")[0]).is_loopback]
     if others:
         raise InvalidArgument(
@@ -215,17 +215,17 @@ def _with_port(address: str, port: int) -> str:
 def run(config: ServiceConfig, grpc: str, http: str, log_level: str = "info") -> int:
     """Serve until SIGTERM or SIGINT, then drain.
 
-    Prints one line on stdout once both faces answer, and logs to stderr. The first signal lets pushes and publications
-    that are under way end, and refuses new ones; exports are cancelled. The second ends the process at once.
+    Prints one line on stdout once gRPC and HTTP answer, and logs to stderr. After the first signal, the service completes current pushes and
+    publications, refuses new ones, and cancels exports. The second signal ends the process at once.
 
     Args:
         config: settings of the service.
         grpc: ``host:port`` for gRPC; port 0 takes a free one.
-        http: likewise for HTTP.
+        http: ``host:port`` for HTTP; port 0 takes a free one.
         log_level: ``debug``, ``info``, ``warning`` or ``error``.
 
     Returns:
-        The exit code: 0 if all that was under way has ended well, 1 if not or if the service could not start.
+        The exit code: 0 if the drain was complete, 1 if it was not or the service could not start.
     """
     configure_logging(log_level)
     shares = Descriptors.of(raise_limit())
@@ -243,7 +243,7 @@ def run(config: ServiceConfig, grpc: str, http: str, log_level: str = "info") ->
             if config.advertise:
                 _check_advertised(config.advertise)
             bridges = BridgeProcess()
-            # a process forked from one that has imported it makes bridges itself
+            # a process that was forked with mbridge imported creates the bridges itself
             elsewhere = "mbridge" not in sys.modules
             if elsewhere:
                 stack.enter_context(made_by(bridges.bridge))
@@ -294,7 +294,7 @@ def run(config: ServiceConfig, grpc: str, http: str, log_level: str = "info") ->
         if elsewhere:
             try:
                 bridges.start()
-            except WeighbridgeError as error:  # the first model tries again
+            except WeighbridgeError as error:  # the first registered model retries
                 log.warning("%s", error)
         settle()
 
@@ -319,8 +319,8 @@ def configure_logging(level: str) -> None:
     """Log to stderr.
 
     Args:
-        level: ``debug``, ``info``, ``warning`` or ``error``: of what the service itself says. Libraries say nothing below ``info``: boto3's
-            debug messages have signatures, tokens and bodies in them.
+        level: ``debug``, ``info``, ``warning`` or ``error``, for the service's own packages. Libraries log at ``info`` or above, because
+            boto3's debug messages contain signatures, tokens and bodies.
     """
     logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     own = logging.getLevelNamesMapping()[level.upper()]
@@ -331,10 +331,10 @@ def configure_logging(level: str) -> None:
 
 @contextlib.contextmanager
 def _first_signal() -> Iterator[Callable[[], int]]:
-    """Gives a function that waits for the first SIGTERM or SIGINT; the second ends the process.
+    """Yield a function that waits for the first SIGTERM or SIGINT; the second ends the process.
 
-    Handlers run in the main thread, when it is awake. The kernel may hand a signal to any thread, and one that comes just before the
-    main thread falls asleep does not wake it. So a thread reads which ones came from a socket, written to whatever the main thread does.
+    Python runs handlers in the main thread, when it is awake. The kernel may deliver a signal to any thread, and a signal just before the main
+    thread falls asleep does not wake it. So a thread reads the signals from a socket (`signal.set_wakeup_fd`), independently of the main thread.
     """
     reader, writer = socket.socketpair()
     writer.setblocking(False)

@@ -1,4 +1,4 @@
-"""Service: the core, and what the other houses plug into it."""
+"""Service: the core, with the packages that plug into it."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ class Weighbridge(Core):
     """The whole service over one object store.
 
     Args:
-        config: its settings.
-        port: at which it answers gRPC calls.
+        config: settings of the service.
+        port: port for gRPC calls.
 
     Raises:
         See `Core`.
 
     Attributes:
-        engines: which engines serve versions, as their agents report.
-        push_figures, store_figures: figures of pushes, and of small calls of the store.
+        engines: engines that serve versions, as their agents report.
+        push_figures, store_figures: instruments for pushes, and for control calls to the store.
     """
 
     def __init__(self, config: ServiceConfig, port: int) -> None:

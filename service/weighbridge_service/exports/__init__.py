@@ -1,8 +1,8 @@
-"""Exports: versions written as Hugging Face folders in the folder of exports, in the background.
+"""Exports: versions written in the background as Hugging Face folders, within the folder for exports.
 
 May import: `service`, and what that may; `weighbridge_storage`, `weighbridge`.
 
-- `jobs`: what was asked for, how far it is, and its execution.
-- `folders`: paths in the folder of exports, and folders that are being written.
+- `jobs`: export jobs: their state, progress and execution.
+- `folders`: paths in the folder for exports, and partial folders.
 - `tensors`: the tensors of a version, read ahead.
 """

@@ -1,4 +1,4 @@
-"""Folder of exports: which paths lie in it, and folders in it that are being written."""
+"""Folder for exports: validation of paths within it, and partial folders."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ log = logging.getLogger(__name__)
 
 _MOST_COMPONENTS = 8
 _PARTIAL = ".export-"
-"""How the names of folders begin that are being written."""
+"""Prefix of the names of partial folders."""
 _IN_EACH = (CONFIG, ADAPTER_CONFIG)
-"""Files of which each export has one."""
+"""Files of which every export has at least one."""
 _OWN_NAME = re.compile(r"(.+--.+)--[0-9]+(?:-[0-9]+)?")
-"""What `own_name` gives, with what `free_name` may put behind it."""
+"""Pattern of the names from `own_name`, with the suffix that `free_name` may append."""
 
 
 def inside(root: Path, folder: str) -> Path:
     """The path of a folder within ``root``.
 
     Raises:
-        InvalidArgument: a component cannot be the name of a file in the store, or the folder, links followed, would
-            lie somewhere else, or in another export.
+        InvalidArgument: a component is not a valid name of a file in the store, the path leads through a symbolic link, or the folder would be
+            within a file or another export.
     """
     components = folder.split("/")
     if len(components) > _MOST_COMPONENTS:
@@ -51,7 +51,7 @@ def inside(root: Path, folder: str) -> Path:
             ) from error
     target = root.joinpath(*components)
     try:
-        # no link may stand on the way: where one points can change
+        # no component may be a symbolic link, because its target can change
         inside = target.resolve() == root.resolve().joinpath(*components)
     except (OSError, RuntimeError):  # a loop of links
         inside = False
@@ -69,13 +69,16 @@ def inside(root: Path, folder: str) -> Path:
 
 
 def own_name(model: str, number: int) -> str:
-    """The name of the folder that a version is written to unless another one is asked for; of the models, it is kept for this one."""
+    """Default name of the folder that a version is exported to. Exports of other models may not use it; see `check_own`."""
     return f"{model.replace('/', '--')}--{number}"
 
 
 def check_own(folder: str, model: str) -> None:
-    """Raise InvalidArgument if exports of another model are called so: whoever looks for those must not find this model, nor may whether
-    there are any be told here."""
+    """Raise InvalidArgument if ``folder`` is a default name for exports of another model.
+
+    A user who looks for that model's exports must not find this model's. The check uses only the name, so it does not reveal whether the other
+    model has exports.
+    """
     name = _OWN_NAME.fullmatch(folder.partition("/")[0])
     if name is not None and name[1] != model.replace("/", "--"):
         raise InvalidArgument(
@@ -85,12 +88,12 @@ def check_own(folder: str, model: str) -> None:
 
 
 def overlap(folder: Path, others: Iterable[Path]) -> bool:
-    """Whether a folder is one of others, lies in one of them, or has one of them in it."""
+    """Whether a folder equals, is within, or contains one of the others."""
     return any(folder.is_relative_to(other) or other.is_relative_to(folder) for other in others)
 
 
 def free_name(root: Path, name: str, taken: Collection[Path]) -> Path:
-    """A path in ``root`` that is not there, nor among those that are taken: the name, with a number behind it if need be."""
+    """A path in ``root`` that does not exist and does not overlap ``taken``: the name, with a number appended if necessary."""
     suffixes = itertools.chain([""], (f"-{n}" for n in itertools.count(2)))
     candidates = (root / f"{name}{suffix}" for suffix in suffixes)
     return next(path for path in candidates if not overlap(path, taken) and not os.path.lexists(path))
@@ -98,13 +101,17 @@ def free_name(root: Path, name: str, taken: Collection[Path]) -> Path:
 
 @contextlib.contextmanager
 def partial_folder(root: Path, name: str) -> Iterator[Path]:
-    """A new folder in ``root``, locked while it is being written; removed if it has not been renamed in the end."""
+    """Create a folder in ``root`` and lock it while the block runs; remove it at the end unless the block has renamed it.
+
+    Raises:
+        Unavailable: another service that is starting has locked the folder to remove it.
+    """
     root.mkdir(parents=True, exist_ok=True)
     path = root / f"{_PARTIAL}{name}"
     path.mkdir()
     try:
         with _locked(path) as mine:
-            if not mine:  # another service has just started, and taken it for abandoned
+            if not mine:  # a service that is starting has taken the folder for an abandoned one
                 raise Unavailable(f"{path} is being removed", fix="export again")
             yield path
     finally:
@@ -113,7 +120,7 @@ def partial_folder(root: Path, name: str) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[bool]:
-    """Lock a folder against other processes; whether that succeeded. A process that dies loses its locks."""
+    """Lock a folder against other processes, and yield whether that succeeded. The kernel releases the locks of a process that dies."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         try:
@@ -127,7 +134,7 @@ def _locked(path: Path) -> Iterator[bool]:
 
 
 def sweep(root: Path) -> None:
-    """Remove what services that died have left half written."""
+    """Remove partial folders that killed services have left."""
     for path in root.glob(f"{_PARTIAL}*"):
         with contextlib.suppress(OSError), _locked(path) as abandoned:
             if abandoned:

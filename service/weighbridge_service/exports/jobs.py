@@ -1,4 +1,4 @@
-"""Jobs of exports: begun, followed, cancelled, and carried out in the background."""
+"""Export jobs: started, followed, cancelled, and executed in the background."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ _AT_ONCE = 2
 _MOST_UNFINISHED = 100
 _KEPT_ENDED = 100
 _PACE = 0.2
-"""Seconds between two looks at a job that is being followed."""
+"""Seconds between two polls of a job that a client follows."""
 _THIS_PROCESS = Peer(LOCAL)
 
 
 class ExportState(enum.Enum):
-    """Where an export is in its life."""
+    """State of an export."""
 
     QUEUED = "queued"
     RUNNING = "running"
@@ -70,24 +70,24 @@ class ExportState(enum.Enum):
 
     @property
     def ended(self) -> bool:
-        """Whether nothing more will happen."""
+        """Whether the state is final."""
         return self not in (ExportState.QUEUED, ExportState.RUNNING)
 
 
 @dataclass(frozen=True, slots=True)
 class ExportJob:
-    """An export as it stood when it was asked for.
+    """Snapshot of an export job.
 
     Attributes:
-        id: names the job.
+        id: id of the job.
         model: ``namespace/name``.
-        number: the version that is written.
-        folder: absolute path of the folder; it is there once the job is done, and not before.
-        state: where it is in its life.
+        number: number of the version.
+        folder: absolute path of the folder, which exists only once the job is done.
+        state: state of the job.
         bytes_done: bytes of weights written so far.
-        bytes_total: bytes to write; 0 until it runs.
-        error: why it failed; empty otherwise.
-        create_time_ms, end_time_ms: Unix time in milliseconds; 0 if not yet.
+        bytes_total: bytes of weights to write; 0 until the job runs.
+        error: error message if the job failed; empty otherwise.
+        create_time_ms, end_time_ms: Unix time in milliseconds; the end is 0 until the job has ended.
     """
 
     id: str
@@ -103,7 +103,7 @@ class ExportJob:
 
 
 class _Cancelled(Exception):
-    """Leaves a write that is no longer wanted."""
+    """Interrupts the write of a cancelled export."""
 
 
 @dataclass
@@ -116,10 +116,10 @@ class _Entry:
 
 
 class Exports:
-    """The export jobs of one service. All methods are safe to call from many threads.
+    """The export jobs of one service. Thread-safe.
 
     Args:
-        service: whose versions.
+        service: the service that has the versions.
     """
 
     def __init__(self, service: Weighbridge) -> None:
@@ -141,24 +141,23 @@ class Exports:
         max_shard_bytes: int | None = None,
         peer: Peer = _THIS_PROCESS,
     ) -> ExportJob:
-        """Begin to write a version as a folder. Hosts that ask for exports have them in turns.
+        """Start to write a version as a Hugging Face folder. Exports of different hosts take turns.
 
         Args:
             model: ``namespace/name``.
             version: a number or a ref; a ref is resolved now.
-            folder: where, relative to the folder for exports; by default a new name made of the model's and the
-                version's.
-            dtype: cast floating-point tensors, such as ``bf16``; None keeps them as they are.
-            max_shard_bytes: largest safetensors file; None for the default.
-            peer: who asks.
+            folder: path relative to the folder for exports; by default a new folder named after the model and the version.
+            dtype: dtype to which floating-point tensors are cast, such as ``bf16``; None keeps their dtypes.
+            max_shard_bytes: maximum size of a safetensors file, in bytes; None for the default.
+            peer: the caller.
 
         Raises:
-            NotFound: no such model or version.
+            NotFound: there is no such model or version.
             FailedPrecondition: the version is not complete yet, or has failed.
-            InvalidArgument: the folder would not lie within the folder for exports, or in another export, or has the name of one of another model;
-                or a value is out of bounds.
-            AlreadyExists: something is there already, or another export writes it, or in it.
-            ResourceExhausted: too many exports are waiting, or too many of this host; or the system has no thread.
+            InvalidArgument: the folder is not within the folder for exports, is within another export, or has a default name for exports of another
+                model; or a value is out of bounds.
+            AlreadyExists: the folder exists already, or overlaps one that another export writes.
+            ResourceExhausted: too many exports are waiting, in total or for this host, or the system cannot start a thread.
             Unavailable: the service is shutting down.
         """
         if self._service.draining:
@@ -168,7 +167,7 @@ class Exports:
             raise InvalidArgument(f"the maximum shard size must be positive, not {max_shard_bytes}")
         with contextlib.closing(self._service.serving.open(model, version)) as opened:
             found = opened.version
-            if cast is not None:  # what cannot be cast is refused now, not in the job
+            if cast is not None:  # raises here, not in the job, if a tensor cannot be cast
                 self._service.serving.cast(model, opened.files.layout.tensors.values(), cast)
         asked = None
         if folder is not None:
@@ -207,24 +206,24 @@ class Exports:
 
     @staticmethod
     def unknown(job_id: str) -> NotFound:
-        """The error of a job that there is not."""
+        """The error for a job that does not exist."""
         return NotFound(
             f"there is no export {shown(job_id)}",
             fix=f"the last {_KEPT_ENDED} that have ended are remembered",
         )
 
     def list(self) -> list[ExportJob]:
-        """All jobs that are remembered, newest first."""
+        """All unfinished jobs and the last ended ones, newest first."""
         with self._lock:
             return [entry.job for entry in reversed(self._entries.values())]
 
     def cancel(self, job_id: str) -> ExportJob:
-        """Stop a job, and remove what it has written; nothing happens if it has ended.
+        """Cancel a job, and remove its files; without effect if it has ended.
 
-        A job that is writing ends a moment later, at the next tensor.
+        A job that is writing ends a moment later, at its next report of progress.
 
         Raises:
-            NotFound: no such job.
+            NotFound: there is no such job.
         """
         with self._lock:
             entry = self._entry(job_id)
@@ -234,14 +233,14 @@ class Exports:
             return entry.job
 
     async def changes(self, job_id: str, unwanted: Callable[[], bool]) -> AsyncIterator[ExportJob]:
-        """The job as it stands now, and again whenever it has changed, a few times a second; ends with the job.
+        """Yield a job now and whenever it has changed, at most a few times a second, until it ends.
 
         Args:
-            job_id: which job.
-            unwanted: whether to end before; is asked whenever the job is looked at.
+            job_id: id of the job.
+            unwanted: returns whether to stop earlier; called at each poll.
 
         Raises:
-            NotFound: no such job, or no longer.
+            NotFound: there is no such job, or it has been forgotten.
         """
         last = self.get(job_id)
         yield last
@@ -331,11 +330,12 @@ class Exports:
             if entry.unwanted:
                 raise _Cancelled
             target.parent.mkdir(parents=True, exist_ok=True)
-            inside(self._root, str(target.relative_to(self._root)))  # nobody has put a link in the way since
+            inside(self._root, str(target.relative_to(self._root)))  # again: a link may have appeared since
             unfinished.rename(target)
 
     def _sign(self, job: ExportJob, folder: Path) -> None:
-        """Let the manifest and the signatures of a version go along, if there are some and its files are as they were signed."""
+        """Write the manifest and the signatures of a version into the folder, if it has signatures. Not for an export with a cast, whose files
+        differ from the signed ones."""
         _, signatures = self._service.signatures.of_version(job.model, str(job.number))
         if signatures:
             text = read_manifest_text(self._service.catalog.store, ModelName.parse(job.model), job.number)

@@ -1,4 +1,4 @@
-"""Tensors of an open version, one after another, read ahead of whoever takes them."""
+"""Tensors of an open version, in sequence, read ahead of the consumer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def tensors_of(
     opened: OpenedVersion,
 ) -> Callable[[Sequence[TensorSpec]], Iterable[tuple[str, torch.Tensor]]]:
-    """What gives tensors with their names, whole and in the order that is asked for; of each its bytes where they lie."""
+    """A function that yields whole tensors with their names, in the order of its argument. The tensors share the memory of the version's bytes."""
     placements = {placement.shard.tensor: placement for placement in opened.files.layout.placements}
 
     def tensors(specs: Sequence[TensorSpec]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -38,7 +38,7 @@ def tensors_of(
 
 
 def _steps(wanted: Iterable[Placement]) -> Iterator[ReadStep]:
-    """Whole tensors one behind the other, for reading ahead."""
+    """Steps of at most `STEP_BYTES` through whole tensors in sequence, for reading ahead."""
     position = 0
     for placement in wanted:
         for start in range(0, placement.nbytes, STEP_BYTES):
@@ -49,13 +49,13 @@ def _steps(wanted: Iterable[Placement]) -> Iterator[ReadStep]:
 
 
 def _tensor(spec: TensorSpec, data: Bytes) -> torch.Tensor:
-    """A tensor over bytes where they lie, as long as whatever they lie in is kept; it must not be written to."""
+    """A tensor that shares the memory of ``data``. It is valid only while that memory is kept, and must not be written to."""
     import torch
 
     if not spec.nbytes:
         return torch.empty(spec.shape, dtype=spec.dtype.torch)
     if data.flags.writeable:
         return torch.frombuffer(data, dtype=spec.dtype.torch).reshape(spec.shape)
-    # by address: of read-only memory, which torch does not know, it would warn
+    # by address, because torch would warn about read-only memory, which it does not support
     there = (ctypes.c_ubyte * spec.nbytes).from_address(data.ctypes.data)
     return torch.frombuffer(there, dtype=spec.dtype.torch).reshape(spec.shape)

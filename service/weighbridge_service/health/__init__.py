@@ -1,9 +1,9 @@
-"""Health of a service: named checks that run in the background, for probes that are answered at once.
+"""Health of a service: named checks that run in the background, so that probes are answered at once.
 
 May import: `service`, `runtime`, `weighbridge_storage`, `weighbridge`.
 
-- `checks`: what must be well for new work.
-- `monitor`: runs checks, and tells what it found last.
+- `checks`: conditions for taking new work.
+- `monitor`: runs checks, and keeps their last findings.
 - `doctor`: checks of ``weighbridge doctor``.
 """
 
@@ -18,15 +18,15 @@ from weighbridge_service.health.monitor import Monitor, NamedCheck
 from weighbridge_service.service import Weighbridge
 
 _FIRST_SECONDS = 2.0
-"""How long a service that starts waits for its first findings, so that its first probe need not say that there are none."""
+"""Seconds that a starting service waits for its first findings, so that its first probe does not fail for lack of them."""
 
 
 class Health:
-    """Whether new work should be sent to a service. Answers at once, whatever the store does. Thread-safe.
+    """Whether new work should be sent to a service. Never waits for the store. Thread-safe.
 
     Args:
-        checks: what is looked at in the background.
-        draining: whether the service is shutting down.
+        checks: checks that run in the background.
+        draining: returns whether the service is shutting down.
     """
 
     def __init__(self, checks: Iterable[NamedCheck], draining: Callable[[], bool]) -> None:
@@ -39,15 +39,15 @@ class Health:
         return Health(checks_of(service), lambda: service.draining)
 
     def start(self) -> None:
-        """Begin to look."""
+        """Start the checks."""
         self._monitor.start(_FIRST_SECONDS)
 
     def findings(self) -> list[Check]:
-        """All checks, by what they found last."""
+        """Last findings of all checks."""
         return [self._accepting(), *self._monitor.findings()]
 
     def check_ready(self, findings: list[Check]) -> None:
-        """Raise Unavailable, with a line for each, if checks among these have failed."""
+        """Raise Unavailable if any of these findings is a failure; the error's details have a line for each."""
         failed = [check for check in findings if check.status is CheckStatus.FAIL]
         if failed:
             raise Unavailable(
@@ -57,7 +57,7 @@ class Health:
             )
 
     def close(self) -> None:
-        """End."""
+        """Stop the checks."""
         self._monitor.close()
 
     def _accepting(self) -> Check:

@@ -1,4 +1,4 @@
-"""Named checks of a service: what must be well for new work to be sent to it."""
+"""Named checks of a service: conditions for sending new work to it."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ VERSIONS_DURABLE = "versions-durable"
 MODELS_READABLE = "models-readable"
 
 _LEAST_DISK = 256 << 20
-"""Bytes: below that there is no room on a disk."""
+"""Free bytes of a disk below which it counts as full."""
 _NAMED = 5
 """Versions or models that a finding names at most."""
 _MOST_MODELS = 200
-"""Models whose heads are read for one finding."""
+"""Models whose heads are read for one finding at most."""
 _LITTLE_DISK = 0.05
-"""Part of a disk below which it is nearly full."""
+"""Free part of a disk below which it counts as nearly full."""
 
 
 class StoreChecks:
-    """Checks of one store. What they write there they remove again.
+    """Checks of one store. They remove the objects that they write.
 
     Args:
-        store: which one.
-        replica: tells this process from others over the same store; a component of a key.
-        most_offset_ms: by how much clocks of replicas and of the store may differ before versions are lost under their readers, or
-            given up under their trainers.
+        store: the store.
+        replica: identifies this process among those over the same store; a component of a key.
+        most_offset_ms: maximum difference between clocks of replicas and of the store; with a larger one, versions could be deleted while they are
+            read, or pushes aborted while their trainers are sending.
     """
 
     def __init__(self, store: ObjectStore, replica: str, most_offset_ms: int) -> None:
@@ -64,14 +64,14 @@ class StoreChecks:
         return Check.ok(STORE_REACHABLE, "it answers")
 
     def writable(self) -> Check:
-        """Whether the store takes an object."""
+        """Whether the store accepts writes."""
         key = f"{self._prefix}-written"
         self._store.put(key, b"", mode="overwrite")
         self._store.delete(key)
         return Check.ok(STORE_WRITABLE, "it takes objects")
 
     def conditions(self) -> Check:
-        """Whether the store keeps conditional writes, also of writers that race; not asked in the background, as it takes some forty writes."""
+        """Whether the store honors conditional writes, also of concurrent writers. Not run in the background, because it takes about forty writes."""
         try:
             probe(self._store)
         except FailedPrecondition as error:
@@ -79,7 +79,7 @@ class StoreChecks:
         return Check.ok(STORE_CONDITIONS, "it keeps conditional writes, also of writers that race")
 
     def clock(self) -> Check:
-        """Whether this process's clock and the store's say the same."""
+        """Whether the clocks of this process and of the store agree."""
         key = f"{self._prefix}-dated"
         begun = unix_ms()
         self._store.put(key, b"", mode="overwrite")
@@ -93,9 +93,9 @@ def check_clock(written_ms: tuple[int, int], modified_ms: int, most_ms: int) -> 
     """Whether two clocks agree.
 
     Args:
-        written_ms: when the writing of an object began and ended by this process's clock, in milliseconds since 1970 UTC.
-        modified_ms: when it was written by the store's clock; some stores count in seconds, and round down.
-        most_ms: by how much they may differ.
+        written_ms: beginning and end of the write of an object by this process's clock, in milliseconds since 1970 UTC.
+        modified_ms: time of the write by the store's clock; some stores round down to seconds.
+        most_ms: maximum difference.
     """
     first, last = written_ms
     offset = max(first - (modified_ms + 999), modified_ms - last, 0)
@@ -109,7 +109,7 @@ def check_clock(written_ms: tuple[int, int], modified_ms: int, most_ms: int) -> 
 
 
 def check_disk(disk: DiskReading) -> Check:
-    """Whether there is room on a disk."""
+    """Whether a disk has room."""
     if disk.available < _LEAST_DISK:
         what = f"{disk}: less than the {readable_size(_LEAST_DISK)} that new work needs"
         return Check.fail(DISK_ROOM, what, MAKE_ROOM)
@@ -125,23 +125,23 @@ def check_durable(failing: Sequence[Version]) -> Check:
     """Whether versions that are visible can be made durable.
 
     Args:
-        failing: those for which that has failed so far.
+        failing: the versions whose publication has failed so far.
     """
     if not failing:
         return Check.ok(VERSIONS_DURABLE, "no version waits for the store to take it")
     return Check.warn(
         VERSIONS_DURABLE,
         "; ".join(f"{version}: {version.error}" for version in failing[:_NAMED]),
-        "see why the object store does not take it: it is tried again until it does, is held in memory alone meanwhile, and is given "
-        "up if a newer version needs its memory or somebody aborts it",
+        "see why the object store does not take it: the service retries until it does, holds the version in memory alone meanwhile, and "
+        "gives it up if a newer version needs its memory or a caller aborts it",
     )
 
 
 def check_models(examined: Iterable[tuple[ModelName, WeighbridgeError | None]]) -> Check:
-    """Whether this release can read what the store says of its models.
+    """Whether this release can read the heads of the store's models.
 
     Args:
-        examined: models, and why they cannot be read; None if they can be.
+        examined: models, each with the error of reading its head; None if it can be read.
     """
     count, unreadable = 0, []
     for name, error in examined:
@@ -160,7 +160,7 @@ def check_models(examined: Iterable[tuple[ModelName, WeighbridgeError | None]]) 
 
 
 def worst(checks: list[Check]) -> Check:
-    """The one of several checks that stands worst; the first of them if several do."""
+    """The check with the worst status; of several, the first."""
     order = list(CheckStatus)
     return max(checks, key=lambda check: order.index(check.status))
 

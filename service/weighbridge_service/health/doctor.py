@@ -1,4 +1,4 @@
-"""Checks that ``weighbridge doctor`` runs: on a service, and on a machine on which one is to run."""
+"""Checks of ``weighbridge doctor``: of a running service, and of a machine and a store before a service is started."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ if TYPE_CHECKING:
 _STORE = "store"
 _PAGE = 100
 _CONDITIONS_SECONDS = 10.0
-"""For how long it is known whether a store keeps conditions."""
+"""Seconds for which the check of conditional writes is cached."""
 
 
 class Examiner:
-    """All checks of a service that runs. Whether its store keeps conditions takes some forty writes: who only observes has them made once
-    in a while. For one thread at a time.
+    """Checks of a running service. The check of conditional writes takes about forty writes, so its finding is cached: callers who may only observe
+    must not cause writes at will. For one thread at a time.
 
     Args:
-        service: which one.
-        clock: seconds that only grow.
+        service: the service.
+        clock: monotonic clock, in seconds.
     """
 
     def __init__(self, service: Weighbridge, clock: Callable[[], float] = time.monotonic) -> None:
@@ -56,7 +56,7 @@ class Examiner:
         self._asked_s = 0.0
 
     def checks(self) -> list[Check]:
-        """What is found now."""
+        """Current findings."""
         service = self._service
         report = service.memory()
         checks = check_memory(report)
@@ -90,11 +90,11 @@ class Examiner:
 
 
 def examine_store(location: str | Path, grace_seconds: float) -> list[Check]:
-    """What a store is like, before a service is started over it. What is written there is removed again.
+    """Check a store before a service is started over it. Objects that the checks write are removed again.
 
     Args:
         location: as for ``serve --store``.
-        grace_seconds: as for ``serve --grace``; clocks have to agree within a quarter of it.
+        grace_seconds: as for ``serve --grace``; clocks must agree within a quarter of it.
     """
     where = shown(location)
     try:
@@ -125,7 +125,7 @@ def _unusable(location: str, error: WeighbridgeError) -> Check:
 
 
 def _models(service: Weighbridge) -> Iterator[ModelSize]:
-    """All registered models."""
+    """Sizes of all registered models."""
     after = ""
     while page := service.catalog.list_models(after, _PAGE):
         for model in page:
@@ -134,11 +134,11 @@ def _models(service: Weighbridge) -> Iterator[ModelSize]:
 
 
 def examine_machine(config: ServiceConfig, root: Path = Path("/")) -> list[Check]:
-    """What this machine allows a service with these settings that is yet to be started.
+    """Check the memory and disk of this machine before a service with these settings is started.
 
     Args:
         config: the settings.
-        root: folder that stands for ``/`` where the kernel is asked.
+        root: folder used as ``/`` for the kernel's files.
     """
     reading = read_memory(root)
     scratch = read_disk(_nearest(config.scratch_folder), root)
@@ -167,6 +167,6 @@ def _empty(budget: int, room: Headroom) -> Space:
 
 
 def _nearest(folder: Path) -> Path:
-    """A folder, or what is there of the path to it."""
+    """A folder, or its nearest existing parent."""
     folder = folder.absolute()
     return next(found for found in (folder, *folder.parents) if found.is_dir())

@@ -1,8 +1,7 @@
-"""Monitor of named checks: each runs in the background, and probes are told what it found last.
+"""Monitor of named checks: each runs in the background, and probes return its last finding.
 
-An orchestrator kills what does not answer its probes in time, so no answer waits for a check: one that has not ended when it should have
-counts as failed, and says for how long nothing has come. Each check has a thread of its own; a store that hangs holds up its own checks and
-no others.
+An orchestrator kills a process that does not answer its probes in time, so no probe waits for a check. A run that exceeds its timeout counts as a
+failure, whose text has the time that it has taken so far. Each check has a thread of its own, so a hanging store delays only its own checks.
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ from weighbridge.errors import WeighbridgeError
 log = logging.getLogger(__name__)
 
 _FAILED_EVERY = 1.0
-"""Seconds after which a check that failed is run again."""
+"""Maximum seconds after which a failed check runs again."""
 
 
 @dataclass(frozen=True, slots=True)
 class NamedCheck:
-    """A check that is run again and again.
+    """A check that runs periodically.
 
     Attributes:
-        name: by which it is asked for; lower-case words joined by hyphens.
-        run: looks, and may take as long as it likes. A WeighbridgeError that it raises is a failure.
+        name: name of the check, lower-case words joined by hyphens.
+        run: runs the check; may block. A WeighbridgeError that it raises is a failure.
         every: seconds from the end of one run to the next.
         patience: seconds after which a run that has not ended counts as failed.
     """
@@ -42,11 +41,11 @@ class NamedCheck:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What is known of a check at one moment.
+    """State of a check at one moment.
 
     Attributes:
-        found: what its last run found; None before the first has ended.
-        running_since: when the run that is under way began, in seconds of the monotonic clock; None if none is.
+        found: finding of its last run; None before the first has ended.
+        running_since: beginning of the current run, in seconds of the monotonic clock; None if the check is not running.
     """
 
     found: Check | None = None
@@ -54,11 +53,11 @@ class Observation:
 
 
 def finding(check: NamedCheck, observed: Observation, now: float) -> Check:
-    """What a check says at a moment.
+    """The finding of a check at one moment.
 
     Args:
-        check: which one.
-        observed: what is known of it.
+        check: the check.
+        observed: its state.
         now: the moment, in seconds of the monotonic clock.
     """
     if observed.running_since is not None:
@@ -78,7 +77,7 @@ class Monitor:
     """Runs checks until it is closed. Thread-safe.
 
     Args:
-        checks: which ones; their names differ.
+        checks: the checks, with distinct names.
     """
 
     def __init__(self, checks: Iterable[NamedCheck]) -> None:
@@ -89,10 +88,10 @@ class Monitor:
         self._threads: list[threading.Thread] = []
 
     def start(self, seconds: float = 0.0) -> None:
-        """Begin to look.
+        """Start the checks.
 
         Args:
-            seconds: how long to wait for the end of each check's first run.
+            seconds: timeout for waiting for the first runs of all checks.
         """
         first = [threading.Event() for _ in self._checks]
         for check, ended in zip(self._checks.values(), first, strict=True):
@@ -106,14 +105,14 @@ class Monitor:
             ended.wait(max(deadline - time.monotonic(), 0.0))
 
     def findings(self) -> list[Check]:
-        """What each check says now, in the order in which they were given. Waits for nothing."""
+        """Current findings of all checks, in the order in which they were given. Does not block."""
         with self._lock:
             observed = dict(self._observed)
         now = time.monotonic()
         return [finding(check, observed[name], now) for name, check in self._checks.items()]
 
     def close(self) -> None:
-        """End; a run that is under way goes on by itself."""
+        """Stop the checks. A run that does not end within 0.1 s continues in its daemon thread."""
         self._stopping.set()
         for thread in self._threads:
             thread.join(0.1)
@@ -133,7 +132,7 @@ class Monitor:
             self._observed[name] = observed
 
     def _log(self, before: Check | None, after: Check) -> None:
-        """Say it once when a check begins to fail, and when it is well again."""
+        """Log when a check begins to fail, and when it recovers."""
         failed = before is not None and before.status is CheckStatus.FAIL
         if after.status is CheckStatus.FAIL and not failed:
             log.error("%s", after)

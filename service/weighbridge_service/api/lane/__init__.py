@@ -1,10 +1,10 @@
-"""Local lane: loans of memory to processes of the same machine, over a Unix socket.
+"""Local lane: shared memory for processes of the same machine, granted over a Unix socket.
 
 May import: `service`, and folders below.
 
 - `server`: the socket, and a thread for each client.
-- `session`: one client, and what it was lent.
-- `trust`: to whom memory is lent for writing.
-- `peer_process`: the process at the other end.
+- `session`: one client, and its loans of memory.
+- `trust`: users whose processes may get memory for writing.
+- `peer_process`: the process at the other end of a connection.
 - `plans`: plans as messages.
 """

@@ -15,11 +15,11 @@ _CREDENTIALS = struct.Struct("3i")  # struct ucred of <sys/socket.h>: process, u
 
 
 class PeerProcess:
-    """The process that has connected. It has ended when its descriptor, of pidfd_open(2), is readable: nothing of it runs any more, and the
-    kernel has taken back its mappings and closed its devices.
+    """The process that opened a connection. It has ended when its pidfd (see pidfd_open(2)) is readable: then none of its threads run, and the
+    kernel has removed its mappings and closed its devices.
 
     Args:
-        connection: a connected Unix socket, be the other end still there or not.
+        connection: a connected Unix socket, whose other end may be closed already.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -30,12 +30,12 @@ class PeerProcess:
         except ProcessLookupError:
             self._ended = True
         except OSError:
-            return  # it cannot be found out: what it had is asked for by other means
+            return  # unknown: callers find out by other means whether its memory is in use
         if self._descriptor is not None:
             weakref.finalize(self, os.close, self._descriptor)
 
     def ended(self) -> bool:
-        """Whether it is known to have ended."""
+        """Whether the process is known to have ended."""
         if not self._ended and self._descriptor is not None:
             looking = select.poll()
             looking.register(self._descriptor, select.POLLIN)
@@ -44,11 +44,11 @@ class PeerProcess:
 
 
 def _pidfd(connection: socket.socket) -> int | None:
-    """A descriptor of the process; None if this process cannot see it.
+    """A pidfd of the process at the other end; None if this process cannot see it.
 
     Raises:
-        ProcessLookupError: it has ended.
-        OSError: the system does not say.
+        ProcessLookupError: the process has ended.
+        OSError: the kernel does not tell.
     """
     try:
         return connection.getsockopt(socket.SOL_SOCKET, _PEER_PIDFD)
@@ -57,7 +57,7 @@ def _pidfd(connection: socket.socket) -> int | None:
             raise ProcessLookupError(errno.ESRCH, os.strerror(errno.ESRCH)) from error
         if error.errno != errno.ENOPROTOOPT:
             raise
-    # an older kernel. Another process may have the number by now: then it is waited for in vain, and the memory is asked about
+    # an older kernel. The process id may have been reused: then the pidfd is of the wrong process, and the memory itself must be checked
     process = _CREDENTIALS.unpack(
         connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     )[0]

@@ -1,7 +1,7 @@
-"""Plans of the local lane as messages: where the shards of a stream lie in the files of a version.
+"""Plans of the local lane as messages: the places of a stream's shards in the files of a version.
 
-A rank writes to shared memory only what belongs to files of its own replica of the service; the plan of its grant leaves the rest of
-its stream out, and names the ranges that are to be streamed, there or to other replicas.
+A rank writes to shared memory only the bytes of files that its own replica of the service holds. The plan of its grant omits the rest of its
+stream, and lists the ranges that the rank must stream, to this replica or to others.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ def fill_plan(
     """Put a plan into a reply, unless the client has it.
 
     Args:
-        reply: gets the plan's name, too.
-        known: name of the plan that the client has.
-        transfer: knows where bytes of the stream lie in files.
-        stream: the stream's layout.
-        buffer: the stream's name in the transfer. It always goes with the same parts.
+        reply: receives the plan and its name.
+        known: name of the plan that the client has; empty if none.
+        transfer: maps bytes of the stream to places in files.
+        stream: layout of the stream.
+        buffer: name of the stream in the transfer. The same name always has the same ``parts``.
         parts: the ranges of the stream that are copied.
     """
     reply.plan_id = f"{transfer.identity}/{buffer}"
@@ -36,7 +36,7 @@ def fill_plan(
 
 
 def plan_to_proto(transfer: Transfer, stream: Layout, buffer: str, parts: RangeSet) -> pb.LanePlan:
-    """Where parts of a stream lie in files, as a message. Arguments as for `fill_plan`."""
+    """The places of parts of a stream in files, as a message. Arguments as for `fill_plan`."""
     plan = pb.LanePlan()
     numbers: dict[str, int] = {}
     for shard in stream.placements:

@@ -1,4 +1,4 @@
-"""Unix socket of the local lane: who may connect, and one thread for each client."""
+"""Unix socket of the local lane: limits on connections, and one thread for each client."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _MOST_CLIENTS = 1024
 _PENDING_BYTES = 128 << 20
 _REFUSALS_A_SECOND, _REFUSALS_AT_ONCE = 10.0, 100.0
 _TELL_SECONDS = 10.0
-"""Between two lines in the log that clients were sent away."""
+"""Seconds between two log lines about refused clients."""
 _HELLO_SECONDS = 10.0
 _STOP_SECONDS = 10.0
 _ACCEPT_PAUSE = 0.5
@@ -40,26 +40,26 @@ _LONGEST_PATH = 107
 
 
 class LaneServer:
-    """Serves the local lane until `stop`.
+    """Server of the local lane, which runs until `stop`.
 
     Args:
-        service: whose memory is lent.
+        service: the service that grants its memory.
         where: path of the socket; ``auto`` for one in a folder that only this user can enter, ``off`` for none.
-        most: clients at one time.
-        hello_seconds: how long a client that has connected may take to say who it is.
-        stop_seconds: how long `stop` waits for clients that are being served.
-        refusals_a_second: of one user's processes, each of which is a line of the audit log; further ones wait.
-        refusals_at_once: the same, after a pause: ranks of a job that may not borrow ask once each.
+        most: maximum number of concurrent clients.
+        hello_seconds: timeout for a client's hello after it has connected.
+        stop_seconds: seconds that `stop` waits for clients that are being served.
+        refusals_a_second: rate of refusals to the processes of one user; further ones are delayed, because each adds a line to the audit log.
+        refusals_at_once: burst of refusals, because each rank of a job that may not write asks once.
 
     Raises:
-        InvalidArgument: the path is too long, something else than a socket is there, or a user cannot be trusted.
-        Unavailable: the socket cannot be made, or another process listens on it.
+        InvalidArgument: the path is too long, or is not a socket, or a user cannot be trusted.
+        Unavailable: the socket cannot be created, or another process listens on it.
 
     Attributes:
-        service_id: tells this process of the service from others.
-        path: of the socket; empty if there is none.
-        unavailable: why there is none.
-        private: whether only processes of this user can get at it.
+        service_id: identifies this process of the service.
+        path: path of the socket; empty if there is none.
+        unavailable: reason why there is no socket; empty if there is one.
+        private: whether only processes of this user can reach the socket.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class LaneServer:
             self.unavailable = "the service was started with --local-socket off"
             return
         try:
-            # who may use a path that is named is said by its folder: containers run as different users
+            # the folder of a given path decides who may use the socket, because containers run as different users
             path, mode = (_own_path(self.service_id), 0o600) if where == AUTO else (Path(where), 0o666)
             self._socket = _listen(path, mode)
         except (Unavailable, InvalidArgument) as error:
@@ -110,12 +110,12 @@ class LaneServer:
 
     @property
     def clients(self) -> int:
-        """How many are connected."""
+        """Number of connected clients."""
         with self._lock:
             return len(self._sessions)
 
     def stop(self) -> None:
-        """End all connections; what is lent comes back."""
+        """Close all connections, which ends their loans."""
         if self._socket is None:
             return
         self._stopping = True
@@ -127,7 +127,7 @@ class LaneServer:
             sessions = dict(self._sessions)
         for session in sessions:
             session.close()
-        # a store that is away may keep one that completes a version
+        # an unavailable store may block a thread that completes a version
         deadline = time.monotonic() + self._stop_seconds
         for thread in sessions.values():
             thread.join(max(deadline - time.monotonic(), 0.0))
@@ -192,7 +192,7 @@ class LaneServer:
 
 @dataclass(frozen=True, slots=True)
 class _RoomOf:
-    """What a user's processes may take of the room for incomplete messages; see `weighbridge._lane.protocol.Room`."""
+    """A user's share of the room for incomplete messages; see `weighbridge._lane.protocol.Room`."""
 
     quota: HostQuota
     user: str
@@ -206,14 +206,14 @@ class _RoomOf:
 
 
 def _uid(connection: socket.socket) -> int:
-    """Whose process is at the other end, as the kernel says it. All processes of one user are one peer."""
+    """User id of the process at the other end, from the kernel. All processes of one user count as one peer."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     uid: int = _CREDENTIALS.unpack(credentials)[1]
     return uid
 
 
 def _own_path(service_id: str) -> Path:
-    """A socket in a folder that only this user can enter."""
+    """Path of a socket in a folder that only this user can enter."""
     base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
     folder = Path(base) / f"weighbridge-{os.getuid()}"
     try:
@@ -225,7 +225,7 @@ def _own_path(service_id: str) -> Path:
         ) from error
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise Unavailable(f"the folder {folder} for the local lane does not belong to this user alone")
-    for old in folder.glob("*.sock"):  # of processes that were killed
+    for old in folder.glob("*.sock"):  # left by killed processes
         if not _is_served(old):
             old.unlink(missing_ok=True)
     return folder / f"{service_id}.sock"
@@ -247,7 +247,7 @@ def _listen(path: Path, mode: int) -> socket.socket:
         path.unlink(missing_ok=True)
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        # it gets its name when it is listened on: until then it looks like one that was left behind
+        # renamed only when it listens: before, other services would take it for a socket that a killed process left
         unnamed = path.with_suffix(".new")
         unnamed.unlink(missing_ok=True)
         listening.bind(str(unnamed))

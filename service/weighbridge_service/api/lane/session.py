@@ -1,4 +1,4 @@
-"""One client of the local lane: what it was lent, and that all of it comes back when it goes."""
+"""Session of one client of the local lane: its loans of memory, all of which end when it disconnects."""
 
 from __future__ import annotations
 
@@ -39,28 +39,28 @@ _VERBS = {
     "begin_read": Verb.PULL,
 }
 _MESSAGE_SECONDS = 10.0
-"""How long a client may take from the beginning of a request to its end."""
+"""Timeout for receiving a request, from its beginning to its end."""
 _SEND_SECONDS = 30.0
-"""How long a client may stand still in the middle of an answer."""
+"""Timeout for sending a response to a client that stops reading."""
 _MOST_LOANS = 1024
-"""Loans of one client at one time; a client that forgets to end them must not take all memory for its books."""
+"""Concurrent loans of one client at most, so that a client that does not end them cannot fill the service's memory with their records."""
 
 
 class LaneSession:
-    """Answers one client until its connection ends. `run` is for one thread; the rest for any.
+    """Answers one client until its connection ends. `run` is for one thread; all other methods may be called from any.
 
     Args:
-        service: whose memory is lent.
-        connection: the client's; closed in the end.
-        service_id: tells this process from others.
-        room: for long messages that are coming.
-        user: id of the user whose process the client is.
-        check_writer: raises if the client is lent no memory for writing.
-        put_off: counts a refusal; gives the seconds after which it is told.
-        hello_seconds: how long the client may take to say who it is.
+        service: the service that grants its memory.
+        connection: the client's connection, which the session closes in the end.
+        service_id: identifies this process of the service.
+        room: room for long incoming messages.
+        user: user id of the client's process.
+        check_writer: raises FailedPrecondition if the client may not get memory for writing.
+        put_off: counts a refusal, and returns the seconds by which to delay it.
+        hello_seconds: timeout for the client's hello.
 
     Attributes:
-        client_id: who it says it is; empty as long as it has not.
+        client_id: the client's id, from its hello; empty before.
     """
 
     def __init__(
@@ -87,19 +87,19 @@ class LaneSession:
         self._lock = threading.Lock()
         self._sending = threading.Lock()
         self._closed = threading.Event()
-        self._recalls: deque[str] = deque()  # keys of memory that the client is still to be asked for
+        self._recalls: deque[str] = deque()  # keys of memory that the client must still be asked to release
         self._loans: dict[int, MemoryGrant | LentVersion] = {}
         self._images: dict[LentVersion, LentImages] = {}
         self._next_loan = 1
         self._writable: set[str] = set()  # keys of regions that the client may keep mapped for writing
-        self._readable: set[str] = set()  # of memory that it may keep mapped for reading
+        self._readable: set[str] = set()  # keys of memory that it may keep mapped for reading
 
     def run(self) -> None:
-        """Answer requests until the client has gone; then take back all that it was lent."""
+        """Answer requests until the client disconnects; then end all its loans."""
         try:
             protocol.limit_sending(self._connection, _SEND_SECONDS)
             self._connection.settimeout(self._hello_seconds)
-            # clients have no descriptors to give: ours would be used up by those of messages that do not come to their end
+            # accept no descriptors: clients need not send any, and those of incomplete messages could exhaust the service's limit
             while received := protocol.receive(self._connection, self._room, _MESSAGE_SECONDS, 0):
                 self._connection.settimeout(None)
                 self._answer(pb.LaneRequest.FromString(received[0]))
@@ -110,13 +110,13 @@ class LaneSession:
             self._take_all_back()
 
     def close(self) -> None:
-        """End the connection; the thread that answers it takes everything back."""
+        """Close the connection; the thread in `run` then ends all loans."""
         self._closed.set()
-        with suppress(OSError):  # the client has gone
+        with suppress(OSError):  # the client has disconnected
             self._connection.shutdown(socket.SHUT_RDWR)
 
     def recall(self, region: Region) -> None:
-        """Ask the client to let go of a region, unless it is writing a version there. Waits for nothing."""
+        """Ask the client to release a region, unless it is writing a version there. Does not block."""
         with self._lock:
             in_use = any(
                 isinstance(loan, MemoryGrant) and loan.image.region is region for loan in self._loans.values()
@@ -129,7 +129,8 @@ class LaneSession:
         self._send_recalls()
 
     def _send_recalls(self) -> None:
-        """Who is sending meanwhile does it afterwards: those who recall hold locks, and must not wait for a client."""
+        """Send the pending recalls. If another thread is sending, that thread sends them afterwards: callers of `recall` hold locks, and must not
+        wait for a client."""
         while self._recalls and self._sending.acquire(blocking=False):
             try:
                 while self._recalls:
@@ -137,7 +138,7 @@ class LaneSession:
                     protocol.send_at_once(self._connection, recall)
             except OSError:
                 self._recalls.clear()
-                self.close()  # it has gone, or reads nothing
+                self.close()  # the client has disconnected, or does not read
             finally:
                 self._sending.release()
 
@@ -146,14 +147,14 @@ class LaneSession:
         descriptors: list[int] = []
 
         def attach(memory: pb.SharedMemory, reopen: Callable[[], int]) -> None:
-            """Send a descriptor with the answer."""
+            """Send a descriptor with the response."""
             descriptors.append(reopen())
             memory.descriptor_sent = True
 
         try:
             try:
                 self._do(request, response, attach)
-            except Exception as error:  # this client's other loans must not suffer from it
+            except Exception as error:  # must not end the client's other loans
                 protocol.close_all(descriptors)
                 descriptors.clear()
                 response = pb.LaneResponse(id=request.id, error=protocol.error_to_proto(_as_refusal(error)))
@@ -244,12 +245,12 @@ class LaneSession:
         region = image.region
         if not region.in_memory:
             raise FailedPrecondition(
-                "the version is put together in a file on disk, which is not lent for writing"
+                "the version is assembled in a file on disk, which is not granted for writing"
             )
         _check_lendable()
         reply.memory.key, reply.memory.bytes = region.key, region.capacity
         with self._lock:
-            # the client may not have heard yet that it was to let go of what it says it has
+            # the client may list a region as held although a recall of it is on its way
             if region.key not in held or region.key not in self._writable:
                 attach(reply.memory, lambda: region.reopen(writable=True))
             self._writable.add(region.key)
@@ -259,7 +260,7 @@ class LaneSession:
     def _report_written(self, asked: pb.ReportWritten) -> None:
         with self._lock:
             loan = self._loans.get(asked.loan)
-        if isinstance(loan, MemoryGrant):  # else it has ended, with a report still on its way
+        if isinstance(loan, MemoryGrant):  # otherwise the loan ended while a report was on its way
             self._service.intake.report_written(loan, [(each.start, each.end) for each in asked.ranges])
 
     def _begin_read_arriving(self, asked: pb.BeginRead, reply: pb.ReadLoan, attach: _Attach) -> None:
@@ -287,7 +288,7 @@ class LaneSession:
     def _lending(
         self, lent: LentVersion, asked: pb.BeginRead, reply: pb.ReadLoan, attach: _Attach
     ) -> Iterator[None]:
-        """Lend slices where they lie; they are closed if that, or the block, fails."""
+        """Grant slices in place for reading. Closes them if this, or the block, fails."""
         try:
             images = self._service.reader_shares.lend(self._reader, lent.places.values())
         except BaseException:
@@ -336,7 +337,7 @@ class LaneSession:
 
     @contextmanager
     def _undone_on_error(self, loan: MemoryGrant | LentVersion) -> Iterator[int]:
-        """Enter a loan into the books; gives its number. It is taken back if the answer cannot be made."""
+        """Record a loan, and yield its number. Ends the loan if the block raises."""
         with self._lock:
             number = self._next_loan
             self._next_loan += 1
@@ -371,7 +372,7 @@ class LaneSession:
 
     @property
     def _reader(self) -> str:
-        """Who the client is, as people read it: its identity, if it has shown one, and its user."""
+        """The client for people: its identity, if it is known, and its user id."""
         name = self._service.access.identify(self._evidence).name
         return f"{name} (uid {self._user})" if name else f"uid {self._user}"
 
@@ -382,13 +383,13 @@ class LaneSession:
             self._readable.clear()
         for loan in loans:
             try:
-                # the client may be there all the same, and still look at it, or write to it
+                # the client's process may still run, and read the memory or write to it
                 if isinstance(loan, LentVersion):
                     self._end_reading(loan, left_open=True)
                 else:
                     loan.image.region.doubt(self._process.ended)
                     self._end(loan)
-            except Exception:  # the others have to come back, too
+            except Exception:  # the other loans must end, too
                 log.exception("a loan could not be taken back")
         self._connection.close()
 
@@ -407,10 +408,10 @@ def _check_lendable() -> None:
 
 
 def _as_refusal(error: Exception) -> WeighbridgeError:
-    """What a client is told of whatever went wrong."""
+    """The error that the client receives for an exception; an unexpected one is logged and replaced."""
     if isinstance(error, WeighbridgeError):
         return error
     if isinstance(error, OSError):
-        return FailedPrecondition(f"memory could not be lent: {error}")
+        return FailedPrecondition(f"memory could not be granted: {error}")
     log.error("a request of the local lane failed", exc_info=error)
     return WeighbridgeError(f"the service could not answer: {type(error).__name__}")

@@ -1,10 +1,11 @@
-"""Trust in writers of the local lane: to whose processes memory is lent for writing.
+"""Trust in writers of the local lane: the users whose processes may get memory for writing.
 
-Trust means: such a process may write to a version's memory as long as it has not said that it is done, keeps that memory mapped afterwards, and is believed
-to leave it alone then. Nothing else could be relied on: the kernel can say who still has memory mapped, and not who has pinned its pages, with
-io_uring or for a device, and can write to them later. So memory is lent for writing only to processes of the service's own user, which could open
-its memory in other ways, and of users that the operator names: trust only whom you would let run as the service's user. All others push by
-gRPC, whose bytes the service itself puts in their place. Reading is no question of trust: who reads gets a descriptor that cannot be written through.
+A trusted process may write to a version's memory until it reports that it is done. It keeps the memory mapped afterwards, and the service relies
+on it not to write any more. The service cannot check this: the kernel tells which processes have memory mapped, but not which have pinned its
+pages, with io_uring or for a device, and could write to them later. So the service grants memory for writing only to processes of its own user,
+which could access its memory in other ways as well, and of users that the operator names. Trust only users that you would let run as the service's
+user. All other processes push over gRPC, where the service itself writes the bytes. Reading needs no trust, because a reader's descriptor does
+not allow writing.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ _OVERFLOW = Path("/proc/sys/kernel/overflowuid")
 
 @dataclass(frozen=True, slots=True)
 class Writers:
-    """Users whose processes are lent memory for writing.
+    """Users whose processes may get memory for writing.
 
     Attributes:
-        own: the service's user id.
-        others: ids of users that are trusted besides.
+        own: user id of the service.
+        others: user ids of further trusted users.
     """
 
     own: int
@@ -34,7 +35,7 @@ class Writers:
 
     @staticmethod
     def of(others: Iterable[int]) -> Writers:
-        """The user of this process, and others. Raises InvalidArgument if one of them stands for any number of users."""
+        """The user of this process, and others. Raises InvalidArgument if one of them is the overflow user id, which many users may share."""
         trusted = frozenset(others)
         with suppress(OSError, ValueError):
             overflow = int(_OVERFLOW.read_text("ascii"))
@@ -46,11 +47,11 @@ class Writers:
         return Writers(os.getuid(), trusted)
 
     def check(self, uid: int) -> None:
-        """Raise FailedPrecondition if no memory is lent for writing to processes of a user."""
+        """Raise FailedPrecondition if processes of a user may not get memory for writing."""
         if uid == self.own or uid in self.others:
             return
         raise FailedPrecondition(
-            f"memory is lent for writing to processes of user {self.own}, as whom the service runs, and of users that it was told to trust; "
+            f"the service grants memory for writing only to processes of its own user {self.own} and of users that it trusts; "
             f"this one runs as user {uid}",
             fix=f"run it as user {self.own}, or start the service with --lane-trust-uid {uid} if that user may change versions",
         )
