@@ -1,4 +1,4 @@
-"""Handlers of the operations in the table: each reads the arguments from its request, calls the body, and writes the answer."""
+"""Handlers of the operations in the table: each reads the arguments from its request, calls the operation's body, and builds the response."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from weighbridge_service.api.grpc.call import Call
 
 
 def page_size(size: int) -> int:
-    """Number of items in a page of which this many are asked for; 0 for the service's choice."""
+    """Number of items in a page for a requested ``size``; 0 requests the default."""
     return min(size, LARGEST_PAGE) if size > 0 else PAGE
 
 
@@ -24,8 +24,8 @@ class OperationHandler:
     """Handler of one operation.
 
     Args:
-        operation: which one.
-        body: what is done.
+        operation: the operation.
+        body: its implementation.
     """
 
     def __init__(self, operation: Operation[Any], body: Callable[..., Any]) -> None:
