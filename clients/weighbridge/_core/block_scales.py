@@ -15,9 +15,9 @@ from weighbridge.errors import InvalidArgument
 QUANTIZED = "F8_E4M3"
 """safetensors' name of the dtype of quantised weights."""
 QUANTIZED_WITH_SCALES = "fp8"
-"""What configs call this."""
+"""The ``quant_method`` of such weights in configs."""
 SCALE_SUFFIX = "_scale_inv"
-"""What the name of a tensor of scales has more than that of the weight."""
+"""Suffix that makes the name of a weight into the name of its tensor of scales."""
 _QUANTIZATION = ("quantization_config", "compression_config", "quantization")
 """Keys of configs for quantised weights: transformers, older ones of compressed-tensors, and MLX."""
 DEFAULT_BLOCK = (128, 128)
@@ -30,7 +30,7 @@ def is_quantized(config: Mapping[str, Any]) -> bool:
 
 
 def quantization_of(config: Mapping[str, Any]) -> str:
-    """How a config says that the model's weights are quantised, such as ``fp8`` or ``mxfp4``; empty if it does not."""
+    """The quantisation method that a config names, such as ``fp8`` or ``mxfp4``; empty if it names none."""
     quantization = config.get("quantization_config")
     return str(quantization.get("quant_method", ""))[:40] if isinstance(quantization, Mapping) else ""
 

@@ -18,8 +18,8 @@ __all__ = ["Box"]
 
 _MOST_COMPARED = 1 << 20
 _MOST_CUTS, _FREE_CUTS = 64, 1 << 18
-"""How often each box may be sorted, on average, until all are parted: a grid of eight axes takes 36 times at the very most, and most of its boxes
-few. Beyond the first so many boxes in all."""
+"""Limit on the work of `_Cuts`: it may sort `_FREE_CUTS` boxes in all, and each box `_MOST_CUTS` further times on average. A grid of eight
+axes sorts a box 36 times at most, and most of its boxes only a few times."""
 
 
 class Box(NamedTuple):
@@ -109,7 +109,7 @@ class Link(NamedTuple):
         return Link(self.target, self.target_box, self.source, self.source_box, tuple(axes))
 
     def to_target(self, box: Box) -> Box:
-        """Where a part of the source box lies in the target."""
+        """The box of the target that holds a part of the source box."""
         offset = list(self.target_box.offset)
         extent = [1] * len(offset)
         for axis, source_axis in enumerate(self.axes):
@@ -119,7 +119,7 @@ class Link(NamedTuple):
         return Box(tuple(offset), tuple(extent))
 
     def to_source(self, box: Box) -> Box:
-        """Where a part of the target box lies in the source."""
+        """The box of the source that holds a part of the target box."""
         offset = list(self.source_box.offset)
         extent = [1] * len(offset)
         for axis, source_axis in enumerate(self.axes):
@@ -141,7 +141,7 @@ class Link(NamedTuple):
 
 
 def subtract(box: Box, others: Iterable[Box]) -> list[Box]:
-    """What is left of ``box`` when all ``others`` are taken away, as disjoint boxes."""
+    """The elements of ``box`` that are in none of ``others``, as disjoint boxes."""
     remaining = [box]
     for other in others:
         remaining = [piece for part in remaining for piece in _subtract_one(part, other)]
@@ -170,12 +170,11 @@ def _subtract_one(box: Box, other: Box) -> Iterator[Box]:
 def first_overlap(boxes: Sequence[Box]) -> tuple[int, int, Box] | None:
     """Two boxes that share elements, as ``(i, j, common part)``, or None if all are disjoint.
 
-    Boxes are parted again and again, along whichever axis their ranges leave a cut free, so a grid of any size costs a
-    few sorts. Only boxes that no such cut can part are compared with each other.
+    Boxes are split recursively by planes that go through none of them, so a grid of any size costs a few sorts. Only boxes that no
+    plane separates are compared with each other.
 
     Raises:
-        LayoutError: there are so many of those, or so few boxes are parted by each cut, that it would take minutes; nothing that cuts tensors
-            leaves such boxes.
+        LayoutError: the search would take minutes, because planes separate too few boxes. Nothing that cuts tensors leaves such boxes.
     """
     compared = 0
     cuts = _Cuts(boxes)
@@ -199,9 +198,9 @@ def first_overlap(boxes: Sequence[Box]) -> tuple[int, int, Box] | None:
 
 
 def gaps(box: Box, others: Sequence[Box]) -> Iterator[Box]:
-    """What is left of a box when others are taken away that lie in it and are disjoint: one disjoint box after the other.
+    """Yield the elements of a box that are in none of others, as disjoint boxes. The others are disjoint and lie in the box.
 
-    Boxes are parted as by `first_overlap`, so that the first parts of what is left are found soon, however many there are.
+    The others are split as in `first_overlap`, so the first gaps are found soon, however many boxes there are.
 
     Raises:
         LayoutError: as `first_overlap`.
@@ -234,14 +233,14 @@ def _slab(box: Box, axis: int, start: int, end: int) -> Box:
 
 
 class _Cuts:
-    """Parts boxes by planes that go through none of them, as long as that gets on."""
+    """Splits boxes by planes that go through none of them, within a limit on the work of all splits."""
 
     def __init__(self, boxes: Sequence[Box]) -> None:
         self._boxes = boxes
         self._left = _FREE_CUTS + _MOST_CUTS * len(boxes)
 
     def part(self, group: Sequence[int]) -> tuple[int, list[list[int]]]:
-        """An axis, and the parts along it; one part if no plane parts the group. Raises LayoutError if all groups have taken too long."""
+        """An axis, and the parts along it; one part if no plane splits the group. Raises LayoutError beyond the limit on work."""
         for axis in range(len(self._boxes[group[0]].offset)):
             self._left -= len(group)
             if self._left < 0:
@@ -311,7 +310,7 @@ def strided_boxes(extent: Sequence[int], strides: Sequence[int], start: int, sto
 
 
 def _before(extent: Sequence[int], strides: Sequence[int], position: int) -> int:
-    """How many elements of a strided array, its axes in the order of their strides, lie before a position in memory."""
+    """Number of elements of a strided array that lie before a position in memory. Axes come in descending order of their strides."""
     left, found, volume = max(position, 0), 0, math.prod(extent)
     for size, stride in zip(extent, strides, strict=True):
         if size > 1:

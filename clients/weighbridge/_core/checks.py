@@ -9,24 +9,24 @@ from weighbridge._core.json_values import JsonValue
 
 
 class CheckStatus(StrEnum):
-    """How something stands."""
+    """Outcome of a check."""
 
     OK = "ok"
     WARN = "warn"
-    """It works, and not as well as it could, or not much longer."""
+    """It works, but not as well as it could, or not for much longer."""
     FAIL = "fail"
     """Something that should work does not."""
 
 
 @dataclass(frozen=True, slots=True)
 class Check(JsonValue):
-    """One thing that was looked at.
+    """Result of one check.
 
     Attributes:
-        name: what was looked at.
-        status: how it stands.
-        what: what was found, with the figures.
-        fix: what to do about it; empty if nothing needs to be done.
+        name: what was checked.
+        status: the outcome.
+        what: the finding, with figures.
+        fix: how to fix it; empty if nothing needs to be done.
     """
 
     name: str
@@ -36,17 +36,17 @@ class Check(JsonValue):
 
     @staticmethod
     def ok(name: str, what: str) -> Check:
-        """Something that is well."""
+        """The result of a check without a finding that needs a fix."""
         return Check(name, CheckStatus.OK, what)
 
     @staticmethod
     def warn(name: str, what: str, fix: str) -> Check:
-        """Something that works, and not as well as it could, or not much longer."""
+        """The result of a check of something that works, but not as well as it could, or not for much longer."""
         return Check(name, CheckStatus.WARN, what, fix)
 
     @staticmethod
     def fail(name: str, what: str, fix: str) -> Check:
-        """Something that should work and does not."""
+        """The result of a check of something that should work but does not."""
         return Check(name, CheckStatus.FAIL, what, fix)
 
     def __str__(self) -> str:

@@ -17,7 +17,7 @@ class JsonValue:
     """Properties that are shown beside the fields."""
 
     def to_json(self) -> dict[str, Any]:
-        """Its fields, and those properties, as JSON values by name."""
+        """The fields, and the properties of `ALSO_IN_JSON`, as JSON values by name."""
         kind: Any = type(self)
         return {name: json_value(getattr(self, name)) for name in (*names_of(kind), *self.ALSO_IN_JSON)}
 
@@ -29,7 +29,7 @@ def names_of(kind: Any) -> tuple[str, ...]:
 
 
 def json_value(value: Any) -> Any:
-    """What `json` writes of a value, whatever such dataclasses are in it."""
+    """The value as `json` can write it. It may contain `JsonValue` dataclasses and enums at any depth."""
     if type(value) in (int, str, bool, float):  # nearly all of them
         return value
     match value:

@@ -1,6 +1,6 @@
-"""Layouts: which boxes of which tensors are where.
+"""Layouts: boxes of tensors, and their places in buffers.
 
-The shards of a trainer rank, a folder of safetensors files, the slices that an engine wants: all are one type. Every
+The shards of a trainer rank, a folder of safetensors files and the slices that an engine wants are all one type. Every
 shard lies dense and row-major at a byte offset of a named buffer. The shards of a rank, and the slices of a pull, lie
 one behind the other in one buffer, the **stream**, whose name is the empty string; the shards of an HF folder lie in
 buffers named like its files.
@@ -28,10 +28,10 @@ __all__ = ["Layout", "Placement", "Shard", "TensorSpec"]
 
 STREAM = ""
 MAX_RANK = 8
-"""Most axes a tensor may have (the largest known weight, a convolution over video patches, has five)."""
+"""Most axes of a tensor. The known weight with the most axes, a convolution over video patches, has five."""
 MAX_NAME_LENGTH = 512
 MAX_TENSORS = 500_000
-"""Most tensors of a model; the largest there is has 70,000."""
+"""Most tensors of a model. The largest known model has 70,000."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Shard(NamedTuple):
 
 
 class Placement(NamedTuple):
-    """Where a shard lies: dense and row-major from byte `offset` of `buffer` on."""
+    """Place of a shard, which lies dense and row-major from byte `offset` of `buffer` on."""
 
     shard: Shard
     buffer: str
@@ -162,7 +162,7 @@ class Layout:
         return len(self.by_tensor) == len(self.tensors)
 
     def renamed(self, names: Mapping[str, str]) -> Layout:
-        """Those of its tensors that have a name here, by that name; where they lie."""
+        """The layout of the tensors that have an entry in ``names``, under their new names and at the same places."""
         return Layout(
             MappingProxyType({new: replace(self.tensors[old], name=new) for old, new in names.items()}),
             tuple(
@@ -193,12 +193,12 @@ class Layout:
 
 @dataclass(frozen=True)
 class WeightLinks:
-    """Places of a trainer's tensors in those of a model.
+    """Links from a trainer's tensors to the tensors of a model.
 
     Attributes:
-        sources: those of the trainer that are of the model.
-        targets: those of the model, by Hugging Face's names, that have elements of them.
-        links: which elements are where.
+        sources: the trainer's tensors that belong to the model.
+        targets: the model's tensors, by Hugging Face's names, that contain elements of the sources.
+        links: boxes of sources, and the boxes of targets with the same elements.
     """
 
     sources: Mapping[str, TensorSpec]
@@ -207,20 +207,20 @@ class WeightLinks:
 
 
 def adapter_digest(config_json: bytes, tensors: Iterable[TensorSpec]) -> str:
-    """Digest of what an adapter is registered by, as 64 hex digits: SHA-256 over its ``adapter_config.json`` and the digest of its tensors.
+    """Digest that identifies an adapter, as 64 hex digits: SHA-256 over its ``adapter_config.json`` and the digest of its tensors.
 
     Args:
-        config_json: content of that file.
-        tensors: their names, dtypes and shapes, in any order.
+        config_json: content of ``adapter_config.json``.
+        tensors: the adapter's tensors, in any order.
     """
     return hashlib.sha256(config_json + Layout.stream(tensors, ()).digest.encode()).hexdigest()
 
 
 def check_spec(spec: TensorSpec) -> None:
-    """Refuse a tensor whose name or shape no model has: what comes over the wire is not trusted.
+    """Refuse a tensor whose name or shape no model has, because tensors that come over the wire are not trusted.
 
     Raises:
-        LayoutError: says which rule is broken.
+        LayoutError: the tensor breaks a rule (names it).
     """
     if not spec.name or len(spec.name) > MAX_NAME_LENGTH or not spec.name.isprintable():
         raise LayoutError(

@@ -1,4 +1,4 @@
-"""Cache of the values used last, bounded by what they weigh."""
+"""Cache of the values used last, bounded by their total weight."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class Cache(Generic[V]):
     """The values used last, by key. Thread-safe; a value that two threads miss at once may be made twice.
 
     Args:
-        kept: what the values may weigh together; one value is kept whatever it weighs.
-        weigh: what a value weighs; by default each weighs 1.
+        kept: largest total weight of the values; one value is kept whatever its weight.
+        weigh: returns the weight of a value; by default 1.
     """
 
     def __init__(self, kept: int, weigh: Callable[[V], int] = lambda _value: 1) -> None:
@@ -26,19 +26,20 @@ class Cache(Generic[V]):
         self._values: OrderedDict[Hashable, V] = OrderedDict()
 
     def get(self, key: Hashable) -> V | None:
-        """The value, if it is there."""
+        """The value of a key, or None."""
         with self._lock:
             if key in self._values:
                 self._values.move_to_end(key)
             return self._values.get(key)
 
     def put(self, key: Hashable, value: V) -> None:
-        """Keep a value; the one that was not used for longest goes if there are too many."""
+        """Keep a value, and drop the least recently used values beyond the total weight."""
         with self._lock:
             self._put(key, value)
 
     def put_instead(self, key: Hashable, old: V | None, value: V) -> V:
-        """Keep a value instead of an old one, or of none; that which is there now, if others have put another one meanwhile."""
+        """Replace ``old``, or add the value if there is none (compare-and-swap). If another thread has put another value, return that
+        one."""
         with self._lock:
             there = self._values.get(key)
             if there is not None and there is not old:
@@ -57,29 +58,29 @@ class Cache(Generic[V]):
 
     @property
     def weight(self) -> int:
-        """What the values that are there weigh together."""
+        """Total weight of the values."""
         return self._weight
 
     @property
     def keys(self) -> list[Any]:
-        """The keys of the values that are there."""
+        """The keys of the values, the least recently used first."""
         with self._lock:
             return list(self._values)
 
     def drop(self, key: Hashable) -> None:
-        """Forget a value, if it is there."""
+        """Drop the value of a key, if there is one."""
         with self._lock:
             there = self._values.pop(key, None)
             if there is not None:
                 self._weight -= self._weigh(there)
 
     def drop_if(self, unwanted: Callable[[Any], bool]) -> None:
-        """Forget the values whose keys are not wanted any more."""
+        """Drop all values whose keys are unwanted."""
         for key in self.keys:
             if unwanted(key):
                 self.drop(key)
 
     def get_or_make(self, key: Hashable, make: Callable[[], V]) -> V:
-        """The value, made now if it is not there. Callers that make it at once all get the one that was there first."""
+        """The value of a key, made now if there is none. Callers that make one at the same time all get the first one."""
         found = self.get(key)
         return self.put_instead(key, None, make()) if found is None else found

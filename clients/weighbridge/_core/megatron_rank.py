@@ -11,14 +11,14 @@ __all__ = ["MegatronRank"]
 
 @dataclass(frozen=True, slots=True)
 class MegatronRank:
-    """Where a rank stands in the grids of a training job. Context and sequence parallelism do not cut weights.
+    """Position of a rank in the grids of a training job. Context and sequence parallelism do not cut weights.
 
     Attributes:
         tp: rank and size of tensor parallelism.
         pp: rank and size of pipeline parallelism.
         ep: rank and size of expert parallelism.
         etp: rank and size of tensor parallelism inside of experts.
-        dp: rank among those that hold the same; the first holds the main replica.
+        dp: rank among the ranks that hold the same weights; the first holds the main replica.
         expert_dp: the same for experts.
     """
 

@@ -18,15 +18,16 @@ __all__ = ["BaseVersion", "Metadata"]
 
 MetadataValue: TypeAlias = str | int | float | bool
 Metadata: TypeAlias = Mapping[str, MetadataValue]
-"""What is said of a version by who pushes it: texts, finite numbers and booleans."""
+"""Texts, finite numbers and booleans that a trainer attaches to the version that it pushes, by name."""
 
 OTHER_WRITER = "weighbridge.other_writer"
-"""What the service says of a version itself: which one another job has pushed between this one and the one before it."""
+"""Key under which the service names a version that another job has pushed since the previous version of this job."""
 BASE, BASE_DIGEST = "weighbridge.base", "weighbridge.base_digest"
-"""What the service says of an adapter's version: on which version of which model it is, such as ``acme/smol@17``, and the digest in that version's manifest. Of
+"""Keys under which the service names the base of an adapter's version, such as ``acme/smol@17``, and the digest in the base's manifest. In
 an opening, `BASE` is the base that a rank names, by a number or a ref."""
 ADAPTER_DIGEST = "weighbridge.adapter"
-"""Of an opening, the digest of the adapter that a rank pushes (`weighbridge._core.layouts.adapter_digest`). It is compared and not kept."""
+"""Key in an opening for the digest of the adapter that a rank pushes (`weighbridge._core.layouts.adapter_digest`). The service compares the
+digest and does not keep it."""
 OF_OPENING = frozenset((BASE, BASE_DIGEST, ADAPTER_DIGEST))
 """Names in the metadata of an opening that are not metadata of the version."""
 _OF_SERVICE = frozenset((OTHER_WRITER, *OF_OPENING))
@@ -47,10 +48,10 @@ _COMPARISONS: Mapping[str, Callable[[Any, Any], bool]] = {
 
 
 def checked_metadata(metadata: Mapping[str, object]) -> dict[str, MetadataValue]:
-    """Metadata as it is kept: texts, integers of 64 bits, finite numbers and booleans; of a scalar of numpy its value.
+    """Metadata in the form that is kept: texts, 64-bit integers, finite numbers and booleans. A numpy scalar becomes its Python value.
 
     Raises:
-        InvalidArgument: it is no mapping, a key or a value is none that can be kept, or there is more than `MAX_KEYS` and `MAX_BYTES` allow.
+        InvalidArgument: the metadata is not a mapping, a key or a value is invalid, or the metadata exceeds `MAX_KEYS` or `MAX_BYTES`.
     """
     if not isinstance(metadata, Mapping):
         raise InvalidArgument(
@@ -69,7 +70,7 @@ def checked_metadata(metadata: Mapping[str, object]) -> dict[str, MetadataValue]
 
 
 def by_trainer(metadata: Metadata) -> Metadata:
-    """Metadata without what the service says itself."""
+    """Metadata without the entries that the service adds."""
     return {key: value for key, value in metadata.items() if key not in _OF_SERVICE}
 
 
@@ -83,26 +84,26 @@ def check_base(base: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class BaseVersion(JsonValue):
-    """The version that a version of an adapter is on."""
+    """The base of a version of an adapter."""
 
     model: str
     """`namespace/name`."""
     number: int
-    """Of its version."""
+    """Number of the base version."""
     digest: str = ""
-    """Of its manifest."""
+    """Digest in the base version's manifest."""
 
     def __str__(self) -> str:
         return f"{self.model}@{self.number}"
 
     @property
     def metadata(self) -> dict[str, MetadataValue]:
-        """What metadata say of it."""
+        """The entries of an adapter version's metadata that name this base."""
         return {BASE: str(self), BASE_DIGEST: self.digest}
 
     @staticmethod
     def of(metadata: Metadata) -> BaseVersion | None:
-        """What the metadata of a stored or open version say of its base; None of a version that has none."""
+        """The base in the metadata of a stored or open version; None if the version has none."""
         model, _, number = str(metadata.get(BASE, "")).partition("@")
         if not model or not (number.isascii() and number.isdecimal() and len(number) <= 12):
             return None
@@ -110,7 +111,7 @@ class BaseVersion(JsonValue):
 
 
 def with_other_writer(metadata: Metadata, other: str) -> Metadata:
-    """Metadata and which version another job has pushed, if there is one and room to say so."""
+    """Metadata with the entry `OTHER_WRITER`, if there is another writer and room for the entry."""
     if not other:
         return metadata
     try:
@@ -142,10 +143,10 @@ def _checked_value(key: object, value: object) -> MetadataValue:
 
 
 def parse_value(text: str) -> MetadataValue:
-    """A value as it is typed: a JSON number, ``true`` or ``false`` in any case, or a JSON string in quotes; everything else is a text.
+    """Parse a typed value: a JSON number, ``true`` or ``false`` in any case, or a JSON string in quotes. Everything else is a text.
 
     Raises:
-        InvalidArgument: it is a number that is not finite.
+        InvalidArgument: the value is a number that is not finite.
     """
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
@@ -163,9 +164,9 @@ class Condition:
     """A comparison of one value of a version's metadata.
 
     Attributes:
-        key: which value.
+        key: key of the value.
         comparison: ``=``, ``!=``, ``<``, ``<=``, ``>`` or ``>=``.
-        value: with what it is compared.
+        value: the value to compare with.
     """
 
     key: str
@@ -174,7 +175,7 @@ class Condition:
 
     @staticmethod
     def parse(text: str) -> Condition:
-        """What a text such as ``reward>=0.7`` says. Raises InvalidArgument."""
+        """Parse a text such as ``reward>=0.7``. Raises InvalidArgument."""
         found = _CONDITION.fullmatch(text) if len(text) <= MAX_BYTES else None
         if found is None or not _KEY.fullmatch(found[1]):
             raise InvalidArgument(
@@ -183,9 +184,10 @@ class Condition:
         return Condition(found[1], "=" if found[2] == "==" else found[2], parse_value(found[3]))
 
     def holds(self, metadata: Metadata) -> bool:
-        """Whether it is true of a version. Without the value it is not, and only what is of one kind can be less or greater.
+        """Whether the condition is true of a version's metadata.
 
-        A text that reads as a number or boolean counts as one where it is compared with one.
+        A condition on a missing key is false. Values of different kinds are unequal, and neither is less or greater. A text that parses as
+        a number or boolean counts as one in a comparison with a value that is not a text.
         """
         if self.key not in metadata:
             return False
@@ -200,14 +202,14 @@ class Condition:
 
 
 def conditions(texts: Sequence[str]) -> list[Condition]:
-    """What several texts such as ``reward>=0.7`` say. Raises InvalidArgument."""
+    """Parse several texts such as ``reward>=0.7``. Raises InvalidArgument."""
     if len(texts) > MAX_KEYS:
         raise InvalidArgument(f"{len(texts)} comparisons are more than {MAX_KEYS}")
     return [Condition.parse(text) for text in texts]
 
 
 def all_hold(conditions: Iterable[Condition], metadata: Metadata) -> bool:
-    """Whether all of these are true of a version."""
+    """Whether all conditions are true of a version's metadata."""
     return all(condition.holds(metadata) for condition in conditions)
 
 

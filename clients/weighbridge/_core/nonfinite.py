@@ -19,15 +19,15 @@ _WINDOW = 4 << 20
 
 
 class Encoding(NamedTuple):
-    """Which bit patterns of a dtype are non-finite: those in which all bits of a mask are set.
+    """Encoding of non-finite values in a dtype: a bit pattern is non-finite if all bits of a mask are set in it.
 
-    These bits are the highest of the magnitude, so the same patterns are those whose magnitude, as an unsigned integer, is not below
-    the mask.
+    The mask covers the highest bits of the magnitude. So a pattern is also non-finite exactly if its magnitude, as an unsigned integer,
+    is at least the mask.
 
     Attributes:
-        itemsize: bytes of one such pattern.
-        mask: the bits.
-        width: patterns of one element; it is finite if all of them are.
+        itemsize: bytes of one pattern.
+        mask: bits that are all set in a non-finite pattern.
+        width: number of patterns in one element, which is finite if all of them are.
     """
 
     itemsize: int
@@ -105,7 +105,7 @@ class NonfiniteCounter:
 
 
 def count_nonfinite(data: Bytes, encoding: Encoding) -> int:
-    """How many elements of some bytes are non-finite; a rest shorter than an element is left out."""
+    """Number of non-finite elements in some bytes. A remainder shorter than an element is ignored."""
     counter = NonfiniteCounter(encoding)
     counter.update(data)
     return counter.count

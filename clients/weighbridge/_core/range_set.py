@@ -1,4 +1,4 @@
-"""Sets of positions in a stream: what has arrived, what is meant for whom."""
+"""Sets of positions in a stream, such as the bytes that have arrived or that go to one replica."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class RangeSet:
     """A set of byte positions, kept as sorted, disjoint, non-adjacent half-open ranges.
 
     Args:
-        ranges: what it holds at first.
+        ranges: the initial positions.
     """
 
     def __init__(self, ranges: Iterable[tuple[int, int]] = ()) -> None:
@@ -22,11 +22,11 @@ class RangeSet:
 
     @property
     def size(self) -> int:
-        """How many positions it holds."""
+        """Number of positions in the set."""
         return self._size
 
     def add(self, start: int, end: int) -> None:
-        """Add the positions from ``start`` up to ``end``; those that are there already stay."""
+        """Add the positions from ``start`` up to ``end``."""
         if start >= end:
             return
         first = bisect.bisect_left(self._ends, start)
@@ -39,13 +39,13 @@ class RangeSet:
         self._size += end - start
 
     def claim(self, start: int, end: int) -> list[tuple[int, int]]:
-        """Add positions as `add` does; gives the ranges of those that were not there before."""
+        """Add positions as `add` does, and return the ranges of those that are new."""
         fresh = self.gaps(start, end)
         self.add(start, end)
         return fresh
 
     def gaps(self, start: int, end: int) -> list[tuple[int, int]]:
-        """The ranges from ``start`` up to ``end`` that it does not hold."""
+        """The ranges from ``start`` up to ``end`` that the set does not hold."""
         found = []
         position = start
         for there_start, there_end in self.within(start, end):
@@ -57,18 +57,18 @@ class RangeSet:
         return found
 
     def within(self, start: int, end: int) -> list[tuple[int, int]]:
-        """Its ranges from ``start`` up to ``end``, cut off there."""
+        """The ranges of the set from ``start`` up to ``end``, cut off at both."""
         first = bisect.bisect_right(self._ends, start)
         last = bisect.bisect_left(self._starts, end)
         return [(max(start, self._starts[i]), min(end, self._ends[i])) for i in range(first, last)]
 
     def end_from(self, position: int) -> int:
-        """The first position from this one on that it does not hold."""
+        """The first position from ``position`` on that the set does not hold."""
         i = bisect.bisect_right(self._starts, position) - 1
         return max(self._ends[i], position) if i >= 0 else position
 
     def covers(self, start: int, end: int) -> bool:
-        """Whether it holds every position from ``start`` up to ``end``."""
+        """Whether the set holds every position from ``start`` up to ``end``."""
         if start >= end:
             return True
         i = bisect.bisect_right(self._starts, start) - 1

@@ -1,4 +1,4 @@
-"""Reference to a version of a model: ``namespace/name@version``, or model and version apart; and the name of its training state."""
+"""Reference to a version of a model: ``namespace/name@version``, or model and version separately; and the name of its training state."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from dataclasses import dataclass
 from weighbridge.errors import InvalidArgument
 
 TRAINING = "training"
-"""The part of a model that holds training states, as its name has it behind a colon: ``acme/smol:training``."""
+"""The part of a model that holds training states; it follows the model's name after a colon: ``acme/smol:training``."""
 _MOST_DIGITS = 20
 
 
 def training_of(model: str) -> str:
-    """The name of the part that holds a model's training states: ``acme/smol:training`` of ``acme/smol``, and of itself."""
+    """The name of the part that holds a model's training states: ``acme/smol:training`` for ``acme/smol``, and for itself."""
     return model if is_training(model) else f"{model}:{TRAINING}"
 
 
 def is_training(model: str) -> bool:
-    """Whether a name, or a reference such as ``acme/smol:training@17``, is that of a model's training states."""
+    """Whether a name, or a reference such as ``acme/smol:training@17``, belongs to a model's training states."""
     return model.partition("@")[0].endswith(f":{TRAINING}")
 
 
@@ -50,12 +50,12 @@ class Reference:
 
     @staticmethod
     def of(model: str, version: str | int | None = None, default: str = "") -> Reference:
-        """What a caller has named: ``"acme/smol", 17``, ``"acme/smol@17"``, or both, if they agree.
+        """The reference that a caller names: ``"acme/smol", 17``, ``"acme/smol@17"``, or both, if they agree.
 
         Args:
             model: with or without ``@version``.
-            version: None if it was left out.
-            default: the version if none is named.
+            version: number or ref; None if the caller left it out.
+            default: the version if the caller names none.
 
         Raises:
             InvalidArgument: the two contradict each other, or ``model`` is not MODEL@VERSION.
@@ -74,15 +74,15 @@ class Reference:
 def parse_reference(text: str, *, need_version: bool = True, by_number: bool = False) -> Reference:
     """The model and version of ``namespace/name@version``.
 
-    Whether there are such a model and version, and whether the name is allowed, is for the service to say.
+    Only the service knows whether the model and version exist, and whether the name is allowed.
 
     Args:
-        text: what was typed.
-        need_version: whether a version must be named.
-        by_number: whether it is advised to name it by its number.
+        text: text that a user typed.
+        need_version: whether the text must name a version.
+        by_number: whether the error advises to name the version by its number.
 
     Raises:
-        InvalidArgument: there is no ``@`` although a version is needed, more than one, or nothing on one side of it.
+        InvalidArgument: the text has no ``@`` although a version is needed, more than one ``@``, or nothing on one side of it.
     """
     model, at, version = text.partition("@")
     if not at and need_version:

@@ -37,66 +37,66 @@ _MOST = 2**53
 REF_LIVE = "live"
 """The newest version that is complete and not held; it may not be verified or in the object store yet."""
 REF_LATEST = "latest"
-"""The newest version in the object store that is not held. From the first one on it names one for ever, and what it has named goes only
-if the retention lets it."""
+"""The newest version in the object store that is not held. Once it names a version it always names one. The retention decides when a
+version that it no longer names is deleted."""
 RECEIVING = "receiving:"
-"""Watched in the place of a ref: the newest version that is being received and may become ``live``. No ref can have this name."""
+"""Pseudo-ref for watches: the newest version that is being received and may become ``live``. No ref can have this name."""
 HELD_CANDIDATE = "candidate"
-"""Reason for which a version is held: who pushed it said so, or its model wants approval."""
+"""Reason for which a version is held: its trainer pushed it as a candidate, or the gate of its model requires approval."""
 HELD_NONFINITE = "nonfinite"
 """Reason for which a version is held: some of its elements are NaN or infinite."""
 
 
 REQUEST_MOVE, REQUEST_DELETE = "move", "delete"
 REQUEST_PROTECT, REQUEST_UNPROTECT = "protect", "unprotect"
-"""What is asked for a protected ref: that it names a version, that it is taken away, that it is protected, or that it is no longer."""
+"""Actions of a request for a protected ref: move it to a version, delete it, protect it, or protect it no longer."""
 REQUEST_PENDING, REQUEST_DONE = "pending", "done"
 REQUEST_WITHDRAWN, REQUEST_SUPERSEDED, REQUEST_EXPIRED = "withdrawn", "superseded", "expired"
-"""What becomes of a request: it waits for approval, was carried out, or will not be, for one of three reasons."""
+"""States of a request: it waits for approval, was carried out, or will not be carried out, for one of three reasons."""
 
 
 class VersionState(enum.Enum):
-    """Where a version is in its life. Who may rely on what is in docs/design.md."""
+    """State of a version. docs/design.md lists the guarantees of each."""
 
     OPEN = "open"
-    """The number is given; not all ranks have declared, or there is no memory for it yet."""
+    """The version has a number. Not all ranks have declared, or there is no memory for it yet."""
     RECEIVING = "receiving"
-    """The plan is made and bytes arrive."""
+    """The service has planned the push, and bytes arrive."""
     READY = "ready"
-    """Complete: every byte is in the memory of a live replica, and nobody can write to it."""
+    """The version is complete: every byte is in the memory of a live replica, and no writer can change it."""
     VERIFIED = "verified"
-    """Digests were made of these bytes, and a sample was compared with what ranks sent."""
+    """The service has computed digests of these bytes, and compared a sample with what ranks sent."""
     DURABLE = "durable"
-    """In the object store and part of history; verified, too."""
+    """The version is verified, in the object store, and part of history."""
     FAILED = "failed"
-    """Given up before it was visible, or lost before it was durable."""
+    """The push failed before the version was visible, or the version was lost before it was durable."""
     ABORTED = "aborted"
-    """Given up because somebody asked for it."""
+    """A caller aborted the version."""
     RETIRED = "retired"
-    """Taken out of history; those who know its number can read it until the grace time is over."""
+    """The version is no longer part of history. Callers can read it by its number until the end of the grace time."""
 
     @property
     def visible(self) -> bool:
-        """Whether engines can pull it."""
+        """Whether engines can pull the version."""
         return self in (VersionState.READY, VersionState.VERIFIED, VersionState.DURABLE, VersionState.RETIRED)
 
     @property
     def stored(self) -> bool:
-        """Whether it can be read from the object store."""
+        """Whether the version can be read from the object store."""
         return self in (VersionState.DURABLE, VersionState.RETIRED)
 
     @property
     def receiving(self) -> bool:
-        """Whether its bytes are still to come, or coming."""
+        """Whether bytes of the version are still expected."""
         return self in (VersionState.OPEN, VersionState.RECEIVING)
 
     @property
     def given_up(self) -> bool:
-        """Whether it will never be complete, or was lost."""
+        """Whether the version will never be complete, or was lost."""
         return self in (VersionState.FAILED, VersionState.ABORTED)
 
     def reached(self, wanted: VersionState) -> bool:
-        """Whether a version in this state has come as far as ``wanted``; never if either is a state of one that was given up."""
+        """Whether a version in this state has reached ``wanted``; always false if either state is failed or aborted."""
         return self in _ORDER and wanted in _ORDER and _ORDER.index(self) >= _ORDER.index(wanted)
 
 
@@ -123,19 +123,19 @@ class Version(JsonValue):
     state: VersionState
     """Engines can pull versions that are `ready`, `verified`, `durable` or `retired`."""
     step: int = 0
-    """The trainer's step."""
+    """Step of the trainer."""
     run: str = ""
-    """The trainer's run."""
+    """Run of the trainer."""
     ranks: int = 0
-    """Trainer ranks that push it; 0 where that is no longer known."""
+    """Number of trainer ranks that push the version; 0 if no longer known."""
     sealed_ranks: int = 0
-    """Ranks that have pushed all they hold."""
+    """Number of ranks that have pushed all their bytes."""
     tensor_bytes: int = 0
     """Bytes of all tensors together."""
     received_bytes: int = 0
-    """Bytes of them that have arrived."""
+    """Bytes of the tensors that have arrived."""
     nonfinite_elements: int = 0
-    """Elements that are NaN or infinite; until the version is verified, those that its ranks have counted."""
+    """Number of elements that are NaN or infinite; until the version is verified, the number that its ranks have counted."""
     create_time_ms: int = 0
     """Unix time in milliseconds."""
     ready_time_ms: int = 0
@@ -145,25 +145,27 @@ class Version(JsonValue):
     durable_time_ms: int = 0
     """Unix time in milliseconds; 0 if not yet, or no longer known."""
     error: str = ""
-    """Why it failed or is not durable yet, or that it was taken out of history; empty if all is well."""
+    """Reason why the version failed, is not durable yet, or was retired; empty if all is well."""
     error_details: tuple[str, ...] = ()
     """One line for each tensor, box or rank concerned."""
     held: tuple[str, ...] = ()
-    """Why `live` and `latest` pass it by: `nonfinite` (elements are NaN or infinite), `candidate` (it waits for approval), or what a later release adds. Empty if they do not."""
+    """Reasons for which `live` and `latest` skip the version: `nonfinite` (elements are NaN or infinite), `candidate` (it waits for
+    approval), or what a later release adds. Empty if it is not held."""
     approved_reasons: tuple[str, ...] = ()
-    """Reasons for which it was held, and that were approved."""
+    """Reasons for which the version was held, and that were approved."""
     approved_by: str = ""
-    """Who approved it last, in their own words."""
+    """Name that the last approver gave."""
     approved_time_ms: int = 0
-    """When; Unix time in milliseconds, 0 if nobody did."""
+    """Unix time of the last approval in milliseconds; 0 if there was none."""
     approved_note: str = ""
-    """What they noted."""
+    """Note of the last approver."""
     metadata: Metadata = field(default_factory=dict, hash=False)
-    """What was pushed with it."""
+    """Metadata that was pushed with the version."""
     waits_for: tuple[str, ...] = ()
-    """Of one that is being received, what it waits for, such as ranks that have not declared or sealed. A replica that no rank of it pushes to does not know."""
+    """Reasons why a version that is being received is not complete yet, such as ranks that have not declared or sealed. Empty at a replica
+    to which no rank of the version pushes."""
     traceparent: str = ""
-    """Of the push, by W3C Trace Context; empty if it is not traced."""
+    """Trace of the push (W3C Trace Context); empty if it is not traced."""
 
     def __str__(self) -> str:
         held = f", held: {', '.join(self.held)}" if self.held else ""
@@ -171,27 +173,27 @@ class Version(JsonValue):
 
     @property
     def ready_seconds(self) -> float | None:
-        """From its opening until it was complete; None if that is not known."""
+        """Seconds from the opening of the version until it was complete; None if unknown."""
         return _seconds(self.create_time_ms, self.ready_time_ms)
 
     @property
     def durable_seconds(self) -> float | None:
-        """From its opening until it was in the object store; None if that is not known."""
+        """Seconds from the opening of the version until it was in the object store; None if unknown."""
         return _seconds(self.create_time_ms, self.durable_time_ms)
 
     @property
     def base(self) -> BaseVersion | None:
-        """Of an adapter, the version that it is on; null of any other. `error` says so if that was deleted."""
+        """The base of a version of an adapter; null for any other version. `error` says so if the base was deleted."""
         return BaseVersion.of(self.metadata)
 
     def check_whole(self) -> None:
-        """Refuse a version of an adapter where one of a whole model is needed. Raises FailedPrecondition."""
+        """Raise FailedPrecondition for a version of an adapter, where a version of a whole model is needed."""
         if self.base is not None:
             raise _no_whole_model(self.model, str(self.base))
 
     @property
     def approval_text(self) -> str:
-        """What was approved of it, by whom, and their note, for people; empty if nothing was."""
+        """The approved reasons, with the approver and the note, as text; empty if none was approved."""
         by = f" by {self.approved_by}" if self.approved_by else ""
         note = f": {self.approved_note}" if self.approved_note else ""
         return f"{', '.join(self.approved_reasons)}{by}{note}" if self.approved_reasons else ""
@@ -202,7 +204,7 @@ def _seconds(begun_ms: int, ended_ms: int) -> float | None:
 
 
 def refs_text(refs: Mapping[str, int]) -> str:
-    """Refs and what they name, for people; a dash if there are none."""
+    """Refs with the versions that they name, as text; a dash if there are none."""
     return ", ".join(f"{ref}={number}" for ref, number in sorted(refs.items())) or "-"
 
 
@@ -212,7 +214,7 @@ def refs_of(refs: Mapping[str, int], number: int) -> tuple[str, ...]:
 
 
 def why_failed(version: Version) -> str:
-    """That a version was given up, and why, as a sentence."""
+    """Sentence that says that a version failed, and why."""
     named = f"{version.model}@{version.number}"
     return (
         version.error
@@ -222,7 +224,7 @@ def why_failed(version: Version) -> str:
 
 
 def why_held(version: Version) -> str:
-    """What a version that is held is held for, and what can be done about it, as a sentence."""
+    """Text that says why a version is held, and how to release it."""
     count = version.nonfinite_elements
     elements = f"{count} of its elements are" if count != 1 else "one of its elements is"
     reasons = {
@@ -245,7 +247,7 @@ class DeletedModel(JsonValue):
     model: str
     """`namespace/name`."""
     versions: int
-    """How many versions were part of its history."""
+    """Number of versions in the history of the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,31 +257,31 @@ class Model(JsonValue):
     name: str
     """`namespace/name`."""
     model_type: str
-    """Of the Hugging Face config."""
+    """`model_type` of the Hugging Face config."""
     dtype: str
-    """Of the weights, in safetensors' name."""
+    """Dtype of the weights, by its safetensors name."""
     tensor_count: int
     """Number of tensors."""
     tensor_bytes: int
     """Bytes of all tensors together."""
     files: tuple[str, ...] = ()
-    """Files that belong to the model besides its weights."""
+    """Files of the model other than its weights."""
     refs: Mapping[str, int] = field(default_factory=dict)
     """Version number by ref."""
     weight_map: bool = True
-    """Whether its tensors have Megatron-core's names, too; otherwise they have those of its files alone."""
+    """Whether the tensors also have Megatron-core's names; otherwise they have only the names in the model's files."""
     adapters: tuple[str, ...] = ()
-    """Adapters that are on versions of it, of those that you may look at."""
+    """Adapters whose base is a version of this model, without those that the caller may not look at."""
     base: str = ""
-    """Of an adapter, the version that its newest version is on; empty of any other model."""
+    """Base of an adapter's newest version; empty for any other model."""
 
     @property
     def is_adapter(self) -> bool:
-        """Whether its versions are changes on versions of another model, as peft keeps them."""
+        """Whether the versions are peft adapters, each on a version of another model."""
         return is_adapter(self.files)
 
     def check_whole(self) -> None:
-        """Refuse an adapter where a whole model is needed. Raises FailedPrecondition."""
+        """Raise FailedPrecondition for an adapter, where a whole model is needed."""
         if self.is_adapter:
             raise _no_whole_model(self.name, self.base)
 
@@ -293,20 +295,20 @@ def _no_whole_model(name: str, base: str) -> FailedPrecondition:
 
 @dataclass(frozen=True, slots=True)
 class Retention(JsonValue):
-    """Which versions of a model are kept: those that a ref names and those that a rule speaks for. No rule keeps everything.
+    """Rules by which versions of a model are kept. A version is kept if a ref names it or a rule matches it. Without rules all are kept.
 
     Raises:
-        InvalidArgument: one of them is not an integer from 0 to 2**53.
+        InvalidArgument: a rule is not an integer from 0 to 2**53.
     """
 
     keep_last: int = 0
-    """That many of the newest; 0 is no rule."""
+    """Keep this many of the newest versions; 0 is no rule."""
     keep_every: int = 0
-    """Of each so many consecutive numbers the first version that is there; 0 is no rule."""
+    """Keep the first existing version of each block of this many consecutive numbers; 0 is no rule."""
     keep_younger_s: int = 0
-    """Those opened less than so many seconds ago; 0 is no rule."""
+    """Keep versions that were opened less than this many seconds ago; 0 is no rule."""
     keep_every_steps: int = 0
-    """Of each so many consecutive steps of a run the first version that is there; 0 is no rule."""
+    """Keep the first existing version of each block of this many consecutive steps of a run; 0 is no rule."""
 
     def __post_init__(self) -> None:
         for name, value in self.to_json().items():
@@ -315,12 +317,12 @@ class Retention(JsonValue):
 
     @property
     def keeps_everything(self) -> bool:
-        """Whether there is no rule at all, and so nothing is deleted."""
+        """Whether there is no rule, so that nothing is deleted."""
         return not any(self.to_json().values())
 
     @property
     def text(self) -> str:
-        """What is kept, for people."""
+        """The kept versions as text."""
         rules = (
             (self.keep_last, f"the last {self.keep_last}"),
             (self.keep_every_steps, f"one of every {self.keep_every_steps} steps"),
@@ -333,19 +335,19 @@ class Retention(JsonValue):
 
 @dataclass(frozen=True, slots=True)
 class Gate(JsonValue):
-    """Which versions of a model are held, so that ``live`` and ``latest`` pass them by until they are approved.
+    """Rules by which versions of a model are held. ``live`` and ``latest`` skip a held version until it is approved.
 
-    It goes for versions that are opened from then on.
+    A change of the rules applies to versions that are opened after it.
     """
 
     approval_required: bool = False
     """Whether each version is held as a candidate."""
     allow_nonfinite: bool = False
-    """Whether versions with elements that are NaN or infinite are not held for that."""
+    """Whether versions with NaN or infinite elements are not held for that reason."""
 
     @property
     def text(self) -> str:
-        """What is held, for people."""
+        """The held versions as text."""
         every = ["every version, as a candidate"] if self.approval_required else []
         broken = [] if self.allow_nonfinite else ["versions with NaN or infinite elements"]
         return " and ".join([*every, *broken]) or "what is pushed as a candidate"
@@ -353,16 +355,16 @@ class Gate(JsonValue):
 
 @dataclass(frozen=True, slots=True)
 class Protection(JsonValue):
-    """What it takes to change a protected ref: a scope that names it, and the approval of others."""
+    """Requirements for a change of a protected ref: a scope that names the ref, and the approval of other identities."""
 
     ref: str
     """The ref, whether it exists or not."""
     approvals: int = 0
-    """Of how many identities besides the one that asks."""
+    """Number of identities, other than the one that requests a change, that must approve it."""
 
     @property
     def text(self) -> str:
-        """What it takes, for people."""
+        """The ref and its requirements as text."""
         approvals = f" and {counted(self.approvals, 'approval')}" if self.approvals else ""
         return f"{self.ref}, whose changes take a scope that names it{approvals}"
 
@@ -372,16 +374,16 @@ class RefApproval(JsonValue):
     """The approval of a request by one identity."""
 
     by: str
-    """Which one."""
+    """The identity."""
     time_ms: int
     """Unix time in milliseconds."""
     note: str = ""
-    """What they noted."""
+    """Note of the identity."""
 
 
 @dataclass(frozen=True, slots=True)
 class RefRequest(JsonValue):
-    """A change of a ref that was asked for, and what has become of it."""
+    """A request to change a ref, and its state."""
 
     model: str
     """`namespace/name`."""
@@ -392,54 +394,54 @@ class RefRequest(JsonValue):
     state: str
     """`pending`, `done`, `withdrawn`, `superseded` by a newer one for the ref, `expired`, or what a later release adds."""
     version: int = 0
-    """The number that the ref shall name; 0 if none."""
+    """Number of the version that the ref is to name; 0 if none."""
     request_id: str = ""
-    """Who approves it names it by this."""
+    """ID of the request, by which approvers name it."""
     by: str = ""
-    """The identity that asks."""
+    """Identity that made the request."""
     note: str = ""
-    """What it noted."""
+    """Note of that identity."""
     ask_time_ms: int = 0
     """Unix time in milliseconds."""
     expire_time_ms: int = 0
     """Unix time in milliseconds."""
     close_time_ms: int = 0
-    """When it ended; Unix time in milliseconds, 0 if it has not."""
+    """Time at which the request ended; Unix time in milliseconds, 0 if it has not."""
     closed_by: str = ""
-    """Whose call ended it; empty if that was time."""
+    """Identity whose call ended the request; empty if it expired."""
     previous: int = 0
-    """The number that the ref named before it was carried out; 0 if none."""
+    """Number of the version that the ref named before the change; 0 if none."""
     approvals: tuple[RefApproval, ...] = ()
-    """Those given so far."""
+    """Approvals so far."""
     missing: int = 0
-    """How many more it takes."""
+    """Number of approvals that are still missing."""
 
     @property
     def text(self) -> str:
-        """What it asks for, for people."""
+        """The requested change as text."""
         if self.action == REQUEST_MOVE:
             return f"{self.ref} to name version {self.version}"
         return f"{self.action} of {self.ref}"
 
     @property
     def pending(self) -> bool:
-        """Whether it waits for approval."""
+        """Whether the request waits for approval."""
         return self.state == REQUEST_PENDING
 
     @property
     def done(self) -> bool:
-        """Whether it was carried out."""
+        """Whether the request was carried out."""
         return self.state == REQUEST_DONE
 
 
 @dataclass(frozen=True, slots=True)
 class RefMove(JsonValue):
-    """A ref that was moved, or for which that was asked."""
+    """A ref that was moved, or that a request is to move."""
 
     version: Version
-    """The version that the ref names, or is asked to name."""
+    """The version that the ref names, or is to name."""
     request: RefRequest
-    """Whether that is done."""
+    """The request, which is done if the ref was moved."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -447,29 +449,29 @@ class ModelRefs(JsonValue):
     """The refs of a model."""
 
     refs: Mapping[str, int]
-    """Version number by ref. `live` and `latest` move by themselves; the others are tags."""
+    """Version number by ref. The service moves `live` and `latest`; the others are tags."""
     protections: tuple[Protection, ...]
     """Protected refs."""
     requests: tuple[RefRequest, ...]
-    """To change protected refs: those that are pending, and the last ones that have ended, in the order of asking."""
+    """Requests to change protected refs, in the order in which they were made: pending ones, and the last ones that have ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verification(JsonValue):
-    """What comparing a version's files with its manifest gave."""
+    """Result of comparing a version's files with its manifest."""
 
     number: int
-    """The version."""
+    """Number of the version."""
     tensors_checked: int
-    """Tensors whose digests were compared."""
+    """Number of tensors whose digests were compared."""
     bytes_checked: int
     """Bytes read."""
     problems: tuple[str, ...]
     """One line for each file or tensor that differs; empty if all is well."""
     nonfinite_elements: int = 0
-    """Elements that are NaN or infinite, by the manifest. That is no problem of the files."""
+    """Number of elements that are NaN or infinite, by the manifest. They do not count as problems of the files."""
     sha256: Mapping[str, str] = field(default_factory=dict, hash=False)
-    """SHA-256 of each file by name, as 64 hex digits, if it was asked for."""
+    """SHA-256 of each file by name, as 64 hex digits, if the caller asked for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -491,9 +493,9 @@ class WarmMemory(JsonValue):
 
     Attributes:
         model: ``namespace/name``.
-        images: there is memory for so many, those of its versions included.
-        wanted: a model that is pushed again and again needs so many.
-        image_bytes: of one image.
+        images: number of images that the memory holds, including those of the model's versions.
+        wanted: number of images that a model needs if it is pushed repeatedly.
+        image_bytes: bytes of one image.
     """
 
     model: str

@@ -10,7 +10,7 @@ from weighbridge.errors import InvalidArgument
 __all__ = ["Boxes", "ExpertParallel", "FullTensors", "LayoutRequest", "TensorParallel"]
 
 MAX_VOCAB_MULTIPLE = 1 << 16
-"""Largest multiple that a vocabulary is padded to: engines use 64, trainers up to 128 times their ranks."""
+"""Largest multiple to which a vocabulary is padded. Engines use 64, trainers up to 128 times the number of their ranks."""
 _MAX_SIZE = (1 << 32) - 1
 
 
@@ -27,13 +27,13 @@ class FullTensors:
 
 @dataclass(frozen=True, slots=True)
 class ExpertParallel:
-    """How the experts of a model are spread: each rank has a contiguous block of them, all blocks of one length.
+    """Distribution of the experts of a model: each rank has a contiguous block of experts, and all blocks have one length.
 
     Attributes:
-        size: ranks, or groups of ranks, over which the experts are spread.
-        rank: which block, from 0.
-        tp_size: ranks that share the matrices of each expert.
-        tp_rank: this one of them, from 0.
+        size: number of ranks, or groups of ranks, over which the experts are distributed.
+        rank: index of the block, from 0.
+        tp_size: number of ranks that share the matrices of each expert.
+        tp_rank: index of this rank among them, from 0.
     """
 
     size: int
@@ -44,25 +44,24 @@ class ExpertParallel:
 
 @dataclass(frozen=True, slots=True)
 class TensorParallel:
-    """What one rank of an engine holds, by the model's own parallel plan.
+    """Slices of one rank of an engine, by the model's own parallel plan.
 
-    Key-value heads are replicated where there are fewer heads than ranks; what the plan does not cut comes whole. An
-    expert that the rank does not have, or a layer, does not come at all. Where the experts of a layer are stacked in one
-    tensor with gate and up side by side, that tensor comes as two boxes, the gate's before the up's, unless whole.
+    Key-value heads are replicated if there are fewer heads than ranks. A tensor that the plan does not cut comes whole. Experts and
+    layers of other ranks do not come at all. If the experts of a layer are stacked in one tensor with gate and up side by side, a
+    rank that does not have the whole tensor gets it as two boxes, gate before up.
 
     Attributes:
-        size: ranks that share the model.
-        rank: this one, from 0.
-        experts: how experts are spread; None if they are not, and each is cut like everything else.
-        layers: first decoder layer of a pipeline stage, and one past its last; None for all layers. The first stage has
-            the embedding too (and what comes before it: towers for images), the last one the final norm, the output
-            layer (or the embedding, if it is that as well) and the layers that predict further tokens.
-        vocab_multiple: 1 leaves the vocabulary to the model's own plan. A larger one is for engines whose embedding and
-            output layer are vocabulary-parallel: both are padded with rows of zeros to a multiple of it, and then cut.
-            64 in vLLM and SGLang.
+        size: number of ranks that share the model.
+        rank: index of this rank, from 0.
+        experts: distribution of the experts; None if each expert is cut like the other layers.
+        layers: first decoder layer of a pipeline stage, and one past its last; None for all layers. The first stage also has the
+            embedding and everything before it, such as image towers. The last stage also has the final norm, the output layer
+            (or the embedding, if it is tied) and the layers that predict further tokens.
+        vocab_multiple: 1 leaves the vocabulary to the model's own plan. A larger number is for engines whose embedding and output
+            layer are vocabulary-parallel: both are padded with rows of zeros to a multiple of it, and then cut. 64 in vLLM and SGLang.
 
     Raises:
-        InvalidArgument: a rank does not exist, layers are out of order, or the multiple is none.
+        InvalidArgument: a rank does not exist, layers are out of order, or the multiple is out of range.
     """
 
     size: int
@@ -110,4 +109,4 @@ class Boxes:
 
 
 LayoutRequest = FullTensors | TensorParallel | Boxes
-"""What a pull asks for of a version."""
+"""Parts of a version that a pull requests."""

@@ -1,8 +1,8 @@
-"""Striping of a stream: the bytes that each of several calls brings.
+"""Striping of a stream: the bytes that each of several calls transfers.
 
-A stream may be spread over calls, each over a connection of its own. It is cut, from its first byte on, into stripes of 1 MiB;
-call ``index`` of ``count`` brings those whose number leaves ``index`` when divided by ``count``. So all calls go through the
-stream side by side, and who puts it together again has only a few messages to hold.
+A stream may be spread over several calls, each with its own connection. The stream is cut, from its first byte on, into stripes of
+1 MiB. Call ``index`` of ``count`` transfers the stripes whose number modulo ``count`` is ``index``. So all calls advance through the
+stream together, and the receiver that reassembles it buffers only a few messages.
 """
 
 from __future__ import annotations
@@ -12,29 +12,29 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 STRIPE_BYTES = 1 << 20
-"""Bytes of a stripe; those of the contract. No message crosses the end of one."""
+"""Bytes of a stripe, fixed by the contract. No message crosses the end of a stripe."""
 MOST_CALLS = 16
-"""Calls over which a stream may be spread."""
+"""Most calls over which a stream may be spread."""
 _LEAST_BYTES = 64 << 20
-"""Shorter streams gain nothing from a second call."""
+"""Length from which on a stream is spread: shorter ones gain nothing from a second call."""
 _LEAST_CPUS = 4
-"""With fewer, two calls take turns where one could go on."""
+"""Processors from which on a stream is spread by default: with fewer, two calls only compete for them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Striping:
-    """The part of a stream that one of several calls brings; by default all of it.
+    """The part of a stream that one of several calls transfers; by default all of it.
 
     Attributes:
-        count: calls in all.
-        index: which of them, from 0.
+        count: number of calls.
+        index: index of the call, from 0.
     """
 
     count: int = 1
     index: int = 0
 
     def after(self, position: int) -> int:
-        """The first byte of this part that lies at a position of the stream or behind it; may lie behind the stream's end."""
+        """The first byte of this part at or after a position of the stream; may lie beyond the stream's end."""
         stripe = position // STRIPE_BYTES
         ahead = (self.index - stripe) % self.count
         return (stripe + ahead) * STRIPE_BYTES if ahead else position
@@ -42,7 +42,7 @@ class Striping:
     def messages(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
         """The ranges of this part between two positions of the stream, cut into messages.
 
-        One call alone cuts messages of 1 MiB from where it begins; several cut at the ends of stripes.
+        A single call cuts messages of 1 MiB from its beginning; several calls cut at the ends of stripes.
         """
         position = self.after(begin)
         while position < end:
@@ -53,21 +53,21 @@ class Striping:
 
 
 WHOLE = Striping()
-"""One call that brings all of a stream."""
+"""A single call that transfers all of a stream."""
 
 
 def default_connections(cpus: int | None = None) -> int:
-    """Connections over which a large stream is spread unless somebody says otherwise.
+    """Default number of connections over which a large stream is spread.
 
-    Measured over loopback: with 16 cores, two calls bring a stream 1.3 to 1.6 times as fast as one, and more calls no faster;
-    with two cores, they bring it no faster or more slowly.
+    Measured over loopback: with 16 cores, two calls transfer a stream 1.3 to 1.6 times as fast as one, and more calls no faster;
+    with two cores, two calls are as fast as one or slower.
 
     Args:
-        cpus: processors that this process may use; by default they are counted.
+        cpus: number of processors that this process may use; by default they are counted.
     """
     return 2 if (cpus or len(os.sched_getaffinity(0))) >= _LEAST_CPUS else 1
 
 
 def calls_for(nbytes: int, connections: int) -> int:
-    """Over how many calls a stream of so many bytes is spread, if there are so many connections."""
+    """Number of calls over which a stream of ``nbytes`` bytes is spread, with this many connections."""
     return connections if nbytes >= _LEAST_BYTES else 1

@@ -1,4 +1,4 @@
-"""Engines that serve versions: what an agent reports of one, and what the service knows of it."""
+"""Engines that serve versions: the report of an agent about its engine, and the service's view of an engine."""
 
 from __future__ import annotations
 
@@ -14,91 +14,94 @@ __all__ = ["Engine"]
 
 ENGINE_WAITING, ENGINE_UPDATING, ENGINE_SERVING = "waiting", "updating", "serving"
 ENGINE_FAILING, ENGINE_ENDED = "failing", "ended"
-"""States of an engine, as its agent says: it waits for a version that it may take, is being taken to one, serves the one that it was to have,
-or could not be taken to it; or its agent has ended, and says nothing more of it."""
+"""States of an engine, as its agent reports them. The engine waits for a version that it may take; is being updated; serves the version
+that it should serve; or could not be updated to it. ``ended``: the agent has ended and sends no further reports."""
 ENGINE_STATES = (ENGINE_WAITING, ENGINE_UPDATING, ENGINE_SERVING, ENGINE_FAILING, ENGINE_ENDED)
 
 STANDING_CURRENT, STANDING_BEHIND = "current", "behind"
-"""How an engine stands: it serves what its ref names; or another version, or none."""
+"""Standings of an engine that serves the version that its ref names; or another version, or none."""
 STANDING_PINNED, STANDING_UNKNOWN = "pinned", "unknown"
-"""It follows no ref; or what its ref names is not known, or nothing."""
+"""Standings of an engine that follows no ref; or whose ref names no version, or an unknown one."""
 STANDING_STALE, STANDING_GONE = "stale", "gone"
-"""Agent and service have not heard of each other for a while, so that what is known may be out of date; or for so long, or since the agent has
-ended, that nobody counts on it."""
+"""Standings of an engine without recent reports. ``stale``: agent and service have had no contact for a while, so the last report may be
+out of date. ``gone``: they have had none for longer, or the agent has ended; the service no longer counts the engine."""
 NOT_ANSWERED = "not answered"
-"""Result of golden prompts that an engine could not be asked."""
+"""Result if the agent could not ask the engine the golden prompts."""
 MOST_BEHIND = 1000
-"""Up to which it is counted how many versions an engine is behind."""
+"""Limit of the count of versions that an engine is behind."""
 PROVED, IN_PART, FAILED, NOT_PROVED = "proved", "proved in part", "failed", "not proved"
-"""Verdicts of a proof that an engine computes with a version's bytes: it does; it does as far as its parameters can be compared; it does not; or a proof was due
-and could not be made."""
+"""Verdicts of a proof that an engine computes with a version's bytes: it does; it does as far as its parameters can be compared; it does
+not; or a proof was due but could not be made."""
 VERDICTS = (PROVED, IN_PART, FAILED, NOT_PROVED)
 NOT_ASKED = "not asked"
-"""Said in place of a verdict of an engine of which no proof was asked for."""
+"""Text in place of the verdict if no proof of the engine was requested."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts(JsonValue):
-    """What an agent knows of its engine."""
+    """State of an engine, as its agent knows it."""
 
     engine_id: str
-    """Names it for the life of its agent."""
+    """Identifies the engine for the life of its agent."""
     model: str
     """`namespace/name`."""
     kind: str = ""
     """`vllm`, `sglang`, `transformers`, or any other word."""
     address: str = ""
-    """Where it is reached; may be empty."""
+    """Address of the engine; may be empty."""
     ref: str = ""
-    """The ref that it follows; empty if it follows none."""
+    """The ref that the engine follows; empty if it follows none."""
     version: int = 0
-    """The version that it serves; 0 if none of this model."""
+    """The version that the engine serves; 0 if it serves none of this model."""
     target: int = 0
-    """The version that it is being taken to; 0 if none."""
+    """The version to which the engine is being updated; 0 if none."""
     state: str = ENGINE_WAITING
     """`waiting`, `updating`, `serving`, `failing`, `ended`, or what a later release adds."""
     error: str = ""
-    """Why the last update failed, or what is waited for; empty if all is well."""
+    """Reason why the last update failed, or what the engine waits for; empty if neither."""
     host: str = ""
     """Machine of the agent."""
     pid: int = 0
-    """Its process there."""
+    """Process ID of the agent."""
     update_version: int = 0
-    """To which its last update took it; 0 if there was none."""
+    """Version of the engine's last update; 0 if there was none."""
     update_bytes: int = 0
-    """Bytes that its ranks fetched for that."""
+    """Bytes that the engine's ranks fetched for the last update."""
     update_prepare_seconds: float = 0.0
-    """Of that update, while it served."""
+    """Seconds of the last update during which the engine still served."""
     update_pause_seconds: float = 0.0
-    """Of that update, while it stood still."""
+    """Seconds of the last update during which the engine was paused."""
     update_lane: str = ""
-    """`local` or `grpc`; empty if that is not known."""
+    """Lane of the last update, `local` or `grpc`; empty if unknown."""
     traceparent: str = ""
-    """Trace of the update that is under way, or was last (W3C Trace Context); may be empty."""
+    """Trace of the current update, or else of the last one (W3C Trace Context); may be empty."""
     proved_version: int = 0
-    """Version of the last proof that it computes with a version's bytes; 0 if there was none."""
+    """Version of the last proof that the engine computes with a version's bytes; 0 if there was none."""
     proof: str = ""
-    """What came of that: `proved`, `proved in part` if parameters could not be compared, `failed`, `not proved` if it was due and could not be made, or what a later release adds; empty if no proof was ever asked for."""
+    """Verdict of the last proof: `proved`, `proved in part` if some parameters could not be compared, `failed`, `not proved` if a proof was
+    due but could not be made, or what a later release adds; empty if no proof was ever requested."""
     proof_seconds: float = 0.0
-    """How long that proof took."""
+    """Duration of the last proof in seconds."""
     proofs: int = 0
-    """Proofs that its agent has made."""
+    """Number of proofs that the agent has made."""
     failed_proofs: int = 0
-    """Those of them that have failed."""
+    """Number of proofs that have failed."""
     proof_error: str = ""
-    """What the last proof that has failed has found, with the parameters' names; or why one that is due cannot be made."""
+    """Finding of the last failed proof, with the parameters' names; or the reason why a proof that is due cannot be made."""
     golden_version: int = 0
-    """Version whose golden prompts it was asked last; 0 if there were none."""
+    """Version of the golden prompts that the engine was asked last; 0 if there were none."""
     golden: str = ""
-    """What came of that: `within bound`, `above bound`, `no bound` if there is none, `not answered`, or what a later release adds; empty if it was asked none."""
+    """Result of these golden prompts: `within bound`, `above bound`, `no bound` if the version has no bound, `not answered`, or what a
+    later release adds; empty if the engine was asked none."""
     golden_drift: float = 0.0
-    """Largest difference between the log probabilities that it gives the tokens of these prompts and those that the version has."""
+    """Largest difference between the engine's log probabilities of the tokens of these prompts and those in the version's metadata."""
     golden_mean_drift: float = 0.0
     """Mean of these differences."""
     drafter: str = ""
-    """The version of its drafter, if that is a model of its own which it has from the service; empty without."""
+    """Version of the engine's drafter, if that is a separate model from the service; empty otherwise."""
     update_parts: dict[str, float] = field(default_factory=dict, hash=False)
-    """Seconds of that update's parts, by name, such as `stage`, `agree`, `pause`, `apply` and `resume`; one that was not measured is missing."""
+    """Seconds of each part of the last update by name, such as `stage`, `agree`, `pause`, `apply` and `resume`, without those that were not
+    measured."""
 
     @property
     def ended(self) -> bool:
@@ -107,18 +110,18 @@ class EngineFacts(JsonValue):
 
     @property
     def label(self) -> str:
-        """What it is and where, for people: ``vllm at http://node7:8000``."""
+        """The engine's kind and address as text: ``vllm at http://node7:8000``."""
         place = self.address or self.host
         return f"{self.kind or 'engine'} at {place}" if place else f"{self.kind or 'engine'} {self.engine_id}"
 
     @property
     def state_text(self) -> str:
-        """Its state, for people, with the version to which it is being taken."""
+        """The state as text, with the version to which the engine is being updated."""
         return f"{self.state} to {self.target}" if self.target else self.state
 
     @property
     def update_text(self) -> str:
-        """What its last update brought and took, for people; empty if there was none."""
+        """Size and duration of the last update as text; empty if there was none."""
         if not self.update_version:
             return ""
         lane = f" by {self.update_lane}" if self.update_lane else ""
@@ -128,7 +131,7 @@ class EngineFacts(JsonValue):
 
     @property
     def proof_text(self) -> str:
-        """Its last proof, for people, and how many have failed."""
+        """The last proof as text, with the number of failed proofs."""
         if not self.proof:
             return NOT_ASKED
         took = f" in {readable_duration(self.proof_seconds)}" if self.proof != NOT_PROVED else ""
@@ -137,12 +140,12 @@ class EngineFacts(JsonValue):
 
     @property
     def proof_when(self) -> str:
-        """Text for people before the time of its last proof: the verdict may be younger, if one that is due cannot be made."""
+        """Text before the time of the last proof. The verdict is younger than that proof if another proof is due and cannot be made."""
         return "last proof " if self.proof == NOT_PROVED else ""
 
     @property
     def golden_text(self) -> str:
-        """What came of the golden prompts that it was asked last, for people; empty if it was asked none."""
+        """Result of the last golden prompts as text; empty if the engine was asked none."""
         if not self.golden:
             return ""
         drift = "" if self.golden == NOT_ANSWERED else f" (drift {self.golden_drift:.2g})"
@@ -150,22 +153,25 @@ class EngineFacts(JsonValue):
 
     @property
     def step_text(self) -> str:
-        """Parts of the step that its last update ended, for people; empty if none was measured."""
+        """Parts of the training step that ended with the last update, as text; empty if none was measured."""
         return step_text(self.update_parts)
 
 
 @dataclass(frozen=True, slots=True)
 class EngineReport(EngineFacts):
-    """What an agent reports of its engine: all of it, each time."""
+    """Report of an agent about its engine. Each report is complete.
+
+    Reports carry ages in seconds instead of times, because the clocks of machines differ.
+    """
 
     beat: int = 0
-    """Counts up from report to report."""
+    """Number of the report, which increases with each."""
     state_seconds: float = 0.0
-    """For how long it has been in its state. Ages are told and not times, as clocks of machines differ."""
+    """Seconds since the engine entered its state."""
     update_age_seconds: float = 0.0
-    """How long ago its last update ended."""
+    """Seconds since the last update ended."""
     proof_age_seconds: float = 0.0
-    """How long ago its last proof ended, or for how long one has been asked for if none was made."""
+    """Seconds since the last proof ended; if none was made, seconds since proofs were first requested."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,30 +179,32 @@ class Engine(EngineFacts):
     """An engine as the service knows it. Times are Unix times in milliseconds, by the clock of the service."""
 
     identity: str = ""
-    """Of its agent, in the policy; empty if there is none."""
+    """Identity of the agent in the policy; empty if it has none."""
     standing: str = STANDING_UNKNOWN
-    """`current`; `behind`: it serves another version than its ref names, or none; `pinned`: it follows no ref; `unknown`: so is what its ref names; `stale`: its agent was not heard for three reports; `gone`: for twelve, or it has ended. Or what a later release adds."""
+    """`current`: the engine serves the version that its ref names; `behind`: it serves another version, or none; `pinned`: it follows no
+    ref; `unknown`: its ref names no version, or an unknown one; `stale`: the service has missed three reports of its agent; `gone`: it has
+    missed twelve, or the agent has ended. Or what a later release adds."""
     named: int = 0
-    """The version that its ref names; 0 if none, or that is not known."""
+    """The version that the ref names; 0 if it names none, or if that is unknown."""
     behind: int = 0
-    """Versions behind the one that it serves, up to the one that its ref names; 1000 for as many or more."""
+    """Number of versions after the one that the engine serves, up to the one that its ref names; 1000 for as many or more."""
     heard_time_ms: int = 0
-    """When its agent was heard last."""
+    """Time of the agent's last report."""
     since_ms: int = 0
-    """Since when it is in its state."""
+    """Time at which the engine entered its state."""
     update_time_ms: int = 0
-    """When its last update ended; 0 if there was none."""
+    """Time at which the last update ended; 0 if there was none."""
     proof_time_ms: int = 0
-    """When its last proof ended; 0 if there was none."""
+    """Time at which the last proof ended; 0 if there was none."""
 
     @property
     def silent(self) -> bool:
-        """Whether its agent was not heard for a while."""
+        """Whether the service has received no report of the agent for a while."""
         return self.standing in (STANDING_STALE, STANDING_GONE)
 
     @property
     def standing_text(self) -> str:
-        """How it stands, for people, with how far behind it is."""
+        """The standing as text, with the number of versions that the engine is behind."""
         if self.standing != STANDING_BEHIND:
             return self.standing
         if not self.version:
@@ -207,17 +215,17 @@ class Engine(EngineFacts):
 
     @property
     def ref_text(self) -> str:
-        """The ref that it follows and what that names; empty if it follows none."""
+        """The ref that the engine follows, with the version that the ref names, as text; empty if it follows none."""
         return f"{self.ref}={self.named or '?'}" if self.ref else ""
 
 
 @dataclass(frozen=True, slots=True)
 class Reported:
-    """Answer to a report.
+    """Answer of the service to a report.
 
     Attributes:
-        engine: as all see it now.
-        report_seconds: after which the next report is due, if nothing changes before.
+        engine: the engine as the service now shows it.
+        report_seconds: seconds until the next report is due, if nothing changes before.
     """
 
     engine: Engine

@@ -1,4 +1,4 @@
-"""Golden prompts: token ids with the log probabilities that the trainer's model gives them, as a version's metadata has them and as a file has them."""
+"""Golden prompts: token ids with the log probabilities that the trainer's model gives them, in a version's metadata or in a file."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ PROMPTS, BOUND = "weighbridge.golden", "weighbridge.max_drift"
 """Keys of a version's metadata: golden prompts, as a JSON array of pairs of arrays; and the largest drift that they allow."""
 MOST_PROMPTS = 16
 MOST_TOKENS = 256
-"""Of one prompt. Metadata has room for some 250 tokens of all prompts together."""
+"""Most tokens of one prompt. Metadata has room for about 250 tokens of all prompts together."""
 _MOST_TOKEN = 2**31 - 1
 _DIGITS = 5
 _ABOVE_ZERO = 0.001
-"""Largest log probability: a softmax that is rounded may be a little above 1."""
+"""Largest log probability that is accepted: a rounded softmax may be slightly above 1."""
 _MOST_FILE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class GoldenPrompt(JsonValue):
-    """Prompt of which the trainer knows what its model makes of it.
+    """Prompt with the log probabilities that the trainer's model gives its tokens.
 
     Attributes:
-        tokens: ids, 2 to 256 of them.
-        logprobs: natural logarithm of the probability that the model gives each token after the first, given all before it; one less than
-            there are tokens. Kept with five digits after the point.
+        tokens: 2 to 256 token ids.
+        logprobs: natural logarithm of the probability that the model gives each token after the first, given all tokens before it; one
+            fewer than tokens. Kept with five digits after the point.
 
     Raises:
-        InvalidArgument: there are other numbers of them, or one is no token or no log probability; says which.
+        InvalidArgument: the number of tokens or log probabilities is wrong, or one of them is invalid (names it).
     """
 
     tokens: tuple[int, ...]
@@ -87,8 +87,8 @@ class GoldenPrompts(JsonValue):
     """Golden prompts of one version.
 
     Attributes:
-        prompts: 1 to 16.
-        max_drift: largest difference of log probabilities that engines may have; None if the version does not say it.
+        prompts: 1 to 16 prompts.
+        max_drift: largest difference of log probabilities that engines may have; None if the version sets no bound.
     """
 
     prompts: tuple[GoldenPrompt, ...]
@@ -103,7 +103,7 @@ class GoldenPrompts(JsonValue):
 
     @property
     def text(self) -> str:
-        """How many there are, for people."""
+        """Number of prompts and of their tokens, as text."""
         tokens = sum(len(each.tokens) for each in self.prompts)
         return f"{counted(len(self.prompts), 'prompt')} of {counted(tokens, 'token')}"
 
@@ -111,7 +111,7 @@ class GoldenPrompts(JsonValue):
         """Entries of a version's metadata.
 
         Raises:
-            InvalidArgument: they are more than metadata has room for.
+            InvalidArgument: the metadata of a version has no room for them.
         """
         pairs = [[each.tokens, each.logprobs] for each in self.prompts]
         text = json.dumps(pairs, separators=(",", ":"))
@@ -127,7 +127,7 @@ class GoldenPrompts(JsonValue):
         """Golden prompts of a version; None if it has none.
 
         Raises:
-            InvalidArgument: what is under their keys is none.
+            InvalidArgument: the values of their keys are not golden prompts.
         """
         if PROMPTS not in metadata:
             return None
@@ -149,8 +149,8 @@ class GoldenPrompts(JsonValue):
         """Read a file of them: JSON with ``prompts``, an array of objects with ``tokens`` and ``logprobs``, and perhaps ``max_drift``.
 
         Raises:
-            InvalidArgument: it is none.
-            OSError: it cannot be read.
+            InvalidArgument: the file holds no golden prompts.
+            OSError: the file cannot be read.
         """
         with Path(path).open("rb") as file:
             content = file.read(_MOST_FILE + 1)
@@ -175,7 +175,7 @@ def golden_of(
     """Golden prompts as a caller gives them: prompts, or the path of a file; None if there are none.
 
     Raises:
-        InvalidArgument: there are none in it, or there is a bound and nothing to which it applies.
+        InvalidArgument: the file holds no golden prompts, or the caller gives a bound without prompts.
         OSError: the file cannot be read.
     """
     if golden is None:
@@ -197,7 +197,7 @@ def golden_of(
 
 
 def check_bound(max_drift: float | None) -> None:
-    """Raise InvalidArgument unless this is a bound of drift, or none."""
+    """Raise InvalidArgument unless the value is a bound of drift or None."""
     if max_drift is not None and not (_is_number(max_drift) and 0.0 <= max_drift < math.inf):
         raise InvalidArgument(
             f"the bound of drift is {shown(max_drift)}",
@@ -206,7 +206,7 @@ def check_bound(max_drift: float | None) -> None:
 
 
 def readable_metadata(metadata: Metadata) -> Mapping[str, MetadataValue]:
-    """Metadata as people are shown it: of golden prompts how many there are, as nobody reads the rest."""
+    """Metadata for display: golden prompts are replaced by their number, because their JSON is not readable."""
     if PROMPTS not in metadata:
         return metadata
     try:
@@ -227,7 +227,7 @@ def _is_number(value: object) -> bool:
 
 
 def _number(value: object) -> Any:
-    """A number as it is read, infinite beyond the range of float; what is none is as it was, for `check_bound` to refuse."""
+    """A number as float, infinite beyond the range of float. Other values are returned unchanged, for `check_bound` to refuse."""
     try:
         return float(value) if _is_number(value) else value  # type: ignore[arg-type]
     except OverflowError:  # JSON has integers of any size

@@ -1,4 +1,5 @@
-"""Status of an engine, as its agent knows it: what it serves, how it stands by what the service has said last, and since when that is silent."""
+"""Status of an engine, as its agent knows it: the version that it serves, the standing that the service reported last, and since when the
+service has been unreachable."""
 
 from __future__ import annotations
 
@@ -11,17 +12,18 @@ __all__ = ["AgentStatus"]
 
 @dataclass(frozen=True, slots=True)
 class AgentStatus(EngineFacts):
-    """How an engine stands, as its agent knows it. Times are Unix times in milliseconds, by the clock of the agent's machine.
+    """Status of an engine, as its agent knows it. Times are Unix times in milliseconds, by the clock of the agent's machine.
 
     Attributes:
-        standing: as the service has said last; `STANDING_STALE` if it has not for three reports, and `STANDING_UNKNOWN` if it never has.
-        named: the version that its ref named by then; 0 if none, or that is not known.
-        behind: versions behind the one that it serves, up to that one.
-        since_ms: since when it is in its state.
-        proof_time_ms: when its last proof ended; 0 if there was none.
-        heard_time_ms: when the service answered last; 0 if it never has.
-        unreachable_since_ms: since when the service cannot be reached; 0 if it can.
-        unreachable: why not; or why it takes no reports.
+        standing: the standing that the service reported last; `STANDING_STALE` if the service has not answered for the time of three
+            reports, and `STANDING_UNKNOWN` if it has never answered.
+        named: the version that the ref named at the last answer; 0 if none, or if that is unknown.
+        behind: number of versions after the one that the engine serves, up to the named one.
+        since_ms: time at which the engine entered its state.
+        proof_time_ms: time at which the last proof ended; 0 if there was none.
+        heard_time_ms: time of the service's last answer; 0 if it has never answered.
+        unreachable_since_ms: time since which the service has been unreachable; 0 if it is reachable.
+        unreachable: reason why it is unreachable, or refuses reports.
     """
 
     standing: str = STANDING_UNKNOWN

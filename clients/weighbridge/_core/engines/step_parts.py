@@ -1,8 +1,8 @@
-"""Parts of a step of training as one engine takes it: from the trainer's call of push until the engine computes with the new weights.
+"""Parts of a training step on its way to one engine: from the trainer's call of push until the engine computes with the new weights.
 
 `PARTS` is the only table of them: reports, the status page, metrics and the command line take names, order and meaning from it. A part is a
-duration in seconds, measured by the clock of one machine. Each begins where the one before has ended, so that parts add up, and clocks of two
-machines are never compared. A part that was not measured is missing.
+duration in seconds, measured by the clock of one machine. Each part begins where the previous one ends, so that parts add up without
+comparing the clocks of two machines. A part that was not measured is missing.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ class StepPart:
     """One part.
 
     Attributes:
-        name: as in reports, in labels of metrics, and of the span if there is one.
-        end: the moment at which it ends.
-        text: between which moments it lies, for people.
-        still: whether the engine stands still meanwhile.
-        optional: whether a step is known as a whole without it. The part behind an optional one that is missing begins where that would have begun.
+        name: name in reports, in labels of metrics, and of the span if there is one.
+        end: the moment at which the part ends.
+        text: description of the moments between which the part lies.
+        still: whether the engine is paused during the part.
+        optional: whether the duration of the step is known without the part. If an optional part is missing, the next part begins where the
+            missing one would have begun.
     """
 
     name: str
@@ -34,7 +35,7 @@ class StepPart:
 
 
 OFFERED, OPENED, READY = "offered", "opened", "ready"
-"""The first moments of a step, of which the first may not be known, and the one from which others are counted."""
+"""The first two moments of a step, and the moment from which others are counted. The first may be unknown."""
 BEFORE_READY = (
     StepPart("offer", OPENED, "from the trainer's call of push until the version was opened", optional=True),
     StepPart("open", "arriving", "until the service had the first byte of it", optional=True),

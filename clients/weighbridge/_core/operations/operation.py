@@ -29,7 +29,7 @@ REQUIRED = Required.REQUIRED
 
 
 class Of(Enum):
-    """What a caller must be allowed to do an operation for. The request's fields of these names say which."""
+    """Resource for which a caller needs permission. Values are the names of the request's fields that identify the resource."""
 
     NOTHING = ()
     MODEL = ("model",)
@@ -51,9 +51,9 @@ class Parameter:
     Attributes:
         name: name of the request's field.
         kind: type of the value: `str`, `int`, `bool`, ``tuple[str, ...]``, or a dataclass that has the fields of the message.
-        text: what it is, without a full stop, for the documentation of clients and of HTTP.
-        default: value if the caller leaves it out.
-        offered: whether derived methods and routes take it; those that do not leave it out.
+        text: description without a full stop, for the documentation of clients and of HTTP.
+        default: value if the caller leaves the argument out.
+        offered: whether derived methods and routes take the argument.
     """
 
     name: str
@@ -70,13 +70,13 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Entry:
-    """A call of the contract: who may call it, and where it is found. All calls may be repeated.
+    """A call of the contract: its gRPC method, its HTTP route, and the permission that it needs. All calls may be repeated.
 
     Attributes:
         method: gRPC service and method, such as ``ModelService.GetGate``.
-        verb: what the caller must be allowed to do.
-        of: what for.
-        http: method and path, with ``{model}`` and further parameters; empty if there is no such route.
+        verb: permission that the caller needs.
+        of: resource for which the caller needs it.
+        http: method and path, with ``{model}`` and further parameters; empty if there is no route.
         route: name of the route; by default that of the method.
         seconds: deadline.
     """
@@ -105,27 +105,28 @@ class Entry:
 
     @property
     def takes_long(self) -> bool:
-        """Whether it reads all of a version, or goes over all of a model."""
+        """Whether the call reads all of a version, or goes over all of a model."""
         return self.seconds > CALL_SECONDS
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Operation(Entry, Generic[Answer]):
-    """A call of which all code but its body is derived: it takes values, and gives one, or a list of them, at once or in pages.
+    """A call of which all code but its body is derived. It takes values, and returns one value, or a list at once or in pages.
 
     Attributes:
         gives: type of the answer, or of each item of a list.
         within: field of the response that holds the answer; empty if the response itself has the answer's fields.
         takes: arguments.
-        order: of a list, the attribute of an item by which it is in order; empty of any other.
-        pages: whether a list comes in pages, each of which begins behind that attribute of the item before.
-        part: attribute of the answer that derived methods and routes give; empty if they give all of it, None if they give nothing.
-        pending: property of the answer that says whether what was asked for is still to be done; HTTP answers 202 then. Empty if there is none.
+        order: attribute by which the items of a list are sorted; empty if the answer is not a list.
+        pages: whether a list comes in pages, each of which begins after the `order` attribute of the last item of the previous page.
+        part: attribute of the answer that derived methods and routes return; empty if they return all of it, None if they return nothing.
+        pending: property of the answer that is true while the requested change is still to be done; HTTP answers 202 then. Empty if
+            there is none.
         tag: group of the route in the OpenAPI document; empty if the route is written by hand.
         call: name of the clients' method; empty if that is written by hand.
         text: description, for the documentation of clients and of HTTP.
         more: further description for clients.
-        raises: errors that clients document, and when.
+        raises: errors that clients document, each with its cause.
     """
 
     gives: type[Answer]
@@ -143,7 +144,7 @@ class Operation(Entry, Generic[Answer]):
 
     @property
     def shown(self) -> Any:
-        """Type of what derived methods and routes give, or of each item of a list; None if that is nothing."""
+        """Type of the value that derived methods and routes return, or of each item of a list; None if they return nothing."""
         if self.part is None:
             return None
         return get_type_hints(self.gives)[self.part] if self.part else self.gives

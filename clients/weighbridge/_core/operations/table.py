@@ -36,7 +36,9 @@ _NAMED = (
     Parameter("note", str, "kept with the request", "", offered=False),
 )
 _REQUEST = Parameter("request_id", str, "the `request_id` of the request")
-_APPROVALS = Parameter("approvals", int, "of how many others each change takes the approval, 16 at most", 0)
+_APPROVALS = Parameter(
+    "approvals", int, "number of other identities that must approve each change, 16 at most", 0
+)
 _BY = Parameter("by", str, "in your own words; by default the address of the caller", "")
 _NOTE = Parameter("note", str, "kept with the approval", "")
 _REASONS = Parameter(
@@ -173,7 +175,7 @@ SET_PROTECTION = Operation(
     route="protect_ref",
     tag="refs",
     call="protect_ref",
-    text="Protect a ref, whether it exists or not: from then on those alone change it of whose scopes one names it.",
+    text="Protect a ref, whether it exists or not: only callers with a scope that names the ref can change it then.",
     more="Returns all protected refs of the model.",
     raises=(("FailedPrecondition", "the service has no identities, or the ref takes more approvals now"),),
 )
@@ -236,7 +238,7 @@ GET_RETENTION = Operation(
     http="GET /v1/models/{model}/retention",
     tag="retention",
     call="retention",
-    text="Which versions of a model are kept.",
+    text="The rules by which versions of a model are kept.",
     raises=(_UNREGISTERED,),
 )
 SET_RETENTION = Operation(
@@ -263,7 +265,7 @@ GET_GATE = Operation(
     http="GET /v1/models/{model}/gate",
     tag="gate",
     call="gate",
-    text="Which versions of a model are held.",
+    text="The rules by which versions of a model are held.",
     raises=(_UNREGISTERED,),
 )
 SET_GATE = Operation(
@@ -341,7 +343,7 @@ WARM_MODEL = Operation(
     (_MODEL,),
     call="warm",
     text="Have the service make memory for a model's next versions now, so that the first push does not wait for it.",
-    more="It takes room that nobody has, within the service's budget, and holds nothing: another model that needs the room gets it.",
+    more="It takes unused memory within the service's budget and reserves none: another model that needs the memory gets it.",
     raises=(_UNREGISTERED,),
     seconds=LONG_SECONDS,
 )

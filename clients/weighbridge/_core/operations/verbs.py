@@ -1,4 +1,4 @@
-"""Verbs of access control: what a caller must be allowed to do."""
+"""Verbs of access control: permissions that a caller needs."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ from enum import StrEnum
 
 
 class Verb(StrEnum):
-    """What somebody wants to do. Its value is its name in a scope."""
+    """Permission that a call needs. The value is its name in a scope."""
 
     PROBE = "probe"
-    """Ask whether the service lives; whoever reaches it may."""
+    """Ask whether the service lives; every caller may."""
     LOOK = "look"
-    """Look at models, versions and refs. Every scope for a model has it in it, for that model."""
+    """Read the descriptions of models, versions and refs. Every scope for a model includes this verb for that model."""
     PULL = "pull"
     """Read weights."""
     PUSH = "push"
-    """Register a model, bring a version, or give one up."""
+    """Register a model, push a version, or abort one."""
     TAG = "tag"
     """Move and delete tags."""
     APPROVE = "approve"
-    """Hold versions no longer that are held, and carry out what others have asked for a protected ref."""
+    """Release held versions, and approve requests of others to change a protected ref."""
     SIGN = "sign"
-    """Put signatures to versions."""
+    """Add signatures to versions."""
     MANAGE = "manage"
-    """Delete models and versions, say what is kept and what is held, and export."""
+    """Delete models and versions, set the rules of which versions are kept and held, and export."""
     OBSERVE = "observe"
-    """Read metrics and what the service says of its memory."""
+    """Read metrics and the service's report of its memory."""
     REPLICATE = "replicate"
     """Take part in the service as a replica."""

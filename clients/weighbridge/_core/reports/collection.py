@@ -1,4 +1,4 @@
-"""Collection of a model's versions: what one has done, or would do."""
+"""Collection of a model's versions: the report of what it has deleted, or would delete."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ RULE_KEEP_EVERY = "keep_every"
 RULE_KEEP_YOUNGER = "keep_younger_s"
 RULE_KEEP_EVERY_STEPS = "keep_every_steps"
 RULE_KEEP_EVERYTHING = "keep_everything"
-"""Speaks for every version as long as the model has no other rule."""
+"""Rule that keeps every version as long as the model has no other rule."""
 RULE_ADAPTERS = "adapters"
-"""Keeps every version that an adapter is on, beside the model's rules."""
+"""Rule that keeps every base of an adapter's version, in addition to the model's rules."""
 MOST_PROBLEMS = 100
 
 
@@ -24,52 +24,52 @@ class KeptVersion(JsonValue):
     """A version that is kept."""
 
     number: int
-    """Which version."""
+    """Number of the version."""
     rules: tuple[str, ...]
-    """Those that speak for it; `keep_everything` if there is no rule."""
+    """Rules that keep the version; `keep_everything` if the model has no rule."""
     refs: tuple[str, ...]
-    """Those that name it, or are asked to."""
+    """Refs that name the version, or that a pending request would move to it."""
     engines: tuple[str, ...] = ()
-    """Engines that serve it or are being taken to it, for people; of many the first, and how many more."""
+    """Engines that serve the version or are being updated to it, as text; of many, the first ones and the number of the others."""
 
 
 @dataclass(frozen=True, slots=True)
 class WaitingVersion(JsonValue):
-    """A version that was taken out of history and whose objects are still there."""
+    """A retired version whose objects are still there."""
 
     number: int
-    """Which version."""
+    """Number of the version."""
     until_ms: int
-    """They stay at least until then; Unix time in milliseconds."""
+    """End of the grace time, until which the objects stay; Unix time in milliseconds."""
     readers: int
-    """Leases that keep them beyond the grace time."""
+    """Leases of readers that keep the objects beyond the grace time."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeletedVersion(JsonValue):
-    """A version whose objects were deleted, and the bytes of its weights."""
+    """A version whose objects were deleted."""
 
     number: int
-    """Which version."""
+    """Number of the version."""
     nbytes: int
     """Bytes of its weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class SweptVersion(JsonValue):
-    """Objects of a number that stands for no version: how many were deleted."""
+    """Deleted objects of an aborted or deleted version."""
 
     number: int
-    """Which version."""
+    """Number of the version."""
     objects: int
-    """How many were deleted."""
+    """Number of objects that were deleted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Collection(JsonValue):
-    """What collecting the versions of a model did; in a dry run, what it would have done.
+    """Result of collecting the versions of a model; in a dry run, the result that a collection would have.
 
-    Several replicas may collect at the same time: each reports what it has done itself.
+    Several replicas may collect at the same time. Each reports only its own work.
     """
 
     model: str
@@ -77,21 +77,21 @@ class Collection(JsonValue):
     dry_run: bool
     """Whether nothing was changed."""
     kept: tuple[KeptVersion, ...] = ()
-    """Versions that stay part of history, and why."""
+    """Versions that stay part of history, with the reasons."""
     retired: tuple[int, ...] = ()
-    """Versions taken out of history now."""
+    """Versions that this collection has retired."""
     waiting: tuple[WaitingVersion, ...] = ()
-    """Versions taken out of history, now or before, and still needed."""
+    """Retired versions, old and new, whose objects are still needed."""
     deleted: tuple[DeletedVersion, ...] = ()
     """Versions whose objects were deleted."""
     given_up: tuple[int, ...] = ()
-    """Versions being received of which nothing more was heard."""
+    """Versions being received that were given up, because their leases had expired."""
     swept: tuple[SweptVersion, ...] = ()
-    """What was left of versions that were given up or deleted."""
+    """Leftover objects of versions that were aborted or deleted."""
     uploads_discarded: int = 0
-    """Objects never finished whose parts were removed; a dry run does not look for them."""
+    """Number of unfinished uploads whose parts were removed; a dry run does not look for them."""
     leases_removed: int = 0
-    """Leases that readers have left behind."""
+    """Number of orphaned leases of readers that were removed."""
     problems: tuple[str, ...] = ()
     """One line for each deletion that failed; the next collection tries again."""
 

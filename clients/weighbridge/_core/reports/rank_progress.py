@@ -1,4 +1,4 @@
-"""Progress of the ranks of one push: how far each is, and which of them the others waited for."""
+"""Progress of the ranks of one push, and the rank that the others waited for."""
 
 from __future__ import annotations
 
@@ -12,39 +12,39 @@ from weighbridge._core.text.counts import percent
 from weighbridge._core.text.sizes import readable_part, readable_size
 
 _NOTABLE_MS = 100
-"""By how much the last rank must be behind the middle one for it to count as held up by it."""
+"""Delay of the last rank behind the median rank from which on it has held up the push, in milliseconds."""
 _NOTABLE_SHARE = 0.1
-"""And for how much of the time that the push took."""
+"""Such a delay as a share of the time from the first declaration to the last rank; the larger of both counts."""
 
 
 class RankStage(StrEnum):
-    """Where a rank stands."""
+    """Stage of a rank's push."""
 
     MISSING = "missing"
-    """Nothing was heard of it."""
+    """The rank has not called the service."""
     DECLARED = "declared"
-    """It has said what it holds, and nothing of that has come."""
+    """The rank has declared its layout, and none of its bytes have arrived."""
     COPYING = "copying"
-    """Its process writes to shared memory itself, and says when all is there."""
+    """The rank's process writes to shared memory itself, and reports only when it has written all bytes."""
     SENDING = "sending"
     SEALED = "sealed"
-    """All of its bytes are there, and it has said so."""
+    """All bytes of the rank have arrived, and the rank has sealed its push."""
     ELSEWHERE = "elsewhere"
-    """It pushes to another replica, which knows more."""
+    """The rank pushes to another replica, which knows its progress."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankProgress(JsonValue):
-    """How far a rank is.
+    """Progress of one rank of a push. Times are Unix times in milliseconds, 0 if not yet.
 
     Attributes:
-        rank: which one.
-        declared_time_ms: when it has declared its layout, in milliseconds since 1970 UTC; 0 if it has not.
-        sealed_time_ms: when all of its bytes were there, and it had said so, likewise.
-        received_bytes: of its stream, that have come.
-        total_bytes: that it pushes; 0 before there is a plan.
-        elsewhere: whether it pushes to another replica, which knows more.
-        copying: whether its process writes to shared memory itself: the service is told when all is there, and not how far that is.
+        rank: number of the rank.
+        declared_time_ms: when the rank declared its layout.
+        sealed_time_ms: when all bytes of the rank had arrived and it had sealed its push.
+        received_bytes: bytes of the rank's stream that have arrived.
+        total_bytes: bytes that the rank pushes; 0 before there is a plan.
+        elsewhere: whether the rank pushes to another replica, which knows its progress.
+        copying: whether the rank's process writes to shared memory itself. The service then learns when it is done, and no progress before.
     """
 
     rank: int
@@ -57,7 +57,7 @@ class RankProgress(JsonValue):
 
     @property
     def stage(self) -> RankStage:
-        """Where it stands."""
+        """Stage of the rank."""
         if self.elsewhere:
             return RankStage.ELSEWHERE
         if self.sealed_time_ms:
@@ -70,14 +70,14 @@ class RankProgress(JsonValue):
 
     @property
     def percent(self) -> int:
-        """Of its bytes, how many have come; 0 of one that is copying, as that is not known."""
+        """Percentage of the rank's bytes that have arrived; 0 while it copies, since the service does not know its progress."""
         if self.stage is RankStage.SEALED:
             return 100
         return percent(self.received_bytes, self.total_bytes) if self.stage is RankStage.SENDING else 0
 
     @property
     def text(self) -> str:
-        """Where it stands, for people."""
+        """Stage and progress of the rank as text."""
         match self.stage:
             case RankStage.ELSEWHERE:
                 return "pushes to another replica"
@@ -98,9 +98,9 @@ class HeldUp:
     """The rank that the others waited for.
 
     Attributes:
-        rank: which one.
-        behind_ms: by how much it was behind the rank in the middle.
-        declaring: whether it was late to declare; otherwise it was late with its bytes.
+        rank: number of the rank.
+        behind_ms: delay behind the median rank in milliseconds.
+        declaring: whether the rank declared late; otherwise it sealed late.
     """
 
     rank: int
@@ -109,7 +109,7 @@ class HeldUp:
 
 
 def held_up(ranks: Sequence[RankProgress]) -> HeldUp | None:
-    """Which rank the others waited for longest, of those whose times are all known; None if none was notably late."""
+    """The rank that the others waited for longest; None if no rank was notably late, or if the times of some rank are unknown."""
     found = [each for each in (_last(ranks, declaring=True), _last(ranks, declaring=False)) if each]
     return max(found, key=lambda each: each.behind_ms, default=None)
 

@@ -1,4 +1,4 @@
-"""Limits of a service's policy, and how much of them is used."""
+"""Limits of a service's policy, and their usage."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ from weighbridge._core.json_values import JsonValue
 __all__ = ["Quota", "Usage"]
 
 QUOTA_STREAMS = "streams"
-"""Streams of weights of an identity at one time."""
+"""Limit of concurrent streams of weights of an identity."""
 QUOTA_BYTES_PER_SECOND = "bytes_per_second"
-"""Bytes a second over all streams of an identity."""
+"""Limit of bytes per second over all streams of an identity."""
 QUOTA_VERSIONS_PER_HOUR = "versions_per_hour"
-"""Versions that an identity opens in an hour."""
+"""Limit of versions that an identity opens in an hour."""
 QUOTA_STORED = "stored"
-"""Bytes of the versions of a namespace."""
+"""Limit of bytes of all versions of a namespace."""
 
 
 @dataclass(frozen=True, slots=True)
 class Quota(JsonValue):
-    """A limit, and how much of it is used."""
+    """A limit and its usage."""
 
     kind: str
     """`streams`, `bytes_per_second` and `versions_per_hour` of an identity, `stored` of a namespace, in bytes."""
     of: str
     """The identity or the namespace."""
     used: int
-    """Of `stored`, at all replicas together; of the others, at the one that was asked."""
+    """Usage: of `stored` at all replicas together; of the other kinds at the replica that answers."""
     limit: int
-    """How much there may be."""
+    """Largest usage that the policy allows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Usage(JsonValue):
-    """The limits that the caller has, and those of namespaces of which it may look at a model."""
+    """Limits of the caller, and of the namespaces in which the caller may look at a model."""
 
     identity: str
-    """Who the caller is, in the service's policy."""
+    """Identity of the caller in the service's policy."""
     quotas: tuple[Quota, ...]
-    """Their limits, and those of namespaces of which they may look at a model; empty if there are none."""
+    """Limits of the caller, and of the namespaces in which the caller may look at a model; empty if there are none."""

@@ -1,13 +1,13 @@
-"""Words for people: what is said in tables, messages and errors. Pure.
+"""Words for people in tables, messages and errors. Pure.
 
 May import: `weighbridge.errors`.
 
 - `sizes`: sizes and rates.
 - `counts`: numbers of things, and parts of a whole.
 - `durations`: durations and ages.
-- `waits`: what is waited for.
+- `waits`: ranks that a call waits for, and reminders.
 - `shortening`: texts that are too long.
-- `plain`: texts of others, for a terminal.
+- `plain`: untrusted texts, for a terminal.
 - `suggestions`: the name that was probably meant.
-- `extras`: what to install where an optional dependency is missing.
+- `extras`: the package to install if an optional dependency is missing.
 """

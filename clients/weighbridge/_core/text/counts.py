@@ -11,7 +11,7 @@ _MORE = re.compile(r"and (\d+) more")
 
 
 def counted(number: int, thing: str, things: str = "") -> str:
-    """A number of things: ``1 version``, ``2 versions``; ``things`` is the plural if it is not made with an s."""
+    """A number of things: ``1 version``, ``2 versions``; ``things`` is an irregular plural."""
     return f"{number} {thing if number == 1 else things or f'{thing}s'}"
 
 
@@ -21,24 +21,24 @@ def readable_count(number: int) -> str:
 
 
 def percent(part: int, whole: int) -> int:
-    """How much there is of a whole, in percent, rounded down: 100 only if it is all; 0 of a whole that is not known."""
+    """Percentage of a whole, rounded down, so that only all of it is 100; 0 if the whole is unknown (0)."""
     return min(100 * part // whole, 100) if whole else 0
 
 
 def named(names: Sequence[str], most: int = 10) -> str:
-    """Names with commas between them; of more than ``most`` the first ones, and how many more there are: ``a, b and 31 more``."""
+    """Names separated by commas; of more than ``most``, the first ones and the number of the others: ``a, b and 31 more``."""
     if len(names) <= most:
         return ", ".join(names)
     return f"{', '.join(names[:most])} and {len(names) - most} more"
 
 
 def first_lines(lines: Iterable[str], most: int = MOST_LINES, left_out: int = 0) -> list[str]:
-    """Lines of a list in an error: at most so many, the last of which says how many more there are, ``and 31 more``.
+    """Lines of a list in an error, limited to ``most``. If lines are left out, the last line gives their number: ``and 31 more``.
 
     Args:
-        lines: the list; its last line may say so already.
-        most: how many.
-        left_out: how many lines were left out behind these.
+        lines: the list; its last line may already give a number of further lines.
+        most: largest number of lines to return.
+        left_out: number of lines that the caller has already left out after these.
     """
     found = list(lines)
     if found and (already := _MORE.fullmatch(found[-1])):

@@ -7,7 +7,7 @@ _PARTS = ((86_400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s"))
 
 
 def readable_age(since_ms: int, now_ms: float) -> str:
-    """How long ago a moment was, by Unix times in milliseconds."""
+    """Time since a moment as text. Both arguments are Unix times in milliseconds."""
     return readable_duration(max(now_ms - since_ms, 0) / 1000, rough=True)
 
 
@@ -15,8 +15,9 @@ def readable_duration(seconds: float, *, rough: bool = False) -> str:
     """A duration in two units at most: ``840 ms``, ``4.20 s``, ``12.3 s``, ``2 min 05 s``, ``1 h 07 min``, ``3 d``.
 
     Args:
-        seconds: how long.
-        rough: only whole numbers of its largest unit, as for an age, which is another one when it is read: ``12 s``, ``119 s``, ``5 min``, ``3 h``.
+        seconds: the duration.
+        rough: whether to give only a whole number of the largest unit, as for an age, which changes while it is read: ``12 s``, ``119 s``,
+            ``5 min``, ``3 h``.
     """
     if rough:
         scale, unit = next(((each[0], each[1]) for each in _PARTS if seconds >= 2 * each[0]), (1, "s"))

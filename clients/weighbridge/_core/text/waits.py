@@ -1,4 +1,4 @@
-"""Waits in words: which ranks are waited for, and when that is to be said again."""
+"""Waits in words: the ranks that a call waits for, and reminders while it waits."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ import time
 from collections.abc import Iterable, Iterator
 
 REMIND_SECONDS = 10.0
-"""How often it is said what is waited for."""
+"""Interval of reminders during a wait."""
 _EARLY = 0.05
-"""By how much of that time a look may come too early: a call that waits as long may end some milliseconds before."""
+"""Share of the interval by which a reminder may come early, because a call that waits for the interval may end some milliseconds before
+it."""
 _NAMED = 10
-"""How many runs of ranks are named."""
+"""Most runs of consecutive ranks in a text."""
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
-    """Ranks, ascending, as text: ``rank 3``, ``ranks 3 and 5``, ``ranks 0-6, 9 and 11``; of many the first, and how many more."""
+    """Ascending ranks as text: ``rank 3``, ``ranks 3 and 5``, ``ranks 0-6, 9 and 11``; of many, the first ones and the number of the
+    others."""
     found = list(ranks)
     runs = list(itertools.islice(_runs(found), _NAMED + 1))
     texts = [str(first) if first == last else f"{first}-{last}" for first, last in runs[:_NAMED]]
@@ -27,7 +29,7 @@ def ranks_text(ranks: Iterable[int]) -> str:
 
 
 def ranks_have(ranks: Iterable[int]) -> str:
-    """Ranks as `ranks_text` names them, with the verb that goes with them: ``rank 3 has``, ``ranks 3 and 5 have``."""
+    """Ranks as `ranks_text` names them, followed by the verb: ``rank 3 has``, ``ranks 3 and 5 have``."""
     found = list(ranks)
     return f"{ranks_text(found)} {'has' if len(found) == 1 else 'have'}"
 
@@ -39,10 +41,10 @@ def _runs(ranks: list[int]) -> Iterator[tuple[int, int]]:
 
 
 class Reminder:
-    """Whether it is time to say what is waited for: every `REMIND_SECONDS`.
+    """Timer of reminders during a wait, one every `REMIND_SECONDS`.
 
     Args:
-        first: seconds until it is time first, if that is another time.
+        first: seconds until the first reminder, if not `REMIND_SECONDS`.
     """
 
     def __init__(self, first: float | None = None) -> None:
@@ -50,7 +52,7 @@ class Reminder:
         self._next = self._begun + (REMIND_SECONDS if first is None else first)
 
     def due(self) -> float | None:
-        """How long it has been waited for, in seconds, if it is time to say so; None if it is not."""
+        """Seconds since the wait began, if a reminder is due; None otherwise."""
         now = time.monotonic()
         if now < self._next - _EARLY * REMIND_SECONDS:
             return None
