@@ -1,4 +1,4 @@
-"""Attempts to take something to a version, repeated after failures for as long as a ref names it."""
+"""Attempts to update something to a version, repeated after failures for as long as a ref names the version."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from weighbridge._clients.client import Client
 from weighbridge.errors import WeighbridgeError
 
 TRIES = 3
-"""How often a version is tried before the next one is waited for."""
+"""Number of attempts at a version. After the last one the caller waits for the next version."""
 
 
 def attempts(client: Client, model: str, ref: str, number: int, retry_seconds: float) -> Iterator[None]:
-    """Attempts at a version, of which the caller makes one for each that is given, until one succeeds. They end when the ref names another
-    version, or with the last of `TRIES`.
+    """Yield once for each attempt at a version. The caller makes one attempt per item and stops after a success. The iterator ends when the
+    ref names another version, and after `TRIES` attempts.
 
     Args:
-        client: of the service.
+        client: client of the service.
         model: ``namespace/name``.
-        ref: which ref names the version.
-        number: of the version.
-        retry_seconds: pause before the second attempt, twice as long before each further one.
+        ref: the ref that names the version.
+        number: number of the version.
+        retry_seconds: pause before the second attempt, doubled before each further one.
     """
     yield
     for tried in range(TRIES - 1):
@@ -32,7 +32,7 @@ def attempts(client: Client, model: str, ref: str, number: int, retry_seconds: f
 
 
 def named(client: Client, model: str, ref: str) -> int | None:
-    """The version that a ref names now; None if the service cannot be asked."""
+    """The version that a ref names now; None if the service does not answer."""
     try:
         return client.version(model, ref).number
     except WeighbridgeError:

@@ -47,22 +47,21 @@ __all__ = ["Client"]
 log = logging.getLogger(__name__)
 
 _SLOW_SECONDS = 2.0
-"""After which a registration says what it waits for."""
+"""Time after which a slow registration logs what it waits for."""
 
 
 class Client(OperationMethods):
     """Connections to the service. Every method that takes a model and a version takes ``namespace/name@version`` for both.
 
-    Connects when first used; safe to use from several threads, and after a fork only
-    if it was not used before.
+    Connects when first used. Thread-safe. Safe after a fork only if it was not used before the fork.
 
     Args:
         server: ``host:port`` of the gRPC face; by default ``WEIGHBRIDGE_SERVER``, or 127.0.0.1:50051. Several addresses of
-            replicas, with commas between them, are used in turn: the next one when the one in use cannot be reached.
+            replicas, separated by commas, are used in turn: if one cannot be reached, the client uses the next one.
         options: ``retry_seconds``, ``lane``, ``connections`` and ``credentials``: see `ConnectionOptions`.
 
     Raises:
-        InvalidArgument: there is no such port or lane, or there cannot be so many connections.
+        InvalidArgument: the port or lane does not exist, or the number of connections is out of range.
     """
 
     def __init__(self, server: str | None = None, **options: Unpack[ConnectionOptions]) -> None:
@@ -74,16 +73,16 @@ class Client(OperationMethods):
 
     @property
     def server(self) -> str:
-        """The service's address; several with commas between them."""
+        """Address of the service; several are separated by commas."""
         return str(self._connection.addresses)
 
     @property
     def retry_seconds(self) -> float:
-        """How long to keep trying when the service cannot be reached, or has no room."""
+        """Seconds for which a call is retried while the service cannot be reached, or has no room."""
         return self._connection.retry_seconds
 
     def close(self) -> None:
-        """Close all connections. Tensors that are views of a version stay valid until they are gone."""
+        """Close all connections. Tensors that are views of a version stay valid until they are garbage-collected."""
         self._connection.close()
 
     def __enter__(self) -> Self:
@@ -105,19 +104,19 @@ class Client(OperationMethods):
 
         Args:
             model: ``namespace/name``.
-            files: content of the files besides the weights, by name.
-            dtype: of the weights; by default what ``tensors`` says, or else ``config.json``.
-            tensors: the tensors in its files of weights, if there are such files. Of a model type without a weight map they are all that
-                is known.
-            weight_map: False registers it by ``tensors`` alone, although there may be a weight map for its model type.
+            files: content of all files other than the weights, by name.
+            dtype: dtype of the weights; by default the dtype of ``tensors``, or else that in ``config.json``.
+            tensors: the tensors in the model's files of weights, if there are such files. A model type without a weight map is known
+                only by them.
+            weight_map: False registers the model by ``tensors`` alone, even if its model type has a weight map.
 
         Raises:
-            InvalidArgument: its model type has no weight map and there are no ``tensors``, or a name or a file is wrong.
-            FailedPrecondition: the model is registered already, with other tensors.
+            InvalidArgument: the model type has no weight map and ``tensors`` is empty, or a name or a file is invalid.
+            FailedPrecondition: the model is already registered with other tensors.
         """
 
         def tell() -> None:
-            if not self._connection.addresses.away:  # of which is told besides
+            if not self._connection.addresses.away:  # an unreachable service is logged elsewhere
                 log.warning(
                     "%s is being registered: the first weight map of a model type takes a while to make",
                     model,
@@ -141,11 +140,11 @@ class Client(OperationMethods):
         return self._connection.run(ask(table.GET_MODEL, model=model), retry_seconds=retry_seconds)
 
     def model_files(self, model: str, version: str | int | None = None) -> dict[str, bytes]:
-        """The files besides the weights that belong to a version, or as registered now if no version is named.
+        """The files of a version other than its weights; the model's registered files if no version is named.
 
         Raises:
             NotFound: no such model or version.
-            DataLoss: a name is none that a file in the model's own folder can have.
+            DataLoss: a file's name is not valid within the model's folder.
         """
         return self._connection.run(model_calls.model_files(model, version))
 
@@ -165,15 +164,15 @@ class Client(OperationMethods):
         """Wait until a version has reached a state.
 
         Args:
-            model: which model.
-            version: which version; None for the one that ``model`` names.
+            model: the model.
+            version: number or ref of the version; None if ``model`` names it.
             state: OPEN, RECEIVING, READY, VERIFIED or DURABLE.
-            timeout: seconds; None waits as long as it takes.
-            on_progress: is called with the version as it stands now and then.
+            timeout: seconds; None waits without limit.
+            on_progress: called repeatedly with the current state of the version.
 
         Raises:
-            VersionFailed: it failed, or could not be made durable.
-            DeadlineExceeded: not in time.
+            VersionFailed: the version failed, or could not be made durable.
+            DeadlineExceeded: the version did not reach the state in time.
         """
         return self._connection.run(version_calls.wait_for(model, version, state, timeout, on_progress))
 
@@ -188,14 +187,14 @@ class Client(OperationMethods):
         """A model's versions, newest first.
 
         Args:
-            model: which model.
-            include_invisible: also those still being received, and those that have failed lately.
-            where: only those of whose metadata all of these are true, such as ``reward>=0.7``; with ``= != < <= >`` or ``>=``. A version
-                without the value is left out, and so are those behind the newest 10,000.
-            limit: only so many, the newest ones; None for all.
+            model: the model.
+            include_invisible: whether to list also versions that are still being received, and recently failed ones.
+            where: conditions on metadata that a listed version must all meet, such as ``reward>=0.7``; with ``= != < <= >`` or ``>=``. A
+                version without the value is left out. Only the newest 10,000 versions are searched.
+            limit: largest number of versions, the newest ones; None for all.
 
         Raises:
-            InvalidArgument: one of these compares nothing, or ``limit`` is less than 1.
+            InvalidArgument: a condition is malformed, or ``limit`` is less than 1.
         """
         listing = version_calls.list_versions(
             model, include_invisible=include_invisible, where=where, limit=limit
@@ -203,13 +202,14 @@ class Client(OperationMethods):
         return self._connection.run(listing)
 
     def watch(self, model: str, ref: str | None = None) -> Iterator[Version]:
-        """The version a ref names now, then each one it moves to, for ever; by default ``live``. Reconnects when the service comes back.
+        """Yield the version that a ref names now, then each version that it moves to, for ever; by default ``live``. Reconnects after an
+        outage.
 
-        A version that is replaced before it could be sent may be left out; the newest never is. A ref that does not exist yet is waited
-        for, and so is a model that is not registered yet; after 10 s, and then every 10 s, a WARNING says what is waited for.
+        A version may be skipped if the ref moves on before the service has sent it; the newest version is never skipped. The watch waits
+        for a ref that does not exist yet, and for a model that is not registered yet. Every 10 s a WARNING names the refs that are missing.
 
         Raises:
-            InvalidArgument: no model, or no ref, can have this name.
+            InvalidArgument: the name of the model or the ref is not valid.
             NotFound: the model was deleted.
             Unavailable, ResourceExhausted: the service could not be reached, or had no place for another watch, within
                 `retry_seconds` from the start.
@@ -219,13 +219,13 @@ class Client(OperationMethods):
             yield version
 
     def watch_refs(self, refs: Iterable[tuple[str, str]]) -> Iterator[tuple[str, Version]]:
-        """As `watch`, for several refs, also of several models, over one stream.
+        """Watch several refs, also of several models, over one stream; see `watch`.
 
         Args:
-            refs: model and ref of each.
+            refs: pairs of model and ref.
 
         Yields:
-            The ref, and the version that it names; which model's it is says the version.
+            The ref, and the version that it names; `Version.model` is the model.
         """
         watch, outage = Watch.begin(refs, self.retry_seconds), Outage(self.server)
         with self._connection.reminding(lambda: watch.missing):
@@ -261,47 +261,47 @@ class Client(OperationMethods):
         note: str = "",
         request_id: str = "",
     ) -> RefRequest:
-        """As `set_ref`, but if that takes the approval of other identities, ask for it.
+        """Set a ref as `set_ref` does, or request the change if it needs the approval of other identities.
 
         Args:
-            model: which model.
+            model: the model.
             ref: the tag.
-            version: which version; by default the latest.
-            note: is kept with the request.
-            request_id: names this call in all repetitions of it, 1 to 64 letters, digits, ``-`` or ``_``; by default one of its own. The service
-                names the request: `RefRequest.request_id`.
+            version: number or ref of the version; by default the latest.
+            note: note that is kept with the request.
+            request_id: identifies the call when it is repeated, 1 to 64 letters, digits, ``-`` or ``_``; by default a new ID. The ID of the
+                request itself comes from the service: `RefRequest.request_id`.
 
         Returns:
-            The request as it stands: `RefRequest.done`, or `RefRequest.pending` until others approve it (`approve_ref`).
+            The request: `RefRequest.done`, or `RefRequest.pending` until other identities approve it (`approve_ref`).
 
         Raises:
-            PermissionDenied: the tag is protected, and no scope of this client's names it.
-            FailedPrecondition: the request of this call was withdrawn, superseded, or has expired.
+            PermissionDenied: the tag is protected, and no scope of this client names it.
+            FailedPrecondition: the request was withdrawn, superseded, or has expired.
         """
         return self._connection.run(ref_calls.request_ref(model, ref, version, note, request_id))
 
     def request_ref_deletion(
         self, model: str, ref: str, *, note: str = "", request_id: str = ""
     ) -> RefRequest:
-        """As `delete_ref`, but if that takes the approval of other identities, ask for it; see `request_ref`."""
+        """Delete a ref as `delete_ref` does, or request the deletion if it needs the approval of other identities; see `request_ref`."""
         return self._connection.run(ref_calls.request_by(table.DELETE_REF, model, ref, note, request_id))
 
     def ref_requests(self, model: str) -> list[RefRequest]:
-        """Requests to change protected refs: those that are pending, and the last ones that have ended, in the order of asking."""
+        """Requests to change protected refs, in the order in which they were made: pending ones, and the last ones that have ended."""
         return list(self._connection.run(ask(table.LIST_REFS, model=model)).requests)
 
     def protections(self, model: str) -> list[Protection]:
-        """What it takes to change those refs of a model that are protected. Raises NotFound."""
+        """The protected refs of a model, with the requirements for their changes. Raises NotFound."""
         return list(self._connection.run(ask(table.LIST_REFS, model=model)).protections)
 
     def unprotect_ref(self, model: str, ref: str, *, note: str = "", request_id: str = "") -> RefRequest:
-        """Protect a ref no longer, or ask for it: it takes what it takes to move it; see `request_ref`."""
+        """Protect a ref no longer, or request that. It needs the same scope and approvals as moving the ref; see `request_ref`."""
         return self._connection.run(
             ref_calls.request_by(table.DELETE_PROTECTION, model, ref, note, request_id)
         )
 
     def tensor_digests(self, model: str, version: str | int | None = None) -> Mapping[str, str]:
-        """XXH3-128 of each tensor's bytes by its name, as 32 hex digits, as the manifest of a version says; by default of the latest.
+        """XXH3-128 of each tensor's bytes by name, as 32 hex digits, from the manifest of a version; by default of the latest.
 
         Raises:
             NotFound: no such model or version.
@@ -310,62 +310,64 @@ class Client(OperationMethods):
         return self._connection.run(version_calls.tensor_digests(model, version))
 
     def signatures(self, model: str, version: str | int | None = None) -> tuple[Signature, ...]:
-        """The signatures of a version, whoever they are by; by default of the latest. Raises NotFound, and FailedPrecondition if the
-        version is not durable."""
+        """All signatures of a version, by any signer; by default of the latest. Raises NotFound, and FailedPrecondition if the version is
+        not durable."""
         return self._connection.run(version_calls.get_signatures(model, version))[1]
 
     def approve(
         self, model: str, version: str | int | None = None, *, note: str = "", by: str = ""
     ) -> Version:
-        """Hold a version no longer: ``live`` and ``latest`` may name it, if it is newer than what they name. Repeating it is harmless.
+        """Release a held version: ``live`` and ``latest`` may name it, if it is newer than the version that they name. Repeating it is
+        harmless.
 
         Args:
-            model: which model.
-            version: its number; None if ``model`` names it, as ``acme/smol@17`` does.
-            note: is kept with the approval.
-            by: who approves it, where the service has no policy; by default the address that it sees. Under a policy it is the caller's
-                identity.
+            model: the model.
+            version: number of the version; None if ``model`` names it, as ``acme/smol@17`` does.
+            note: note that is kept with the approval.
+            by: name of the approver, if the service has no policy; by default the address that the service sees. Under a policy it is the
+                caller's identity.
 
         Returns:
-            The version after that. One that was not held is as it was.
+            The version after the approval. A version that was not held is unchanged.
 
         Raises:
             NotFound: no such model or version.
-            FailedPrecondition: it is not complete yet, or was taken out of history.
+            FailedPrecondition: the version is not complete yet, or was retired.
         """
         return self._connection.run(version_calls.approve(model, version, by=by, note=note))
 
     def delete_model(self, model: str, *, force: bool = False) -> DeletedModel:
-        """Take a model away with all of its versions, refs and rules.
+        """Delete a model with all of its versions, refs and rules.
 
-        Its name can be registered again at once, also with other tensors; the numbers of its versions go on, so that none is given twice.
-        Streams that are under way go on for a grace time; then the versions' objects are deleted by collections.
+        The name can be registered again at once, also with other tensors. Version numbers continue, so that none is used twice. Running
+        streams may continue for a grace time; then collections delete the versions' objects.
 
         Args:
-            model: which model.
-            force: whether it is deleted although adapters are on versions of it, whose versions then say that they lack them.
+            model: the model.
+            force: whether to delete the model even if it is the base of adapters. The versions of these then report that their base was
+                deleted.
 
         Raises:
             NotFound: the model is not registered.
-            FailedPrecondition: versions are being received, or adapters are on versions of it (names them).
+            FailedPrecondition: versions are being received, or the model is the base of adapters (names them).
         """
         return self._connection.run(model_calls.delete_model(model, force=force))
 
     def abort(
         self, model: str, version: str | int | None = None, reason: str = "aborted by a client"
     ) -> Version:
-        """Give a version up, by its number, that has not become visible yet, or that cannot be made durable.
+        """Abort a version, by its number, that is not visible yet, or that cannot be made durable.
 
-        The latter stays visible until a newer version is; no further attempt is made.
+        A version that cannot be made durable stays visible until a newer version is visible; the service stops trying to store it.
 
         Raises:
             NotFound: no such model or version.
-            FailedPrecondition: it is visible already, and nothing keeps it from becoming durable.
+            FailedPrecondition: the version is visible, and nothing keeps it from becoming durable.
         """
         return self._connection.run(push_calls.abort(model, version, reason))
 
     def engines(self, model: str | None = None) -> list[Engine]:
-        """Engines whose agents have reported lately, by model and address: what each serves, and how far behind its ref it is.
+        """Engines whose agents have reported lately, by model and address: the version that each serves, and how far it is behind its ref.
 
         Args:
             model: ``namespace/name``; None for the engines of all models that this client may look at.

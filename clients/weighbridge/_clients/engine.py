@@ -38,15 +38,15 @@ class Pull:
     """A pull that is about to begin: iterate over it to get ``(name, tensor)``, each as soon as it is complete.
 
     Tensors are in host memory, with the shape of the slice. Iterating again pulls again. On the service's machine a tensor is a view
-    of the version wherever its slice lies there in one run: it costs nothing, writing to it changes nobody else's, and the service
-    holds the version as long as such a tensor is there.
+    of the version if its slice is contiguous there. Such a view costs no copy, writes to it are private to this process, and the
+    service holds the version as long as the tensor exists.
 
     Attributes:
-        version: which version comes; fixed, wherever the ref moves meanwhile.
+        version: the version. It stays the same if the ref moves.
         layout: the slices in the order in which they come.
         nbytes: bytes of all slices.
-        lane: how they came, ``local`` or ``grpc``; empty before they do.
-        lane_reason: why they did not come by ``local``, if that was wanted.
+        lane: lane of the slices, ``local`` or ``grpc``; empty before the pull.
+        lane_reason: reason why the lane was not ``local``, if that was wanted.
     """
 
     def __init__(self, connection: Connection, plan: PullPlan) -> None:

@@ -1,4 +1,4 @@
-"""Fill of a torch model by a pull: which of its tensors take which slices. All is checked before anything is changed."""
+"""Fill of a torch model by a pull: the slice that each of its tensors takes. All tensors are checked before any is changed."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Filled:
-    """What a pull has filled.
+    """Result of filling a model by a pull.
 
     Attributes:
-        version: which version it was filled from.
-        tensors: names of the version's tensors that came, as far as this rank holds them.
-        nbytes: bytes that came.
-        cast: those that were cast to another floating-point dtype.
-        missing: names of the target that the pull does not bring; what shares memory with a tensor that it brings is not missing.
-        unexpected: names that the pull brings and the target does not have.
+        version: the version that was pulled.
+        tensors: names of the pulled tensors, of those that this rank holds.
+        nbytes: bytes that were pulled.
+        cast: names of tensors that were cast to another floating-point dtype.
+        missing: names in the target that the pull does not contain. A tensor that shares memory with a pulled one is not missing.
+        unexpected: names in the pull that the target does not have.
     """
 
     version: Version
@@ -53,12 +53,12 @@ class Filled:
 
 @dataclass(frozen=True)
 class Fill:
-    """A fill that fits.
+    """A fill that fits the target.
 
     Attributes:
-        boxes: what is to be pulled instead of what was planned; None if that is it.
-        tensors: one for each placement of what is pulled, of the extent of its box.
-        report: what will have been filled.
+        boxes: boxes to pull instead of the planned slices; None to pull the planned ones.
+        tensors: one tensor for each placement that is pulled, with the extent of its box.
+        report: result of the fill when it succeeds.
     """
 
     boxes: Boxes | None

@@ -90,14 +90,14 @@ class OperationMethods:
         return self._connection.run(ask(table.WITHDRAW_REF, model=model, ref=ref, request_id=request_id))
 
     def protect_ref(self, model: str, ref: str, *, approvals: int = 0) -> list[Protection]:
-        """Protect a ref, whether it exists or not: from then on those alone change it of whose scopes one names it.
+        """Protect a ref, whether it exists or not: only callers with a scope that names the ref can change it then.
 
         Returns all protected refs of the model.
 
         Args:
             model: ``namespace/name``.
             ref: the ref.
-            approvals: of how many others each change takes the approval, 16 at most.
+            approvals: number of other identities that must approve each change, 16 at most.
 
         Raises:
             FailedPrecondition: the service has no identities, or the ref takes more approvals now.
@@ -118,7 +118,7 @@ class OperationMethods:
         return self._connection.run(ask(table.VERIFY_VERSION, model=meant.model, version=meant.version))
 
     def retention(self, model: str) -> Retention:
-        """Which versions of a model are kept.
+        """The rules by which versions of a model are kept.
 
         Args:
             model: ``namespace/name``.
@@ -143,7 +143,7 @@ class OperationMethods:
         return self._connection.run(ask(table.SET_RETENTION, model=model, retention=retention))
 
     def gate(self, model: str) -> Gate:
-        """Which versions of a model are held.
+        """The rules by which versions of a model are held.
 
         Args:
             model: ``namespace/name``.
@@ -200,7 +200,7 @@ class OperationMethods:
     def warm(self, model: str) -> WarmMemory:
         """Have the service make memory for a model's next versions now, so that the first push does not wait for it.
 
-        It takes room that nobody has, within the service's budget, and holds nothing: another model that needs the room gets it.
+        It takes unused memory within the service's budget and reserves none: another model that needs the memory gets it.
 
         Args:
             model: ``namespace/name``.

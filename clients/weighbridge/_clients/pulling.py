@@ -179,7 +179,7 @@ class PullRun:
 
 
 def told(version: Version, **more: str | int) -> dict[str, str | int]:
-    """What spans say of a version."""
+    """Attributes of spans that identify a version."""
     named = {"model": version.model, "version": version.number, **more}
     return {f"weighbridge.{name}": value for name, value in named.items()}
 

@@ -1,4 +1,4 @@
-"""Handle of a push: how it is getting on, and what it has cost."""
+"""Handle of a push: its progress and its cost."""
 
 from __future__ import annotations
 
@@ -21,22 +21,23 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class PushReport:
-    """What one rank's push cost.
+    """Cost of one rank's push.
 
     Attributes:
-        held_seconds: how long `push` kept the rank; of weights and a training state that are copied at once, each from its own beginning.
-        copy_seconds: of these, copying the shards out; behind the rank's back, if they were copied to host memory first or until a step.
-        stream_bytes: bytes this rank pushed.
-        stream_seconds: how long they were on their way, behind the rank's back.
-        lane: how they went: ``local``, ``grpc``, or ``mixed`` if some belong to files that a replica of the service on another machine
-            writes.
-        lane_reason: why they did not go by ``local``, if that was wanted.
-        local_bytes: how many of them were written to shared memory; the others went by gRPC.
-        cast_tensors: of how many tensors the bytes were cast to the model's dtypes on the way.
-        widened_tensors: how many of these casts are exact: to a dtype that has all numbers of the tensor's own.
-        nonfinite_elements: how many of the elements that this rank pushed are NaN or infinite in the model's dtypes, an element that the
-            version's files have twice counted twice. None if the source of a push of its own does not count them.
-        nonfinite_tensors: the names of the first 20 tensors that have any, as this rank calls them, with their counts.
+        held_seconds: seconds for which `push` held the rank. If weights and a training state are copied together, each counts from its
+            own beginning.
+        copy_seconds: seconds in which the shards were copied out. They are part of `held_seconds`, unless a thread copied while the rank
+            went on (from host memory, or until a step).
+        stream_bytes: bytes that this rank pushed.
+        stream_seconds: seconds in which the bytes were delivered, while the rank went on.
+        lane: ``local``, ``grpc``, or ``mixed`` if a replica on another machine writes some of the files.
+        lane_reason: reason why the lane was not ``local``, if that was wanted.
+        local_bytes: number of bytes that were written to shared memory; the others went by gRPC.
+        cast_tensors: number of tensors that were cast to the model's dtypes.
+        widened_tensors: number of these casts that are exact, to a dtype that contains all values of the tensor's dtype.
+        nonfinite_elements: number of elements that this rank pushed and that are NaN or infinite in the model's dtypes. An element that
+            occurs twice in the version's files counts twice. None if a custom source of the push does not count them.
+        nonfinite_tensors: this rank's names of the first 20 tensors with such elements, with their counts.
     """
 
     held_seconds: float
@@ -53,14 +54,15 @@ class PushReport:
 
 
 class PushHandle:
-    """A push on its way. The shards have been copied out, unless that was put off: the rank may change its tensors.
+    """A push that is being delivered. The shards have been copied out, unless the copy is deferred, so the rank may change its tensors.
 
     Attributes:
         model: the model.
-        number: the version's number.
-        stream_bytes: bytes this rank pushes.
-        training: the push of the training state behind it, which succeeds or fails by itself; None if there is none.
-        skipped: why nothing was pushed, with ``on_failure="warn"``; `report` and `wait` raise it. None of a push that was made.
+        number: number of the version.
+        stream_bytes: bytes that this rank pushes.
+        training: the push of the training state that follows, which succeeds or fails independently; None if there is none.
+        skipped: the error for which the push was skipped, with ``on_failure="warn"``; `report` and `wait` raise it. None if the push was
+            made.
     """
 
     def __init__(
@@ -85,7 +87,7 @@ class PushHandle:
 
     @classmethod
     def of_skipped(cls, connection: Connection, model: str, error: Exception) -> PushHandle:
-        """The handle of a push that failed in the call, and was not to raise."""
+        """The handle of a push that failed in the call, with ``on_failure="warn"``."""
         report: Future[PushReport] = Future()
         report.set_exception(error)
         handle = cls(connection, model, 0, 0, report)
@@ -93,10 +95,13 @@ class PushHandle:
         return handle
 
     def copied(self, timeout: float | None = None) -> bool:
-        """Wait until the rank may change its tensors: at once, but for a push with ``until``. Whether it may; if it failed to copy them, too.
+        """Wait until the rank may change its tensors. Returns at once, except for a push with ``until``.
 
         Args:
-            timeout: seconds; None waits as long as it takes.
+            timeout: seconds; None waits without limit.
+
+        Returns:
+            Whether the rank may change its tensors; also true if copying them failed.
         """
         return self._copying is None or self._copying.ended.wait(timeout)
 
@@ -108,14 +113,14 @@ class PushHandle:
 
     @property
     def sealed(self) -> bool:
-        """Whether this rank has sealed: its part of the version is complete."""
+        """Whether this rank has sealed its push, so that its part of the version is complete."""
         return self._held_seal is None and self.done and self._report.exception() is None
 
     def seal(self) -> None:
-        """Seal a rank whose seal was held: without it the version cannot become visible. Nothing happens if it is sealed already.
+        """Seal a rank whose seal was held. Without it the version cannot become visible. Does nothing if the rank is sealed already.
 
         Raises:
-            WeighbridgeError: this rank's push failed, or the version was given up.
+            WeighbridgeError: this rank's push failed, or the version failed or was aborted.
         """
         self.report()
         if self._held_seal is not None:
@@ -124,20 +129,20 @@ class PushHandle:
 
     @property
     def done(self) -> bool:
-        """Whether this rank's bytes have arrived and it has sealed unless its seal is held, or has failed to."""
+        """Whether this rank's push has failed, or its bytes have arrived and it is sealed (if its seal is not held)."""
         return self._report.done()
 
     @property
     def closed(self) -> bool:
-        """Whether the client was closed: the version can be waited for no longer."""
+        """Whether the client was closed, so that `wait` no longer works."""
         return self._connection.closed
 
     def report(self, timeout: float | None = None) -> PushReport:
-        """Wait until this rank has sealed, or its bytes have arrived if its seal is held; what its push cost.
+        """Wait until this rank has sealed, or its bytes have arrived if its seal is held, and return the cost of its push.
 
         Raises:
             WeighbridgeError: the push failed.
-            DeadlineExceeded: not sealed within ``timeout`` seconds.
+            DeadlineExceeded: the rank was not sealed within ``timeout`` seconds.
         """
         try:
             return self._report.result(timeout)
@@ -157,15 +162,15 @@ class PushHandle:
 
         Args:
             until: ``ready`` (engines can pull it), ``verified`` or ``durable`` (in the object store).
-            timeout: seconds; None waits as long as it takes.
-            on_progress: is called with the version as it stands now and then, and at the end.
+            timeout: seconds; None waits without limit.
+            on_progress: called repeatedly with the current state of the version, and at the end.
 
         Raises:
-            VersionFailed: it cannot be completed; lists what is missing.
+            VersionFailed: the version cannot be completed; lists the missing ranks or tensors.
             WeighbridgeError: this rank's push failed.
-            DeadlineExceeded: not within ``timeout`` seconds.
+            DeadlineExceeded: the version did not reach the state within ``timeout`` seconds.
 
-        A version that is held (`Version.held`) is waited for like any other; the log says so unless ``on_progress`` sees it.
+        A held version (`Version.held`) is waited for like any other. Without ``on_progress`` a warning is logged for it.
         """
         if on_progress is None or self.skipped is not None:
             started = time.monotonic()

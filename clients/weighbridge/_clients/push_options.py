@@ -1,4 +1,4 @@
-"""Options of a push: what a trainer says of a version beside its weights."""
+"""Options of a push: metadata, golden prompts, holding and failure handling."""
 
 from __future__ import annotations
 
@@ -18,19 +18,21 @@ __all__ = ["PushOptions"]
 
 
 class PushOptions(TypedDict, total=False):
-    """What every way to push takes. All ranks of a push say the same, or only some of them anything.
+    """Options of every method that pushes. All ranks of a push give the same options, or only some ranks give any.
 
     Attributes:
         metadata: texts, finite numbers and booleans that are kept with the version: at most 32, with keys of up to 64 letters, digits
             and ``_ . / -``, and 4 KiB in all.
-        candidate: hold the version: ``live`` and ``latest`` pass it by until it is approved (`Client.approve`).
-        allow_nonfinite: do not hold the version for elements that are NaN or infinite, as is done otherwise.
-        golden: golden prompts, at most 16, which engines are asked when they have the version; or the path of a file that ``weighbridge golden``
-            has written. They are kept in the metadata, and take of its room.
-        max_drift: largest difference of log probabilities that engines may have in them; by default the file's, or none.
-        max_hold_s: seconds for which all waits of the call together may hold the rank: for the service, other ranks, memory, earlier pushes. The push
-            fails after that. By default each wait has its own time-out (`retry_seconds` of the client; 300 s for ranks).
-        on_failure: ``raise``, the default; or ``warn``, which logs why a push was skipped and returns a handle that says so (`PushHandle.skipped`).
+        candidate: hold the version: ``live`` and ``latest`` skip it until it is approved (`Client.approve`).
+        allow_nonfinite: do not hold the version if elements are NaN or infinite, as the service does by default.
+        golden: at most 16 golden prompts, which agents ask their engines when these serve the version; or the path of a file from
+            ``weighbridge golden``. They are kept in the metadata, and count towards its 4 KiB.
+        max_drift: largest difference of log probabilities that engines may have for the golden prompts; by default that of the file, or
+            none.
+        max_hold_s: seconds for which all waits of the call together may hold the rank: for the service, other ranks, memory and earlier
+            pushes. The push fails after that. By default each wait has its own timeout (`retry_seconds` of the client; 300 s for ranks).
+        on_failure: ``raise``, the default; or ``warn``, which logs the reason and returns a handle of the skipped push
+            (`PushHandle.skipped`).
     """
 
     metadata: Metadata
@@ -43,11 +45,11 @@ class PushOptions(TypedDict, total=False):
 
 
 def check_options(options: Mapping[str, object]) -> None:
-    """Refuse what is no option of a push, before anything is pushed without what was meant.
+    """Refuse unknown options of a push, so that nothing is pushed without the intended options.
 
     Raises:
-        TypeError: as Python does for keywords that a function does not have.
-        InvalidArgument: ``max_hold_s`` or ``on_failure`` is not known.
+        TypeError: an option is unknown, as for an unknown keyword of a function.
+        InvalidArgument: the value of ``max_hold_s`` or ``on_failure`` is invalid.
     """
     for name in options.keys() - PushOptions.__annotations__.keys():
         raise TypeError(f"a push has no option {name!r}{did_you_mean(name, PushOptions.__annotations__)}")
@@ -55,7 +57,7 @@ def check_options(options: Mapping[str, object]) -> None:
 
 
 def check_options_of_each(options: Mapping[str, object]) -> None:
-    """Refuse options of many pushes that belong to one of them. Raises as `check_options`, and InvalidArgument."""
+    """Refuse options for many pushes that only make sense for one. Raises as `check_options`, and InvalidArgument."""
     check_options(options)
     for name in ("golden", "max_drift"):
         if options.get(name) is not None:
@@ -73,7 +75,7 @@ def say(opening: pb.OpenVersionRequest, options: PushOptions) -> None:
     if golden is not None:
         metadata = {**({} if metadata is None else metadata), **golden.metadata()}
     elif isinstance(metadata, Mapping):
-        GoldenPrompts.from_metadata(metadata)  # refuses what no engine could be asked
+        GoldenPrompts.from_metadata(metadata)  # refuses malformed golden prompts
     opening.candidate = options.get("candidate", False)
     opening.allow_nonfinite = options.get("allow_nonfinite", False)
     for key, value in wire.metadata_to_proto({} if metadata is None else metadata).items():

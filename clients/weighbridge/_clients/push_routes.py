@@ -1,4 +1,4 @@
-"""Routes of a rank's stream: which parts of it are pushed to which replica of the service."""
+"""Routes of a rank's stream: the replica of the service to which each part is pushed."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class Route:
     """Parts of a rank's stream that one replica puts into its files.
 
     Attributes:
-        address: of the replica; empty for the one where the rank has declared.
-        claim: what the replicas have agreed on; empty if there is only one.
+        address: address of the replica; empty for the replica where the rank has declared.
+        claim: fencing token on which the replicas have agreed; empty if there is only one replica.
         ranges: the parts.
     """
 
@@ -24,24 +24,24 @@ class Route:
     ranges: Ranges
 
     def within(self, ranges: Ranges) -> Route:
-        """What of it lies in these parts of the stream."""
+        """The route cut to these parts of the stream."""
         return replace(self, ranges=common(self.ranges, ranges))
 
     def header(self, own: pb.PushHeader) -> pb.PushHeader:
-        """What a stream begins with there; given what one to the rank's own replica begins with."""
+        """The header of a stream to this replica, made from the header of a stream to the rank's own replica."""
         if not self.address:
             return own
         return pb.PushHeader(model=own.model, number=own.number, rank=own.rank, claim=self.claim)
 
 
 def routes_of(declared: pb.DeclareLayoutResponse, rank: int) -> list[Route]:
-    """Where a rank's stream goes.
+    """Routes of a rank's stream.
 
-    Ranks begin with different replicas, so that they do not all push to the same one at one time.
+    Ranks begin with different replicas, so that they do not all push to the same replica at the same time.
 
     Args:
-        declared: what the rank was answered.
-        rank: which rank.
+        declared: answer of the service to the rank's declaration.
+        rank: number of the rank.
     """
     if not declared.routes:
         return [Route("", "", [(0, declared.stream_bytes)])]
@@ -54,12 +54,12 @@ def routes_of(declared: pb.DeclareLayoutResponse, rank: int) -> list[Route]:
 
 
 def common(ranges: Ranges, others: Ranges) -> list[tuple[int, int]]:
-    """What two sets of ranges have in common; each is sorted and disjoint."""
+    """Intersection of two lists of ranges, each sorted and disjoint."""
     theirs = RangeSet(others)
     return [part for start, end in ranges for part in theirs.within(start, end)]
 
 
 def without(ranges: Ranges, received: Ranges) -> list[tuple[int, int]]:
-    """What of some ranges has not been received; both are sorted and disjoint."""
+    """The parts of ``ranges`` that have not been received. Both lists are sorted and disjoint."""
     arrived = RangeSet(received)
     return [part for start, end in ranges for part in arrived.gaps(start, end)]

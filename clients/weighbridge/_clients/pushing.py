@@ -52,35 +52,36 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _NAMED_IN_REPORT, _NAMED_IN_LOG = 20, 5
-"""Most tensors with non-finite elements that are named."""
+"""Most tensors with non-finite elements that a report and a log message name."""
 _TELL_SECONDS = 5.0
-"""How long a rank that is refused tries to tell the others."""
+"""Longest time for which a refused rank tries to notify the other ranks."""
 _MOST_REASON = 400
-"""Characters of a reason that the other ranks are told."""
+"""Most characters of a reason that the other ranks receive."""
 _PUSHES_AT_ONCE = 2
-"""Pushes of one client whose bytes may still be on their way; a further one waits."""
+"""Most pushes of one client that are being delivered at the same time; a further push waits."""
 _AGREE_SECONDS = 300.0
-"""Time for which a rank waits for the others to say that they push, unless `max_hold_s` is given."""
+"""Longest wait of a rank for the other ranks to agree to the push, unless `max_hold_s` is given."""
 _MEET_SECONDS = 0.1
-"""Time after which a rank that waits for others looks whether one of them has refused."""
+"""Interval at which a rank that waits for others checks whether one of them has refused."""
 _MOST_MOVES = 10
 """Most moves of a rank from one replica to another within one push."""
 _MOVED_SECONDS = 5.0
-"""Longest time for which a rank tries to reach the replica that it is sent to."""
+"""Longest time for which a rank tries to reach the replica to which another replica has sent it."""
 _MOST_COMPARED = 0.25
-"""Part of what a rank pushes that it may read besides, to compare it with other ranks, and still be said to expect what it pushes."""
+"""Largest size of the shards that a rank reads only to compare them with other ranks, as a share of the bytes that it pushes, for which its
+next push begins copies ahead."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Taken:
-    """Shards of a rank that are copied out.
+    """Shards of a rank that have been copied out.
 
     Attributes:
-        delivery: where to.
-        casts: as of `ShardSource`.
-        replicas: checksums of those that other ranks hold, too.
-        nbytes: of all of them.
-        seconds: how long that took.
+        delivery: delivery of the shards.
+        casts: see `ShardSource.casts`.
+        replicas: checksums of the shards that other ranks also hold.
+        nbytes: bytes of all shards.
+        seconds: duration of the copy.
     """
 
     delivery: Delivery
@@ -95,30 +96,30 @@ class PushTerms:
     """Terms of one push.
 
     Attributes:
-        hold: for how long it may hold its rank, and what becomes of one that fails.
-        agreement: of its ranks; None where they have no process group.
+        hold: bound of the time for which the push may hold its rank, and handling of its failure.
+        agreement: agreement of the ranks on the push; None if they have no process group.
     """
 
     hold: Hold = FREE
     agreement: RankAgreement | None = None
 
     def behind(self) -> PushTerms:
-        """The terms of what is pushed behind this push, in the same call."""
+        """The terms of the push that follows this one in the same call, such as that of a training state."""
         return PushTerms(self.hold, None if self.agreement is None else self.agreement.behind())
 
 
 ALONE = PushTerms()
-"""The terms of a push without a bound, of ranks without a process group."""
+"""Terms of a push without a bound, by ranks without a process group."""
 
 
 class Pusher:
     """Makes the pushes of one client. Thread-safe.
 
     Args:
-        connection: the client's.
+        connection: connection of the client.
 
     Attributes:
-        staging: buffers for what goes by gRPC.
+        staging: buffers for the shards that go by gRPC.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -132,15 +133,15 @@ class Pusher:
         self._pushed: dict[str, frozenset[Shard]] = {}
 
     def begin(self, copies: Copies, model: str, layout: Layout, tensors: Sequence[torch.Tensor]) -> None:
-        """Begin to copy those of a rank's tensors that it will probably be told to push: what it was told last time.
+        """Begin to copy the tensors that the service will probably assign to the rank: those of its last push of this model.
 
-        That is not known before the first push, nor if most of what the rank holds was others' to push, too.
+        Does nothing before the first push, or if the rank had to read many shards only to compare them with other ranks.
 
         Args:
-            copies: of the call.
-            model: which model.
-            layout: the shards that the rank holds.
-            tensors: one for each.
+            copies: copies of the call.
+            model: the model.
+            layout: shards that the rank holds.
+            tensors: the tensor of each shard.
         """
         before = self._pushed.get(model, frozenset())
         each = zip(layout.placements, tensors, strict=True)
@@ -160,29 +161,31 @@ class Pusher:
         terms: PushTerms = ALONE,
         registration: RegisterModelRequest | None = None,
     ) -> PushHandle:
-        """Push the shards of a rank. Returns once they are copied out, or once it is known that ``copying`` copies them behind the caller.
+        """Push the shards of a rank. Returns once they are copied out, or once it is known that ``copying`` copies them in a thread.
 
         Args:
-            opening: says which version; the same of all ranks, but for the client's id.
-            rank: which rank.
-            layout: the shards that it holds, as one stream.
-            space: to which the names of their tensors belong.
-            open_source: is called for the bytes of the shards that this rank is to push; and, for those that other ranks hold, too, before
-                that to compare them. Shards that pass by are held by no other rank.
-            hold_seal: leave it to `PushHandle.seal` to seal the rank.
-            behind: opening of what all ranks push next. If this rank fails, they are told that it will not come.
-            copying: how the shards are copied; by default in the call. Behind the caller, they do not pass by, and the seal is not held.
-            terms: on which it is made. Nothing is copied before all ranks have agreed.
-            registration: of the model, if the push may be its first one, or one with another config.
+            opening: request that identifies the push; the same on all ranks, apart from the client's ID.
+            rank: number of the rank.
+            layout: shards that the rank holds, as one stream.
+            space: space of the tensors' names.
+            open_source: opens the bytes of the shards that this rank is to push. Before that it is called for shards that other ranks
+                also hold, to compare them. No other rank holds shards of an `OpenPassing`.
+            hold_seal: whether the rank is sealed only by `PushHandle.seal`.
+            behind: opening of the push that follows on all ranks. If this rank fails, the other ranks are notified that the rank will not
+                take part in it.
+            copying: copies of the shards; by default made in the call. If a thread makes them, ``open_source`` is no `OpenPassing`, and
+                ``hold_seal`` is false.
+            terms: terms of the push. Nothing is copied before all ranks have agreed.
+            registration: registration of the model, if the push may be its first one, or one with another config.
 
         Raises:
-            WeighbridgeError: as `TrainerClient.push` says.
+            WeighbridgeError: see `TrainerClient.push`.
         """
         started = time.monotonic()
         connection, model = self._connection, opening.model
         copying = Copying() if copying is None else copying
         has_slot, number = False, 0
-        turn = threading.Lock()  # of the caller or the thread, whichever is first to take it, to end the push
+        turn = threading.Lock()  # the caller or the thread, whichever acquires it first, ends the push
         taken: _Taken | None = None
         said: dict[str, str | int] = {
             "weighbridge.model": model,
@@ -195,7 +198,7 @@ class Pusher:
         try:
             has_slot = self._slot(terms.hold)
             opened, at = self._open(opening, registration, terms.hold.began)
-            # ranks that have no trace of their own are in that of the rank which has opened the version
+            # ranks without a trace of their own join the trace of the rank that opened the version
             span = spans.moved(span, "weighbridge.push", said, opened.traceparent)
             spans.within(span, "weighbridge.open", start_time=spans.began(span)).end()
             number = opened.number
@@ -231,9 +234,9 @@ class Pusher:
                 copying.release()
                 spans.fail(span, error)
                 span.end()
-            # Without this rank the version cannot be completed: do not let the others wait for it. But a rank that
-            # belongs to another process is that process's business.
-            # A rank that stops because another one was refused does not report it again: the other ranks know.
+            # The version cannot be completed without this rank, so the others must not wait for it. But if the rank belongs to
+            # another process, that process decides.
+            # A rank that stops because another rank was refused does not report that again: the other ranks know.
             told = isinstance(error, VersionFailed)
             if not number and isinstance(error, InvalidArgument | FailedPrecondition) and not told:
                 self._refuse(opening, rank, error)
@@ -243,7 +246,7 @@ class Pusher:
                     error,
                     terms.hold,
                 )
-                # others may have come so far: they wait for no rank whose shards are those of the push before
+                # other ranks may already be at the next push: they do not wait there for a rank whose layout is unchanged
                 if (
                     behind is not None
                     and isinstance(error, Exception)
@@ -262,8 +265,8 @@ class Pusher:
     ) -> tuple[pb.DeclareLayoutResponse, str]:
         """Declare a rank's layout, and return the answer with the address of the replica that the rank pushes to.
 
-        Ranks whose layouts are those of the version before begin without waiting for the others. A rank that has moved to another replica
-        since is sent back for this version.
+        Ranks whose layouts are those of the previous version begin without waiting for the others. If such a rank has since moved to
+        another replica, the service sends it back for this version.
         """
         opened_at, problem = at, None
         heard = partial(_heard, header, terms)
@@ -275,7 +278,7 @@ class Pusher:
             except Unavailable as error:
                 if at == opened_at:
                     raise
-                at, problem = opened_at, error  # which learns what has become of the other replica
+                at, problem = opened_at, error  # this replica learns whether the other one has ended
                 continue
             if not declared.push_at:
                 if at != opened_at:
@@ -290,7 +293,7 @@ class Pusher:
         )
 
     def _slot(self, hold: Hold) -> bool:
-        """A slot for one more push, once there is one. Raises DeadlineExceeded."""
+        """Wait for a slot for one more push, and take it. Raises DeadlineExceeded."""
         if self._slots.acquire(timeout=hold.left) if hold.is_bound else self._slots.acquire():
             return True
         raise hold.exceeded("the bytes of earlier pushes were still on their way")
@@ -302,11 +305,11 @@ class Pusher:
         declare: Callable[[], Steps[pb.DeclareLayoutResponse]],
         at: str,
     ) -> None:
-        """Wait until all ranks have said that they push.
+        """Wait until all ranks have agreed to the push.
 
         Raises:
-            VersionFailed: a rank cannot, or the version was given up.
-            DeadlineExceeded: not all ranks have come in time; names them.
+            VersionFailed: a rank cannot push, or the version failed or was aborted.
+            DeadlineExceeded: not all ranks have agreed in time; names the absent ones.
         """
         agreement, hold = terms.agreement, terms.hold
         if agreement is None:
@@ -319,28 +322,28 @@ class Pusher:
                 late = hold.exceeded(f"{header.model}@{header.number} was still waiting for {absent}")
                 if agreement.refuse(late):
                     raise late
-                break  # the last one has come meanwhile, or another one has refused
+                break  # the last rank has agreed in the meantime, or another one has refused
             if (seconds := reminder.due()) is not None:
                 rough = readable_duration(seconds, rough=True)
                 log.warning("%s@%d: for %s, waits for %s to push", header.model, header.number, rough, absent)
-                self._connection.run(declare(), at=at)  # raises if it was given up meanwhile
+                self._connection.run(declare(), at=at)  # raises if the version has failed in the meantime
         _heard(header, terms)
         agreement.done()
 
     def meet(self, model: str, terms: PushTerms, says: bytes = b"") -> list[bytes]:
-        """Wait until all ranks have come to what they do together before a push, as a collective: it would wait for one that does not come.
+        """Wait until all ranks are about to run a collective before a push, because the collective would hang if a rank were absent.
 
         Args:
-            model: which model.
-            terms: of the push.
-            says: what the other ranks are to know of this one.
+            model: the model.
+            terms: terms of the push.
+            says: message of this rank to the others.
 
         Returns:
-            What the ranks have said, each text once.
+            The messages of the ranks, each distinct one once.
 
         Raises:
             VersionFailed: a rank cannot push.
-            DeadlineExceeded: not all ranks have come in time; names them.
+            DeadlineExceeded: not all ranks have come in time; names the absent ones.
         """
         if terms.agreement is None:
             return [says]
@@ -355,7 +358,7 @@ class Pusher:
                 late = terms.hold.exceeded(f"{model} was still waiting for {ranks_text(ahead.absent())}")
                 if ahead.refuse(late):
                     raise late
-                break  # the last one has come meanwhile: the others begin, and would wait for this one
+                break  # the last rank has come in the meantime: the others begin, and would wait for this one
         if problem := ahead.problem():
             raise _not_all(model, problem)
         said = ahead.said() if says else []
@@ -363,12 +366,12 @@ class Pusher:
         return said
 
     def forget(self, terms: PushTerms) -> None:
-        """Take away what this rank has said when ranks met before a push that all of them have made."""
+        """Delete this rank's message of `meet`, after all ranks have made the push."""
         if terms.agreement is not None:
             terms.agreement.ahead().forget()
 
     def _expect(self, model: str, layout: Layout, declared: pb.DeclareLayoutResponse) -> None:
-        """Take note of what a rank was told to push."""
+        """Record the shards that the service has assigned to the rank, for `begin`."""
         places = layout.placements
         assigned, shared = set(declared.assigned), set(declared.shared)
         compared = sum(places[index].nbytes for index in shared - assigned)
@@ -389,11 +392,11 @@ class Pusher:
         """Copy out the shards of a rank.
 
         Args:
-            stream: takes what goes by gRPC.
-            layout: of all that the rank holds.
-            declared: the service's answer to it.
-            chosen: of the shards that the rank is to push.
-            open_source, copying: as for `push`.
+            stream: stream for the shards that go by gRPC.
+            layout: layout of all shards that the rank holds.
+            declared: answer of the service to that layout.
+            chosen: layout of the shards that the rank is to push.
+            open_source, copying: see `push`.
         """
         header, counts = stream.header, stream.counts
         replicas: Sequence[pb.ReplicaChecksum] = ()
@@ -431,12 +434,13 @@ class Pusher:
         hold_seal: bool,
         hold: Hold,
     ) -> None:
-        """Copy out the shards of a rank behind its back if that has not been done, and deliver them. ``kept`` is when the push began and returned."""
+        """Copy out the shards of a rank, if that has not been done, and deliver them, in a thread. ``kept`` holds the times at which the
+        push began and returned."""
         if not turn.acquire(blocking=False):
             return
         try:
             if not isinstance(taken, _Taken):
-                with held(hold):  # the optimizer's step may wait for this
+                with held(hold):  # the optimizer's step may wait for the copy
                     try:
                         taken = taken()
                     except BaseException as error:
@@ -445,7 +449,7 @@ class Pusher:
             started, returned = kept
             held_seconds = copying.kept_until(returned) - started
             report.set_result(self._deliver(stream, held_seconds, taken, hold_seal))
-        except BaseException as error:  # goes to whoever waits
+        except BaseException as error:  # the handle's `report` and `wait` raise it
             spans.fail(stream.span, error)
             if hold.policy.warns:
                 log.error(
@@ -461,7 +465,7 @@ class Pusher:
             self._slots.release()
 
     def _give_up(self, header: pb.PushHeader, error: BaseException, hold: Hold | None = None) -> None:
-        """Give up a version of which a rank cannot push its part; behind the caller, who may be held no longer."""
+        """Abort a version of which a rank cannot push its part; in a thread, if the time for which the caller may be held is bounded."""
         reason = _in_a_line(f"rank {header.rank} gave up", error)
         if hold is not None and hold.is_bound:
             arguments = (header, reason)
@@ -481,7 +485,7 @@ class Pusher:
     def telling(
         self, openings: Iterable[pb.OpenVersionRequest | None], rank: int, terms: PushTerms
     ) -> Iterator[None]:
-        """Where the block refuses what a rank would push, tell the other ranks of these pushes, which would wait for it."""
+        """Context that notifies the other ranks of these pushes if its block raises, because they would wait for this rank."""
         try:
             yield
         except Exception as error:
@@ -498,15 +502,15 @@ class Pusher:
         reason = _in_a_line(f"rank {rank} was refused", error)
         try:
             self._connection.run(push_calls.refuse(opening, rank, reason), retry_seconds=_TELL_SECONDS)
-        except (VersionFailed, AlreadyExists):  # they have been told; the rank takes part by another process
+        except (VersionFailed, AlreadyExists):  # known already; or another process is this rank
             pass
         except WeighbridgeError as untold:
-            # what is refused may be the opening: each rank learns of that by itself
+            # the service may refuse the opening itself: then each rank gets that error from its own call
             if not (isinstance(error, WeighbridgeError) and untold.message == error.message):
                 log.warning("%s: the other ranks could not be told: %s", opening.model, untold.message)
 
     def close(self) -> None:
-        """Wait until what was pushed has arrived or failed."""
+        """Wait until all pushes have been delivered or have failed."""
         with self._lock:
             running, self._running = self._running, []
         for report in running:
@@ -523,11 +527,12 @@ class Pusher:
         registration: RegisterModelRequest | None,
         called: float | None,
     ) -> tuple[Version, str]:
-        """Open a version; with the address of the replica that takes this rank's push. Arguments are those of `push_calls.open_version`."""
+        """Open a version, and return it with the address of the replica that receives this rank's push. Arguments: see
+        `push_calls.open_version`."""
         addresses = self._connection.addresses
         at = addresses.current
         opened = self._connection.run(push_calls.open_version(opening, registration, called))
-        while at != addresses.current:  # another one has answered, or another thread has moved on meanwhile
+        while at != addresses.current:  # another replica answered, or another thread moved on
             at = addresses.current
             opened = self._connection.run(push_calls.open_version(opening, called=called), at=at)
         return opened, at
@@ -565,7 +570,7 @@ class Pusher:
 
 
 def _told(header: pb.PushHeader, broken: Mapping[str, int]) -> str:
-    """What of a push is not finite."""
+    """Text of a warning about the non-finite elements of a push."""
     named = [f"{name} ({count})" for name, count in itertools.islice(broken.items(), _NAMED_IN_LOG)]
     more = f" and {len(broken) - len(named)} more" if len(broken) > len(named) else ""
     return (
@@ -575,14 +580,14 @@ def _told(header: pb.PushHeader, broken: Mapping[str, int]) -> str:
 
 
 def _heard(header: pb.PushHeader, terms: PushTerms) -> None:
-    """Raise VersionFailed if a rank has said that it cannot push."""
+    """Raise VersionFailed if a rank has refused the push."""
     problem = "" if terms.agreement is None else terms.agreement.problem()
     if problem:
         raise _not_all(f"{header.model}@{header.number}", problem)
 
 
 def _not_all(what: str, problem: str) -> VersionFailed:
-    """Failure of a push that one rank cannot make, by what that rank has said."""
+    """The error of a push that one rank has refused, with the reason that the rank gave."""
     unregistered = "there is no model" in problem
     fix = (
         "call register_model on every rank before the push: repeating it is harmless" if unregistered else ""
@@ -591,6 +596,6 @@ def _not_all(what: str, problem: str) -> VersionFailed:
 
 
 def _in_a_line(what: str, error: BaseException) -> str:
-    """What is told to those who wait for a rank."""
+    """Reason of a failure for the other ranks, in one line."""
     said = (error.message, *error.details) if isinstance(error, WeighbridgeError) else (repr(error),)
     return shortened(" ".join(f"{what}: {'; '.join(said)}".split()), _MOST_REASON)

@@ -1,4 +1,4 @@
-"""Stream of one rank's bytes: sent to the replicas that want them, resumed where it broke, and sealed."""
+"""Stream of one rank's bytes: sent to the replicas of its routes, resumed after a failure, and sealed."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from weighbridge.v1 import checkpoint_service_pb2 as pb
 
 @dataclass(frozen=True, slots=True)
 class RankStream:
-    """Where the bytes of a rank go that has declared.
+    """Stream of a rank that has declared its layout.
 
     Attributes:
-        connection: the client's.
-        header: which version and rank, and which process.
+        connection: connection of the client.
+        header: version, rank and process.
         at: address of the replica where the rank has declared.
-        routes: which parts are pushed where.
-        counts: of what is not finite.
-        span: of the push.
+        routes: replicas of the parts of the stream.
+        counts: counts of non-finite elements.
+        span: span of the push.
     """
 
     connection: Connection
@@ -42,19 +42,19 @@ class RankStream:
     span: Span
 
     def send(self, source: StreamSource, ranges: Ranges) -> None:
-        """Stream parts of the rank's bytes to where each belongs; they have arrived when this returns."""
+        """Stream parts of the rank's bytes to their replicas. They have arrived when this returns."""
         with spans.child(self.span, "weighbridge.stream"):
             for route in self.routes:
                 self._stream(source, route.within(ranges))
 
     def seal(self, replicas: Sequence[pb.ReplicaChecksum]) -> None:
-        """Say that everything was pushed, and what the rank holds of shards that other ranks hold, too."""
+        """Seal the rank, with the checksums of the shards that other ranks also hold."""
         sealing = push_calls.seal(self.header, replicas, nonfinite_elements=self.counts.total)
         with spans.child(self.span, "weighbridge.seal"):
             self.connection.run(sealing, at=self.at)
 
     def _stream(self, source: StreamSource, route: Route) -> None:
-        """Stream to one replica; where it breaks, ask what has arrived and go on from there."""
+        """Stream to one replica. After a failure, ask the service for the bytes that have arrived, and send the others."""
         address = route.address or self.at
         connections = self.connection.streams_to(address)
         missing = [(start, stop) for start, stop in route.ranges if start < stop]
@@ -74,18 +74,18 @@ class RankStream:
             except WeighbridgeError as error:
                 if not patience.wait_after(error):
                     raise
-                if isinstance(error, ResourceExhausted):  # there may be room for some of them alone
+                if isinstance(error, ResourceExhausted):  # there may be room for fewer streams
                     most = max(most // 2, 1)
                 before, missing = missing, self._missing(route, missing)
                 if missing != before:
                     patience.renew()
 
     def _missing(self, route: Route, before: Ranges) -> list[tuple[int, int]]:
-        """What has not arrived at a replica; as before, if another one than the rank's own does not say so.
+        """The ranges of a route that have not arrived; ``before`` if the route's replica, other than the rank's own, does not answer.
 
         Raises:
-            WeighbridgeError: the rank's own replica has given the version up, which is how one learns of another one's end, or
-                cannot be reached.
+            WeighbridgeError: the rank's own replica cannot be reached, or has failed the version, which is also how a rank learns that
+                another replica has ended.
         """
         received = push_calls.received
         arrived = self.connection.run(received(self.header), at=self.at)
@@ -108,7 +108,7 @@ def _messages(
     for begin, end in ranges:
         for start, stop in striping.messages(begin, end):
             data = source.read(start, stop)
-            # first: it fetches the data into the cache faster than a count does
+            # the checksum first: it brings the data into the cache faster than the count does
             checksum = rpc.checksum(data)
             counts.take(start, data, source.read)
             yield pieces.encode(pb.PushRequest(offset=start, checksum=checksum), data)

@@ -25,17 +25,16 @@ _LANE_SECONDS = 5.0
 
 
 class ConnectionOptions(TypedDict, total=False):
-    """What every client takes besides the service's address.
+    """Options of every client, in addition to the service's address.
 
     Attributes:
-        retry_seconds: how long to keep trying when the service cannot be reached, or has no room; by default 60.
-        lane: how weights travel: ``local`` by memory that is shared with the service, ``grpc`` by its gRPC face, ``auto`` by the
-            first if this process runs on the service's machine and by the second otherwise. By default ``WEIGHBRIDGE_LANE``, or
-            ``auto``.
-        connections: over how many connections a stream of 64 MiB or more is spread, 1 to 16; by default two, or one on a
-            machine with fewer than four processors. All other calls have a connection of their own.
-        credentials: certificates and token; by default what the environment says: ``WEIGHBRIDGE_CA``, ``WEIGHBRIDGE_TOKEN`` and others
-            (`Credentials`).
+        retry_seconds: seconds for which a call is retried while the service cannot be reached, or has no room; by default 60.
+        lane: lane of weights: ``local`` through memory shared with the service, ``grpc`` through its gRPC face, ``auto`` ``local`` if
+            this process runs on the service's machine and ``grpc`` otherwise. By default ``WEIGHBRIDGE_LANE``, or ``auto``.
+        connections: number of connections over which a stream of 64 MiB or more is spread, 1 to 16; by default two, or one on a
+            machine with fewer than four processors. All other calls use a separate connection.
+        credentials: certificates and token; by default those in ``WEIGHBRIDGE_CA``, ``WEIGHBRIDGE_TOKEN`` and further environment
+            variables (`Credentials`).
     """
 
     retry_seconds: float
@@ -45,21 +44,21 @@ class ConnectionOptions(TypedDict, total=False):
 
 
 class Transport:
-    """What carries one client's weights. Connects when first used; thread-safe.
+    """Lanes and connections that transfer one client's weights. Connects when first used; thread-safe.
 
     Args:
         server: addresses of the service, separated by commas; None for the default.
         retry_seconds, lane, connections, credentials: see `ConnectionOptions`.
 
     Attributes:
-        addresses: where the service is reached, and which address is in use.
-        retry_seconds: as given.
-        client_id: the name of this client in its requests; of clients in one process it begins alike, up to a slash.
-        credentials: of all connections.
-        streams: connections for streams from whichever address is in use.
+        addresses: addresses of the service, with the one in use.
+        retry_seconds: see `ConnectionOptions`.
+        client_id: ID of this client in its requests. The IDs of all clients of a process have the same prefix up to a slash.
+        credentials: credentials of all connections.
+        streams: connections for streams from the address in use.
 
     Raises:
-        InvalidArgument: there is no such port or lane, or there cannot be so many connections.
+        InvalidArgument: the port or lane does not exist, or the number of connections is out of range.
     """
 
     def __init__(
@@ -89,7 +88,7 @@ class Transport:
         return self.lane_at(self.addresses.current)
 
     def lane_at(self, address: str) -> LocalLane:
-        """The local lane of one replica: it lends memory of versions that were opened there."""
+        """The local lane of one replica, which grants memory of versions that were opened there."""
         with self._lock:
             made = self._lanes.get(address)
             if made is None:
@@ -100,7 +99,7 @@ class Transport:
             return made
 
     def streams_to(self, address: str) -> bulk.Connections:
-        """Connections for streams to one address and no other: a push stays with the replica at which it was opened."""
+        """Connections for streams to one address only, because a push stays with the replica at which it was opened."""
         if self.addresses.all == (address,):
             return self.streams
         with self._lock:
@@ -113,9 +112,9 @@ class Transport:
             return made
 
     def close(self) -> None:
-        """Close all connections. Tensors that are views of a version stay valid until they are gone."""
+        """Close all connections. Tensors that are views of a version stay valid until they are garbage-collected."""
         self.streams.close()
-        with self._lock:  # nothing is made from here on
+        with self._lock:  # `lane_at` and `streams_to` raise from here on
             made, lanes = list(self._streams_to.values()), dict(self._lanes)
         _close_lanes(lanes)
         for connections in made:
@@ -124,7 +123,7 @@ class Transport:
 
 @functools.cache
 def _process_id(pid: int) -> str:
-    """The name of a process; another one in a process that was forked."""
+    """The ID of a process. A forked process has its own."""
     return f"{uuid.uuid4()}.{pid}"
 
 
@@ -134,7 +133,7 @@ def _close_lanes(lanes: Mapping[str, LocalLane]) -> None:
 
 
 def find_faces(address: str, credentials: Credentials = NONE) -> local_lane_pb2.GetLocalLaneResponse:
-    """Where else a service answers, at its socket and by HTTP, as it says itself at one of its addresses for gRPC."""
+    """The other faces of a service, its local socket and its HTTP address, from its answer at one of its gRPC addresses."""
     with rpc.open_channel(address, credentials) as channel, rpc.translated_errors(address, credentials):
         stub = local_lane_pb2_grpc.LocalLaneServiceStub(channel)
         return stub.GetLocalLane(local_lane_pb2.GetLocalLaneRequest(), timeout=_LANE_SECONDS)

@@ -1,4 +1,4 @@
-"""Layouts that the service has sent to this client, and need not send again."""
+"""Layouts that the service has sent to this client and need not send again."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from weighbridge._core.lru import Cache
 from weighbridge.errors import DataLoss
 
 _MOST_PLACEMENTS = 250_000
-"""Those of a model with 70,000 tensors take some 50 MB."""
+"""Limit on the placements of all kept layouts. The layouts of a model with 70,000 tensors take about 50 MB."""
 
 
 @dataclass(frozen=True, slots=True)
 class KnownLayout:
-    """A layout, and what the service calls it."""
+    """A layout, and its digest by the service."""
 
     digest: str
     layout: Layout
 
 
 class KnownLayouts:
-    """The layouts that were asked for last. Thread-safe.
+    """Cache of the layouts that were requested last. Thread-safe.
 
     Args:
-        most_placements: of all layouts that are kept.
+        most_placements: largest number of placements of all kept layouts.
     """
 
     def __init__(self, most_placements: int = _MOST_PLACEMENTS) -> None:
@@ -33,20 +33,20 @@ class KnownLayouts:
         self._kept: Cache[KnownLayout] = Cache(most_placements, lambda known: len(known.layout.placements))
 
     def find(self, asked: Hashable) -> KnownLayout | None:
-        """What came the last time that this was asked for, if it is still there."""
+        """The layout that the service last sent for a request; None if it is not kept."""
         return self._kept.get(asked)
 
     def keep(self, asked: Hashable, digest: str, layout: Layout) -> None:
-        """Have a layout for the next time, unless it has no name, or is too large."""
+        """Keep a layout for the next such request, unless it has no digest or is too large."""
         if digest and len(layout.placements) <= self._most_placements:
             self._kept.put(asked, KnownLayout(digest, layout))
 
 
 def same_as(known: KnownLayout | None, digest: str) -> Layout:
-    """The layout that the service has not sent again.
+    """The known layout to which the service refers by its digest.
 
     Raises:
-        DataLoss: it referred to one that this client does not have.
+        DataLoss: this client does not have the layout.
     """
     if known is None or known.digest != digest:
         raise DataLoss("the service referred to a layout that this client does not have")

@@ -1,4 +1,4 @@
-"""Plan of a pull: which version it brings, and which slices."""
+"""Plan of a pull: its version and its slices."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ __all__ = ["PullPlan"]
 
 @dataclass(frozen=True, slots=True)
 class PullPlan:
-    """What a pull brings.
+    """Version and slices that a pull transfers.
 
     Attributes:
-        version: which version; fixed, wherever the ref moves meanwhile.
+        version: the version. It stays the same if the ref moves.
         layout: the slices in the order in which they come.
-        request: what was asked for.
-        dtype: what floating-point tensors are cast to; empty if they are not.
+        request: the request of the caller.
+        dtype: dtype to which floating-point tensors are cast; empty if they are not.
     """
 
     version: Version
@@ -49,13 +49,13 @@ class PullPlan:
 
 
 def described(plan: PullPlan) -> str:
-    """Size of a pull, in words."""
+    """Size of a pull as text."""
     cast = f" in {plan.dtype}" if plan.dtype else ""
     return f"{counted(len(plan.layout.placements), 'slice')}{cast}, {readable_size(plan.nbytes)}"
 
 
 def plan_boxes(plan: PullPlan, boxes: Boxes) -> Steps[PullPlan]:
-    """The plan of a pull of boxes instead of what was planned, of the same version."""
+    """Plan a pull of boxes from the version of another plan, with its dtype."""
     return plan_pull(KnownLayouts(), plan.version.model, plan.version.number, boxes, plan.dtype)
 
 
@@ -66,7 +66,7 @@ def plan_pull(
     layout: LayoutRequest | None = None,
     dtype: str | torch.dtype | None = None,
 ) -> Steps[PullPlan]:
-    """Which version a pull would bring, and which slices: there may be a hundred thousand, which come once."""
+    """Ask the service for the plan of a pull. A layout of many slices is sent only once: later plans refer to it by its digest."""
     asked = layout or FullTensors()
     meant = Reference.of(model, version, REF_LATEST)
     request = pb.PlanPullRequest(

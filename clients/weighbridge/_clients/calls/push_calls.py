@@ -1,4 +1,5 @@
-"""Control calls of a push as steps without I/O: open, declare, state, seal, abort; and which shards a rank holds, or tensors a model."""
+"""Control calls of a push as steps without I/O: open, declare, state, seal, abort; and queries for the shards of a rank and the tensors of
+a model."""
 
 from __future__ import annotations
 
@@ -27,14 +28,14 @@ from weighbridge.v1.model_service_pb2 import RegisterModelRequest
 log = logging.getLogger(__name__)
 
 _DECLARE_SECONDS = 600.0
-"""How long a rank waits for the other ranks to declare what they hold."""
+"""Longest wait of a rank for the other ranks to declare their layouts."""
 _DECLARE_CALL_SECONDS = 10.0
-"""Longest wait of one call, before it is made again."""
+"""Longest wait of one call before the client repeats it."""
 _DECLARE_CALL_FIRST = 1.0
-"""Wait of the first call, and the shortest of all. Each further call waits twice as long as the one before.
+"""Wait of the first call, and the shortest wait. Each further call waits twice as long as the previous one.
 
-A rank that cannot push says so soon, and a rank hears that between calls. Near the end of the wait calls are short again, so that the service
-has said which ranks are absent before it is over."""
+The first calls are short because a rank that cannot push reports that early, and the other ranks learn of it between calls. Near the end of
+the wait calls are short again, so that the service can report the absent ranks in time."""
 
 _call = partial(call_method, pb.DESCRIPTOR.services_by_name["CheckpointService"])
 
@@ -44,13 +45,13 @@ def open_version(
     registration: RegisterModelRequest | None = None,
     called: float | None = None,
 ) -> Steps[Version]:
-    """Open a version, or find the one that another rank has opened. Warns if another job pushes the model, too.
+    """Open a version, or find the version that another rank of the push has opened. Logs a warning if another job also pushes the model.
 
     Args:
-        opening: says which version.
-        registration: of the model, if the service may not have it, or have it otherwise. It is asked for only then: the next version of a model
-            takes one call.
-        called: moment of the trainer's call of push, by the monotonic clock; None to leave it out.
+        opening: the request, which identifies the push.
+        registration: registration of the model, sent only if the service refuses the opening, because it does not have the model or has it
+            with another config. So a further version of a model takes only one call.
+        called: time of the trainer's call of push, by the monotonic clock; None to leave it out.
     """
     age = None if called is None else partial(_called, called)
     try:
@@ -74,7 +75,7 @@ def open_version(
 
 
 def _called(at: float) -> pb.OpenVersionRequest:
-    """Age of the trainer's call, which was at this moment of the monotonic clock, as a part of the opening."""
+    """A part of the opening: the age of the trainer's call, which was made at this time of the monotonic clock."""
     return pb.OpenVersionRequest(call_age_seconds=time.monotonic() - at)
 
 
@@ -86,17 +87,18 @@ def declare(
     within: float = math.inf,
     meanwhile: Callable[[], object] = lambda: None,
 ) -> Steps[pb.DeclareLayoutResponse]:
-    """Declare what a rank holds, and wait until all ranks have; what it is to push, and where.
+    """Declare the layout of a rank, wait until all ranks have declared theirs, and return the shards that the rank is to push, and where
+    to.
 
     Args:
-        header: which version and rank.
-        layout: the shards that it holds.
-        space: to which their names belong.
-        within: for how many seconds it may wait, if that is less than a rank waits by itself.
-        meanwhile: is called now and then while it waits; what it raises ends the wait.
+        header: version and rank.
+        layout: the shards that the rank holds.
+        space: the space of tensor names in the layout.
+        within: longest wait in seconds, if shorter than the default.
+        meanwhile: called between the calls of the wait. Its exceptions end the wait.
 
     Raises:
-        DeadlineExceeded: not all ranks have come; names the absent ones.
+        DeadlineExceeded: not all ranks have declared in time; names the absent ones.
     """
     request = pb.DeclareLayoutRequest(
         model=header.model, number=header.number, rank=header.rank, client_id=header.client_id, digest=layout.digest,
@@ -151,16 +153,16 @@ def _not_declared(header: pb.PushHeader, absent: Sequence[int]) -> DeadlineExcee
 
 
 def refuse(opening: pb.OpenVersionRequest, rank: int, reason: str) -> Steps[None]:
-    """Say to all other ranks of a push that this one cannot take part: find the version of the push, and give it up.
+    """Notify all other ranks of a push that this rank cannot take part: find the version of the push, and abort it.
 
     Raises:
-        AlreadyExists: the rank takes part already, by another process or an earlier call.
+        AlreadyExists: the rank already takes part, through another process or an earlier call.
     """
     bare = pb.OpenVersionRequest()
     bare.CopyFrom(opening)
-    for said in ("metadata", "candidate", "allow_nonfinite"):  # may be what is refused
+    for said in ("metadata", "candidate", "allow_nonfinite"):  # one of these may be the reason of the refusal
         bare.ClearField(said)
-    if BASE in opening.metadata:  # no version of an adapter is opened without
+    if BASE in opening.metadata:  # the service opens no version of an adapter without a base
         bare.metadata[BASE].CopyFrom(opening.metadata[BASE])
     opened = yield from open_version(bare)
     if not opened.state.visible:
@@ -180,8 +182,12 @@ def seal(
     *,
     nonfinite_elements: int | None = None,
 ) -> Steps[None]:
-    """Say that a rank has pushed everything, what it holds of shards that other ranks hold, too, and how much of what it has pushed is
-    not finite; None if it has not counted.
+    """Seal a rank, after it has pushed all its bytes.
+
+    Args:
+        header: version and rank.
+        replicas: checksums of the shards that other ranks also hold.
+        nonfinite_elements: number of NaN or infinite elements that the rank has pushed; None if it has not counted them.
     """
     yield from _call(
         "SealRank",
@@ -199,14 +205,14 @@ def seal(
 def abort(
     model: str, version: str | int | None, reason: str, *, refused: str = "", refused_rank: int | None = None
 ) -> Steps[Version]:
-    """Give a version up.
+    """Abort a version.
 
     Args:
-        model: which model.
-        version: its number; None for the one that ``model`` names.
-        reason: is told to its ranks.
-        refused: the id of a process that cannot take part, so that ranks that have not come yet are told, too.
-        refused_rank: its rank, if that was refused before it declared a layout.
+        model: the model.
+        version: number of the version; None if ``model`` names it.
+        reason: reason that the ranks of the push receive.
+        refused: ID of a process that cannot take part, so that ranks that have not called yet also receive the reason.
+        refused_rank: rank of that process, if the rank was refused before it declared a layout.
     """
     meant = Reference.of(model, version)
     request = pb.AbortVersionRequest(
@@ -232,7 +238,7 @@ def describe_shards(model: str, rank: MegatronRank) -> Steps[Layout]:
 
 
 def registered_specs(model: str, specs: Iterable[TensorSpec]) -> Steps[Mapping[str, TensorSpec]]:
-    """Tensors of a trainer that are of the model, by Megatron-core's names, in the dtypes that it is registered with."""
+    """Specs of those tensors of a trainer that belong to the model, by Megatron-core's names, with the model's registered dtypes."""
     held = wire.layout_to_proto(Layout.stream(specs, []), TensorSpace.MEGATRON)
     request = pb.DescribeShardsRequest(
         model=model, tensors=held, tensor_parallel_size=1, pipeline_parallel_size=1
@@ -241,7 +247,7 @@ def registered_specs(model: str, specs: Iterable[TensorSpec]) -> Steps[Mapping[s
 
 
 def weight_links(model: str, specs: Iterable[TensorSpec]) -> Steps[WeightLinks]:
-    """Where the elements of a trainer's tensors are in those of the model. Tensors that the model does not have are left out."""
+    """Links from the elements of a trainer's tensors to those of the model. Tensors that the model does not have are left out."""
     held = wire.layout_to_proto(Layout.stream(specs, []), TensorSpace.MEGATRON)
     request = pb.DescribeShardsRequest(
         model=model, tensors=held, with_links=True, tensor_parallel_size=1, pipeline_parallel_size=1

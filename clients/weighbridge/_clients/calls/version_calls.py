@@ -1,4 +1,4 @@
-"""Calls about versions: queries, manifests and signatures as they are stored, waiting for a state, verification, approval."""
+"""Calls about versions: queries, stored manifests and signatures, waits for a state, verification, approval."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _AWAITED = (
     *(VersionState.READY, VersionState.VERIFIED, VersionState.DURABLE),
 )
 _PROGRESS_SECONDS = 0.5
-"""How long one call waits for a state before it is made again, where progress is to be told."""
+"""Longest wait of one call for a state, if the caller wants progress."""
 _PAUSE_SECONDS = 0.1
 
 _call = partial(call_method, pb.DESCRIPTOR.services_by_name["ModelService"])
@@ -43,7 +43,7 @@ def get_version(model: str, version: str | int | None) -> Steps[Version]:
 
 
 def rank_progress(model: str, number: int) -> Steps[list[RankProgress]]:
-    """How far each rank of a push is; none if the replica that was asked knows nothing of it."""
+    """Progress of each rank of a push; empty if the replica that answers does not know the push."""
     request = pb.GetVersionRequest(model=model, version=str(number), with_ranks=True)
     response = yield from _call("GetVersion", request)
     return [wire.read(RankProgress, each) for each in response.ranks]
@@ -56,7 +56,7 @@ def wait_for(
     timeout: float | None,
     on_progress: Callable[[Version], None] | None,
 ) -> Steps[Version]:
-    """Wait until a version has reached a state, in calls that the service lets wait."""
+    """Wait until a version has reached a state, by calls that the service answers only then or at their deadline."""
     if state not in _AWAITED:
         allowed = ", ".join(each.value for each in _AWAITED)
         raise InvalidArgument(
@@ -70,7 +70,7 @@ def wait_for(
     longest = REMIND_SECONDS if on_progress is None else _PROGRESS_SECONDS
     reminder = Reminder()
     deadline = math.inf if timeout is None else time.monotonic() + timeout
-    said: list[str] | None = None  # why not, as of the last call; None before the first one
+    said: list[str] | None = None  # the reason that the last call gave; None before the first call
     while True:
         left = deadline - time.monotonic()
         if left <= 0 and said is not None:
@@ -105,7 +105,7 @@ def wait_for(
 def list_versions(
     model: str, *, include_invisible: bool, where: Sequence[str] = (), limit: int | None = None
 ) -> Steps[list[Version]]:
-    """A model's versions, page by page; as many as are wanted."""
+    """List the versions of a model, page by page, up to a limit."""
     if limit is not None and limit < 1:
         raise InvalidArgument(f"{limit} versions cannot be listed", fix="ask for one at the least")
     return (
@@ -116,7 +116,7 @@ def list_versions(
 
 
 def approve(model: str, version: str | int | None, *, by: str, note: str) -> Steps[Version]:
-    """Hold a version no longer for the reasons for which it is held now, and for no others if the call has to be repeated."""
+    """Release a held version from the reasons for which it is held now. A repeated call releases it from no further reasons."""
     meant = Reference.of(model, version)
     found = yield from get_version(meant.model, meant.number)
     if not found.held:
@@ -129,7 +129,7 @@ def get_manifest(model: str, number: int) -> Steps[ManifestText]:
     """A version's manifest, part by part.
 
     Raises:
-        DataLoss: it is malformed, or that of another version.
+        DataLoss: the manifest is malformed, or belongs to another version.
     """
     text = bytearray()
     while True:
@@ -145,7 +145,7 @@ def get_manifest(model: str, number: int) -> Steps[ManifestText]:
 
 
 def tensor_digests(model: str, version: str | int | None) -> Steps[Mapping[str, str]]:
-    """Digests of a version's tensors by name, as its manifest has them."""
+    """Digests of a version's tensors by name, from its manifest."""
     meant = Reference.of(model, version, REF_LATEST)
     found = yield from get_version(meant.model, meant.version)
     manifest = yield from get_manifest(meant.model, found.number)
@@ -157,7 +157,7 @@ def get_signatures(model: str, version: str | int | None) -> Steps[tuple[int, tu
     meant = Reference.of(model, version, REF_LATEST)
     request = pb.GetSignaturesRequest(model=meant.model, version=meant.version)
     found = yield from _call("GetSignatures", request)
-    # files are named by the digest: it is not for the service to say
+    # files are named by the digest, so the client computes it and does not trust the service
     digests = (hashlib.sha256(each.content).hexdigest() for each in found.signatures)
     return found.number, tuple(
         Signature(digest, each.content) for digest, each in zip(digests, found.signatures, strict=True)

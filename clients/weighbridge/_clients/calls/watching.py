@@ -1,4 +1,4 @@
-"""Watch of refs: what opens its stream, what has come, and when it is opened again. Pure."""
+"""Watch of refs: the call that opens its stream, the versions received so far, and the time of the next retry. Pure."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from weighbridge.errors import InvalidArgument, Unavailable, WeighbridgeError
 from weighbridge.v1 import model_service_pb2 as pb
 
 _PAUSE_SECONDS = 0.5
-"""Longest pause between tries to open it: engines are waiting for news."""
+"""Longest pause between attempts to open the stream: short, because engines wait for new versions."""
 
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """Where a watch of refs stands.
+    """State of a watch of refs.
 
     Attributes:
-        refs: model and name of each.
-        last: for each, the number of the version that came last; 0 if none has.
-        backoff: of the tries to open it; once the service has accepted it, it is opened again for ever.
-        accepted: whether the service has.
+        refs: model and name of each ref.
+        last: for each ref, the number of the version received last; 0 if none.
+        backoff: backoff of the attempts to open the stream. Once the service has accepted the watch, attempts go on without limit.
+        accepted: whether the service has accepted the watch.
     """
 
     refs: tuple[tuple[str, str], ...]
@@ -34,7 +34,7 @@ class Watch:
 
     @staticmethod
     def begin(refs: Iterable[tuple[str, str]], retry_seconds: float) -> Watch:
-        """A watch to which nothing has come. Raises InvalidArgument if a ref is no pair of model and name."""
+        """A watch that has received nothing. Raises InvalidArgument if a ref is not a pair of model and name."""
         found = tuple(refs)
         for ref in found:
             if [type(part) for part in ref] != [str, str]:
@@ -46,45 +46,45 @@ class Watch:
 
     @property
     def missing(self) -> tuple[tuple[str, str], ...]:
-        """The refs of which no version has come yet."""
+        """The refs for which no version has been received yet."""
         return tuple(
             ref for ref, last in zip(self.refs, self.last, strict=True) if not last and ref[1] != RECEIVING
         )
 
     @property
     def call(self) -> tuple[str, bytes, Callable[[bytes], tuple[int, Version]]]:
-        """What opens it from here on: path, request, and the meaning of a response: the ref's index, and the version it names."""
+        """The call that opens the stream: its path, its request, and a decoder of responses into the ref's index and its version."""
         there = zip(self.refs, self.last, strict=True)
         request = pb.WatchRefsRequest(refs=[_watched(*ref, last) for ref, last in there])
         return "/weighbridge.v1.ModelService/WatchRefs", request.SerializeToString(), _moved_ref
 
     def received(self, index: int, number: int) -> Watch:
-        """After a version has come for the ref with this index."""
+        """The watch after it has received a version of the ref with this index."""
         last = (*self.last[:index], number, *self.last[index + 1 :])
         return replace(self.begun(), last=last)
 
     def begun(self) -> Watch:
-        """After the service has accepted it."""
+        """The watch after the service has accepted it."""
         return replace(self, accepted=True, backoff=Backoff(math.inf, _PAUSE_SECONDS))
 
     def left(self, now: float) -> float | None:
-        """Seconds for which it is tried to open it, `now` by the monotonic clock; None if for ever."""
+        """Seconds left for attempts to open the stream; None if unlimited. `now` is a time of the monotonic clock."""
         return None if self.accepted else self.backoff.left(now)
 
     def failed(
         self, error: WeighbridgeError, *, closed: bool, now: float, jitter: float
     ) -> tuple[float, Watch]:
-        """Seconds until it should be opened again, and the watch that is opened then.
+        """The pause in seconds before the stream is opened again, and the watch that is opened then.
 
         Args:
-            error: what it ended with; is raised if it should not be opened again.
+            error: the error that ended the stream; raised if there is no further attempt.
             closed: whether the client has been closed.
             now: seconds of the monotonic clock.
-            jitter: from 0 to 1.
+            jitter: random number from 0 to 1.
         """
         if isinstance(error, Unavailable) and not self.accepted:
             retry = self.backoff.after_error(error, now, jitter)
-        else:  # what has been there will be there again
+        else:  # the service was there before, so it will come back
             retry = self.backoff.after_failure(now, jitter)
         if closed or retry is None:
             raise error
@@ -93,7 +93,7 @@ class Watch:
 
 def _watched(model: str, ref: str, last: int) -> pb.WatchedRef:
     if ref == RECEIVING:
-        # access is checked by the ref that it may become
+        # the service checks access to the ref that the version may become
         return pb.WatchedRef(model=model, ref=REF_LIVE, receiving=True, after=last)
     return pb.WatchedRef(model=model, ref=ref, after=last)
 

@@ -1,8 +1,8 @@
-"""Copying of shards out of a trainer's tensors: when, from where a push then reads them, and where to.
+"""Copying of shards out of a trainer's tensors: the time of the copy, its source and its destination.
 
 May import: what `_clients` may, and nothing of `_clients` itself.
 
-- `copies`: the copies of what one call pushes; by themselves, made in the call.
-- `ahead`: those that are begun before it is known where they go.
-- `delivery`: shards on their way, by memory that is lent and by gRPC.
+- `copies`: the copies of one call's shards; by default made in the call.
+- `ahead`: copies that begin before their destination is known.
+- `delivery`: delivery of shards, through granted memory and gRPC.
 """

@@ -1,4 +1,4 @@
-"""Copies that are begun before it is known where they go: into host memory, from which a push is delivered behind its caller."""
+"""Copies that begin before their destination is known: into host memory, from which a thread delivers the push while the caller goes on."""
 
 from __future__ import annotations
 
@@ -29,12 +29,13 @@ _ALIGNMENT = 64
 
 
 class CopiesAhead(Copies):
-    """Copies of tensors in host memory, which are made while the call asks where they go: those of GPUs by these, others by a thread.
+    """Copies of tensors in host memory, made while the call waits for the service's plan: GPUs copy their own tensors, a thread copies the
+    others.
 
-    Each tensor is copied once, by however many names it is pushed. The memory goes back when the last push has been delivered.
+    Each tensor is copied once, even if it is pushed by several names. The memory is released when the last push has been delivered.
 
     Args:
-        most_bytes: of host memory that copies may take. What would take more is copied when it is known where to.
+        most_bytes: most bytes of host memory for copies. Tensors beyond that are copied when their destination is known.
     """
 
     def __init__(self, most_bytes: int) -> None:
@@ -49,7 +50,7 @@ class CopiesAhead(Copies):
         self.ended_at = 0.0
 
     def begin(self, tensors: Sequence[torch.Tensor], buffers: StagingPool) -> None:
-        """See `Copies.begin`. All is begun before the first push is made."""
+        """See `Copies.begin`. All copies begin before the first push."""
         keyed = ((key_of(each), each.detach()) for each in tensors)
         new = {key: each for key, each in keyed if key not in self._copies}
         starts, nbytes = [], 0
@@ -73,7 +74,7 @@ class CopiesAhead(Copies):
         self._copies.update((key_of(each), each) for each in tensors)
 
     def source(self, tensors: Sequence[torch.Tensor], staging: StagingPool) -> tuple[OpenSource, Copying]:
-        """See `Copies.source`. Of tensors that are copied the copies are pushed; what goes by gRPC is sent from where they lie."""
+        """See `Copies.source`. The push reads copied tensors from their copies, and gRPC sends from there without another copy."""
         copies = [self._copies.get(key_of(each)) for each in tensors]
         pushed = [own if copy is None else copy for own, copy in zip(tensors, copies, strict=True)]
         copying = _CopyingAhead(self, frozenset(at for at, copy in enumerate(copies) if copy is not None))
@@ -82,7 +83,7 @@ class CopiesAhead(Copies):
         return partial(_opened, copying, steady, changing), copying
 
     def __exit__(self, *raised: object) -> None:
-        """Wait until all is copied. Raises what has kept it from being."""
+        """Wait until all copies are made. Raises the error of a copy that failed."""
         try:
             self.wait()
         except Exception:
@@ -94,7 +95,7 @@ class CopiesAhead(Copies):
             self.release()
 
     def wait(self) -> None:
-        """Wait until all that has been begun is copied. Raises what has kept it from being."""
+        """Wait until all copies that have begun are made. Raises the error of a copy that failed."""
         for wait in self._waits:
             wait()
         if not self.ended.is_set():
@@ -102,7 +103,7 @@ class CopiesAhead(Copies):
             self.ended.set()
 
     def release(self) -> None:
-        """One of the users of the memory needs it no more."""
+        """Release one use of the memory; the last release returns it to the pool."""
         with self._lock:
             self._users -= 1
             unused = not self._users
@@ -115,18 +116,18 @@ class CopiesAhead(Copies):
             self._users += 1
 
     def _begin_on_gpus(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Give copies to their GPUs, which make them behind what they are at."""
+        """Enqueue copies on their GPUs, after the work that is already enqueued there."""
         if not copies:
             return
         with on_streams(points_of(each for _, each in copies)) as streams:
             try:
                 for copy, each in copies:
                     copy.copy_(each, non_blocking=True)
-            finally:  # what was given to them is waited for, also if the rest cannot be
+            finally:  # wait for enqueued copies even if others could not be enqueued
                 self._waits += [stream.record_event().synchronize for stream in streams]
 
     def _begin_on_cpu(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Let a thread make copies, one tensor after the other."""
+        """Start a thread that makes copies, one tensor after the other."""
         if not copies:
             return
         if self._thread is None:
@@ -146,7 +147,7 @@ class _CopyingAhead(Copying):
 
     Args:
         ahead: the copies.
-        copied: indexes of the shards that are among them.
+        copied: indexes of the shards that are copied.
     """
 
     def __init__(self, ahead: CopiesAhead, copied: frozenset[int]) -> None:
@@ -155,7 +156,7 @@ class _CopyingAhead(Copying):
         self._copied = copied
 
     def is_behind(self, shards: Iterable[int]) -> bool:
-        """See `Copying.is_behind`. Others than those that were expected are copied in the call."""
+        """See `Copying.is_behind`. Shards that were not expected are copied in the call."""
         return self._copied.issuperset(shards)
 
     @contextmanager
@@ -185,7 +186,7 @@ def _copy(copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 
 def _view(buffer: Bytes, start: int, tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor in a buffer, of the shape and dtype of another one."""
+    """A tensor in a buffer, with the shape and dtype of another tensor."""
     import torch
 
     return torch.from_numpy(buffer[start : start + tensor.nbytes]).view(tensor.dtype).view(tensor.shape)

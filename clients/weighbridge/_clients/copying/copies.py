@@ -1,4 +1,4 @@
-"""Copies of what one call pushes, weights and the training state beside them: how they are made, and when the caller may go on."""
+"""Copies of the tensors that one call pushes, weights and training state: how they are made, and when the caller may change its tensors."""
 
 from __future__ import annotations
 
@@ -14,63 +14,65 @@ if TYPE_CHECKING:
     import torch
 
 Key: TypeAlias = tuple[object, ...]
-"""What tells the memory of a tensor, and how it lies there, from those of others."""
+"""Identity of a tensor's memory and of its layout there."""
 Points: TypeAlias = "Mapping[torch.device, torch.Event]"
-"""What the current streams of some devices have been given by a moment."""
+"""Events on the current streams of some devices, each after the work that was enqueued by a moment."""
 
 
 class Copying:
-    """The copies of one push. By itself, they are made in the call.
+    """The copies of one push. This base class makes them in the call.
 
     Attributes:
-        ended: set when the caller may change its tensors: they are copied, or will not be.
+        ended: set when the caller may change its tensors, because they are copied or will not be.
     """
 
     def __init__(self, ended: threading.Event | None = None) -> None:
         self.ended = threading.Event() if ended is None else ended
 
     def is_behind(self, shards: Iterable[int]) -> bool:
-        """Whether a thread copies these shards, by their indexes, behind the caller."""
+        """Whether a thread copies the shards with these indexes while the caller goes on."""
         return False
 
     @contextmanager
     def made(self) -> Iterator[None]:
-        """The block copies; all copies are made when it ends."""
+        """Context in which the copies are made. All of them are made when it ends."""
         try:
             yield
         finally:
             self.ended.set()
 
     def kept_until(self, returned: float) -> float:
-        """When the caller may go on after a push that has returned at a moment, by the monotonic clock; is asked when all copies are made."""
+        """Time at which the caller may go on after a push that returned at ``returned``, by the monotonic clock. Called after all copies
+        are made."""
         return returned
 
     def release(self) -> None:
-        """The push reads the shards no more; whoever has ended it says so once."""
+        """Release the shards, which the push no longer reads. The caller or the thread that ends the push calls this once."""
         self.ended.set()
 
 
 class Copies(ABC):
-    """The copies of one call. Its block makes the pushes; after it the caller may change its tensors, unless that is put off."""
+    """The copies of one call, as a context manager around its pushes. After the context the caller may change its tensors, unless the
+    copies are deferred."""
 
     def begin(self, tensors: Sequence[torch.Tensor], buffers: StagingPool) -> None:  # noqa: B027 - most wait until it is known where to
-        """Begin to copy what will probably be pushed.
+        """Begin to copy the tensors that will probably be pushed.
 
         Args:
-            tensors: these; none if that is not known.
-            buffers: where the memory for copies comes from.
+            tensors: the tensors; empty if that is not known.
+            buffers: pool of memory for the copies.
         """
 
     def keep(self, tensors: Sequence[torch.Tensor]) -> None:  # noqa: B027 - a copy more does no harm
-        """Take note of tensors that nobody changes any more: they need no copy."""
+        """Record tensors that no longer change and so need no copy."""
 
     @abstractmethod
     def source(self, tensors: Sequence[torch.Tensor], staging: StagingPool) -> tuple[OpenSource, Copying]:
-        """What one of the pushes reads its shards from, and how they are copied.
+        """The source from which one of the pushes reads its shards, and the copies of that push.
 
         Args:
-            tensors: its shards.
-            staging: buffers for what goes by gRPC.
+            tensors: shards of the push.
+            staging: buffers for the shards that go by gRPC.
         """
 
     def __enter__(self) -> Self:
@@ -81,7 +83,7 @@ class Copies(ABC):
 
 
 class CopiesInCall(Copies):
-    """Copies that are made in the call, once it is known where to."""
+    """Copies that are made in the call, once their destination is known."""
 
     def source(self, tensors: Sequence[torch.Tensor], staging: StagingPool) -> tuple[OpenSource, Copying]:
         """See `Copies.source`."""
@@ -89,7 +91,7 @@ class CopiesInCall(Copies):
 
 
 def staged_source(tensors: Sequence[torch.Tensor], staging: StagingPool) -> OpenSource:
-    """Makes the source for some of these tensors, which may change when they are copied."""
+    """Opener of a source for some of these tensors, which may change after they are copied."""
     return lambda indexes, stream: TensorSource(staging, stream, [tensors[index] for index in indexes])
 
 
@@ -99,7 +101,7 @@ def key_of(tensor: torch.Tensor) -> Key:
 
 
 def points_of(tensors: Iterable[torch.Tensor]) -> Points:
-    """What the current streams of the tensors' GPUs have been given by now."""
+    """Events after the work enqueued so far on the current streams of the tensors' GPUs."""
     import torch
 
     devices = {tensor.device for tensor in tensors if tensor.is_cuda}
@@ -108,7 +110,7 @@ def points_of(tensors: Iterable[torch.Tensor]) -> Points:
 
 @contextmanager
 def on_streams(points: Points) -> Iterator[Sequence[torch.cuda.Stream]]:
-    """In the block, GPUs work on streams of this thread's own, on what was there at these points."""
+    """Context in which the current streams of the GPUs are new ones of this thread, which run after the work before these points."""
     import torch
 
     with ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""Delivery of a rank's shards: copied to the service's memory where some is lent, and to buffers for what goes by gRPC."""
+"""Delivery of a rank's shards: copied to the service's memory if the service grants some, and to buffers for gRPC otherwise."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from weighbridge.v1 import checkpoint_service_pb2 as pb
 
 @dataclass(frozen=True, slots=True)
 class Lent:
-    """Memory that is lent to a rank for its stream.
+    """Grant of memory to a rank for its stream.
 
     Attributes:
         loan: the memory; None if there is none.
-        streamed: which parts of the stream go by gRPC.
-        why_not_local: why all of it does, if something else was wanted.
+        streamed: parts of the stream that go by gRPC.
+        why_not_local: reason why the whole stream goes by gRPC, if the local lane was wanted.
     """
 
     loan: WriteLoan | None
@@ -33,13 +33,13 @@ class Lent:
 
     @property
     def lane(self) -> str:
-        """How the stream goes."""
+        """Lane of the stream: ``local``, ``grpc`` or ``mixed``."""
         if self.loan is None:
             return GRPC
         return MIXED if self.streamed else LOCAL
 
     def give_back(self) -> None:
-        """Give it back, not filled; nothing happens if that has been done."""
+        """Return the memory unfilled. Does nothing if it has been returned already."""
         if self.loan is not None:
             with contextlib.suppress(WeighbridgeError):
                 self.loan.end(complete=False)
@@ -47,12 +47,12 @@ class Lent:
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """Shards that have been copied out, on their way.
+    """Shards that have been copied out and are being delivered.
 
     Attributes:
-        lent: the memory that they were written to.
-        staged: a copy of what still goes by gRPC; None if nothing does.
-        local_bytes: how many were written to the memory.
+        lent: grant of the memory to which shards were written.
+        staged: copy of the shards that still go by gRPC; None if there are none.
+        local_bytes: number of bytes that were written to the memory.
     """
 
     lent: Lent
@@ -60,14 +60,14 @@ class Delivery:
     local_bytes: int
 
     def release(self) -> None:
-        """Let go of everything; nothing happens to what has been delivered."""
+        """Release all buffers and return the memory. Shards that have been delivered are not affected."""
         if self.staged is not None:
             self.staged.release()
         self.lent.give_back()
 
 
 def lend(lane: LocalLane, header: pb.PushHeader, stream: Layout) -> Lent:
-    """Ask for memory to write a rank's stream to, if there is a lane for that."""
+    """Request a grant of memory for a rank's stream, if the local lane is wanted and available."""
     everything = [(0, stream.nbytes)]
     if not lane.wanted or not stream.nbytes:
         return Lent(None, everything)
@@ -79,7 +79,7 @@ def lend(lane: LocalLane, header: pb.PushHeader, stream: Layout) -> Lent:
 
 
 def copy_out(lent: Lent, stream: Layout, source: ShardSource, counts: PushCounts) -> Delivery:
-    """Copy shards out of the trainer's tensors: to where they belong if they can be written there, to a buffer otherwise."""
+    """Copy shards out of the trainer's tensors: into the granted memory where possible, into a buffer otherwise."""
     staged: StreamSource | None = None
     try:
         if lent.loan is None or lent.streamed:
@@ -104,16 +104,16 @@ def take_passing(
     counts: PushCounts,
     staging: StagingPool,
 ) -> Delivery:
-    """Copy shards out as they pass by. What goes by gRPC has arrived when all have.
+    """Copy shards out as a generator yields them. When this returns, the shards that go by gRPC have arrived.
 
     Args:
-        lent: memory for them.
-        stream: their layout.
+        lent: grant of memory for the shards.
+        stream: layout of the shards.
         passing: the shards.
         send: sends a part of the stream.
-        buffer_bytes: host memory for what is being sent.
-        counts: takes the counts of what was written.
-        staging: where buffers come from.
+        buffer_bytes: bytes of host memory for shards that are being sent.
+        counts: receives the counts of the written bytes.
+        staging: pool of buffers.
     """
     try:
         with contextlib.ExitStack() as stack:
@@ -123,7 +123,7 @@ def take_passing(
                 chunks.take(part)
                 if fill is not None:
                     fill.take(part, staging)
-                del part  # its tensors are gone when the next ones are asked for
+                del part  # frees its tensors before the next ones are gathered
             chunks.finish()
     except BaseException:
         lent.give_back()

@@ -46,11 +46,11 @@ class RankAgreement:
     """One rank's part in the agreement on one push.
 
     Attributes:
-        prefix: of its keys; the same on all ranks.
-        rank: this one, in the process group.
-        ranks: how many there are.
-        store: of the process group.
-        name: of the push; the same for all attempts at it.
+        prefix: prefix of the agreement's keys, the same on all ranks.
+        rank: this rank in the process group.
+        ranks: number of ranks.
+        store: store of the process group.
+        name: name of the push, the same for all attempts at it.
     """
 
     prefix: str
@@ -80,11 +80,11 @@ class RankAgreement:
 
     @property
     def refused_before(self) -> int:
-        """Number of attempts at this push that all ranks have given up: ranks find each other by no attempt that has failed."""
+        """Number of attempts at this push that all ranks have given up. Ranks do not meet again in an attempt that has failed."""
         return _refused[self.name]
 
     def fail(self, error: BaseException) -> None:
-        """Take note that this rank's call has failed, which all ranks do if the verdict is that none pushes."""
+        """Record that this rank's call has failed. All ranks do so if the verdict is that none pushes."""
         self.refuse(error)
         if self.problem():
             with _lock:
@@ -99,10 +99,10 @@ class RankAgreement:
         return replace(self, prefix=f"{self.prefix}/ahead")
 
     def refuse(self, error: BaseException) -> bool:
-        """Say to all ranks that this one cannot push, unless a verdict stands. Does not wait.
+        """Write the verdict that this rank cannot push, unless there is a verdict already. Does not wait.
 
         Returns:
-            Whether no other verdict stands.
+            Whether there was no other verdict.
         """
         said = error.message if isinstance(error, WeighbridgeError) else repr(error)
         if isinstance(error, WeighbridgeError) and error.details:
