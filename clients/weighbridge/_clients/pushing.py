@@ -507,7 +507,7 @@ class Pusher:
         except WeighbridgeError as untold:
             # the service may refuse the opening itself: then each rank gets that error from its own call
             if not (isinstance(error, WeighbridgeError) and untold.message == error.message):
-                log.warning("%s: the other ranks could not be told: %s", opening.model, untold.message)
+                log.warning("%s: the other ranks could not be notified: %s", opening.model, untold.message)
 
     def close(self) -> None:
         """Wait until all pushes have been delivered or have failed."""

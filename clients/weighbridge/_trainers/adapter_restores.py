@@ -63,12 +63,12 @@ class StoredAdapter:
             )
 
     def check_scales(self, modules: Mapping[str, LoraModule]) -> None:
-        """Refuse layers that scale their adapters otherwise. Raises LayoutError, which names them."""
+        """Refuse layers that scale their adapters differently from the version. Raises LayoutError, which names them."""
         kept = {"use_dora": False, "fan_in_fan_out": False, "bias": "none", "lora_bias": False}
         other = [field for field, usual in kept.items() if (self.config.get(field) or usual) != usual]
         if other or self.config.get("peft_type") != "LORA":
             raise LayoutError(
-                f"{self.name} is none of plain LoRA, which Megatron-core's adapters are", details=other
+                f"{self.name} is not a plain LoRA, and Megatron-core has no others", details=other
             )
         pattern = self.config.get("alpha_pattern") or {}
         if any(not _PLAIN.fullmatch(each) for each in pattern):

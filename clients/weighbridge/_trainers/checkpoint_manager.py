@@ -23,20 +23,22 @@ log = logging.getLogger(__name__)
 
 
 class CheckpointManager:
-    """Saves a module of torch or Megatron-core, its optimizer and whatever else a loop needs, and restores them. Every rank has one, and calls the same methods.
+    """Saves a module of torch or Megatron-core, its optimizer and further values of a training loop, and restores them. Every rank has a
+    manager and calls the same methods.
 
-    Each save is a version of the weights, which engines can pull, and one of the training state with the same step.
+    Each save is a version of the weights, which engines can pull, and a version of the training state with the same step.
 
     Args:
-        client: makes pushes and restores; stays open.
-        model: ``namespace/name``, registered before.
-        module: the torch module, after ``fully_shard`` or whatever else replaces its parameters; or Megatron-core's, which has ``sharded_state_dict()``,
-            as ``DistributedDataParallel`` wraps it or not, or a list of the rank's model chunks; or a function that gives a sharded state dict.
-        optimizer: of the module's parameters: torch's, one or several, or what ``get_megatron_optimizer`` returned.
-        state: values by name, the same on all ranks; as for `TrainerClient.push_state_dict`.
-        rank_state: likewise, of this rank alone.
-        until: as for `TrainerClient.push_state_dict`: ``"optimizer_step"`` copies behind the loop, during the next forward and backward.
-        options: of each push, as for `TrainerClient.push`.
+        client: client that makes pushes and restores; stays open.
+        model: ``namespace/name`` of a registered model.
+        module: the torch module, after ``fully_shard`` or any other call that replaces its parameters; or a module of Megatron-core, which
+            has ``sharded_state_dict()``, with or without ``DistributedDataParallel``, or a list of the rank's model chunks; or a function
+            that returns a sharded state dict.
+        optimizer: the optimizer of the module's parameters: one or several of torch, or the result of ``get_megatron_optimizer``.
+        state: values by name, the same on all ranks; see `TrainerClient.push_state_dict`.
+        rank_state: values by name of this rank alone; see `TrainerClient.push_state_dict`.
+        until: see `TrainerClient.push_state_dict`: with ``"optimizer_step"`` a thread copies during the next forward and backward.
+        options: options of each push, as for `TrainerClient.push`.
 
     Attributes:
         last: this rank's newest save, or None.
@@ -179,7 +181,7 @@ class CheckpointManager:
                 log.error("%s@%d was not saved: %s", handle.model, handle.number, error)
 
     def _agreed(self, find: Callable[[], Version | None]) -> Version | None:
-        """The version that rank 0 finds: what is newest may be another one a moment later."""
+        """The version that rank 0 finds. The other ranks do not search themselves, because a newer version may appear in between."""
         rank, ranks = rank_and_world(None, None)
         found: list[tuple[Version | None, WeighbridgeError | None]] = [(None, None)]
         cause: Exception | None = None
@@ -190,7 +192,7 @@ class CheckpointManager:
                 found = [(None, error)]
             except (
                 Exception
-            ) as error:  # the other ranks wait for what is said, and may not be able to unpickle it
+            ) as error:  # the other ranks wait for the broadcast, and may not be able to unpickle this error
                 problem = f"rank 0 cannot find a training state of {self._model}: {error!r}"
                 found, cause = [(None, WeighbridgeError(problem))], error
         if ranks > 1:
@@ -215,7 +217,7 @@ class CheckpointManager:
 
 
 def _sharded_state_of(module: Any) -> Callable[[], Any] | None:
-    """What gives the sharded state dict of a module of Megatron-core as it is then; None if it is torch's."""
+    """Function that returns the current sharded state dict of a Megatron-core module; None for a torch module."""
     chunks = list(module) if isinstance(module, list | tuple) else [module]
     if chunks and all(hasattr(unwrapped(chunk), "sharded_state_dict") for chunk in chunks):
         return partial(sharded_chunks, chunks)

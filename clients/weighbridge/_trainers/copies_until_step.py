@@ -1,4 +1,5 @@
-"""Copying behind the caller: a push's shards are copied out while training goes on, until the optimizer's step would change them."""
+"""Copying until the optimizer's step: a thread copies a push's shards out while training goes on, and the step that would change them
+waits."""
 
 from __future__ import annotations
 
@@ -25,14 +26,14 @@ if TYPE_CHECKING:
     import torch
 
 OPTIMIZER_STEP = "optimizer_step"
-"""What ``until=`` of a push may be: the next step of the optimizer that is pushed along."""
+"""Value of ``until=`` for the next step of the optimizer that is part of the push."""
 
 
 class CopyingBehind(Copying):
-    """One push's copies, which are made by a thread of their own, on streams of their own.
+    """Copies of one push, which a separate thread makes on its own streams.
 
     Args:
-        tensors: what is copied, as it is when the current streams have done what they have been given by now.
+        tensors: tensors to copy. The copies begin after the work that is enqueued on the current streams now.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -51,7 +52,7 @@ class CopyingBehind(Copying):
 
 
 class StepGate:
-    """What lets the steps of optimizers wait for copies that are still being made. Thread-safe."""
+    """Gate that makes the steps of optimizers wait for unfinished copies. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -59,14 +60,14 @@ class StepGate:
         self._hooked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
     def until(self, wanted: Any, optimizer: Any) -> CopiesUntilStep:
-        """Copies that are made until a step.
+        """Copies that may be made until a step.
 
         Args:
             wanted: ``until`` of `TrainerClient.push`.
-            optimizer: the one that is pushed along; None if none is.
+            optimizer: the optimizer that is part of the push; None if there is none.
 
         Raises:
-            InvalidArgument: it is neither `OPTIMIZER_STEP` nor an optimizer, or no optimizer is named at all.
+            InvalidArgument: ``wanted`` is neither `OPTIMIZER_STEP` nor an optimizer, or there is no optimizer.
         """
         named = optimizer if isinstance(wanted, str) else wanted
         if isinstance(wanted, str) and (wanted != OPTIMIZER_STEP or optimizer is None):
@@ -77,7 +78,7 @@ class StepGate:
         return CopiesUntilStep(self, steady_until_step(named))
 
     def hold(self, optimizers: Sequence[torch.optim.Optimizer], copying: Copying) -> None:
-        """Let the next step of each of these optimizers wait for the copies."""
+        """Make the next step of each of these optimizers wait for the copies."""
         with self._lock:
             self._waited_for = [each for each in self._waited_for if not each.is_set()] + [copying.ended]
             new = [each for each in optimizers if each not in self._hooked]

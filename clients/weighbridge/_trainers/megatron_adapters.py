@@ -189,7 +189,7 @@ class MegatronAdapters:
         of_weight: Mapping[tuple[str, tuple[int, ...]], Sequence[Link]],
         targets: Mapping[str, TensorSpec],
     ) -> Iterator[_Slice]:
-        """Where the rows of a part of B, or the columns of one of A, are in the model's weights; each place once."""
+        """Yield the slices of the model's weights that hold the rows of a part of B, or the columns of a part of A; each slice once."""
         links = [
             link
             for name in self._weights_of(part)
@@ -275,14 +275,15 @@ def _check_plain(keys: Iterable[str]) -> None:
 
 
 def _trained_besides(chunk: Any) -> Iterator[str]:
-    """The parameters that are trained and are not of adapters."""
+    """Names of the trained parameters that do not belong to adapters."""
     for name, parameter in chunk.named_parameters():
         if parameter.requires_grad and not _OF_AN_ADAPTER.search(f".{name}"):
             yield name
 
 
 def _scales(chunk: Any) -> Iterator[tuple[int, LoraModule]]:
-    """How each adapter is scaled, by the address of its ``linear_in``. Raises LayoutError for one with an activation between its matrices."""
+    """Rank, alpha and dropout of each adapter, with the address of its ``linear_in``. Raises LayoutError for an adapter with an activation
+    between its matrices."""
     import torch
 
     for name, module in chunk.named_modules():
@@ -298,7 +299,7 @@ def _scales(chunk: Any) -> Iterator[tuple[int, LoraModule]]:
 def _beside(
     found: ShardedTensors,
 ) -> tuple[dict[str, TensorSpec], dict[str, frozenset[tuple[int, ...]]]]:
-    """The weights among these tensors, and of which of their leading indexes the rank holds shards."""
+    """The weights among these tensors, and the leading indexes of each of which the rank holds shards."""
     held: defaultdict[str, set[tuple[int, ...]]] = defaultdict(set)
     for placement in found.layout.placements:
         if not _ADAPTER.match(placement.shard.tensor):

@@ -188,11 +188,11 @@ class LoraModule:
 
 @dataclass(frozen=True)
 class LoraParts:
-    """An adapter as far as one rank knows of it, or all of them together.
+    """The part of an adapter that one rank knows, or all parts together.
 
     Attributes:
-        tensors: whole, by peft's names.
-        modules: how the adapter of each layer is scaled, by the layer's name.
+        tensors: whole tensors by peft's names.
+        modules: rank, alpha and dropout of the adapter of each layer, by the layer's name.
     """
 
     tensors: Mapping[str, TensorSpec]
@@ -200,14 +200,14 @@ class LoraParts:
 
     @property
     def encoded(self) -> bytes:
-        """As the other ranks get it: the same bytes for the same adapter."""
+        """Encoding for the other ranks; the same bytes for the same adapter."""
         tensors = [[each.name, each.dtype.name, list(each.shape)] for _, each in sorted(self.tensors.items())]
         modules = {name: asdict(module) for name, module in sorted(self.modules.items())}
         return json.dumps({"tensors": tensors, "modules": modules}, separators=(",", ":")).encode()
 
     @staticmethod
     def decode(data: bytes) -> LoraParts:
-        """What another rank has encoded."""
+        """Decode the part of another rank."""
         found = json.loads(data)
         specs = [
             TensorSpec(name, dtypes.from_safetensors(dtype), tuple(shape))
@@ -218,7 +218,7 @@ class LoraParts:
 
     @staticmethod
     def together(parts: Sequence[LoraParts]) -> LoraParts:
-        """What several ranks know. Raises LayoutError if they contradict each other, names the layers and tensors."""
+        """Join the parts of several ranks. Raises LayoutError if they contradict each other (names the layers and tensors)."""
         tensors: dict[str, TensorSpec] = {}
         modules: dict[str, LoraModule] = {}
         wrong: dict[str, None] = {}
@@ -239,13 +239,13 @@ class LoraParts:
         return LoraParts(tensors, modules)
 
     def config_json(self, base: str, base_tensors: Collection[str]) -> bytes:
-        """The ``adapter_config.json`` that peft needs to load it.
+        """The ``adapter_config.json`` with which peft loads the adapter.
 
-        Layers are named by their last part where all layers of the base that end with it have adapters, and otherwise one by one.
+        It names layers by their last part if all layers of the base with that ending have adapters, and one by one otherwise.
 
         Args:
-            base: the model that it is on.
-            base_tensors: the names of its tensors.
+            base: name of the base model.
+            base_tensors: names of the base's tensors.
         """
         ranks = Counter(module.rank for _, module in sorted(self.modules.items()))
         alphas = Counter(module.alpha for _, module in sorted(self.modules.items()))

@@ -248,14 +248,15 @@ class Pushes:
         until: Any = None,
         training_tensors: Callable[[FoundT], TrainingTensors] | None = None,
     ) -> PushHandle:
-        """Push a rank's tensors, and behind them its training state if anything of it is given. What is refused of them is told to all ranks.
+        """Push a rank's tensors, and after them its training state if the caller gives any. If the tensors are refused, all ranks are
+        notified.
 
         Args:
-            call: which has begun.
-            space: to which the names of the shards belong.
-            find_shards: finds what the rank holds of the model.
-            until: as for `TrainerClient.push`.
-            training_tensors: gives what the rank holds of model and optimizer, by these shards; None if nothing is pushed behind them.
+            call: the call, which has begun.
+            space: space of the shards' names.
+            find_shards: returns the shards of the model that the rank holds.
+            until: see `TrainerClient.push`.
+            training_tensors: returns the rank's tensors of model and optimizer, given these shards; None if no training state is pushed.
         """
         self._say(call)
         opening, behind, rank, terms = call.opening, call.behind, call.rank, call.terms
@@ -292,7 +293,7 @@ class Pushes:
             return handle
 
     def _say(self, call: PushCall) -> None:
-        """Put the options of a call into its opening. If they are refused, this rank tells the others."""
+        """Put the options of a call into its opening. If they are refused, the other ranks are notified."""
         with self.pusher.telling([call.opening, call.behind], call.rank, call.terms):
             say(call.opening, call.options)
 

@@ -37,15 +37,15 @@ __all__ = ["TrainerClient"]
 
 
 class TrainerClient(Client):
-    """The trainer's side of the service; one for each rank.
+    """Client of a trainer; one for each rank.
 
     Args:
         server: ``host:port`` of the gRPC face; by default ``WEIGHBRIDGE_SERVER``, or 127.0.0.1:50051.
         run: name of the training run, the same on all ranks; part of the version's lineage.
-        ahead_bytes: host memory for the copies of a push with a training state, page-locked if they are of a GPU. So many bytes are copied to
-            it while the service is asked where they go, and delivered from there behind the caller. Larger pushes are copied when that is known. Each of two
-            pushes that are on their way takes as much.
-        options: as for `Client`.
+        ahead_bytes: bytes of host memory for the copies of a push with a training state, page-locked for tensors of a GPU. A push up to
+            this size is copied there while the service plans it, and a thread delivers it while training goes on. Larger pushes are copied
+            after the service has planned them. Two pushes may be delivered at the same time, and each takes this much.
+        options: see `Client`.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class TrainerClient(Client):
         self._adapters = Adapters(self._connection, self._known, self._pushes)
 
     def close(self) -> None:
-        """Wait until what was pushed has arrived or failed, then close the connection."""
+        """Wait until all pushes have been delivered or have failed, then close the connection."""
         self._pushes.close()
         super().close()
 
@@ -85,36 +85,38 @@ class TrainerClient(Client):
         until: Any = None,
         **options: Unpack[PushOptions],
     ) -> PushHandle:
-        """Hand over this rank's shards as a new version. All ranks call it with the same step.
+        """Push this rank's shards as a part of a new version. All ranks call this with the same step.
 
-        Returns once the shards are copied out: training may go on and change them. The bytes travel behind it. Of
-        shards that several ranks hold, each is pushed by one of them. The first push waits until all ranks have come.
+        Returns once the shards are copied out, so that training may go on and change them. A thread delivers the copies. A shard that
+        several ranks hold is pushed by one of them. The first push waits until all ranks have called.
 
-        With ``optimizer``, ``state`` or ``rank_state`` a training state is pushed behind the weights, as by `push_state_dict`: all that `restore`
-        needs to go on from here, by the keys of Megatron's own checkpoints. Ranks do not communicate: of what the distributed optimizer has shared
-        out, each pushes its ranges.
+        With ``optimizer``, ``state`` or ``rank_state`` a training state is pushed after the weights, as by `push_state_dict`: everything
+        that `restore` needs to continue, by the keys of Megatron's own checkpoints. Ranks do not communicate for it. Each rank pushes its
+        ranges of the state that a distributed optimizer shards.
 
         Args:
-            model: ``namespace/name``, registered before.
-            sharded_state_dict: what Megatron-core's ``model.sharded_state_dict()`` returns.
+            model: ``namespace/name`` of a registered model.
+            sharded_state_dict: result of Megatron-core's ``model.sharded_state_dict()``.
             step: the training step.
             rank: this rank, from 0; by default torch.distributed's, or 0.
             world_size: number of ranks that push; by default torch.distributed's, or 1.
-            run: overrides the client's.
-            request_id: what makes the ranks of one push find each other; by default run and step.
-            cast: as for `push_state_dict`: Megatron-core keeps some tensors in float32 beside bf16, such as norms or routers, if so configured.
-            optimizer: what ``get_megatron_optimizer`` returned, after its first step: `FP32Optimizer`, `Float16OptimizerWithFloat16Params` or
+            run: overrides the client's run.
+            request_id: ID by which the ranks of one push find each other; by default run and step.
+            cast: see `push_state_dict`. Megatron-core can be configured to keep some tensors, such as norms or routers, in float32 beside
+                bf16.
+            optimizer: result of ``get_megatron_optimizer``, after its first step: `FP32Optimizer`, `Float16OptimizerWithFloat16Params` or
                 `DistributedOptimizer`, chained or not.
-            state, rank_state, until: as for `push_state_dict`.
-            options: metadata, whether the version is held, and what the push may cost the loop: `PushOptions`. Where torch.distributed has
-                as many ranks as push, they agree by its store before anything is copied: all of them push, or none.
+            state, rank_state, until: see `push_state_dict`.
+            options: metadata, whether the version is held, and the time for which the push may hold the loop: `PushOptions`. If
+                torch.distributed has as many ranks as push, they agree through its store before anything is copied: all of them push, or
+                none.
 
         Returns:
-            The push of the weights. Its ``training`` is the one of the training state.
+            The push of the weights. Its ``training`` is the push of the training state.
 
         Raises:
             NotFound: the model is not registered.
-            InvalidArgument: the optimizer is none of these, values are not plain data (names the entry), or ``until`` names no optimizer.
+            InvalidArgument: the optimizer is not supported, values are not plain data (names the entry), or ``until`` names no optimizer.
             FailedPrecondition: the optimizer has made no step.
             LayoutError: shapes, dtypes or names contradict the model, or the ranks together do not hold all of it.
             AlreadyExists: another process pushes as this rank of this step.
@@ -140,43 +142,45 @@ class TrainerClient(Client):
         until: Any = None,
         **options: Unpack[PushOptions],
     ) -> PushHandle:
-        """Hand over this rank's part of a torch model as a new version: FSDP2, HSDP, tensor parallelism, DDP, or one process.
+        """Push this rank's part of a torch model as a part of a new version: FSDP2, HSDP, tensor parallelism, DDP, or one process.
 
         As `push`, with Hugging Face's names. ``_orig_mod``, ``_fsdp_wrapped_module`` and a leading ``module`` are stripped from them.
-        Tied copies of other tensors, and rotary frequencies, are left out. What several ranks hold is pushed by one of them.
+        Tied copies of other tensors, and rotary frequencies, are left out. A tensor that several ranks hold is pushed by one of them.
 
-        With ``optimizer``, ``state`` or ``rank_state`` a training state is pushed behind the weights: all that `restore_state_dict` needs to go
-        on from here. It is a version of ``namespace/name:training``, with the number of the weights' version if that is free. Weights do not
-        wait for it. Its parameters have the module's own dtypes.
+        With ``optimizer``, ``state`` or ``rank_state`` a training state is pushed after the weights: everything that `restore_state_dict`
+        needs to continue. It is a version of ``namespace/name:training``, with the number of the weights' version if that is free. Weights
+        do not wait for it. Its parameters have the module's own dtypes.
 
         Args:
-            model: ``namespace/name``, registered before.
-            state_dict_or_module: a module, of which the ``state_dict()`` is taken, with peft's adapters merged into copies; a state dict; or pairs of name and
-                tensor. Tensors are DTensors of any mesh, or plain ones, which every rank holds whole; on any device.
+            model: ``namespace/name`` of a registered model.
+            state_dict_or_module: a module, of which the ``state_dict()`` is taken, with peft's adapters merged into copies; a state dict;
+                or pairs of name and tensor. Tensors are DTensors of any mesh, or plain ones, which every rank holds whole; on any device.
             step: the training step.
             rank: this rank; by default torch.distributed's, or 0.
             world_size: number of ranks that push; by default torch.distributed's, or 1.
-            run: overrides the client's.
-            request_id: what makes the ranks of one push find each other; by default run and step.
-            cast: ``allow`` casts floating-point tensors of another dtype than the model's on the way (integers never); ``exact`` does so
-                if the model's is wider; ``never`` refuses them. The report says how many were cast.
-            optimizer: the ``torch.optim.Optimizer`` of the module's parameters, or several. Whether it has made a step or not, it is not changed.
-            state: values by name, the same on all ranks: plain data, or objects with ``state_dict()`` and ``load_state_dict()`` such as schedulers.
-            rank_state: likewise, of this rank alone, such as the state of a random number generator or a data loader.
-            until: ``"optimizer_step"`` returns once it is known what is to be copied: what nothing but the optimizer's step changes is copied
-                behind the caller, during the next forward and backward, and the step waits for what is left. Or an optimizer, where its
-                state is not pushed along. Nothing else may change parameters before: `PushHandle.copied` waits for that.
-            options: as for `push`.
+            run: overrides the client's run.
+            request_id: ID by which the ranks of one push find each other; by default run and step.
+            cast: ``allow`` casts floating-point tensors to the model's dtype if theirs differs (integers are never cast); ``exact`` casts
+                them only if the model's dtype is wider; ``never`` refuses them. The report has the number of cast tensors.
+            optimizer: the ``torch.optim.Optimizer`` of the module's parameters, or several. It is not changed, even if it has made no step.
+            state: values by name, the same on all ranks: plain data, or objects with ``state_dict()`` and ``load_state_dict()`` such as
+                schedulers.
+            rank_state: such values of this rank alone, for example the state of a random number generator or a data loader.
+            until: ``"optimizer_step"`` returns once it is known which tensors to copy. A thread then copies tensors that only the
+                optimizer's step changes, during the next forward and backward, and the step waits for the rest. Give the optimizer itself
+                if its state is not pushed. No other code may change parameters before the copies are made: `PushHandle.copied` waits for
+                them.
+            options: see `push`.
 
         Returns:
-            The push of the weights. Its ``training`` is the one of the training state.
+            The push of the weights. Its ``training`` is the push of the training state.
 
         Raises:
             NotFound: the model is not registered.
-            InvalidArgument: that is no state dict, ``cast`` is none of these, values are not plain data (names the entry), or ``until`` names
-                no optimizer.
-            LayoutError: names, shapes, dtypes or placements contradict the model, LoRA adapters cannot be merged, or with a training state are merged in
-                place, or the ranks together do not hold all of it; names each tensor.
+            InvalidArgument: the argument is not a state dict, ``cast`` is unknown, values are not plain data (names the entry), or
+                ``until`` names no optimizer.
+            LayoutError: names, shapes, dtypes or placements contradict the model; LoRA adapters cannot be merged, or are merged in place in
+                a push with a training state; or the ranks together do not hold all of the model (names each tensor).
             AlreadyExists: another process pushes as this rank of this step.
         """
         call = self._pushes.call(model, step, self._run(run), rank, world_size, request_id, options)
@@ -198,32 +202,33 @@ class TrainerClient(Client):
         held: Iterable[str] | None = None,
         **options: Unpack[PushOptions],
     ) -> PushHandle:
-        """Hand over whole tensors that all ranks gather one after another, as RL frameworks do, as a new version.
+        """Push whole tensors that all ranks gather one after another, as RL frameworks do, as a new version.
 
-        All ranks call it with the same tensors; each pushes its share of each, before it asks for the next one. So a tensor need not outlive
-        that, and no rank holds more than the one that it is given: on the local lane it is copied straight to its place in the version. Returns
-        when all have passed by. Of ``weights`` all are taken in any case, also if the push fails: other ranks may gather them together with
-        this one. Names are understood as by `push_state_dict`; a copy of a tied tensor may be among them, and is compared.
+        All ranks call this with the same tensors. Each rank pushes its share of a tensor before it takes the next one from ``weights``. So
+        a tensor may be freed after its turn, and no rank holds more than one. On the local lane a share is copied straight to its place in
+        the version. Returns when all tensors have been taken. ``weights`` is consumed to its end even if the push fails, because other
+        ranks may gather the tensors together with this one. Names are those of `push_state_dict`. A copy of a tied tensor is allowed, and
+        is compared with it.
 
         Args:
-            model: ``namespace/name``, registered before.
-            weights: ``(name, tensor)`` pairs, on any device; an iterator is taken to its end.
+            model: ``namespace/name`` of a registered model.
+            weights: ``(name, tensor)`` pairs, on any device; an iterator is consumed to its end.
             step: the training step.
             rank: this rank; by default torch.distributed's, or 0.
             world_size: number of ranks that push; by default torch.distributed's, or 1.
-            run: overrides the client's.
-            request_id: what makes the ranks of one push find each other; by default run and step.
-            cast: as for `push_state_dict`.
-            buffer_bytes: host memory that what goes by gRPC may take; 2 MiB at the least.
-            held: names of the tensors that this rank is given, where the ranks are given different ones, as by pipeline or expert parallelism; of
-                a tensor that several are given, the whole is pushed by one of them, and not compared; nor is a copy of a tied tensor on a rank
-                that is not given that one.
-            options: as for `push`.
+            run: overrides the client's run.
+            request_id: ID by which the ranks of one push find each other; by default run and step.
+            cast: see `push_state_dict`.
+            buffer_bytes: bytes of host memory for tensors that are sent by gRPC; at least 2 MiB.
+            held: names of the tensors in this rank's ``weights``, if ranks have different ones, as with pipeline or expert parallelism. If
+                several ranks have a tensor, one of them pushes all of it, and it is not compared. Nor is a copy of a tied tensor compared
+                on a rank that does not have that tensor.
+            options: see `push`.
 
         Raises:
             NotFound: the model is not registered.
-            InvalidArgument: ``cast`` is not known.
-            LayoutError: names, shapes or dtypes contradict the model, or tensors are missing; names each.
+            InvalidArgument: ``cast`` is unknown.
+            LayoutError: names, shapes or dtypes contradict the model, or tensors are missing (names each).
             AlreadyExists: another process pushes as this rank of this step.
         """
         passing = iter(weights)
@@ -247,17 +252,17 @@ class TrainerClient(Client):
         cast_from: Iterable[str] = (),
         **options: Unpack[PushOptions],
     ) -> PushHandle:
-        """Push the shards of any layout; what `push` and `push_folder` do in the end.
+        """Push the shards of any layout. `push` and `push_folder` are built on this.
 
         Args:
-            model: ``namespace/name``, registered before.
-            layout: the shards this rank holds, as one stream.
-            space: ``TensorSpace.MEGATRON`` or ``TensorSpace.HUGGING_FACE``, to which the names belong.
-            open_source: is called for the bytes of the shards that this rank is to push; and, for those that other ranks hold, too, before
-                that to compare them.
-            step, rank, world_size, run, request_id, options: as for `push`.
-            hold_seal: leave it to `PushHandle.seal` to say that this rank has pushed everything: until then no version becomes visible.
-            cast_from: safetensors' names of the dtypes that the source casts from; the version's manifest has them.
+            model: ``namespace/name`` of a registered model.
+            layout: the shards that this rank holds, as one stream.
+            space: space of the tensors' names, ``TensorSpace.MEGATRON`` or ``TensorSpace.HUGGING_FACE``.
+            open_source: opens the bytes of the shards that this rank is to push. Before that it is called for shards that other ranks also
+                hold, to compare them.
+            step, rank, world_size, run, request_id, options: see `push`.
+            hold_seal: whether this rank is sealed only by `PushHandle.seal`. Until then the version does not become visible.
+            cast_from: safetensors' names of the dtypes from which the source casts; the version's manifest lists them.
         """
         call = self._pushes.call(
             model, step, self._run(run), rank, world_size, request_id, options, part=True
@@ -281,31 +286,35 @@ class TrainerClient(Client):
         save_embedding_layers: bool | str = "auto",
         **options: Unpack[PushOptions],
     ) -> PushHandle:
-        """Hand over an adapter of a model that peft has wrapped, or of a Megatron-core model, as a new version that is a change on a version of another model.
+        """Push an adapter of a peft model or a Megatron-core model as a new version, whose base is a version of another model.
 
-        The first push registers the model by the adapter's tensors. All ranks call it: under DDP each has an equal copy, of which the service takes one;
-        under FSDP2 each has its part. The version's files are those that peft's ``save_pretrained`` writes.
+        The first push registers the model by the adapter's tensors. All ranks call this. Under DDP each rank has an equal copy, and the
+        service takes one; under FSDP2 each rank has its part. The version's files are those that peft's ``save_pretrained`` writes.
 
-        Of a Megatron-core model to which Megatron-Bridge's ``LoRA`` or ``CanonicalLoRA`` was applied, each rank pushes its shards, by the weight map of the base.
-        They are peft's tensors then, and the config is made of rank and alpha of the layers: all ranks say by the store of torch.distributed which they have.
+        For a Megatron-core model with Megatron-Bridge's ``LoRA`` or ``CanonicalLoRA``, each rank pushes its shards as peft's tensors, by
+        the weight map of the base. The config is made from rank and alpha of the layers, which the ranks exchange through the store of
+        torch.distributed.
 
         Args:
             model: ``namespace/name`` of the adapter.
-            peft_model: what ``peft.get_peft_model`` has made, or DDP or torch.compile of it; or a model of Megatron-core, or the list of its virtual stages.
-            base: the version that it is on, such as ``acme/smol@17``; a ref is resolved once. It is kept as long as versions of the adapter are on it.
+            peft_model: result of ``peft.get_peft_model``, also wrapped by DDP or torch.compile; or a model of Megatron-core, or the list of
+                its virtual stages.
+            base: the version that is the base, such as ``acme/smol@17``; a ref is resolved once. The base is kept as long as it has
+                versions of the adapter.
             step: the training step.
-            adapter_name: which adapter of the model.
-            rank, world_size, run, request_id: as for `push_state_dict`.
-            save_embedding_layers: as for peft's ``save_pretrained``: with ``auto`` peft may look up the base's config in the Hub.
-            options: as for `push`.
+            adapter_name: name of the adapter in the model.
+            rank, world_size, run, request_id: see `push_state_dict`.
+            save_embedding_layers: as for peft's ``save_pretrained``. With ``auto`` peft may look up the base's config in the Hub.
+            options: see `push`.
 
         Raises:
-            NotFound: there is no such base.
-            InvalidArgument: that is no model of peft, it has no such adapter, or the base is no model; or it is one of Megatron-core without adapters, or on a base
-                that has no weight map.
-            LayoutError: the base lacks modules of the adapter, or has them with other features; or adapters of Megatron-core are of another kind than LoRA.
-            FailedPrecondition: the name is registered for a model, or for an adapter with other tensors: of another rank or other target modules; or the base
-                is not durable.
+            NotFound: the base does not exist.
+            InvalidArgument: the argument is not a peft model, it has no such adapter, or the base is not a whole model; or a Megatron-core
+                model has no adapters, or its base has no weight map.
+            LayoutError: the base lacks modules of the adapter, or has them with other features; or adapters of a Megatron-core model are
+                not LoRA.
+            FailedPrecondition: the name is registered for a model, or for an adapter with other tensors (another rank or other target
+                modules); or the base is not durable.
             PermissionDenied: the caller may not pull the base.
             ResourceExhausted: the caller has adapters on as many versions of the base as the policy allows.
         """
@@ -326,19 +335,19 @@ class TrainerClient(Client):
     ) -> PushHandle:
         """Push the weights of a Hugging Face folder, and its other files if it has a ``config.json``, as a new version of a registered model.
 
-        The folder's files become the registered ones, so that this version and those that ranks push after it have them. Registered files that
-        the folder does not have stay, but for those of the tokenizer if it brings one; a folder without ``config.json`` leaves all as they are.
+        The folder's files replace the registered ones, so that this version and later ones have them. Registered files that the folder does
+        not have stay, except those of the tokenizer if the folder has one. A folder without ``config.json`` changes no registered file.
 
         Args:
-            model: ``namespace/name``, registered before.
-            hf_dir: a folder with safetensors files. Which tensors are tied says its ``config.json``, or the model's own if it has none.
+            model: ``namespace/name`` of a registered model.
+            hf_dir: a folder with safetensors files. Its ``config.json``, or the model's if it has none, determines the tied tensors.
             step: recorded with the version.
-            run: overrides the client's.
-            request_id: what makes a repeated call find its version; unique by default.
-            cast: ``allow`` casts floating-point tensors of another dtype than the model's as they are read, ``exact`` does so if the model's
-                is wider, ``never`` refuses them. The report says how many were cast.
-            hold_seal: as for `push_shards`.
-            options: as for `push`.
+            run: overrides the client's run.
+            request_id: ID by which a repeated call finds its version; unique by default.
+            cast: ``allow`` casts floating-point tensors to the model's dtype while they are read, if theirs differs; ``exact`` casts them
+                only if the model's dtype is wider; ``never`` refuses them. The report has the number of cast tensors.
+            hold_seal: see `push_shards`.
+            options: see `push`.
 
         Raises:
             NotFound: the model is not registered, or the folder has no safetensors files.
@@ -368,27 +377,28 @@ class TrainerClient(Client):
         tensors: Any = None,
         weight_map: bool = True,
     ) -> Model:
-        """Register a model by a Hugging Face folder: its ``config.json``, tokenizer and so on, not its weights.
+        """Register a model by a Hugging Face folder: its ``config.json``, tokenizer and other files, but not its weights.
 
         A model type without a weight map is registered by its tensors: by the headers of the folder's weights, or by ``tensors``. Such a
-        model has Hugging Face's names alone. Repeating it is harmless, so every rank may call it, with its own part of ``tensors``.
+        model has only Hugging Face's names. Repeating it is harmless, so every rank may call it, with its own part of ``tensors``.
 
         Args:
             model: ``namespace/name``.
             hf_dir: the folder. If it has weights, their headers are compared with ``config.json``.
-            dtype: of the weights, such as ``bf16``, which ``config.json`` names from then on; by default each tensor's own if they are
-                known, and otherwise what ``config.json`` says. Without a weight map, only floating-point tensors of 16 bits or more get it.
-            tensors: a torch module, a state dict, or pairs of a name and a tensor, as for `push_state_dict`, by whose names, global
-                shapes and dtypes the model is registered; by default the folder's weights. Data is not read: the meta device will do.
-            weight_map: False registers it by its tensors alone, although there may be a weight map for its model type: of a quantised
-                model, or one with layers of its own.
+            dtype: dtype of the weights, such as ``bf16``, which is written to the registered ``config.json``; by default each tensor's own
+                if the tensors are known, or else that in ``config.json``. Without a weight map, it applies only to floating-point tensors
+                of 16 bits or more.
+            tensors: a torch module, a state dict, or pairs of name and tensor, as for `push_state_dict`. The model is registered by their
+                names, global shapes and dtypes; by default by the folder's weights. Data is not read, so tensors may be on the meta device.
+            weight_map: False registers the model only by its tensors, even if its model type has a weight map, for a quantised model or a
+                model with custom layers.
 
         Raises:
-            InvalidArgument: its model type has no weight map and its tensors are not known, or they are not what ``config.json``
-                describes (names the tensors).
-            LayoutError: ``tensors`` has LoRA adapters that are not merged, or what is no tensor.
+            InvalidArgument: the model type has no weight map and the tensors are not known, or the tensors are not those that
+                ``config.json`` describes (names them).
+            LayoutError: ``tensors`` has LoRA adapters that are not merged, or values that are not tensors.
             DataLoss: a file of weights is damaged.
-            FailedPrecondition: the model is registered already, with other tensors.
+            FailedPrecondition: the model is already registered with other tensors.
         """
         files, specs = model_folders.registered_by(model, hf_dir, dtype, tensors)
         return self.register_files(model, files, dtype, specs, weight_map=weight_map)
@@ -410,18 +420,18 @@ class TrainerClient(Client):
         Args:
             model: ``namespace/name``.
             hf_dir: the folder.
-            dtype: what floating-point weights are cast to as they are read, such as ``bf16``; by default they are kept as they are.
-            dequantize: the dtype, such as ``bf16``, that block-quantised fp8 weights are turned into on the way; by default
-                they are kept as they are.
+            dtype: dtype to which floating-point weights are cast while they are read, such as ``bf16``; by default their own.
+            dequantize: dtype to which block-quantised fp8 weights are dequantised while they are read, such as ``bf16``; by default they
+                stay quantised.
             step: recorded with the version.
-            run: overrides the client's.
-            weight_map: as for `register_model`.
-            options: as for `push`.
+            run: overrides the client's run.
+            weight_map: see `register_model`.
+            options: see `push`.
 
         Raises:
-            As `register_model` and `push_folder` do, and:
-            InvalidArgument: ``dequantize`` is given, and there is nothing to dequantise or a scale is missing; or ``dtype`` is given, and
-                weights cannot be cast to it.
+            The errors of `register_model` and `push_folder`, and:
+            InvalidArgument: ``dequantize`` is given, but no weight is quantised or a scale is missing; or ``dtype`` is given, but weights
+                cannot be cast to it.
         """
         call = self._pushes.call(model, step, self._run(run), 0, 1, str(uuid.uuid4()), options, part=True)
         files, weights = model_folders.imported(model, hf_dir, dtype, dequantize)
@@ -445,15 +455,16 @@ class TrainerClient(Client):
 
         Args:
             model: ``namespace/name`` of the adapter.
-            folder: has ``adapter_config.json`` and ``adapter_model.safetensors``, which are kept as they are; its other files are not.
-            base: the version that it is on, such as ``acme/smol@17``; a ref is resolved once.
+            folder: a folder with ``adapter_config.json`` and ``adapter_model.safetensors``, which are kept unchanged; other files are
+                ignored.
+            base: the version that is the base, such as ``acme/smol@17``; a ref is resolved once.
             step: recorded with the version.
-            run: overrides the client's.
-            options: as for `push`.
+            run: overrides the client's run.
+            options: see `push`.
 
         Raises:
-            NotFound: the folder is none of peft's, or there is no such base.
-            InvalidArgument: the weights are a pickle, or the base is no model.
+            NotFound: peft did not write the folder, or the base does not exist.
+            InvalidArgument: the weights are a pickle, or the base is not a whole model.
             LayoutError: the base lacks modules of the adapter, or has them with other features.
             FailedPrecondition: the name is registered for a model, or for an adapter with other tensors; or the base is not durable.
             PermissionDenied: the caller may not pull the base.
@@ -471,23 +482,25 @@ class TrainerClient(Client):
         run: str | None = None,
         **options: Unpack[PushOptions],
     ) -> PushHandle:
-        """Push a checkpoint of Megatron-core (``torch_dist``), torch (``dcp``) or verl's FSDP2 ranks (a file of each) as a training state, with its optimizer.
+        """Push a checkpoint of Megatron-core (``torch_dist``), torch (``dcp``) or verl's FSDP2 ranks (one file each) as a training state,
+        with its optimizer.
 
-        Its layout is what is declared, and the bytes of tensors are read from where they lie. Entries that are no tensors are kept as the bytes
-        that they are, unopened.
+        The layout is that of the checkpoint, and the bytes of tensors are read directly from its files. Entries that are not tensors are
+        kept as bytes, without being opened.
 
         Args:
-            model: ``namespace/name``, registered before.
-            folder: the checkpoint; of Megatron-LM that of one iteration.
-            step: recorded with the version; by default the one that the checkpoint says itself or, without that, its folder's name.
-            run: overrides the client's.
-            options: as for `push`. Elements that are not finite do not hold it.
+            model: ``namespace/name`` of a registered model.
+            folder: the checkpoint; for Megatron-LM the folder of one iteration.
+            step: recorded with the version; by default the step in the checkpoint or, without one, in the folder's name.
+            run: overrides the client's run.
+            options: see `push`. Non-finite elements do not hold the version.
 
         Raises:
             NotFound: the model is not registered, there is no checkpoint, or a file of it is missing.
-            DataLoss: it is damaged or cut short.
-            InvalidArgument: a tensor has a dtype or name that is not supported, what is no tensor has more than a GiB, or nothing says the step.
-            LayoutError: a part of a tensor is missing, or there twice; names each tensor.
+            DataLoss: the checkpoint is damaged or cut short.
+            InvalidArgument: a tensor has an unsupported dtype or name, an entry that is not a tensor is larger than a GiB, or the step is
+                unknown.
+            LayoutError: a part of a tensor is missing or occurs twice (names each tensor).
         """
         check_options(options)
         from weighbridge._trainers.states.checkpoints.checkpoint_folder import CheckpointFolder
@@ -513,25 +526,25 @@ class TrainerClient(Client):
         rank: int | None = None,
         world_size: int | None = None,
     ) -> Version:
-        """Fill a sharded state dict in place from any version, whatever parallelism it was pushed with.
+        """Fill a sharded state dict in place from any version, whatever its parallelism was.
 
-        Only this rank's bytes come over the wire. Tensors of another floating-point dtype than the model's are cast.
+        Only this rank's bytes are transferred. Tensors whose floating-point dtype differs from the model's are cast.
 
-        With ``optimizer``, ``state`` or ``rank_state`` all comes from a training state, as by `restore_state_dict`.
+        With ``optimizer``, ``state`` or ``rank_state`` everything comes from a training state, as in `restore_state_dict`.
 
         Args:
             model: ``namespace/name``.
-            sharded_state_dict: what Megatron-core's ``model.sharded_state_dict()`` returns.
+            sharded_state_dict: result of Megatron-core's ``model.sharded_state_dict()``.
             version: a number or a ref; by default the latest.
-            optimizer: as for `TrainerClient.push`; filled in place. It is given a state first, if it has none.
-            state, rank_state, rank, world_size: as for `restore_state_dict`.
+            optimizer: see `TrainerClient.push`; filled in place. If it has no state, its state is allocated first.
+            state, rank_state, rank, world_size: see `restore_state_dict`.
 
         Returns:
             The version that was restored.
 
         Raises:
             NotFound: no such model or version.
-            InvalidArgument: the version was pushed without what is asked for.
+            InvalidArgument: the version lacks requested values.
             LayoutError: shapes, dtypes or names contradict the model or the training state.
         """
         beside = Beside(optimizer, state, rank_state, rank, world_size)
@@ -550,23 +563,24 @@ class TrainerClient(Client):
         rank: int | None = None,
         world_size: int | None = None,
     ) -> Version:
-        """Fill a torch model in place from any version, whatever parallelism it was pushed with.
+        """Fill a torch model in place from any version, whatever its parallelism was.
 
-        Only this rank's bytes come over the wire. Tensors of another floating-point dtype than the model's are cast.
+        Only this rank's bytes are transferred. Tensors whose floating-point dtype differs from the model's are cast.
 
-        With ``optimizer``, ``state`` or ``rank_state`` all comes from a training state: parameters too, in their own dtype, and ``version`` is one of
-        ``namespace/name:training``. Training goes on as if it had not stopped, on as many ranks to the bit.
+        With ``optimizer``, ``state`` or ``rank_state`` everything comes from a training state, including parameters in their own dtype, and
+        ``version`` is a version of ``namespace/name:training``. Training then continues as if it had not stopped; on the same number of
+        ranks it is bit-identical.
 
         Args:
             model: ``namespace/name``.
-            state_dict_or_module: as for `push_state_dict`.
+            state_dict_or_module: see `push_state_dict`.
             version: a number or a ref; by default the latest.
-            strict: whether it must hold all tensors of the model, and no others, as for `Pull.into`. If not, those are filled that both
-                have, and names of which the model has none are refused.
-            optimizer: as for `push_state_dict`. It takes what was pushed, whether it has made a step or not, and has nothing else afterwards.
-            state: what was pushed as ``state``, by the same names, or some of it: objects load theirs, plain values are replaced in the mapping. On
-                another number of ranks than pushed it, all get those of rank 0.
-            rank_state: likewise, of this rank; for as many ranks as pushed it.
+            strict: whether the target must have all tensors of the model and no others, as for `Pull.into`. If not, the common tensors are
+                filled, and names that the model does not have are refused.
+            optimizer: see `push_state_dict`. Afterwards it has exactly the pushed state, whether it had made a step or not.
+            state: all or some of the names that were pushed as ``state``: objects load their state, plain values are replaced in the
+                mapping. If another number of ranks pushed the state, all ranks get the values of rank 0.
+            rank_state: the same for ``rank_state`` of this rank; only for the number of ranks that pushed it.
             rank, world_size: by default torch.distributed's, or 0 and 1.
 
         Returns:
@@ -574,8 +588,8 @@ class TrainerClient(Client):
 
         Raises:
             NotFound: no such model or version.
-            InvalidArgument: that is no state dict, or the version was pushed without what is asked for.
-            LayoutError: tensors are missing, unexpected, or contradict the model, or LoRA adapters are not merged; names each tensor.
+            InvalidArgument: the argument is not a state dict, or the version lacks requested values.
+            LayoutError: tensors are missing, unexpected, or contradict the model, or LoRA adapters are not merged (names each tensor).
         """
         beside = Beside(optimizer, state, rank_state, rank, world_size)
         return self._restorer.state_dict(_latest(model, version), state_dict_or_module, strict, beside)
@@ -591,13 +605,14 @@ class TrainerClient(Client):
         rank: int | None = None,
         world_size: int | None = None,
     ) -> Version:
-        """Fill the adapter of a model in place from any version, whatever parallelism it was pushed with. All ranks call it.
+        """Fill the adapter of a model in place from any version, whatever its parallelism was. All ranks call this.
 
-        Only this rank's bytes come over the wire. The model has the adapter already, with the rank, the scales and the target modules of the version.
+        Only this rank's bytes are transferred. The model must already have the adapter, with the rank, the scales and the target modules of
+        the version.
 
         Args:
             model: ``namespace/name`` of the adapter.
-            peft_model, adapter_name, save_embedding_layers, rank, world_size: as for `push_adapter`.
+            peft_model, adapter_name, save_embedding_layers, rank, world_size: see `push_adapter`.
             version: a number or a ref; by default the latest.
 
         Returns:
@@ -605,10 +620,11 @@ class TrainerClient(Client):
 
         Raises:
             NotFound: no such model or version.
-            InvalidArgument: that is no adapter, no model of peft or Megatron-core, or it has no such adapter.
-            LayoutError: the model's adapter has other tensors, or layers of Megatron-core with other scales; names them. Or it is merged, or layers
-                that the model fuses have adapters with different A in the version.
-            FailedPrecondition: by the config of the model's adapter, the same tensors compute something else; names the entries.
+            InvalidArgument: the model is not an adapter, or ``peft_model`` is not of peft or Megatron-core, or has no such adapter.
+            LayoutError: the adapter in ``peft_model`` has other tensors, or scales of Megatron-core's layers differ (names them); or it is
+                merged; or layers that the model fuses have adapters with different A in the version.
+            FailedPrecondition: with the config of the adapter in ``peft_model``, the same tensors compute something else (names the
+                entries).
         """
         meant = _latest(model, version)
         return self._adapters.restore(meant, peft_model, adapter_name, save_embedding_layers, world_size)
@@ -616,12 +632,12 @@ class TrainerClient(Client):
     def restore_shards(
         self, model: str, layout: Layout, tensors: Sequence[torch.Tensor], *, version: str | int | None = None
     ) -> Version:
-        """Fill the shards of any layout that has Hugging Face's names; what `restore_state_dict` does in the end.
+        """Fill the shards of any layout with Hugging Face's names. `restore_state_dict` is built on this.
 
         Args:
             model: ``namespace/name``.
-            layout: which shards.
-            tensors: one for each of them, of the extent of its box, on any device. One of another floating-point dtype is cast to.
+            layout: the shards.
+            tensors: one tensor for each shard, with the extent of its box, on any device. Elements are cast to its floating-point dtype.
             version: a number or a ref; by default the latest.
 
         Returns:
@@ -641,12 +657,12 @@ class TrainerClient(Client):
         *,
         version: str | int | None = None,
     ) -> Iterator[tuple[Version, int]]:
-        """Restore the shards of a layout in megatron-core's tensor space, one after the other.
+        """Restore the shards of a layout in Megatron-core's tensor space, one after the other.
 
         Args:
             model: ``namespace/name``.
-            layout: which shards, as a stream.
-            tensor_for: gives the tensor to fill for a placement, by index.
+            layout: the shards, as a stream.
+            tensor_for: returns the tensor to fill for the placement with an index.
             version: a number or a ref; by default the latest.
 
         Yields:
@@ -665,26 +681,27 @@ class TrainerClient(Client):
         max_file_bytes: int = DEFAULT_FILE_BYTES,
         on_progress: Callable[[int, int], None] = lambda _done, _total: None,
     ) -> WrittenCheckpoint:
-        """Write a training state as a checkpoint of its trainer: of Megatron-core ``torch_dist``, of torch ``dcp``.
+        """Write a training state as a checkpoint of its trainer: ``torch_dist`` for Megatron-core, ``dcp`` for torch.
 
-        Tensors are streamed. What ranks have besides is loaded here, with ``weights_only``. The folder appears whole or not at all.
+        Tensors are streamed. The other values of ranks are loaded in this process, with ``weights_only``. The folder appears whole or not
+        at all.
 
         Args:
             model: ``namespace/name``, or the name of its part.
-            version: of the part: a number or a ref; None for the one that ``model`` names, or the latest.
-            folder: a new or empty folder. Of Megatron-core it becomes what ``--load`` is given: the checkpoint is ``iter_%07d`` in it, by the
+            version: number or ref of a version of the part; None for the version that ``model`` names, or the latest.
+            folder: a new or empty folder. For Megatron-core it is the argument of ``--load``: the checkpoint is ``iter_%07d`` in it, by the
                 step, beside ``latest_checkpointed_iteration.txt``.
             checkpoint_format: ``torch_dist`` or ``dcp``; by default the trainer's.
-            replace: write to a folder that is not empty: in the place of the checkpoint there, of Megatron-core beside other iterations.
-            max_file_bytes: about how large a ``.distcp`` file may become.
-            on_progress: is called with bytes written so far and in all.
+            replace: whether the folder may have content: the checkpoint there is replaced, or for Megatron-core other iterations stay.
+            max_file_bytes: approximate limit on the size of a ``.distcp`` file.
+            on_progress: called with the bytes written so far and the total.
 
         Raises:
             NotFound: no such model or version.
-            InvalidArgument: the folder is not empty, it is the state of a trainer with other checkpoints, or values have a name that means
-                something else there.
-            LayoutError: it has no tensors.
-            DataLoss: a rank's values are missing, or are none.
+            InvalidArgument: the folder is not empty, the trainer has another format of checkpoints, or values have a name that means
+                something else in a checkpoint.
+            LayoutError: the training state has no tensors.
+            DataLoss: the values of a rank are missing or malformed.
             ResourceExhausted: the disk is full.
             FailedPrecondition: the folder cannot be written.
         """
@@ -694,7 +711,8 @@ class TrainerClient(Client):
         )  # fmt: skip
 
     def describe_tensors(self, model: str, *, refresh: bool = False) -> Mapping[str, TensorSpec]:
-        """A model's tensors by name. They are asked for once, and again with ``refresh``: the name may stand for another model by now.
+        """A model's tensors by name. They are requested once and then cached; ``refresh`` requests them again, as the name may now belong
+        to another model.
 
         Raises:
             NotFound: the model is not registered.
@@ -706,7 +724,7 @@ class TrainerClient(Client):
 
         Args:
             model: ``namespace/name``.
-            rank: which rank, of which sizes; by default the only one.
+            rank: position of the rank; by default that of a single rank.
 
         Raises:
             InvalidArgument: the sizes do not divide the model.

@@ -52,14 +52,14 @@ class Beside(Generic[ValuesT]):
 
 
 def opening_behind(weights: pb.OpenVersionRequest) -> pb.OpenVersionRequest:
-    """The opening of the training state that is pushed behind these weights, which have not been opened yet."""
+    """The opening of the training state that follows these weights, which have not been opened yet."""
     own = pb.OpenVersionRequest()
     own.CopyFrom(weights)
     own.model = training_of(weights.model)
     own.ClearField("cast_from")
-    # held versions are for engines to pass by; a trainer that goes on wants the newest state as it was
+    # holding keeps versions from engines; a trainer that resumes needs the newest state in any case
     own.candidate, own.allow_nonfinite = False, True
-    for key in own.metadata.keys() & {PROMPTS, BOUND}:  # no engine is asked what a training state answers
+    for key in own.metadata.keys() & {PROMPTS, BOUND}:  # no engine serves a training state
         del own.metadata[key]
     return own
 
@@ -67,15 +67,15 @@ def opening_behind(weights: pb.OpenVersionRequest) -> pb.OpenVersionRequest:
 def training_state(
     held: TrainingTensors, rank: int, state: Mapping[str, Any] | None, rank_state: Mapping[str, Any] | None
 ) -> TrainingState:
-    """What a rank pushes behind its weights.
+    """Training state that a rank pushes after its weights.
 
     Args:
-        held: what it holds of model and optimizer.
-        rank: which rank.
-        state, rank_state: as for `TrainerClient.push_state_dict`.
+        held: tensors of model and optimizer that the rank holds.
+        rank: number of the rank.
+        state, rank_state: see `TrainerClient.push_state_dict`.
 
     Raises:
-        InvalidArgument: values are not plain; names the entry.
+        InvalidArgument: values are not plain data (names the entry).
     """
     from weighbridge._trainers.states.training_state import RankValues, TrainingState
 
@@ -88,24 +88,26 @@ def training_state(
 def restore_training(
     connection: Connection, meant: Reference, fit: Fit, beside: Beside[MutableMapping[str, Any]]
 ) -> Version:
-    """Fill what a rank holds from a training state. Nothing is changed unless all of it fits; what breaks off after that says so.
+    """Restore model, optimizer and values of a rank from a training state. Nothing is changed unless everything fits. An error during the
+    transfer has a note that the rank is filled in part.
 
-    Only the rank's boxes come, and one blob: its own, if as many ranks have pushed; otherwise that of rank 0.
+    Only the rank's boxes are transferred, and one blob: the rank's own if the same number of ranks pushed the state, otherwise that of rank
+    0.
 
     Args:
-        connection: the client's.
+        connection: connection of the client.
         meant: the model, or its part, and a version of the part.
-        fit: fits what the rank holds to the state, its optimizer too.
-        beside: what else is asked for, and by which rank.
+        fit: fits the rank's model and optimizer to the state.
+        beside: values to restore, and the rank that restores them.
 
     Returns:
         The version of the part.
 
     Raises:
         NotFound: no such model or version.
-        InvalidArgument: it was pushed without what is asked for, or ``rank_state`` is asked for on another number of ranks.
-        LayoutError: it does not fit; names each tensor.
-        DataLoss: the blob is missing, or is none.
+        InvalidArgument: the version lacks requested values, or ``rank_state`` is requested on another number of ranks.
+        LayoutError: the state does not fit (names each tensor).
+        DataLoss: the blob is missing or malformed.
     """
     import torch
 
@@ -136,7 +138,7 @@ def restore_training(
     left = stateful.left_out(state, values.state, "state") + stateful.left_out(
         rank_state, values.rank_state, "rank_state"
     )
-    if left and own is None and rank == 0:  # what was imported has entries that nobody asks for
+    if left and own is None and rank == 0:  # imports always have further entries
         log.warning("%s was pushed with %s, which this restore leaves out", name, ", ".join(left))
     with torch.no_grad():
         try:
@@ -158,10 +160,10 @@ def restore_training(
 def rank_values(
     connection: Connection, version: Version, tensors: Mapping[str, TensorSpec], rank: int
 ) -> RankValues:
-    """What a rank's blob of a version holds.
+    """Values in a rank's blob of a version.
 
     Raises:
-        DataLoss: the blob is missing, or is none.
+        DataLoss: the blob is missing or malformed.
     """
     import torch
 

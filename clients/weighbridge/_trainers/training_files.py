@@ -31,7 +31,7 @@ __all__ = ["WrittenCheckpoint"]
 log = logging.getLogger(__name__)
 
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
-"""Where Megatron-LM's ``--load`` looks for the iteration to load."""
+"""File in which Megatron-LM's ``--load`` finds the iteration to load."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class WrittenCheckpoint:
     Attributes:
         version: the training state.
         format: ``torch_dist`` or ``dcp``.
-        folder: where the checkpoint is; of ``torch_dist`` the folder of the iteration.
+        folder: folder of the checkpoint; for ``torch_dist`` the folder of the iteration.
     """
 
     version: Version

@@ -1,6 +1,6 @@
-"""Blob of a rank: plain values as ``torch.save`` writes them, such that ``torch.load(weights_only=True)`` reads them again.
+"""Blob of a rank: plain values as ``torch.save`` writes them, which ``torch.load(weights_only=True)`` can read.
 
-Whoever reads a blob runs no code of whoever wrote it: what would need that is refused when it is written.
+A reader of a blob runs no code of its writer. The writer refuses values that could only be loaded by running code.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _PLAIN = "numbers, texts, bytes, None, plain tensors, and lists, tuples, sets and dicts of these"
 _TORCHS_OWN = ("builtins", "collections", "torch", "torch._utils")
-"""Modules of which torch allows what it allows, whoever has allowed it as well."""
+"""Modules whose allowed types are torch's own choice, also if this process has allowed them as well."""
 _FIX = (
     f"give {_PLAIN}; of a numpy array torch.from_numpy(array) or array.tolist(), of an object with a state_dict() the object itself, "
     "of a DTensor its to_local() or full_tensor()"
@@ -28,10 +28,10 @@ _FIX = (
 def encode(values: Mapping[str, Any]) -> torch.Tensor:
     """The blob of plain values: a uint8 tensor of one axis in host memory.
 
-    Tensors are written from host memory, without what else lies in their storage, and without being shared.
+    Tensors are written from host memory, each with a storage of exactly its own elements.
 
     Raises:
-        InvalidArgument: something in them could not be loaded without running code; names the entry.
+        InvalidArgument: a value could not be loaded without running code; names the entry.
     """
     import torch
 
@@ -58,23 +58,23 @@ def decode(blob: torch.Tensor, name: str) -> dict[str, Any]:
 
     Args:
         blob: a uint8 tensor of one axis in host memory.
-        name: of the blob, for errors.
+        name: name of the blob, for errors.
 
     Raises:
-        DataLoss: it is none.
+        DataLoss: the tensor is not a blob.
     """
     return by_name(load(blob.numpy(), name), name)
 
 
 def by_name(value: Any, name: str) -> dict[str, Any]:
-    """Loaded values, which are to be a dict by texts.
+    """The loaded value, checked to be a dict with texts as keys.
 
     Args:
-        value: what was loaded; None for what is missing.
-        name: of it, for errors.
+        value: the loaded value; None if it is missing.
+        name: name of the value, for errors.
 
     Raises:
-        DataLoss: it is none.
+        DataLoss: the value is not such a dict.
     """
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
         raise DataLoss(f"{name} holds a {type(value).__name__}, and no values by name")
@@ -82,22 +82,22 @@ def by_name(value: Any, name: str) -> dict[str, Any]:
 
 
 def load(content: Any, name: str, allowed: Sequence[Any] = ()) -> Any:
-    """What ``torch.save`` has written, loaded without running code; tensors in host memory.
+    """Load bytes that ``torch.save`` has written, without running code; tensors in host memory.
 
     Args:
-        content: its bytes.
-        name: of it, for errors.
-        allowed: types that may be in it besides those that torch knows to be harmless.
+        content: the bytes.
+        name: name of the bytes, for errors.
+        allowed: types that are allowed in addition to those that torch allows.
 
     Raises:
-        DataLoss: it is none, or has other types in it.
+        DataLoss: the bytes are not such a file, or contain other types.
     """
     import torch
 
     try:
         with torch.serialization.safe_globals(list(allowed)):
             return torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")
-    except Exception as error:  # torch says by many what is wrong with a file
+    except Exception as error:  # torch raises many types for a damaged file
         raise DataLoss(f"{name} is nothing that torch.load(weights_only=True) reads") from error
 
 
@@ -118,7 +118,7 @@ def _prepared(value: Any, path: str) -> Any:
 
 
 def _refused(value: Any, path: str) -> str | None:
-    """Which entry of prepared values cannot be loaded, and of what type it is; None if all can."""
+    """Text that names an entry of prepared values that cannot be loaded, and its type; None if all can."""
     if _loads(_without_data(value)):
         return None
     for below, child in _children(value, path):
@@ -140,12 +140,12 @@ def _loads(value: Any) -> bool:
             torch.load(written, weights_only=True)
     except Exception:  # pickling runs the values' own code
         return False
-    # a process that loads it need not have allowed what this one has
+    # the process that loads the blob may not allow the types that this process allows
     return not any(map(written.getvalue().__contains__, _allowed_here()))
 
 
 def _allowed_here() -> Iterator[bytes]:
-    """How pickles name what this process has allowed to be loaded besides what torch allows."""
+    """Opcodes by which pickles name the types that this process has allowed in addition to torch's own."""
     import torch
 
     for allowed in torch.serialization.get_safe_globals():
@@ -156,7 +156,7 @@ def _allowed_here() -> Iterator[bytes]:
 
 
 def _without_data(value: Any) -> Any:
-    """Prepared values with empty tensors in the place of theirs: whether they load does not depend on elements."""
+    """Prepared values with empty tensors instead of theirs, because elements do not matter for whether values load."""
     import torch
 
     if isinstance(value, torch.Tensor):

@@ -70,7 +70,7 @@ def _spec(name: str, value: torch.Tensor) -> TensorSpec:
     """Name, dtype and global shape of a tensor.
 
     Raises:
-        InvalidArgument: its elements cannot be kept as they are.
+        InvalidArgument: the tensor cannot be kept, because it is on the meta device or not dense.
     """
     import torch
 
@@ -83,12 +83,12 @@ def _spec(name: str, value: torch.Tensor) -> TensorSpec:
 
 
 def taken_twice(name: str) -> str:
-    """What is wrong with a name that two tensors have."""
+    """Problem of a name that two tensors have, as a text."""
     return f"{name}: two tensors have this name, or names that differ by wrappers alone; rename one of them"
 
 
 def place(value: torch.Tensor) -> tuple[object, ...]:
-    """Where a tensor's elements lie: the same for two names of one tensor. By the storage, for what is empty has no address."""
+    """Identity of a tensor's memory, the same for two names of one tensor. It uses the storage, because an empty tensor has no address."""
     import torch
 
     local = held_tensor(value)

@@ -7,16 +7,16 @@ from typing import Any
 
 
 def sharded_chunks(chunks: Sequence[Any]) -> dict[str, Any]:
-    """Megatron-core's own sharded state dict of each of a rank's chunks, without what wraps it (DDP, Float16Module).
+    """Megatron-core's own sharded state dict of each of a rank's chunks, without wrappers (DDP, Float16Module).
 
     Returns:
-        They by ``model0``, ``model1`` and so on, as `TrainerClient.push` takes them.
+        The state dicts by ``model0``, ``model1`` and so on, as `TrainerClient.push` takes them.
     """
     from megatron.core import parallel_state
 
     if len(chunks) == 1:
         return {"model0": _sharded(chunks[0])}
-    # keys of releases whose chunks do not know their virtual stage depend on which one the process is told it is at
+    # in releases whose chunks do not know their virtual stage, keys depend on the current stage of the process
     stage_before = parallel_state.get_virtual_pipeline_model_parallel_rank()
     found = {}
     try:
@@ -29,7 +29,7 @@ def sharded_chunks(chunks: Sequence[Any]) -> dict[str, Any]:
 
 
 def unwrapped(chunk: Any) -> Any:
-    """A module without what wraps it."""
+    """A module without its wrappers."""
     while hasattr(chunk, "module"):
         chunk = chunk.module
     return chunk

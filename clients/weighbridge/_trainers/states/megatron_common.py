@@ -87,14 +87,14 @@ def _optimizer_state(groups: Sequence[Mapping[str, Any]], scaler: Any) -> dict[s
 
 
 def optimizer_values(common: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The values of a checkpoint's optimizers, as `megatron_values.values_of` gives them but for their kinds, which are None.
+    """The values of a checkpoint's optimizers, as `megatron_values.values_of` returns them, except that their kinds are None.
 
     Args:
         common: the checkpoint's common state.
-        name: of the checkpoint, for errors.
+        name: name of the checkpoint, for errors.
 
     Raises:
-        DataLoss: it is none of Megatron's.
+        DataLoss: Megatron did not write the common state.
     """
     found = common.get(_OPTIMIZER)
     if found is None:
@@ -119,7 +119,7 @@ def optimizer_values(common: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def named_values(common: Mapping[str, Any]) -> dict[str, Any]:
-    """What a checkpoint's trainer has named. ``args`` is a dict."""
+    """Values that a checkpoint's trainer has named. ``args`` is a dict."""
     found = {key: value for key, value in common.items() if key not in (_OPTIMIZER, _CONTENT)}
     if isinstance(found.get(_ARGUMENTS), argparse.Namespace):
         found[_ARGUMENTS] = vars(found[_ARGUMENTS])

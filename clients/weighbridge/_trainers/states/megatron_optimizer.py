@@ -202,10 +202,10 @@ def rank_optimizers(optimizer: Any) -> list[RankOptimizer]:
     """The optimizers of one rank that have parameters to update, in Megatron's order.
 
     Args:
-        optimizer: Megatron's; None if there is none.
+        optimizer: Megatron's optimizer; None if there is none.
 
     Raises:
-        InvalidArgument: it is none of Megatron-core's, or one whose state is not held as those here hold it.
+        InvalidArgument: the optimizer is not of Megatron-core, or of a kind that is not supported.
     """
     from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
     from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer

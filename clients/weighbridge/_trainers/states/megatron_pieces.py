@@ -72,7 +72,8 @@ def _piece(shard: Any, view: StridedView) -> Piece:
 
 
 def _traced(factory: Any) -> Iterator[tuple[Any, StridedView]]:
-    """What a factory builds that copies, and what of the parameter: it is given the indexes of the parameter's elements."""
+    """Yield the shards that a copying factory builds, each with its view of the parameter. The views are found by building from the indexes
+    of the parameter's elements."""
     import torch
 
     indexes = torch.arange(factory.data.numel(), device="cpu").view(factory.data.shape)

@@ -33,15 +33,15 @@ _NAMED = 20
 
 
 def training_tensors(model: ShardedTensors, optimizer: Any) -> TrainingTensors:
-    """What a rank pushes of its model and its optimizer. Does not communicate.
+    """Tensors of its model and its optimizer that a rank pushes. Does not communicate.
 
     Args:
-        model: what `sharded_tensors` finds in the model's state dict.
-        optimizer: what ``get_megatron_optimizer`` returns; None pushes the model alone.
+        model: result of `sharded_tensors` for the model's state dict.
+        optimizer: result of ``get_megatron_optimizer``; None pushes the model alone.
 
     Raises:
-        InvalidArgument: that is no optimizer of Megatron's.
-        LayoutError: the optimizer updates parameters that are not in the state dict, or keeps what is not elementwise.
+        InvalidArgument: the optimizer is not of Megatron.
+        LayoutError: the optimizer updates parameters that are not in the state dict, or its state is not elementwise.
         FailedPrecondition: the optimizer has made no step.
     """
     held = _Held.of(model, rank_optimizers(optimizer))
@@ -49,24 +49,24 @@ def training_tensors(model: ShardedTensors, optimizer: Any) -> TrainingTensors:
     layout, tensors = held.joined(pushed)
     values = {
         "optimizer": values_of(held.optimizers),
-        # those without data, too: Megatron loads no checkpoint that lacks one
+        # objects without data are kept too, because Megatron loads no checkpoint that lacks one
         "objects": {each.unique_key: _plain(each.data) for each in model.objects},
     }
     return TrainingTensors(layout, tensors, values, TensorSpace.MEGATRON)
 
 
 def megatron_fit(model: ShardedTensors, optimizer: Any) -> Fit:
-    """How a rank is fitted to a stored training state, at whatever parallelism that was pushed.
+    """Function that fits a rank to a stored training state of any parallelism.
 
-    An optimizer without state is given one. Rows of a vocabulary that is padded further than the stored one are left as they are.
-    ``ShardedObject``s get the data that is stored of their key, if there is any.
+    It gives an optimizer without state one. If the vocabulary is padded further than the stored one, the additional rows are unchanged.
+    ``ShardedObject``s get the stored data of their key, if there is any.
 
     Args:
-        model, optimizer: as for `training_tensors`; filled in place.
+        model, optimizer: see `training_tensors`; filled in place.
 
     Raises:
-        As `training_tensors`, but for FailedPrecondition. The returned function raises LayoutError if the state is not that of such a model
-        and such optimizers.
+        The errors of `training_tensors`, except FailedPrecondition. The returned function raises LayoutError if the state belongs to a
+        different model or different optimizers.
     """
     import torch
 
@@ -105,14 +105,14 @@ def megatron_fit(model: ShardedTensors, optimizer: Any) -> Fit:
 
 @dataclass(frozen=True)
 class _Held:
-    """What a rank holds.
+    """Model and optimizers of a rank.
 
     Attributes:
         model: the shards of the model.
-        optimizers: those of the rank.
-        states: of their state the tensor that a shard is of, the shard, and a tensor of its elements.
-        alike: for each of them, whether replicas are alike on all ranks that hold them.
-        resizable: tensors whose shape may differ from job to job.
+        optimizers: optimizers of the rank.
+        states: for each shard of the optimizers' state, the spec of its tensor, the shard, and a tensor with its elements.
+        alike: for each of these shards, whether replicas are equal on all ranks that hold them.
+        resizable: names of tensors whose shape may differ from job to job.
     """
 
     model: ShardedTensors
@@ -123,7 +123,7 @@ class _Held:
 
     @staticmethod
     def of(model: ShardedTensors, optimizers: Sequence[RankOptimizer]) -> _Held:
-        """Read the state of optimizers. Raises as `training_tensors`."""
+        """Read the state of optimizers. Raises the errors of `training_tensors`."""
         resizable = {
             entry.declared.key
             for entry in model.entries
@@ -137,7 +137,7 @@ class _Held:
             parts: dict[int, list[tuple[Piece, Box, Part]]] = {}
             for state in optimizer.states():
                 entry = of_parameter[id(state.parameter)]
-                # the states of a parameter are all of the same elements
+                # all states of a parameter have the same elements
                 found = parts.get(id(entry.declared))
                 if found is None:
                     size = state.flat.numel()
@@ -158,7 +158,7 @@ class _Held:
         return _Held(model, optimizers, states, alike, frozenset(resizable))
 
     def joined(self, chosen: Sequence[int]) -> tuple[Layout, tuple[torch.Tensor, ...]]:
-        """The shards of the model and some of those of the optimizers' state as one stream, and their tensors."""
+        """The shards of the model and the chosen shards of the optimizers' state as one stream, with their tensors."""
         states = [self.states[index] for index in chosen]
         layout = Layout.stream(
             [*self.model.layout.tensors.values(), *(spec for spec, _, _ in states)],
@@ -167,10 +167,10 @@ class _Held:
         return layout, (*self.model.tensors, *(tensor for _, _, tensor in states))
 
     def fitted(self, stored: Mapping[str, TensorSpec], of: str) -> tuple[Layout, tuple[torch.Tensor, ...]]:
-        """All shards as one stream of stored tensors, and their tensors.
+        """All shards as one stream of stored tensors, with their tensors.
 
         Raises:
-            LayoutError: names tensors that are stored differently.
+            LayoutError: tensors are stored with another dtype or shape, or not at all (names them).
         """
         layout, tensors = self.joined(range(len(self.states)))
         misfits = [
@@ -225,12 +225,13 @@ def _misfit(spec: TensorSpec, stored: TensorSpec | None, *, resizable: bool) -> 
 
 
 def _plain(data: Any) -> Any:
-    """What is kept of a ``ShardedObject``: of a file in memory, as Transformer Engine once gave its extra state, the bytes."""
+    """The data of a ``ShardedObject`` in the form that is kept. A file in memory, which older Transformer Engine gives as its extra state,
+    becomes its bytes."""
     return data.getvalue() if isinstance(data, io.BytesIO) else data
 
 
 def as_data(kept: Any) -> Any:
-    """The opposite of `_plain`."""
+    """Inverse of `_plain`."""
     return io.BytesIO(kept) if isinstance(kept, bytes) else kept
 
 

@@ -1,8 +1,8 @@
-"""Values that Megatron-core's optimizers keep besides tensors: groups of parameters, counts of steps, scales of gradients.
+"""Values of Megatron-core's optimizers other than tensors: groups of parameters, counts of steps, scales of gradients.
 
-They are the same on all ranks. How many optimizers there are depends on the parallelism: experts have one of their own if there is expert
-parallelism, and are with the other parameters if there is none. So values are kept by group, and a group is found again by what Megatron
-tells groups by.
+They are the same on all ranks. The number of optimizers depends on the parallelism: with expert parallelism experts have their own
+optimizer, and without it they share that of the other parameters. So values are kept by group, and a group is matched by the properties by
+which Megatron itself forms groups.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _EXPERT = "is_expert_parallel"
 
 
 class _Identity(NamedTuple):
-    """What groups of parameters are told by: the kind of their optimizer, and what Megatron multiplies rates by."""
+    """Identity of a group of parameters: the kind of its optimizer, the factors of its rates, and whether it belongs to experts."""
 
     kind: str
     rates: tuple[tuple[str, Any], ...]
@@ -31,9 +31,9 @@ class _Identity(NamedTuple):
 
 
 def values_of(optimizers: Sequence[RankOptimizer]) -> dict[str, Any]:
-    """What the optimizers of a rank keep besides tensors, as plain data.
+    """Values of the optimizers of a rank other than tensors, as plain data.
 
-    A group without parameters on this rank counts no steps: it is given those of others.
+    A group without parameters on this rank counts no steps, so it gets the count of another group of the same kind.
 
     Raises:
         FailedPrecondition: parameters of one group have made different numbers of steps.
@@ -61,11 +61,11 @@ def values_of(optimizers: Sequence[RankOptimizer]) -> dict[str, Any]:
 
 
 class FittedValues:
-    """Values that were kept, each with the optimizer and the group that it is for.
+    """Kept values, each with the optimizer and the group that it belongs to.
 
     Args:
-        optimizers: of this rank.
-        kept: what `values_of` has given.
+        optimizers: optimizers of this rank.
+        kept: result of `values_of`.
 
     Raises:
         LayoutError: optimizers are of other kinds, or have other groups.

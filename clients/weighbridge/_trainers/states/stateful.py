@@ -1,4 +1,4 @@
-"""Mappings of values that a trainer gives and gets back: plain values, and objects that have a ``state_dict()``, such as schedulers."""
+"""Mappings of a trainer's values that are pushed and restored: plain values, and objects with a ``state_dict()``, such as schedulers."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from weighbridge.errors import InvalidArgument
 
 
 def values_of(named: Any, argument: str) -> dict[str, Any]:
-    """What is to be kept of each value: of an object with ``state_dict()`` and ``load_state_dict()`` what the former gives.
+    """The values to keep. An object with ``state_dict()`` and ``load_state_dict()`` is replaced by its state dict.
 
     Args:
         named: values by name; None if there are none.
-        argument: what the caller calls the mapping.
+        argument: name of the caller's argument, for errors.
 
     Raises:
-        InvalidArgument: that is no mapping by names.
+        InvalidArgument: ``named`` is not a mapping by names.
     """
     if named is None:
         return {}
@@ -31,16 +31,16 @@ def values_of(named: Any, argument: str) -> dict[str, Any]:
 def check_kept(
     named: MutableMapping[str, Any] | None, kept: Mapping[str, Any], argument: str, version: object
 ) -> None:
-    """Refuse names of which nothing was kept, before anything is given back.
+    """Refuse names for which no value was kept, before any value is restored.
 
     Args:
-        named: what is to be given back; None if nothing is.
-        kept: what was kept.
-        argument: what the caller calls the mapping.
-        version: in which it was kept, for errors.
+        named: mapping to restore; None if there is none.
+        kept: the kept values.
+        argument: name of the caller's argument, for errors.
+        version: version in which the values were kept, for errors.
 
     Raises:
-        InvalidArgument: there are such names, or that is no mapping that can be changed.
+        InvalidArgument: values are missing (names them), or ``named`` is not a mutable mapping.
     """
     if named is None:
         return
@@ -58,12 +58,12 @@ def check_kept(
 
 
 def left_out(named: Mapping[str, Any] | None, kept: Mapping[str, Any], argument: str) -> list[str]:
-    """Entries that were kept and are not asked for, as ``scheduler in state=``; none if nothing is to be given back."""
+    """Kept entries that the caller does not restore, as ``scheduler in state=``; empty if the caller gives no mapping."""
     return [] if named is None else [f"{name} in {argument}=" for name in kept if name not in named]
 
 
 def give_back(named: MutableMapping[str, Any] | None, kept: Mapping[str, Any]) -> None:
-    """Give values back, all of which were kept: objects load theirs, others are replaced in the mapping."""
+    """Restore values, all of which were kept: objects load their state, plain values are replaced in the mapping."""
     for name, value in list((named or {}).items()):
         if _is_stateful(value):
             value.load_state_dict(kept[name])

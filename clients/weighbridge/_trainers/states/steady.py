@@ -1,4 +1,4 @@
-"""Memory of a trainer that nothing changes but the next step of an optimizer: its parameters, and its state of them."""
+"""Memory of a trainer that only the next step of an optimizer changes: the optimizer's parameters, and its state."""
 
 from __future__ import annotations
 
@@ -16,29 +16,30 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Steady:
-    """What stays as it is until the next step of optimizers.
+    """Memory that does not change until the next step of optimizers.
 
     Attributes:
-        optimizers: whose steps.
-        storages: where the storages begin that only these change.
+        optimizers: the optimizers.
+        storages: addresses of the storages that only these optimizers change.
     """
 
     optimizers: tuple[torch.optim.Optimizer, ...]
     storages: frozenset[int]
 
     def settled(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What stays as it is until then: the tensor itself, or a copy where something else may change it, such as a buffer."""
+        """A tensor with the same elements that does not change until then: the tensor itself, or a copy if other code may change it, as
+        with a buffer."""
         return tensor if _storage(tensor) in self.storages else tensor.detach().clone()
 
 
 def steady_until_step(optimizer: Any) -> Steady:
-    """What only the next step of an optimizer changes.
+    """Memory that only the next step of an optimizer changes.
 
     Args:
-        optimizer: torch's, several of them, or Megatron-core's.
+        optimizer: one optimizer of torch, several of them, or one of Megatron-core.
 
     Raises:
-        InvalidArgument: it is none of these.
+        InvalidArgument: ``optimizer`` is something else.
     """
     import torch
 
@@ -67,7 +68,7 @@ def _steady(optimizers: Sequence[torch.optim.Optimizer], others: Iterable[torch.
 
 
 def _held(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    """The parameters of a torch optimizer, and its state of them."""
+    """The parameters of a torch optimizer, and the tensors of its state."""
     import torch
 
     for group in optimizer.param_groups:

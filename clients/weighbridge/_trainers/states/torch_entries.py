@@ -58,7 +58,7 @@ def entries_of(
 
 
 def paths_of_tensors(tensors: Mapping[str, Any], aliases: Mapping[str, str]) -> dict[str, KeyPath]:
-    """The paths of the tensors of module and optimizer: names of parameters have points in them, and are one key."""
+    """The paths of the tensors of module and optimizer. The name of a parameter is one key, although it contains dots."""
     parameters = {
         name.removeprefix(f"{MODEL}.") for name in (*tensors, *aliases) if name.startswith(f"{MODEL}.")
     }
@@ -73,7 +73,7 @@ def paths_of_tensors(tensors: Mapping[str, Any], aliases: Mapping[str, str]) -> 
 
 
 def optimizer_values(entries: Mapping[KeyPath, Any]) -> dict[str, Any]:
-    """What `torch_optimizers.NamedOptimizers.values` gives, of the entries of an optimizer by their paths within it."""
+    """Values in the form of `torch_optimizers.NamedOptimizers.values`, from the entries of an optimizer by their paths within it."""
     groups = _nested({path[1:]: value for path, value in entries.items() if path[0] == _GROUPS}.items())
     if not groups:
         groups = _merged(entries)
@@ -85,7 +85,7 @@ def optimizer_values(entries: Mapping[KeyPath, Any]) -> dict[str, Any]:
 
 
 def _merged(entries: Mapping[KeyPath, Any]) -> list[dict[str, Any]]:
-    """The groups of parameters whose options are entries of their own: those with equal options are one."""
+    """The groups of an optimizer whose entries are options of single parameters. Parameters with equal options form one group."""
     options: dict[str, dict[str, Any]] = {}
     for path, value in entries.items():
         if len(path) == 1 and str(path[0]).startswith(f"{_GROUPS}."):
@@ -102,7 +102,7 @@ def _merged(entries: Mapping[KeyPath, Any]) -> list[dict[str, Any]]:
 
 
 def nested(entries: Mapping[Any, Any]) -> Any:
-    """What entries are together: dicts by text, lists by number; one with an empty path is all of it."""
+    """The nested value that entries form: dicts for text keys, lists for numbers; an entry with an empty path is the whole value."""
     return entries[()] if () in entries else _nested(entries.items())
 
 

@@ -1,8 +1,8 @@
 """State of torch optimizers by the names of their parameters, and back.
 
 Names are those of ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`` with ``flatten_optimizer_state_dict``:
-``state.<parameter>.exp_avg``. It is read from ``optimizer.state`` itself: torch's function makes a step with an optimizer that has not made one,
-and what loads a state dict casts moments to their parameters' dtype.
+``state.<parameter>.exp_avg``. The state is read from ``optimizer.state`` directly, because torch's function makes a step with an optimizer
+that has not made one, and its counterpart that loads a state dict casts moments to their parameters' dtype.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 _STATE = "state."
 PARAMS = "params"
 _OWN = frozenset((PARAMS, "param_names"))
-"""What says which parameters a group has, and does not come back."""
+"""Entries of a group that list its parameters. They are not restored."""
 _SCHEDULERS = frozenset(("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"))
-"""What torch's schedulers add to groups."""
+"""Options that torch's schedulers add to groups."""
 Path = tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Part:
-    """Boxes of a tensor of the optimizer's state: what the tensor is, and each box with a tensor of its extent."""
+    """Boxes of a tensor of the optimizer's state: its spec, and each box with a tensor of its extent."""
 
     spec: TensorSpec
     held: Sequence[tuple[Box, torch.Tensor]]
@@ -41,11 +41,11 @@ class Part:
 
 @dataclass(frozen=True)
 class NamedOptimizers:
-    """Optimizers of one module, by its names for their parameters.
+    """Optimizers of one module, with the module's names of their parameters.
 
     Attributes:
         optimizers: the optimizers.
-        names: of all their parameters.
+        names: names of all their parameters.
     """
 
     optimizers: tuple[torch.optim.Optimizer, ...]
@@ -53,15 +53,15 @@ class NamedOptimizers:
 
     @staticmethod
     def of(optimizers: Any, names: Mapping[torch.Tensor, str]) -> NamedOptimizers:
-        """Optimizers whose parameters are a module's.
+        """Check optimizers of a module, and name their parameters.
 
         Args:
-            optimizers: one, or several.
+            optimizers: one optimizer, or several.
             names: the module's names of its parameters.
 
         Raises:
-            InvalidArgument: that is no optimizer of torch.
-            LayoutError: they have other parameters, or one parameter twice; names each.
+            InvalidArgument: one of them is not an optimizer of torch.
+            LayoutError: they have parameters that the module does not have, or share a parameter (names each).
         """
         import torch
 
@@ -96,7 +96,7 @@ class NamedOptimizers:
         return NamedOptimizers(found, own)
 
     def take_into(self, boxed: BoxedTensors, prefix: str) -> None:
-        """Add all tensors of their state, by names after a prefix, and what keeps some from coming back as they are."""
+        """Add all tensors of the optimizers' state, with a prefix before their names, and problems for those that could not be restored."""
         import torch
 
         for name, _, state in self._states():
@@ -113,7 +113,7 @@ class NamedOptimizers:
                     boxed.problems.append(f"{full}: it is a {type(value).__name__} with tensors in it")
 
     def values(self) -> dict[str, Any]:
-        """What is no tensor of their state: numbers of it by parameter, the parameter groups, and of which kind of optimizer each is."""
+        """The optimizers' state other than tensors: numbers by parameter, the parameter groups, and the kind of optimizer of each group."""
         import torch
 
         numbers: dict[str, dict[Path, Any]] = {}
@@ -132,13 +132,13 @@ class NamedOptimizers:
     def fit(
         self, stored: Mapping[str, TensorSpec], values: Mapping[str, Any], *, strict: bool
     ) -> OptimizerFit:
-        """Find where a stored state goes in optimizers, which may not have made a step yet. Afterwards they have just what is stored.
+        """Fit optimizers, which may not have made a step yet, to a stored state. After the restore they have exactly the stored state.
 
         Args:
-            stored: its tensors, as `take_into` has named them.
-            values: what `values` gave.
-            strict: whether both must have the same parameters and be of the same kind. If not, what the other one does not have stays as it is, and
-                the options of groups alone tell kinds apart.
+            stored: the stored tensors, by the names of `take_into`.
+            values: result of `values`.
+            strict: whether both must have the same parameters and the same kind of optimizer. If not, state that only one of them has is
+                unchanged, and kinds are distinguished only by the options of groups.
         """
         groups = Groups(values["param_groups"], values.get("kinds", ()))
         known = {name: parameter for parameter, name in self.names.items()}
@@ -172,14 +172,14 @@ class NamedOptimizers:
 
 @dataclass(frozen=True)
 class OptimizerFit:
-    """How optimizers take a stored state.
+    """Fit of optimizers to a stored state.
 
     Attributes:
-        problems: one line for each thing that does not fit.
-        tensors: what is to be filled, by name; of the optimizers where they have such a tensor, new ones otherwise.
-        parts: what is to be filled of the tensors of which a rank holds ranges.
-        states: of parameters of the optimizers, by paths; empty for those that are to have none.
-        options: of groups of the optimizers.
+        problems: one line for each mismatch.
+        tensors: tensors to fill, by name: those of the optimizers if they have such a tensor, new ones otherwise.
+        parts: parts to fill of tensors of which a rank holds ranges.
+        states: state of each parameter by paths; empty for parameters that are to have none.
+        options: options of each group.
     """
 
     problems: list[str]
@@ -203,7 +203,8 @@ class OptimizerFit:
 def _another_kind(
     optimizer: torch.optim.Optimizer, number: int, group: Mapping[str, Any], stored: Mapping[str, Any]
 ) -> list[str]:
-    """A line if a stored group is of another kind of optimizer: each has options that the other one does not know. A release of torch that adds some is the same kind."""
+    """A line if a stored group belongs to another kind of optimizer, so that each side has options that the other lacks. A release of torch
+    that only adds options is the same kind."""
     lacking = sorted(set(optimizer.defaults) - set(stored)) if stored else []
     unknown = sorted(set(own_options(stored)) - set(group) - _SCHEDULERS)
     if not lacking or not unknown:
@@ -214,7 +215,7 @@ def _another_kind(
 
 
 def kind_of(optimizer: torch.optim.Optimizer) -> str:
-    """Name of an optimizer's class; of one that wraps another, as accelerate's does, that of the other."""
+    """Name of an optimizer's class. For a wrapper, such as accelerate's, the name of the wrapped optimizer's class."""
     import torch
 
     inner = getattr(optimizer, "optimizer", None)
@@ -226,7 +227,7 @@ class Groups:
 
     Args:
         groups: the groups.
-        kinds: of which kind of optimizer each is; empty if that was not kept.
+        kinds: kind of optimizer of each group; empty if it was not kept.
     """
 
     def __init__(self, groups: Sequence[Mapping[str, Any]], kinds: Sequence[str] = ()) -> None:
@@ -235,7 +236,8 @@ class Groups:
         self.names = {name: index for index, group in enumerate(groups) for name in group[PARAMS]}
 
     def unlike(self, known: Collection[str], filled: Collection[str]) -> list[str]:
-        """Parameters that only the stored groups have, or only the optimizer's; those that are filled although no group here has them are another rank's."""
+        """Lines for parameters that only the stored groups have, or only the optimizer's. A parameter in ``filled`` is no mismatch: its
+        group belongs to another rank."""
         return [
             f"{name} is in a parameter group of the version, and in none of the optimizer's"
             for name in self.names
@@ -254,14 +256,14 @@ class Groups:
         group: dict[str, Any],
         kind: str | None,
     ) -> Mapping[str, Any]:
-        """The stored group of an optimizer's group of these parameters, whose options are added to a fit, or what is wrong with them.
+        """Find the stored group for a group of the optimizer, and add its options, or problems, to a fit.
 
         Args:
-            fit: what it is added to.
-            number: of the optimizer's group.
-            members: names of its parameters.
+            fit: the fit.
+            number: number of the optimizer's group.
+            members: names of the group's parameters.
             group: the group.
-            kind: of the optimizer, if the stored one has to be of the same.
+            kind: kind of the optimizer, if the stored group must have the same; None otherwise.
         """
         found = {self.names[name]: name for name in reversed(members) if name in self.names}
         if len(found) > 1:
@@ -282,7 +284,7 @@ class Groups:
 def _entries(
     stored: Mapping[str, TensorSpec], numbers: Mapping[str, Mapping[Path, Any]], known: Collection[str]
 ) -> tuple[dict[str, dict[Path, Any]], list[str]]:
-    """What is stored for each parameter that is known, numbers and tensors; with what is wrong, if there are tensors of others."""
+    """Stored numbers and tensors of each known parameter, and lines for tensors of unknown parameters."""
     entries = {name: dict(found) for name, found in numbers.items() if name in known}
     foreign = []
     for full, spec in stored.items():
@@ -304,7 +306,7 @@ def _parameters(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[tuple[s
 
 
 def _leaves(state: Mapping[Any, Any], above: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """What lies in the dicts of a state by text; a dict by anything else is a leaf itself."""
+    """Leaves of the nested dicts of a state, with their paths. A dict with keys other than texts is a leaf itself."""
     for key, value in state.items():
         if (
             isinstance(value, dict)
@@ -327,7 +329,8 @@ def _has_tensors(value: Any) -> bool:
 def _target(
     spec: TensorSpec, path: Path, there: Any, parameter: torch.Tensor, group: Mapping[str, Any]
 ) -> torch.Tensor:
-    """The tensor that takes a stored one: what is there if it is alike, and otherwise one as the optimizer itself makes them."""
+    """The tensor to fill with a stored one: the existing tensor if its dtype and shape match, otherwise a new one as the optimizer itself
+    makes it."""
     import torch
 
     dtype = spec.dtype.torch
@@ -353,12 +356,12 @@ def _target(
 
 
 def own_options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What a parameter group says besides which parameters it has."""
+    """The options of a parameter group, without its parameters."""
     return {key: value for key, value in group.items() if key not in _OWN}
 
 
 def _set_option(group: dict[str, Any], key: str, value: Any) -> None:
-    """Give a parameter group an option."""
+    """Set an option of a parameter group."""
     import torch
 
     there = group.get(key)

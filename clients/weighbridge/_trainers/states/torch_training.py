@@ -31,15 +31,16 @@ _SPACE = TensorSpace.HUGGING_FACE
 
 
 def training_tensors(module: object, optimizers: object | None) -> TrainingTensors:
-    """What this rank holds of a module and its optimizers.
+    """Tensors of a module and its optimizers that this rank holds.
 
     Args:
-        module: a torch module, whose tensors are DTensors of any mesh, or plain ones, which every rank holds whole; on any device.
-        optimizers: one, several, or None.
+        module: a torch module. Its tensors are DTensors of any mesh, or plain ones, which every rank holds whole; on any device.
+        optimizers: one optimizer, several, or None.
 
     Raises:
-        InvalidArgument: these are neither.
-        LayoutError: optimizers have other parameters than the module, tensors cannot be kept, or adapters are merged into weights; names each.
+        InvalidArgument: the arguments are neither.
+        LayoutError: optimizers have parameters that the module does not have, tensors cannot be kept, or adapters are merged into weights
+            (names each).
     """
     root = _root(module)
     peft_models.check_apart(root)
@@ -215,7 +216,8 @@ def _named(module: torch.nn.Module, optimizers: object) -> NamedOptimizers | Zer
 
 
 def _wrapped(module: torch.nn.Module) -> torch.nn.Module | None:
-    """What DDP, torch.compile or DeepSpeed has wrapped; by the type, for any module may have a child of that name."""
+    """The module that DDP, torch.compile or DeepSpeed has wrapped. Wrappers are recognised by type, because any module may have a child
+    ``module``."""
     import torch
 
     # of a compiled module; it is there only if something was compiled

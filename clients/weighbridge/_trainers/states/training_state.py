@@ -1,7 +1,7 @@
-"""Training state of a rank: tensors by their boxes, and one blob of everything else; the same for every trainer.
+"""Training state of a rank: tensors with their boxes, and one blob of everything else; the same for every trainer.
 
-Tensors go by the boxes that ranks hold, so they fill any other number of ranks. What is no tensor with boxes is plain data, and each
-rank's own: it goes as the bytes of a tensor that no other rank holds.
+Tensors are stored by the boxes that ranks hold, so any other number of ranks can restore them. All other state is plain data of each rank:
+it is stored as the bytes of a tensor that no other rank holds.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _BLOB = "rank_state."
 
 @dataclass(frozen=True)
 class RankValues:
-    """What a rank has to say besides its tensors: plain data, which `blobs.encode` takes.
+    """Values of a rank other than its tensors: plain data, which `blobs.encode` accepts.
 
     Attributes:
-        trainer: of what the tensors belong to, such as the optimizer's parameter groups; as that wants it back.
-        state: what the caller has named, the same on all ranks.
-        rank_state: what the caller has named, of this rank alone.
+        trainer: values of the model and optimizer, such as parameter groups, in the form in which they are restored.
+        state: values that the caller has named, the same on all ranks.
+        rank_state: values that the caller has named, of this rank alone.
     """
 
     trainer: Mapping[str, Any] = field(default_factory=dict)
@@ -41,13 +41,14 @@ class RankValues:
 
 @dataclass(frozen=True)
 class TrainingTensors:
-    """What one rank holds of a model and its optimizers.
+    """Tensors of a model and its optimizers that one rank holds.
 
     Attributes:
-        layout: the shards as one stream, by the names that the trainer's own checkpoints have.
-        tensors: one for each of its placements, of the extent of its box, in its own dtype, on any device.
+        layout: the shards as one stream, by the names in the trainer's own checkpoints.
+        tensors: one tensor for each placement, with the extent of its box, in its own dtype, on any device.
         values: see `RankValues.trainer`.
-        space: `TensorSpace.MEGATRON` where shards say which of them are replicas, `TensorSpace.HUGGING_FACE` where equal boxes are.
+        space: `TensorSpace.MEGATRON` if shards themselves mark replicas, `TensorSpace.HUGGING_FACE` if shards with equal boxes are
+            replicas.
     """
 
     layout: Layout
@@ -58,12 +59,12 @@ class TrainingTensors:
 
 @dataclass(frozen=True)
 class TrainingState:
-    """What one rank pushes of a training state.
+    """Shards of a training state that one rank pushes.
 
     Attributes:
-        layout: the shards as one stream; the last one is the rank's blob.
-        tensors: one for each of its placements.
-        space: to which the names belong.
+        layout: the shards as one stream; the last shard is the rank's blob.
+        tensors: one tensor for each placement.
+        space: space of the names.
     """
 
     layout: Layout
@@ -75,9 +76,9 @@ class TrainingState:
         """The state of a rank.
 
         Args:
-            held: its tensors. Their ``values`` are those of the trainer.
-            values: those of the caller.
-            rank: which rank.
+            held: tensors of the rank. Their ``values`` are those of the trainer.
+            values: values of the caller.
+            rank: number of the rank.
 
         Raises:
             InvalidArgument: values are not plain; names the entry.
@@ -100,12 +101,12 @@ class TrainingState:
 
 @dataclass(frozen=True)
 class StoredState:
-    """A stored training state, as one rank is filled from it.
+    """A stored training state from which one rank is restored.
 
     Attributes:
-        name: of the version, for errors.
-        tensors: all its tensors but the blobs, by name.
-        values: `TrainingTensors.values` of this rank; of rank 0 if it was pushed by another number of ranks.
+        name: name of the version, for errors.
+        tensors: all tensors except the blobs, by name.
+        values: `TrainingTensors.values` of this rank; of rank 0 if another number of ranks pushed the state.
     """
 
     name: str
@@ -115,13 +116,13 @@ class StoredState:
 
 @dataclass(frozen=True)
 class Filling:
-    """How a rank is filled from a stored training state that fits it.
+    """Plan for the restore of a rank from a stored training state that fits it.
 
     Attributes:
-        layout: the shards that it takes, as one stream.
-        tensors: one for each of its placements, of the extent of its box and in the dtype that is stored, on any device.
-        finish: is called when they have been filled: brings tensors and values to where they belong.
-        undo: is called if they were not: takes away what was made to be filled, so that it is not taken for a state.
+        layout: the shards to read, as one stream.
+        tensors: one tensor for each placement, with the extent of its box and in the stored dtype, on any device.
+        finish: called when the tensors have been filled; puts tensors and values into the model and the optimizers.
+        undo: called if the tensors could not be filled; removes tensors that were made for the restore, so that no step uses them as state.
     """
 
     layout: Layout
@@ -131,16 +132,16 @@ class Filling:
 
 
 Fit: TypeAlias = Callable[[StoredState], Filling]
-"""Fits what a rank holds to a stored training state, and changes nothing yet. Raises LayoutError, which names what does not fit."""
+"""Function that fits a rank to a stored training state, without a change yet. Raises LayoutError, which names the mismatches."""
 
 
 def blob_name(rank: int) -> str:
-    """Name of the tensor that is a rank's blob."""
+    """Name of the tensor that holds a rank's blob."""
     return f"{_BLOB}{rank:05d}"
 
 
 def without_blobs(tensors: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
-    """The tensors of a stored training state that are no blobs."""
+    """The tensors of a stored training state without the blobs."""
     return {name: spec for name, spec in tensors.items() if not name.startswith(_BLOB)}
 
 
@@ -149,10 +150,10 @@ def read_blob(blob: torch.Tensor, name: str) -> RankValues:
 
     Args:
         blob: a uint8 tensor of one axis in host memory.
-        name: of the blob, for errors.
+        name: name of the blob, for errors.
 
     Raises:
-        DataLoss: it is none of a training state, or of a later format.
+        DataLoss: the tensor is not the blob of a training state, or has a later format.
     """
     found = blobs.decode(blob, name)
     if found.get("format") != _FORMAT:

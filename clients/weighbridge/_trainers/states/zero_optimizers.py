@@ -139,7 +139,7 @@ class ZeroOptimizer:
                         boxed.add(TensorSpec(name, dtype, ()), [(Box((), ()), value)])
 
     def values(self) -> dict[str, Any]:
-        """What is no tensor: numbers by parameter, the parameter groups, and the loss scaler's."""
+        """The optimizer's state other than tensors: numbers by parameter, the parameter groups, and numbers of the loss scaler."""
         import torch
 
         numbers = {
@@ -162,12 +162,13 @@ class ZeroOptimizer:
     def fit(
         self, stored: Mapping[str, TensorSpec], values: Mapping[str, Any], *, strict: bool
     ) -> OptimizerFit:
-        """Find where a stored state goes. Afterwards the optimizer has just what is stored.
+        """Fit the optimizer to a stored state. After the restore it has exactly the stored state.
 
         Args:
-            stored: its tensors, as `take_into` has named them.
-            values: what `values` gave.
-            strict: whether both must have the same parameters, of the same kind of optimizer. If not, what only one of them has stays as it is.
+            stored: the stored tensors, by the names of `take_into`.
+            values: result of `values`.
+            strict: whether both must have the same parameters and the same kind of optimizer. If not, state that only one of them has is
+                unchanged.
         """
         groups = Groups(values["param_groups"], values.get("kinds", ()))
         known = {each.name for flat in self._flats for each in flat.ranges}
@@ -194,9 +195,9 @@ class ZeroOptimizer:
         return fit
 
     def give(self, scale: Mapping[str, Any]) -> None:
-        """Set numbers of the loss scaler, and let DeepSpeed drop what it derives from parameters and state, and find these anew."""
+        """Set the numbers of the loss scaler, and make DeepSpeed recompute what it derives from parameters and state."""
         scaler = self._scaler()
-        # no attribute but those that `values` gives: whoever has written the blob names them
+        # only the attributes that `values` returns, because the blob's writer chose the names
         for key in _numbers(scaler).keys() & scale.keys():
             setattr(scaler, key, scale[key])
         if hasattr(self._optimizer, "invalidate_secondary_tensor"):

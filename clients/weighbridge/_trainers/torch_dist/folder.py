@@ -44,21 +44,21 @@ from weighbridge._trainers.torch_dist.metadata import (
 from weighbridge.errors import DataLoss, InvalidArgument, LayoutError, NotFound
 
 DEFAULT_FILE_BYTES = 5_000_000_000
-"""Files are cut at this size unless asked otherwise, so that several can be written and read at once."""
+"""Default size at which files are cut, so that several can be written and read in parallel."""
 MAX_METADATA_BYTES = 256 << 20
-"""Largest ``.metadata`` that is read; one of 50,000 chunks has some ten megabytes."""
+"""Largest ``.metadata`` that is read. A file for 50,000 chunks has about ten megabytes."""
 
 
 @dataclass(frozen=True)
 class TorchDistCheckpoint:
-    """What an existing checkpoint holds, and where.
+    """Content of an existing checkpoint, with its places.
 
     Attributes:
-        layout: all tensors, weights as well as optimizer states, and where each chunk's bytes lie. Buffers are named
-            like the files, relative to the folder. Chunks may overlap or leave gaps: a plan finds that.
-        others: the entries that are not tensors (``..._extra_state/shard_0_1``, ``rng_state/...``), and where each lies; None where that
-            cannot be read.
-        paths: where in the nested state dict that was saved an entry was, for those of which the checkpoint says so.
+        layout: all tensors, weights as well as optimizer states, and the place of each chunk's bytes. Buffers are named
+            like the files, relative to the folder. Chunks may overlap or leave gaps; a plan detects that.
+        others: the entries that are not tensors (``..._extra_state/shard_0_1``, ``rng_state/...``), with their places; None for a place
+            that cannot be read.
+        paths: path of each entry in the nested state dict that was saved, if the checkpoint has it.
         file_sizes: size in bytes of each file that the layout names.
     """
 
@@ -213,7 +213,7 @@ def open_file(folder: Path, name: str) -> Iterator[tuple[int, int]]:
     if isinstance(fault, InvalidArgument):
         raise fault
     try:
-        # A pipe would keep whoever opens it waiting.
+        # Without O_NONBLOCK, opening a pipe would block.
         fd = os.open(folder / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise NotFound(f"the file {shown(name)} is missing in {folder}") from error
@@ -229,7 +229,7 @@ def open_file(folder: Path, name: str) -> Iterator[tuple[int, int]]:
 
 
 def _find_chunks(folder: Path, entries: Entries) -> tuple[list[int], dict[str, int]]:
-    """Where in its file each chunk's raw bytes begin, and the size of each file."""
+    """Offset of each chunk's raw bytes in its file, and the size of each file."""
     offsets = [0] * len(entries.chunks)
     sizes: dict[str, int] = {}
     by_file: dict[str, list[int]] = {}

@@ -34,7 +34,7 @@ _UNTYPED = "torch.storage.UntypedStorage"
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor as an archive has it: torch's name of its dtype, its shape, and its first byte in the archive."""
+    """A tensor in an archive: torch's name of its dtype, its shape, and the offset of its first byte in the archive."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -43,13 +43,13 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class DescribedTensor:
-    """What a pickle says of a tensor.
+    """Description of a tensor in a pickle.
 
     Attributes:
-        dtype: torch's name.
-        shape: its extent.
-        key: of its storage.
-        begin: its first byte in the storage.
+        dtype: torch's name of the dtype.
+        shape: shape of the tensor.
+        key: key of the storage.
+        begin: offset of the first byte in the storage.
         storage_nbytes: size of the storage in bytes.
     """
 
@@ -61,13 +61,13 @@ class DescribedTensor:
 
 
 def described(call: object) -> DescribedTensor:
-    """What a pickle says of a tensor, once that is found to be a dense row-major one.
+    """Read the description of a dense row-major tensor.
 
     Args:
-        call: what `read_pickle` has made of it.
+        call: result of `read_pickle`.
 
     Raises:
-        DataLoss: it is no such tensor.
+        DataLoss: the pickle does not describe such a tensor.
     """
     if type(call) is not Instance or call.kind not in (_V2, _V3) or type(call.args) is not tuple:
         raise DataLoss("its pickle is not that of a plain tensor")
@@ -103,7 +103,7 @@ def described(call: object) -> DescribedTensor:
 
 
 def located(found: DescribedTensor, archive: Archive) -> StoredTensor:
-    """Where a tensor's bytes lie in the archive whose pickle describes it. Raises DataLoss if its storage is not there, or not as described."""
+    """Find a tensor's bytes in the archive whose pickle describes it. Raises DataLoss if its storage is missing, or not as described."""
     begin, end = archive.record(b"data/" + found.key.encode())
     if end - begin != found.storage_nbytes:
         raise DataLoss(f"its storage has {end - begin} bytes, its pickle says {found.storage_nbytes}")
@@ -124,7 +124,7 @@ def _check_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Framing:
-    """What surrounds the raw bytes of a tensor: together an archive that ``torch.load(weights_only=True)`` reads."""
+    """Bytes before and after the raw bytes of a tensor. All three form an archive that ``torch.load(weights_only=True)`` reads."""
 
     head: bytes
     tail: bytes
@@ -136,10 +136,10 @@ def find_tensor(fd: int, offset: int, length: int) -> StoredTensor:
     Args:
         fd: the open file.
         offset: first byte of the archive in the file.
-        length: its bytes; the caller has seen that the file is long enough.
+        length: bytes of the archive; the caller has checked that the file is long enough.
 
     Raises:
-        DataLoss: it is no such archive, or does not hold one dense row-major tensor in little-endian byte order.
+        DataLoss: this is not such an archive, or it does not hold exactly one dense row-major tensor in little-endian byte order.
     """
     archive = Archive(fd, offset, length, _MAX_DIRECTORY)
     return located(_describe(archive.pickle(_MAX_PICKLE)), archive)
@@ -152,29 +152,28 @@ def _describe(pickle: bytes) -> DescribedTensor:
 
 
 def frame(dtype: DType, shape: tuple[int, ...]) -> Framing:
-    """What ``torch.save`` puts before and after the raw bytes of a dense tensor.
+    """The bytes that ``torch.save`` writes before and after the raw bytes of a dense tensor.
 
     The raw bytes begin at a multiple of `ALIGNMENT` from the start of the archive.
 
-    The CRC-32 of the raw record is 0 in the archive: it would need the data, and torch's reader is built without a check
-    of it (``torch.serialization.set_crc32_options(False)`` makes torch write none either). Other readers of ZIP archives
-    would complain.
+    The CRC-32 of the raw record is 0 in the archive, because it would need the data. Torch's reader is built without a check of it
+    (``torch.serialization.set_crc32_options(False)`` makes torch write none either), but other readers of ZIP archives would reject it.
     """
     import torch
 
-    tensor = torch.empty(shape, dtype=dtype.torch, device="cpu")  # no page of it is touched
+    tensor = torch.empty(shape, dtype=dtype.torch, device="cpu")  # none of its pages is touched
     file = _WithoutData()
     with torch.serialization.skip_data():
         torch.save(tensor, file)
     written, name = file.getvalue(), b"archive/data/0"
-    at = written.index(name)  # in its header, which says just before how much stands behind the name
+    at = written.index(name)  # in its header; the length of the next field precedes it
     begin = at + len(name) + int.from_bytes(written[at - 2 : at], "little")
     return Framing(written[:begin], written[begin:])
 
 
 class _WithoutData(io.BytesIO):
-    """A file in which what torch leaves open takes no room."""
+    """A file in which the data that torch skips takes no room."""
 
     def seek(self, *_: int) -> int:
-        """Stay."""
+        """Do not move."""
         return self.tell()

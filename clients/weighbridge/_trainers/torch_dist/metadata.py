@@ -53,7 +53,7 @@ _INFO = "torch.distributed.checkpoint.filesystem._StorageInfo"
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """Where a chunk's archive lies: file relative to the checkpoint's folder, first byte, and length in bytes."""
+    """Place of a chunk's archive: file relative to the checkpoint's folder, offset, and length in bytes."""
 
     file: str
     offset: int
@@ -66,14 +66,13 @@ KeyPath: TypeAlias = tuple[str | int, ...]
 
 @dataclass(frozen=True)
 class Entries:
-    """What a checkpoint consists of.
+    """Entries of a checkpoint.
 
     Attributes:
         tensors: all tensors by name.
-        chunks: every part of them that is stored, and where.
-        others: the entries that are not tensors, by name, and where they lie; None where ``.metadata`` does not say so in a way that can
-            be read.
-        paths: where in the nested state dict that was saved an entry was, for those of which ``.metadata`` says so.
+        chunks: every stored part of a tensor, with its place.
+        others: places of the entries that are not tensors, by name; None for a place that ``.metadata`` does not give in a readable form.
+        paths: path of each entry in the nested state dict that was saved, if ``.metadata`` has it.
     """
 
     tensors: Mapping[str, TensorSpec]
@@ -83,12 +82,12 @@ class Entries:
 
 
 def read_entries(data: bytes) -> Entries:
-    """Read ``.metadata``, running nothing of it.
+    """Read ``.metadata`` without running any of its code.
 
     Raises:
-        DataLoss: it is not such a pickle or names something that is no part of one; a chunk does not fit into its tensor,
-            is there twice or has no storage, or its storage is transformed or outside of the folder.
-        InvalidArgument: a tensor has a dtype, a name or a number of axes that no model here has.
+        DataLoss: the data is not such a pickle, or names types that do not belong in one; a chunk does not fit into its tensor, occurs
+            twice or has no storage; or its storage is transformed or outside of the folder.
+        InvalidArgument: a tensor has an unsupported dtype, name or number of axes.
     """
     metadata = _instance(read_pickle(data, KNOWN, METADATA_FILE), _METADATA, _MCORE_METADATA)
     entries, storage = metadata.fields("state_dict_metadata", "storage_data")
@@ -109,7 +108,7 @@ def read_entries(data: bytes) -> Entries:
         spec, boxes = _read_tensor(name, entry)
         counted += len(entry.state["chunks"])
         if counted > len(data):
-            # a pickle may refer to one list again and again; what torch writes has some hundred bytes for each chunk
+            # a pickle may refer to one list many times; torch writes about a hundred bytes for each chunk
             raise DataLoss(f"{METADATA_FILE} lists more chunks than can be in its {len(data)} bytes")
         tensors[name] = spec
         seen = set()
@@ -127,7 +126,7 @@ def read_entries(data: bytes) -> Entries:
 
 
 def _read_paths(paths: Any, entries: Mapping[str, Any]) -> dict[str, KeyPath]:
-    """Those of the entries that are paths; what planners of others keep there is not of interest."""
+    """The paths of entries. Other data that planners keep there is ignored."""
     if type(paths) is not dict:
         return {}
     return {
@@ -136,8 +135,8 @@ def _read_paths(paths: Any, entries: Mapping[str, Any]) -> dict[str, KeyPath]:
 
 
 def is_path(path: Any) -> bool:
-    """Whether what was read is a `KeyPath`."""
-    # a pickle may refer to one tuple again and again
+    """Whether a value from a pickle is a `KeyPath`."""
+    # a pickle may refer to one tuple many times
     return (
         type(path) is tuple and 0 < len(path) <= _MAX_PATH and all(type(each) in (str, int) for each in path)
     )
@@ -150,7 +149,8 @@ def _instance(value: Any, *kinds: str) -> Instance:
 
 
 def _read_storage(storage: Mapping[Any, Any]) -> Mapping[tuple[str, tuple[int, ...] | None], Item | str]:
-    """Where chunks are stored, by entry and offset, which is None of what is no tensor; a sentence instead for what cannot be read."""
+    """Places of chunks by entry and offset, which is None for an entry that is not a tensor. A place that cannot be read is a sentence with
+    the reason."""
     items: dict[tuple[str, tuple[int, ...] | None], Item | str] = {}
     for index, info in storage.items():
         fields = _instance(index, _INDEX).fields("fqn")
@@ -165,7 +165,7 @@ def _read_storage(storage: Mapping[Any, Any]) -> Mapping[tuple[str, tuple[int, .
 
 
 def _is_short(sizes: Any) -> bool:
-    """Whether there are no more than a tensor has axes: long ones that many entries share would take for ever."""
+    """Whether a tuple has no more items than a tensor can have axes. Long tuples that many entries share would take very long to read."""
     return type(sizes) is tuple and len(sizes) <= MAX_RANK
 
 
@@ -182,7 +182,7 @@ def _read_item(info: Instance) -> Item | str:
 
 @lru_cache(maxsize=1024)  # many chunks lie in one file
 def _outside(file: str) -> str:
-    """Why a relative path may not be opened; empty if it may."""
+    """Reason why a relative path must not be opened; empty if it may be opened."""
     parts = file.split("/")
     if len(file) > 1024 or not file.isprintable() or any(part in ("", ".", "..") for part in parts):
         return f"its file {shown(file)} is not the plain name of one in the checkpoint's folder"

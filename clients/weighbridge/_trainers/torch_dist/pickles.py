@@ -52,7 +52,7 @@ GETATTR = ("__builtin__.getattr", "builtins.getattr")
 
 
 class Named:
-    """A class, a function or a constant that a pickle names: the name, and nothing else."""
+    """Name of a class, a function or a constant in a pickle, which is not resolved."""
 
     __slots__ = ("name",)
 
@@ -61,7 +61,7 @@ class Named:
 
 
 class Instance:
-    """What a class or function would have made of its arguments; ``state`` is what it would have been set to."""
+    """Record of a call in a pickle, which is not executed: the class or function, its arguments, and the ``state`` for its result."""
 
     __slots__ = ("args", "kind", "state")
 
@@ -74,7 +74,7 @@ class Instance:
         """Attributes of a pickled dataclass.
 
         Raises:
-            DataLoss: it has no state, or one without these.
+            DataLoss: the instance has no state, or its state lacks some of these names.
         """
         if type(self.state) is not dict or any(name not in self.state for name in names):
             raise DataLoss(f"a {self.kind} has not all of the fields {', '.join(names)}")
@@ -251,9 +251,9 @@ def _add(target: Any, items: list[Any]) -> None:
 
 
 def _key(key: Any) -> Any:
-    """Refuse what would take long to hash or find: tuples of tuples that are all one tuple, integers with one hash."""
+    """Refuse keys that would take long to hash or find: tuples that nest one tuple many times, integers with the same hash."""
     kind = type(key)
-    # An Instance is equal to itself only: whoever reads a mapping with such keys looks for repeated ones.
+    # An Instance is equal only to itself, so readers of a mapping with such keys check for duplicates themselves.
     if kind is str or kind is Instance or kind is Named or _is_small(key):
         return key
     if kind is tuple and all(type(part) is str or _is_small(part) for part in key):

@@ -47,7 +47,7 @@ _NAMED = 20
 
 
 class _Piece(NamedTuple):
-    """A box of a tensor, and where in the local tensor it begins, in elements; its elements lie one behind the other."""
+    """A box of a tensor, and the offset of its first element in the local tensor, where its elements are contiguous."""
 
     box: Box
     local: DescribedTensor
@@ -55,21 +55,21 @@ class _Piece(NamedTuple):
 
 
 class _Most(NamedTuple):
-    """What no tensor of a checkpoint can be more than: spread over so many ranks, and of so many bytes."""
+    """Limits for a tensor of a checkpoint: the number of ranks over which it is spread, and its bytes."""
 
     ranks: int
     nbytes: int
 
 
 def has_rank_files(folder: Path) -> bool:
-    """Whether a folder has files of this form."""
+    """Whether a folder has files of ranks."""
     return any(_FILE.fullmatch(path.name) for path in folder.glob("model_world_size_*_rank_*.pt"))
 
 
 def read_rank_files(folder: Path) -> TorchDistCheckpoint:
     """Find all tensors of a checkpoint, trusting nothing in it and reading no weights.
 
-    Of what several ranks hold alike, the first one's is taken. Entries that are no tensors are among the others, without a place.
+    If several ranks hold equal boxes, those of the first rank are used. Entries that are not tensors are among `others`, without a place.
 
     Raises:
         NotFound: no such folder or file, or the file of a rank is missing.

@@ -105,7 +105,7 @@ def _pushed(
     values: RankValues,
     step: int | None,
 ) -> CheckpointFolder:
-    """What lies in files, with these values, as a rank pushes it that holds all of it."""
+    """The tensors in files, with these values, as the push of a single rank that holds all of them."""
     stream = Layout.stream(layout.tensors.values(), [place.shard for place in layout.placements])
     own = RankValues(state=values.state)
     state = TrainingState.of(TrainingTensors(stream, (), values.trainer, space), own, 0)
@@ -116,7 +116,7 @@ def _pushed(
 
 
 def _of_ranks(folder: Path) -> CheckpointFolder:
-    """A checkpoint of FSDP2 in which each rank has files of its own: module, optimizer and scheduler by the names that torch's trainers have."""
+    """A checkpoint of FSDP2 with separate files of each rank, with module and optimizer under the names that torch's trainers use."""
     parameters, tied = sharded_parameters(folder)
     model = read_rank_files(folder).layout
     optimizer = read_optimizer(folder, parameters)

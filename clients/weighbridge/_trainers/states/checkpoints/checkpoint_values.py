@@ -1,7 +1,8 @@
-"""Values of a training state as checkpoints on disk have them, besides its tensors; and those of a checkpoint as a training state keeps them.
+"""Values of a training state other than its tensors, in the form of checkpoints on disk; and values of a checkpoint in the form of a
+training state.
 
-A checkpoint that is taken in is kept as it is: its entries that are no tensors stay the bytes that they are, under ``trainer.checkpoint`` of
-the one blob, and nothing opens them but a rank that is filled, with ``weights_only``. The same bytes are written when it goes out again.
+An imported checkpoint is kept unchanged: its entries that are not tensors stay bytes, under ``trainer.checkpoint`` of the only blob. Only a
+rank that is restored opens them, with ``weights_only``. An export writes the same bytes.
 """
 
 from __future__ import annotations
@@ -26,21 +27,21 @@ CheckpointFormat = Literal["torch_dist", "dcp"]
 _CHECKPOINT = "checkpoint"
 _RANK_STATE = "rank_state"
 _OWN = re.compile(rf"{_RANK_STATE}/shard_(\d{{1,9}})_(\d{{1,9}})")
-"""Name of the entry of Megatron-core's checkpoints that is a rank's own: which rank, of how many."""
+"""Name of an entry of Megatron-core's checkpoints with the values of one rank: its number, and the number of ranks."""
 STEP_ENTRY = "weighbridge.step"
-"""Name of the entry of torch's checkpoints that is the trainer's step; they have no place of their own for it."""
+"""Name of the entry of torch's checkpoints with the trainer's step, for which the format itself has no place."""
 
 
 @dataclass(frozen=True)
 class CheckpointValues:
-    """What a checkpoint holds besides its tensors.
+    """Content of a checkpoint other than its tensors.
 
     Attributes:
         format: ``torch_dist`` of Megatron-core, ``dcp`` of torch.
-        objects: content of the entries that are no tensors.
-        paths: where in a nested state dict entries are.
+        objects: content of the entries that are not tensors.
+        paths: path of each entry in the nested state dict.
         common: content of ``common.pt``; None if there is none.
-        aliases: further names of tensors, each with the name that it is kept by.
+        aliases: further names of tensors, each with the name under which the tensor is kept.
     """
 
     format: CheckpointFormat
@@ -54,18 +55,18 @@ class CheckpointValues:
         """The values of a training state, in the format of its trainer's own checkpoints.
 
         Args:
-            ranks: of all ranks that have pushed it, in order.
+            ranks: values of all ranks that have pushed the training state, in order.
             tensors: names of its tensors.
             step: the trainer's step.
 
         Raises:
             InvalidArgument: values have names that mean something else in a checkpoint.
-            DataLoss: they are of no trainer that is known, or what was kept of a checkpoint is none.
+            DataLoss: the trainer of the values is unknown, or the kept values of a checkpoint are malformed.
         """
         first, names = ranks[0], list(tensors)
         if _CHECKPOINT in first.trainer:
             found = _read(first.trainer[_CHECKPOINT], "the training state")
-            if found.common is None and COMMON_ENTRY in found.objects:  # also for what looks for the file
+            if found.common is None and COMMON_ENTRY in found.objects:  # some readers need the file
                 found = replace(found, common=saved(_common_of(found, "the training state")))
             return found._of_step(step) if found.format == "dcp" else found
         if "objects" in first.trainer:
@@ -78,7 +79,7 @@ class CheckpointValues:
         return replace(self, objects={**self.objects, STEP_ENTRY: saved(step)})
 
     def kept(self) -> RankValues:
-        """What a training state keeps of it, as the values of one rank."""
+        """The values in the form in which a training state keeps them, as those of one rank."""
         objects = {name: _tensor(content) for name, content in self.objects.items()}
         common = None if self.common is None else _tensor(self.common)
         checkpoint = {"format": self.format, "objects": objects, "paths": dict(self.paths), "common": common}
@@ -89,7 +90,7 @@ def _of_megatron(ranks: Sequence[RankValues], tensors: Sequence[str], step: int)
     objects: dict[str, bytes] = {}
     for rank, values in enumerate(ranks):
         for key, data in values.trainer["objects"].items():
-            # of replicas Megatron has the first one be the main one
+            # of replicas, the first one is Megatron's main replica
             if key not in objects:
                 objects[key] = saved([as_data(data)])
         if values.rank_state:
@@ -109,7 +110,7 @@ def _of_torch(ranks: Sequence[RankValues], tensors: Sequence[str]) -> Checkpoint
 
 
 def _read(checkpoint: Any, name: str) -> CheckpointValues:
-    """What `CheckpointValues.kept` has kept in the training state of this name. Raises DataLoss if it is none."""
+    """Read values that `CheckpointValues.kept` has kept in the training state of this name. Raises DataLoss if they are malformed."""
     where = f"{_CHECKPOINT} of {name}"
     found = blobs.by_name(checkpoint, where)
     objects = {
@@ -130,14 +131,14 @@ def _read(checkpoint: Any, name: str) -> CheckpointValues:
 
 
 def checkpoint_ranks(values: RankValues, name: str) -> int | None:
-    """Of how many ranks a checkpoint that was taken in has what is each rank's own; None if these values are of none.
+    """Number of ranks whose own values are in an imported checkpoint; None if the values do not come from one.
 
     Args:
-        values: of a rank.
-        name: of the version, for errors.
+        values: values of a rank.
+        name: name of the version, for errors.
 
     Raises:
-        DataLoss: they are not what this client has kept of a checkpoint.
+        DataLoss: the kept values of the checkpoint are malformed.
     """
     if _CHECKPOINT not in values.trainer:
         return None
@@ -228,7 +229,7 @@ class _Opened(Mapping[str, Any]):
 
 
 def _loaded(content: bytes, name: str) -> Any:
-    """What was saved, of the types that torch allows, and Megatron-core where it is installed."""
+    """Load saved bytes of the types that torch allows, and those that Megatron-core allows if it is installed."""
     import argparse
 
     allowed: list[Any] = [argparse.Namespace]

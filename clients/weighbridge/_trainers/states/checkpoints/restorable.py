@@ -63,11 +63,11 @@ class TorchEntries:
     """The entries of a checkpoint of torch.
 
     Attributes:
-        names: each entry's name, with that without what wrappers have put into it.
-        parameters: names of the module's tensors, likewise.
+        names: name of each entry, by its name in the checkpoint; without the parts that wrappers add.
+        parameters: names of the module's tensors, by their names in the checkpoint; without the parts that wrappers add.
         tensors: names of the entries that are tensors.
-        members: names of the entries that say which parameters a group has.
-        misplaced: under which names there are optimizers besides ``optimizer``.
+        members: names of the entries that list the parameters of a group.
+        misplaced: names other than ``optimizer`` under which there are optimizers.
     """
 
     names: Mapping[str, str]
@@ -81,12 +81,12 @@ class TorchEntries:
         """The entries of a checkpoint.
 
         Args:
-            tensors: names of those that are tensors.
-            others: names of the others.
-            paths: where in the nested state dict they are.
+            tensors: names of the entries that are tensors.
+            others: names of the other entries.
+            paths: path of each entry in the nested state dict.
 
         Raises:
-            LayoutError: two would have one name without those of wrappers.
+            LayoutError: two entries would have one name without the parts that wrappers add.
         """
         tensors, others = tuple(tensors), tuple(others)
         given = [name.removeprefix(_MODEL) for name in (*tensors, *others) if name.startswith(_MODEL)]
@@ -109,13 +109,13 @@ class TorchEntries:
         return TorchEntries(names, own, tensors, tuple(members), tuple(sorted(tops - {OPTIMIZER})))
 
     def check(self, members: Mapping[str, Any]) -> None:
-        """Refuse a checkpoint from which no module could be filled, or not its optimizer.
+        """Refuse a checkpoint from which a module, or its optimizer, could not be restored.
 
         Args:
-            members: what `members` are: lists of names.
+            members: values of the entries in `members`, which are lists of names.
 
         Raises:
-            InvalidArgument: there is no module, or the optimizer has no names of its parameters.
+            InvalidArgument: the checkpoint has no module, or its optimizer does not name its parameters.
         """
         if not self.parameters:
             raise InvalidArgument(
@@ -155,11 +155,11 @@ class TorchEntries:
             )
 
     def renamed(self, values: Mapping[str, T]) -> dict[str, T]:
-        """Values of entries, by the names without those of wrappers."""
+        """Values of entries, by names without the parts that wrappers add."""
         return {self.names[name]: value for name, value in values.items()}
 
     def renamed_paths(self, paths: Mapping[str, KeyPath]) -> dict[str, KeyPath]:
-        """Paths of entries, likewise, in names and keys."""
+        """Paths of entries, with names and keys without the parts that wrappers add."""
         found: dict[str, KeyPath] = {}
         for name, path in paths.items():
             keys = [
@@ -173,7 +173,7 @@ class TorchEntries:
         return found
 
     def renamed_members(self, members: Mapping[str, Any]) -> dict[str, list[str]]:
-        """Those of `members` in which names have to be others."""
+        """The values of `members` in which names change, with the changed names."""
         found = {}
         for name, value in members.items():
             if isinstance(value, list) and all(isinstance(each, str) for each in value):
