@@ -154,7 +154,7 @@ class Version(JsonValue):
     approved_reasons: tuple[str, ...] = ()
     """Reasons for which the version was held, and that were approved."""
     approved_by: str = ""
-    """Name that the last approver gave."""
+    """Name of the last approver, as stated with the approval."""
     approved_time_ms: int = 0
     """Unix time of the last approval in milliseconds; 0 if there was none."""
     approved_note: str = ""

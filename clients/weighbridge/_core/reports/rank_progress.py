@@ -109,7 +109,8 @@ class HeldUp:
 
 
 def held_up(ranks: Sequence[RankProgress]) -> HeldUp | None:
-    """The rank that the others waited for longest; None if no rank was notably late, or if the times of some rank are unknown."""
+    """The rank that the others waited for longest, with its declaration or its seal; None if no rank was notably late. Declarations count
+    only if the times of all ranks are known, and so do seals."""
     found = [each for each in (_last(ranks, declaring=True), _last(ranks, declaring=False)) if each]
     return max(found, key=lambda each: each.behind_ms, default=None)
 

@@ -38,7 +38,7 @@ def training_tensors(module: object, optimizers: object | None) -> TrainingTenso
         optimizers: one optimizer, several, or None.
 
     Raises:
-        InvalidArgument: the arguments are neither.
+        InvalidArgument: the module or an optimizer is not of torch.
         LayoutError: optimizers have parameters that the module does not have, tensors cannot be kept, or adapters are merged into weights
             (names each).
     """
