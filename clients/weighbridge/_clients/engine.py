@@ -74,27 +74,28 @@ class Pull:
         strict: bool = True,
         adapter_name: str = "default",
     ) -> Filled:
-        """Fill a model in place. Nothing of it is changed unless all of it fits.
+        """Fill a model in place. Nothing is changed unless all tensors fit.
 
-        A version of an adapter fills an adapter of a model that peft has wrapped. Whether the model below is the base that the version names is not known
-        here.
+        A version of an adapter fills an adapter of a peft model. Whether the wrapped model is the base of the version is not checked.
 
         Args:
-            target: a module, or a state dict; its tensors are plain ones of the slices' shapes on any device, or DTensors, of which each
-                rank pulls what it holds. Names are Hugging Face's; what torch.compile, DDP and FSDP add to them is stripped. Of names
-                that share memory one is enough. A mapping's tensors are written to, not replaced.
-            cast: ``exact`` casts to a wider floating-point dtype, and refuses others; ``allow`` casts to any; ``never`` to none. To have
-                the service cast, which takes fewer bytes on the way, name the ``dtype`` of the pull.
-            strict: whether target and pull must have the same tensors. If not, those are filled that both have.
-            adapter_name: which adapter of a model that peft has wrapped.
+            target: a module, or a state dict. Its tensors are plain ones with the slices' shapes on any device, or DTensors, of which each
+                rank pulls its own part. Names are Hugging Face's, after prefixes of torch.compile, DDP and FSDP are stripped. Of several
+                names that share memory one is enough. A mapping's tensors are written to, not replaced.
+            cast: ``exact`` casts to a wider floating-point dtype, and refuses others; ``allow`` casts to any; ``never`` to none. To make
+                the service cast, which may transfer fewer bytes, give the ``dtype`` of the pull.
+            strict: whether target and pull must have the same tensors. If not, the common ones are filled.
+            adapter_name: name of the adapter in a peft model.
 
         Returns:
-            What was filled, from which version.
+            The tensors that were filled, and the version.
 
         Raises:
-            InvalidArgument: ``target`` is neither, there is no such ``cast``, or the model has no such adapter.
-            LayoutError: tensors are missing, unexpected, or of another shape or dtype; LoRA adapters are not merged, or, of an adapter, are. Names each.
-            FailedPrecondition: the version is an adapter, and the module has none, or one that computes otherwise, as with another ``lora_alpha``.
+            InvalidArgument: ``target`` is neither a module nor a state dict, ``cast`` is unknown, or the model has no such adapter.
+            LayoutError: tensors are missing, unexpected, or of another shape or dtype; or LoRA adapters are not merged, or are merged in a
+                fill of an adapter (names each tensor).
+            FailedPrecondition: the version is an adapter, but the module has none, or its adapter computes something else, for example with
+                another ``lora_alpha``.
         """
         adapter = self._connection.run(adapter_target(self._plan, target, adapter_name))
         fill = fit(self._plan, target, cast=cast, strict=strict, adapter=adapter)
@@ -108,34 +109,34 @@ class Pull:
         return fill.report
 
     def filled(self, tensor_for: Callable[[int], torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Pull into tensors that the caller makes, as the result is iterated over.
+        """Pull into tensors that the caller makes, while the caller iterates over the result.
 
         Args:
-            tensor_for: gives the tensor for a placement of the layout, by index; any device. Is called in the order of placements,
-                and for tensors on GPUs ahead of what is yielded, so that their copy engines stay busy: some 64 MB, and not beyond a
-                tensor that shares memory with one that has not been yielded.
+            tensor_for: returns the tensor for the placement of the layout with an index, on any device. It is called in the order of
+                placements. For tensors on GPUs it is called ahead of the yielded ones, so that copy engines stay busy: by about 64 MB,
+                and not beyond a tensor that shares memory with one that has not been yielded.
 
         Yields:
-            Name and tensor, each as soon as it is complete.
+            Name and tensor, each as soon as the tensor is complete.
         """
         with self._transfer() as transfer:
             for step in transfer.filled(tensor_for):
                 yield from step
 
     def bring(self, buffer: torch.Tensor | None = None, *, pin: bool = False) -> Slices:
-        """Bring all slices to this machine, and read them later, in any order.
+        """Transfer all slices to this machine, to be read later in any order.
 
-        On the service's machine they are there: the service holds the version as long as the result is.
+        On the service's machine nothing is transferred: the service holds the version as long as the result exists.
 
         Args:
-            buffer: of a `HostSlices` that this gave before, to be used again: what it holds is lost.
-            pin: whether GPUs will copy from them.
+            buffer: buffer of a `HostSlices` that an earlier call returned, to be reused; its content is lost.
+            pin: whether GPUs will copy from the slices.
         """
         with self._transfer() as transfer:
             return transfer.bring(buffer, pin=pin)
 
     def stream(self) -> Iterator[memoryview]:
-        """The bytes of the slices by gRPC, one behind the other, checked, in pieces of 1 MiB at most."""
+        """The checked bytes of the slices by gRPC, concatenated, in pieces of at most 1 MiB."""
         return PullRun(self._connection, self._plan).stream()
 
     @contextmanager
@@ -153,11 +154,11 @@ class Pull:
 
 
 class EngineClient(Client):
-    """The engine's side of the service; one for each rank.
+    """Client of an engine; one for each rank.
 
     Args:
         server: ``host:port`` of the gRPC face; by default ``WEIGHBRIDGE_SERVER``, or 127.0.0.1:50051.
-        retry_seconds, lane, connections, credentials: as for `Client`.
+        retry_seconds, lane, connections, credentials: see `Client`.
     """
 
     @cached_property
@@ -172,21 +173,20 @@ class EngineClient(Client):
         *,
         dtype: str | torch.dtype | None = None,
     ) -> Pull:
-        """Pull slices of a version; only their bytes come over the wire.
+        """Pull slices of a version. Only their bytes are transferred.
 
         Args:
             model: ``namespace/name``.
             version: a number or a ref; by default the latest.
             layout: `FullTensors` (the default), `TensorParallel` or `Boxes`.
-            dtype: the service casts floating-point tensors to it before it sends them, such as ``bf16``; None keeps
-                them as they are.
+            dtype: dtype to which the service casts floating-point tensors before it sends them, such as ``bf16``; None for no cast.
 
         Returns:
-            Iterate over it to get ``(name, tensor)``.
+            The pull, which yields ``(name, tensor)`` when iterated over.
 
         Raises:
             NotFound: no such model, version, ref or tensor.
-            InvalidArgument: the layout does not fit the model, or a tensor cannot be cast; names the tensor.
+            InvalidArgument: the layout does not fit the model, or a tensor cannot be cast (names the tensor).
             FailedPrecondition: the version is not ready.
         """
         plan = self._connection.run(pull_calls.plan_pull(self._layouts, model, version, layout, dtype))
@@ -204,22 +204,22 @@ class EngineClient(Client):
     ) -> Version:
         """Write a version as a Hugging Face folder on this machine.
 
-        If the version is signed and its files are written as they are in the store, its manifest and signatures go along.
+        If the version is signed and no ``dtype`` is given, its manifest and signatures are written too.
 
         Args:
             model: ``namespace/name``.
-            version: a number or a ref; None for the one that ``model`` names.
+            version: a number or a ref; None for the version that ``model`` names.
             folder: a new or empty folder.
-            dtype: the service casts floating-point tensors to it, such as ``bf16``; None keeps them as they are.
-            max_shard_bytes: largest safetensors file.
-            on_progress: is called with bytes written so far and in all.
+            dtype: dtype to which the service casts floating-point tensors, such as ``bf16``; None for no cast.
+            max_shard_bytes: largest size of a safetensors file.
+            on_progress: called with the bytes written so far and the total.
 
         Returns:
             The version that was written.
 
         Raises:
             NotFound: no such model or version.
-            InvalidArgument: the folder is not empty, no such dtype, or a tensor cannot be cast; names the tensor.
+            InvalidArgument: the folder is not empty, the dtype is unknown, or a tensor cannot be cast (names the tensor).
         """
         plan = self.pull(model, version, dtype=dtype)
         model, number = plan.version.model, plan.version.number
@@ -247,20 +247,20 @@ class EngineClient(Client):
 def read_arriving(
     client: EngineClient, model: str, number: int, request: LayoutRequest, layout: Layout
 ) -> ReadLoan:
-    """Borrow a version that is still being received from the service on this machine.
+    """Request a read grant for a version that the service on this machine is still receiving.
 
     Args:
-        client: of the service.
+        client: client of the service.
         model: ``namespace/name``.
-        number: of the version.
-        request: names the slices.
-        layout: of these, as an earlier version has them.
+        number: number of the version.
+        request: the slices.
+        layout: layout of the slices in an earlier version.
 
     Returns:
-        The slices, of which `ReadLoan.arrivals` says which may be read.
+        The slices; `ReadLoan.arrivals` tells which of them may be read.
 
     Raises:
-        FailedPrecondition: the version has other tensors, arrives at other replicas, too, or cannot be borrowed from here.
+        FailedPrecondition: the version has other tensors, also arrives at other replicas, or cannot be granted to this process.
         WeighbridgeError: the version has failed, or the service is gone.
     """
     lane = client._connection.lane

@@ -73,14 +73,15 @@ class CheckpointManager:
         return f"<CheckpointManager of {self._model}, {last}>"
 
     def save(self, step: int) -> PushHandle:
-        """Save everything as it is after a step. Training may go on when it returns: all is copied out, or with ``until`` will be before the optimizer's
-        next step; and the bytes travel behind it.
+        """Save everything in its state after a step. Training may go on when this returns: everything is copied out, or with ``until`` it
+        will be copied before the optimizer's next step. A thread delivers the copies.
 
-        All ranks save, or none: where one cannot, as where it does not reach the service, all raise, or with ``on_failure="warn"`` all log why and go on, and
-        the handle says so (`PushHandle.skipped`). The log names a save before it that has failed meanwhile; `wait` raises it.
+        All ranks save, or none does. If one rank cannot save, for example because it cannot reach the service, all ranks raise. With
+        ``on_failure="warn"`` all ranks log the reason and go on instead, and the handle is marked (`PushHandle.skipped`). A failure of the
+        previous save is logged here; `wait` raises it.
 
         Raises:
-            WeighbridgeError: as `TrainerClient.push_state_dict`, or `TrainerClient.push` with Megatron-core.
+            WeighbridgeError: see `TrainerClient.push_state_dict`, or `TrainerClient.push` with Megatron-core.
         """
         self._tell()
         push: Callable[..., PushHandle] = self._client.push_state_dict
@@ -111,7 +112,8 @@ class CheckpointManager:
             return None
 
     def find(self, step: int) -> Version | None:
-        """The newest training state of a step that is in the store; None if there is none. With several ranks of torch.distributed, all get what rank 0 finds.
+        """The newest training state of a step that is in the store; None if there is none. With several ranks of torch.distributed, all get
+        the result of rank 0.
 
         Raises:
             NotFound: the model is not registered.
@@ -119,17 +121,17 @@ class CheckpointManager:
         return self._agreed(partial(self._of_step, step))
 
     def restore(self, version: int | str | None = None, *, rank_state: bool = True) -> Version | None:
-        """Bring everything back. With several ranks of torch.distributed, all restore what rank 0 finds.
+        """Restore everything. With several ranks of torch.distributed, all restore the version that rank 0 finds.
 
         Args:
-            version: of the training states, a number or a ref; by default the latest.
-            rank_state: False leaves that as it is, as it must be on another number of ranks than saved it.
+            version: number or ref of a training state; by default the latest.
+            rank_state: False leaves ``rank_state`` unchanged, which is required on another number of ranks than saved it.
 
         Returns:
-            The version, whose ``step`` is that of the save; None if ``version`` is not given and there is none: training begins anew.
+            The version, whose ``step`` is the step of the save; None if ``version`` is not given and there is no training state yet.
 
         Raises:
-            WeighbridgeError: as `TrainerClient.restore_state_dict`, or `TrainerClient.restore` with Megatron-core.
+            WeighbridgeError: see `TrainerClient.restore_state_dict`, or `TrainerClient.restore` with Megatron-core.
         """
         found = self._agreed(partial(self._found, version))
         if found is None:
@@ -153,9 +155,9 @@ class CheckpointManager:
             The training state's version; None if nothing was saved, as by a loop that was restored at its last step.
 
         Raises:
-            VersionFailed: one of them cannot be completed; lists what is missing.
-            WeighbridgeError: the newest save was skipped; says why.
-            DeadlineExceeded: one of them is not there within ``timeout`` seconds.
+            VersionFailed: one of the two versions cannot be completed (lists the missing parts).
+            WeighbridgeError: the newest save was skipped (names the reason).
+            DeadlineExceeded: one of the two versions is not in the store within ``timeout`` seconds.
         """
         if self.last is not None and self.last.skipped is not None:
             self.last.report()
@@ -170,10 +172,10 @@ class CheckpointManager:
         return self._module if self._sharded is None else self._sharded()
 
     def _tell(self) -> None:
-        """Say in the log what has become of the save before."""
+        """Log a failure of the previous save."""
         before = [] if self.last is None else [self.last, self.last.training]
         for handle in before:
-            if handle is None or not handle.done or handle.skipped is not None:  # the last was said at once
+            if handle is None or not handle.done or handle.skipped is not None:  # skips are logged at once
                 continue
             try:
                 handle.report()

@@ -1,8 +1,9 @@
-"""Agreement of the ranks of one push, by the store of their process group: all of them push, or none does.
+"""Agreement of the ranks of one push, through the store of their process group: all of them push, or none does.
 
-It is no collective: it needs no GPU, no order among other collectives and no particular thread, and a rank that does not come holds the others
-for no longer than they allow. Each rank adds itself to a count; the one that completes it writes the verdict ``go``. A rank that cannot push,
-or waits no longer, writes another verdict. The first verdict stands, for the store compares and sets, so all ranks read the same.
+It is not a collective: it needs no GPU, no order among other collectives and no particular thread, and an absent rank holds the others for
+no longer than they allow. Each rank increments a count, and the rank that completes it writes the verdict ``go``. A rank that cannot push,
+or that stops waiting, writes another verdict. The first verdict stands, because ranks write it by compare-and-swap, so all ranks read the
+same verdict.
 
 Keys, below ``weighbridge/<model>/<request>/<attempt>``: ``count``, ``here/<rank>`` until the verdict, ``verdict``,
 ``says/<rank>``; and for all pushes ``weighbridge/said/<digest>``.
@@ -24,21 +25,22 @@ from weighbridge.errors import WeighbridgeError
 
 _GO, _NO = b"go", b"no:"
 _POLL_PART = 0.05
-"""Pause between two looks at the store, as a part of the time that was waited: a rank that comes late is noticed soon, and a store of many ranks
-is asked seldom."""
+"""Pause between two polls of the store, as a share of the time waited so far. So a late rank is noticed soon, and a store of many ranks is
+polled seldom."""
 _POLL_SECONDS = 0.001, 0.2
-"""Shortest and longest of these pauses."""
+"""Shortest and longest pause."""
 _MOST_REASON = 400
-"""Characters of a reason that other ranks receive."""
+"""Most characters of a reason that other ranks receive."""
 
 _GONE = RuntimeError
-"""Error of a store that has gone, as when the job ends: it decides nothing, and waits end by their bounds."""
+"""Error of a store that has ended, for example with the job. It decides nothing, and waits end by their timeouts."""
 
 _lock = threading.Lock()
 _begun: Counter[str] = Counter()
 _refused: Counter[str] = Counter()
 _clones: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
-"""Connections by the stores that they were made from. Their server ends, and frees its port, once nothing keeps a store of it."""
+"""Own connections by the stores from which they were cloned. References are weak, because a store's server frees its port only when no
+reference to the store is left."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ class RankAgreement:
         return replace(self, prefix=f"{self.prefix}/behind")
 
     def ahead(self) -> RankAgreement:
-        """The agreement to begin with what ranks do together before this push."""
+        """The agreement to begin the collective that precedes this push."""
         return replace(self, prefix=f"{self.prefix}/ahead")
 
     def refuse(self, error: BaseException) -> bool:
@@ -110,24 +112,24 @@ class RankAgreement:
         return self._decide(_NO + shortened(f"rank {self.rank}: {said}", _MOST_REASON).encode())
 
     def say(self, data: bytes) -> None:
-        """Have the other ranks know this, before coming. What several of them say is kept once."""
+        """Publish a message to the other ranks, before `come`. Equal messages of several ranks are stored once."""
         digest = hashlib.sha256(data).hexdigest()
         with contextlib.suppress(_GONE):
             self.store.set(f"weighbridge/said/{digest}", data)
             self.store.set(self._key(f"says/{self.rank}"), digest)
 
     def said(self) -> list[bytes]:
-        """All that ranks have said, each text once; all of them, once the verdict is that all have come."""
+        """The messages of all ranks, each distinct one once. Complete once the verdict is ``go``."""
         digests = {self.store.get(self._key(f"says/{rank}")).decode() for rank in range(self.ranks)}
         return [bytes(self.store.get(f"weighbridge/said/{digest}")) for digest in sorted(digests)]
 
     def forget(self) -> None:
-        """Take away what this rank has said, which all ranks have read by now."""
+        """Delete this rank's message, after all ranks have read it."""
         with contextlib.suppress(_GONE):
             self.store.delete_key(self._key(f"says/{self.rank}"))
 
     def come(self) -> None:
-        """Say that this rank can push."""
+        """Agree to the push."""
         with contextlib.suppress(_GONE):
             self.store.set(self._key(f"here/{self.rank}"), b"1")
             if self.store.add(self._key("count"), 1) == self.ranks:
@@ -141,7 +143,7 @@ class RankAgreement:
         return ""
 
     def decided(self, seconds: float) -> bool:
-        """Wait for the verdict, for so many seconds at most. Whether there is one."""
+        """Wait for the verdict, for at most ``seconds``, and return whether there is one."""
         began = time.monotonic()
         while True:
             with contextlib.suppress(_GONE):
@@ -155,19 +157,19 @@ class RankAgreement:
             time.sleep(min(pause, seconds - waited))
 
     def absent(self) -> list[int]:
-        """The ranks that have not come."""
+        """The ranks that have not agreed yet."""
         ranks = range(self.ranks)
         with contextlib.suppress(_GONE):
             return [rank for rank in ranks if not self.store.check([self._key(f"here/{rank}")])]
         return []
 
     def done(self) -> None:
-        """Take away what only the agreement needed. The verdict stays, for ranks that come late."""
+        """Delete this rank's key of the agreement. The verdict stays for late ranks."""
         with contextlib.suppress(_GONE):
             self.store.delete_key(self._key(f"here/{self.rank}"))
 
     def _decide(self, verdict: bytes) -> bool:
-        """Write the verdict, unless one stands; whether no other one does."""
+        """Write the verdict, unless there is one already, and return whether the standing verdict is this one or unknown."""
         text = verdict.decode(errors="replace")
         with contextlib.suppress(_GONE):
             return bool(self.store.compare_set(self._key("verdict"), "", text) == text.encode())
@@ -182,7 +184,8 @@ def _problem_of(verdict: bytes) -> str:
 
 
 def _store() -> Any:
-    """A connection of this library's own to the store of the default process group, so that no other use of it waits; None if there is none."""
+    """A separate connection to the store of the default process group, so that other users of the store do not wait; None if there is no
+    store."""
     from torch.distributed import distributed_c10d
 
     try:
