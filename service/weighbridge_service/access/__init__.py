@@ -1,16 +1,17 @@
-"""Access: who somebody is, by what they show, and what they may do.
+"""Access: the identity of a caller, proved by the caller's evidence, and the scopes that it has.
 
-Whoever listens makes an `Evidence` of what a connection shows; `Access` says whose it is; `peer.authorize` asks what that identity may.
+The server of each protocol builds an `Evidence` from a connection; `Access` resolves it to an `Identity`; `peer.authorize` checks the
+identity's scopes.
 
 May import: `runtime`, `weighbridge_storage`, `weighbridge`; nothing here knows of gRPC's calls or HTTP's requests.
 
-- `scopes`: verbs, and scopes: what an identity may do with which models and refs.
+- `scopes`: verbs, and scopes that allow an identity a verb on some models and refs.
 - `identities`: evidence, and the identities that it proves.
-- `tokens`: secrets that are kept as digests.
+- `tokens`: secrets, stored as digests.
 - `issuers`: issuers of JSON web tokens, and their keys.
-- `policy`: the file that says who may do what, and how much.
-- `access`: which identity a piece of evidence proves, now.
+- `policy`: the file that lists identities with their scopes and limits.
+- `access`: the identity that a piece of evidence proves under the current policy.
 - `certificates`: the service's own certificate, renewed while it runs.
-- `peer`: who has made a call, and whether they may: the place where every face asks.
-- `audit`: the record of who did what.
+- `peer`: the caller of a call, and the authorization check that every protocol makes.
+- `audit`: the audit log.
 """

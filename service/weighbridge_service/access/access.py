@@ -1,4 +1,4 @@
-"""Access: which identity a piece of evidence proves, now."""
+"""Access: the identity that a piece of evidence proves under the current policy."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _TICKET_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class _Proved:
-    """Whose a web token is, and whether the key still counts with which that was proved."""
+    """The identity that a web token proves, and whether the issuer still has the key that the token is signed with."""
 
     identity: Identity
     signed: Callable[[], bool]
@@ -38,7 +38,7 @@ class _Proved:
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """A policy, and what was found out under it: another one begins anew."""
+    """A policy, and what was cached under it. A new policy starts with an empty cache."""
 
     policy: Policy | None = None
     rings: Mapping[str, KeyRing] = field(default_factory=dict)
@@ -46,19 +46,19 @@ class _Known:
 
 
 class Access:
-    """Recognises who calls. Thread-safe, and never waits.
+    """Resolves evidence to identities. Thread-safe, and never waits.
 
     Args:
-        policy: file that says who may do what; None if whoever reaches the service may do everything.
+        policy: the policy file. With None and without `certificates`, every caller may do everything.
         replica_key: secret that all replicas over one store share.
-        certificates: whether clients are asked for certificates. Without a policy only those may who have shown one.
+        certificates: whether clients are asked for certificates. Without a policy, only callers with a certificate are allowed.
         lane: whether there is a local lane.
-        clock: seconds since 1970.
-        look_seconds: between two looks at whether the policy's file has changed.
-        standing_seconds: between two questions whether a long call may go on.
+        clock: returns seconds since 1970.
+        look_seconds: interval between two checks of the policy file for changes.
+        standing_seconds: interval between two authorization checks of a long call.
 
     Raises:
-        InvalidArgument: the policy cannot be read, or is wrong.
+        InvalidArgument: the policy cannot be read, or is invalid.
 
     Attributes:
         standing_seconds: as given.
@@ -92,16 +92,19 @@ class Access:
 
     @property
     def open(self) -> bool:
-        """Whether whoever reaches the service may do everything."""
+        """Whether every caller that reaches the service may do everything."""
         return self._path is None and not self._certificates
 
     @property
     def knows_tokens(self) -> bool:
-        """Whether a token can prove who somebody is."""
+        """Whether a token can prove an identity."""
         return self._known.policy is not None
 
     def identify(self, evidence: Evidence) -> Identity:
-        """Who has shown this. What is shown decides: a wrong token is not mended by a good certificate."""
+        """The identity that the evidence proves.
+
+        An authorization is decisive: a caller with an invalid token is not recognised, even with a valid certificate.
+        """
         if self.open:
             return EVERYBODY
         self._read_if_changed()
@@ -120,7 +123,7 @@ class Access:
         if found is not None:
             return found
         if evidence.certificate:
-            return Identity.nobody(f"the policy knows nobody called {evidence.certificate[0][:100]}")
+            return Identity.nobody(f"the policy has no identity for {evidence.certificate[0][:100]}")
         if evidence.user is not None:
             return Identity.nobody(f"the policy does not know user {evidence.user}")
         if not self._certificates and _by_certificate(policy):
@@ -130,7 +133,7 @@ class Access:
         return Identity.nobody("the call shows no token")
 
     def named(self, name: str) -> Identity | None:
-        """The identity that the policy has under a name; None if there is none."""
+        """The identity of that name in the policy; None if there is none."""
         self._read_if_changed()
         policy = self._known.policy
         entries = () if policy is None else policy.entries
@@ -144,22 +147,22 @@ class Access:
         return tuple(entry.identity for entry in entries if entry.identity.limits != NO_LIMITS)
 
     def stored_limits(self) -> Mapping[str, int]:
-        """Bytes that namespaces may hold, by their names; others hold as much as there is room for."""
+        """Limits of stored bytes by namespace. A namespace without an entry has no limit."""
         self._read_if_changed()
         policy = self._known.policy
         return {} if policy is None else policy.stored
 
     def lane_ticket(self, evidence: Evidence) -> str:
-        """What says on the local lane what was shown over gRPC."""
+        """A new ticket with which a client presents, on the local lane, the evidence that it presented over gRPC."""
         ticket = secrets.token_urlsafe(_TICKET_BYTES)
         self._tickets.put(ticket, evidence)
         return ticket
 
     def shown_by(self, ticket: str, user: int) -> Evidence:
-        """What a client of the local lane has shown: by its ticket, or by whose process it is.
+        """Evidence of a client of the local lane: that of its ticket, or without a ticket the user of its process.
 
         Raises:
-            Unavailable: the ticket is not known any more; the client asks for another one.
+            Unavailable: the ticket is unknown or was dropped; the client asks for a new one.
         """
         if not ticket:
             return Evidence(user=user)
@@ -169,15 +172,15 @@ class Access:
         return evidence
 
     def replica_token(self) -> str:
-        """What this service shows to other replicas."""
+        """A token that authenticates this service to other replicas, valid for `_REPLICA_SECONDS`."""
         until = int(self._clock()) + _REPLICA_SECONDS
         return f"replica.{until}.{self._code(until)}"
 
     def _without_effect(self, policy: Policy) -> Iterator[str]:
-        """What a policy says that nothing can come of here."""
+        """Warnings about entries of the policy that have no effect under the options of this service."""
         named = _by_certificate(policy)
         if named and not self._certificates:
-            yield f"certificates of {', '.join(named)} prove nothing: nobody is asked for one without --client-ca"
+            yield f"certificates of {', '.join(named)} prove nothing: the service asks for none without --client-ca"
         users = dict.fromkeys(each.name for each in policy.by_user.values())
         if users and not self._lane:
             yield f"users of {', '.join(users)} prove nothing: there is no local lane with --local-socket off"
@@ -207,7 +210,7 @@ class Access:
             return Identity.nobody(found)
         entry = policy.of_subject(found.issuer, found.subject)
         if entry is None:
-            return Identity.nobody(f"the policy knows nobody called {found.subject[:100]}")
+            return Identity.nobody(f"the policy has no identity for {found.subject[:100]}")
         proved = replace(entry, expires=found.expires)
         known.proved.put(key, _Proved(proved, found.signed))
         return proved
@@ -216,7 +219,7 @@ class Access:
         _, until, code = (*token.split(".", 2), "", "")[:3]
         if not until.isdecimal() or len(until) > 12 or not self._replica_key:
             return Identity.nobody("the token is not known")
-        # as bytes: what is shown need not be ASCII
+        # as bytes: compare_digest rejects strings that are not ASCII
         genuine = hmac.compare_digest(self._code(int(until)).encode(), code.encode())
         if not genuine or int(until) < self._clock():
             return Identity.nobody("the token of a replica is not valid")
@@ -245,7 +248,7 @@ class Access:
             raise InvalidArgument(
                 f"the policy {path} cannot be read: {error}", fix="let the service's user read it"
             ) from error
-        self._changed = changed  # one that is wrong is told once
+        self._changed = changed  # before it is parsed: an invalid policy is logged once
         policy = Policy.parse(text)
         for line in self._without_effect(policy):
             log.warning("the policy %s: %s", path, line)
@@ -261,5 +264,5 @@ class Access:
 
 
 def _by_certificate(policy: Policy) -> list[str]:
-    """Who is known by certificates."""
+    """Names of the identities that certificates can prove."""
     return [entry.identity.name for entry in policy.entries if entry.certificates]

@@ -1,6 +1,7 @@
-"""Audit log: who did what to which model, from where, and how it ended. One line of JSON each, without secrets.
+"""Audit log: identity, host, action, model and result of calls, one line of JSON each, without secrets.
 
-Every refusal is in it, and every call that changes something or reads weights. What could not be written down is refused before it is done.
+It records every refusal, and every call that changes something or reads weights. While the log cannot be written, the service refuses such
+calls before it executes them.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from weighbridge.errors import InvalidArgument, PermissionDenied, Unauthenticate
 log = logging.getLogger(__name__)
 
 _QUIET = frozenset({Verb.PROBE, Verb.LOOK, Verb.OBSERVE, Verb.REPLICATE})
-"""Verbs of which refusals alone are recorded."""
+"""Verbs of which only refusals are recorded."""
 _LONGEST = 200
-"""Characters of what a caller says: a refused request may be long, and fills no disk."""
+"""Limit of characters of a text from a caller, so that long refused requests do not fill the disk."""
 _REFUSALS = frozenset({Unauthenticated.reason, PermissionDenied.reason})
 _UNCERTAIN = (
     "UNAVAILABLE",
@@ -37,16 +38,16 @@ _UNCERTAIN = (
     "ABORTED",
     "HTTP 5",
 )
-"""How results begin of which nobody can say whether anything was done."""
+"""Prefixes of results that leave open whether the call changed anything."""
 _noted: ContextVar[dict[str, Any] | None] = ContextVar("noted", default=None)
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 _MOST_UNWRITTEN = 1 << 20
-"""Bytes of lines that wait until the file can be written again: of calls that were under way, and of refusals."""
+"""Limit of bytes of lines, of calls under way and of refusals, that are buffered while the file cannot be written."""
 
 
 @contextmanager
 def noting(into: dict[str, Any]) -> Iterator[None]:
-    """What the block, in this thread or in those that it calls with its context, notes of the change that it makes goes to ``into``."""
+    """Collect in ``into`` what the block passes to `note`, in this thread or in threads that run with a copy of its context."""
     token = _noted.set(into)
     try:
         yield
@@ -55,11 +56,11 @@ def noting(into: dict[str, Any]) -> Iterator[None]:
 
 
 def note(**said: object) -> None:
-    """Note something of the change that the present call asks for, or has made, for its line in the audit log.
+    """Add fields about the change that the current call asks for, or has made, to its line in the audit log.
 
     Args:
-        said: ``version``, as it was asked for, and its number once that is known; ``before`` and ``after``: the value that was changed, as JSON has it;
-            ``state``: what has become of it, as ``done`` or ``pending``.
+        said: ``version``: as requested, and its number once that is known; ``before`` and ``after``: the value that was changed, as a JSON value;
+            ``state``: the outcome, such as ``done`` or ``pending``.
     """
     into = _noted.get()
     if into is not None:
@@ -67,11 +68,10 @@ def note(**said: object) -> None:
 
 
 class _AuditFile:
-    """A file to which lines are appended, made for the service's user and group alone: it says who uses what. One that was moved away is begun
-    anew, and what could not be written is written first. Not thread-safe.
+    """A file to which lines are appended. Not thread-safe.
 
-    Args:
-        path: where it is.
+    Only the service's user and group may read it, because it reveals who uses which models. If the file was moved away, a new one is created;
+    lines that could not be written are then written first.
 
     Raises:
         OSError: it cannot be written; also from `flush`.
@@ -84,14 +84,14 @@ class _AuditFile:
         self.flush()
 
     def add(self, line: bytes) -> bool:
-        """Have a line written by the next `flush`; whether there is room for it."""
+        """Buffer a line for the next `flush`. Returns False if the buffer has no room for it."""
         if len(self._unwritten) + len(line) > _MOST_UNWRITTEN:
             return False
         self._unwritten += line
         return True
 
     def flush(self) -> None:
-        """Write what is not written yet; with nothing to write, open the file where that is to be done."""
+        """Write the buffered lines. Opens the file first if it is not open or was moved away, also with nothing to write."""
         if self._descriptor is not None and not self._is_there(self._descriptor):
             self.close()
         if self._descriptor is None:
@@ -102,7 +102,7 @@ class _AuditFile:
             del self._unwritten[:written]
 
     def close(self) -> None:
-        """Close it."""
+        """Close the file."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
@@ -115,7 +115,7 @@ class _AuditFile:
 
 
 def _of_change(noted: Mapping[str, Any], result: str) -> dict[str, Any]:
-    """The fields of a change; none of a call that makes none."""
+    """The fields of a change; empty for a call that changes nothing."""
     found = {key: value[:_LONGEST] if isinstance(value, str) else value for key, value in noted.items()}
     if found and result != "OK" and "state" not in found:
         found["state"] = "failed" if result.startswith(_UNCERTAIN) else "refused"
@@ -123,13 +123,13 @@ def _of_change(noted: Mapping[str, Any], result: str) -> dict[str, Any]:
 
 
 class Audit:
-    """The audit log of one service. Thread-safe; a file that was moved away is begun anew.
+    """The audit log of one service. Thread-safe. If the file was moved away, a new one is created.
 
     Args:
-        path: the file, to which is appended; None records nothing.
+        path: the file to append to; with None nothing is recorded.
 
     Raises:
-        InvalidArgument: it cannot be written.
+        InvalidArgument: the file cannot be written.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -148,7 +148,7 @@ class Audit:
             ) from error
 
     def check(self, verb: Verb) -> None:
-        """Raise Unavailable if what is asked for is to be written down, and cannot be. Before anything of it is done."""
+        """Raise Unavailable if calls with this verb are recorded and the log cannot be written. Call this before executing the call."""
         if self._file is None or verb in _QUIET:
             return
         with self._lock:
@@ -156,7 +156,7 @@ class Audit:
         if error is not None:
             raise Unavailable(
                 f"the service's audit log cannot be written: {error.strerror}",
-                fix="try again once whoever runs the service has mended it: its folder, its rights, or room on its disk",
+                fix="try again once the service's operator has repaired it: its folder, its permissions, or space on its disk",
             )
 
     def record(
@@ -173,19 +173,19 @@ class Audit:
         noted: Mapping[str, Any] = _NOTHING,
         heartbeat: bool = False,
     ) -> None:
-        """Write down how a call has ended, if it is of a kind that is recorded.
+        """Record the result of a call, if calls of its kind are recorded.
 
         Args:
-            face: by which it came: ``grpc``, ``http`` or ``lane``.
-            host: from where.
-            identity: of whom; empty if nobody was recognised.
+            face: protocol of the call: ``grpc``, ``http`` or ``lane``.
+            host: host of the caller.
+            identity: name of the caller's identity; empty if the caller was not recognised.
             action: method or route.
-            verb: what it asked for.
-            model: of which model; empty if of none or all.
-            ref: of which ref or version; empty if of none.
+            verb: verb that the call needs.
+            model: name of the model; empty for none or all.
+            ref: ref or version; empty for none.
             result: ``OK``, or the reason of the error.
-            noted: what was said to `note` of a change.
-            heartbeat: whether it comes every few seconds, and only a refusal says something.
+            noted: fields that were passed to `note`.
+            heartbeat: whether the call repeats every few seconds, so that only a refusal is recorded.
         """
         quiet = heartbeat or verb in _QUIET
         if self._file is None or (quiet and result not in _REFUSALS):
@@ -214,7 +214,7 @@ class Audit:
             self._file.close()
 
     def _flush(self, file: _AuditFile) -> OSError | None:
-        """The error by which the file cannot be written; None if it can. The lock is held."""
+        """Flush the file; the error if it cannot be written, else None. The caller holds the lock."""
         try:
             file.flush()
         except OSError as error:

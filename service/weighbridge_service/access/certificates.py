@@ -1,4 +1,4 @@
-"""Certificates of the service, read again when their files change, so that they can be renewed while it runs."""
+"""Certificates of the service, reloaded when their files change, so that they can be renewed while it runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from weighbridge_service.runtime.tls_files import TlsFiles
 log = logging.getLogger(__name__)
 
 _KNOWN_CERTIFICATES = 4096
-"""Of clients; to read one takes some 0.1 ms, and each call of a connection shows it."""
+"""Size of the cache of client certificates. Parsing one takes about 0.1 ms, and each call of a connection presents it."""
 _DNS_NAME = re.compile(r"[A-Za-z0-9*_.-]+")
 
 
@@ -33,10 +33,10 @@ class _Content:
 
 
 class Certificates:
-    """The certificate of a service, as its files are now. Thread-safe.
+    """The certificate of a service, reloaded when its files change. Thread-safe.
 
     Args:
-        files: where it lies.
+        files: paths of the certificate, its key and the authority of clients.
 
     Raises:
         InvalidArgument: a file cannot be read, or a key does not belong to its certificate.
@@ -51,11 +51,11 @@ class Certificates:
 
     @property
     def asks_clients(self) -> bool:
-        """Whether clients are asked for certificates of theirs."""
+        """Whether clients are asked for certificates."""
         return self._files.client_ca is not None
 
     def for_grpc(self) -> grpc.ServerCredentials:
-        """For a port of gRPC. Clients that are asked for certificates cannot do without."""
+        """Credentials for a gRPC port. If clients are asked for certificates, gRPC requires one."""
         served = self._content
 
         def renewed() -> grpc.ServerCertificateConfiguration | None:
@@ -73,14 +73,14 @@ class Certificates:
         return credentials
 
     def for_http(self) -> ssl.SSLContext:
-        """For a port of HTTP. Clients may do without a certificate: probes have none."""
+        """TLS context for an HTTP port. A client's certificate is optional here, because probes have none."""
         listening = self._made_context()
 
         def renew(connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
             self._current()
             connection.context = self._context
 
-        listening.sni_callback = renew  # is called for each connection, also without a name
+        listening.sni_callback = renew  # called for each connection, also without a server name
         return listening
 
     def _current(self) -> _Content:
@@ -130,7 +130,8 @@ class Certificates:
             if files.client_ca is not None:
                 context.load_verify_locations(files.client_ca)
                 context.verify_mode = ssl.CERT_OPTIONAL
-                # none is resumed: it would show the certificate of before, whatever has become of that and of its authority
+                # no session resumption: a resumed session keeps the client's certificate of its first handshake, even if that
+                # certificate has expired or its authority is not trusted any more
                 context.options |= ssl.OP_NO_TICKET
                 context.num_tickets = 0
         except (OSError, ssl.SSLError) as error:
@@ -149,28 +150,29 @@ def _configuration(content: _Content) -> grpc.ServerCertificateConfiguration:
 
 
 def names_from_grpc(context: Mapping[str, Iterable[bytes]]) -> tuple[str, ...]:
-    """The names in the certificate that a caller of gRPC has shown, from what gRPC says of its connection; see `names_in`.
+    """The names in the certificate of a gRPC caller, from the authentication context of its connection; see `names_in`.
 
-    gRPC's own list of names has all kinds of them as one, and each ends at its first NUL.
+    gRPC's own list of names mixes names of all kinds, and truncates each at its first NUL.
     """
     return names_in(b"".join(context.get("x509_pem_cert", ())))
 
 
 def names_from_tls(peer_certificate: bytes | None) -> tuple[str, ...]:
-    """Likewise from the DER form of one, as `ssl` gives it."""
+    """The names in a certificate in DER form, as `ssl` returns it; see `names_in`. Empty without a certificate."""
     return names_in(ssl.DER_cert_to_PEM_cert(peer_certificate).encode() if peer_certificate else b"")
 
 
 @functools.lru_cache(_KNOWN_CERTIFICATES)
 def names_in(pem: bytes) -> tuple[str, ...]:
-    """The names in a certificate by which its owner is known: DNS names, URIs and addresses, or the common name if it has none of these.
+    """The names in a certificate that can identify its owner: DNS names, URIs and addresses, or the common name if it has none of these.
 
-    An authority that lets people choose their e-mail addresses has not said that these are hosts; neither is a DNS name a URI.
+    E-mail addresses do not count, since an authority may let people choose theirs. DNS names with other characters than those of host names,
+    and URIs without a colon, are dropped, so that a name of one kind cannot pass for one of another kind.
     """
     try:
         certificate = x509.load_pem_x509_certificate(pem)
         alternatives = _alternatives(certificate)
-    except ValueError:  # none, or one that no authority should have issued
+    except ValueError:  # no certificate, or a malformed one
         return ()
     hosts = alternatives.get_values_for_type(x509.DNSName)
     uris = alternatives.get_values_for_type(x509.UniformResourceIdentifier)

@@ -1,4 +1,4 @@
-"""Identities, how much each may have, and the evidence that proves them."""
+"""Identities, their limits, and the evidence that proves them."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from weighbridge._core.operations.verbs import Verb
 from weighbridge_service.access.scopes import Scope
 
 _SEVERAL = "several"
-"""No authorization that anybody could show."""
+"""In place of several authorizations; not a valid authorization itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What a connection or a call shows.
+    """Credentials that a connection or a call presents.
 
     Attributes:
-        authorization: of the call; empty if it has none. ``Bearer TOKEN``.
+        authorization: authorization of the call, as ``Bearer TOKEN``; empty if it has none.
         certificate: names in the certificate that TLS has verified: its alternative names, or its common name if it has none of these.
-        user: id of the user whose process it is, as the kernel says; None from other machines.
+        user: id of the user that runs the calling process, as the kernel reports it; None for callers on other machines.
     """
 
     authorization: str = field(default="", repr=False)
@@ -28,7 +28,7 @@ class Evidence:
 
     @staticmethod
     def of_call(authorizations: Sequence[str], certificate: tuple[str, ...]) -> Evidence:
-        """What a call shows; of several tokens none counts."""
+        """Evidence of a call. Several authorizations prove nothing."""
         return Evidence(
             authorizations[0] if len(authorizations) == 1 else _SEVERAL if authorizations else "", certificate
         )
@@ -36,13 +36,14 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What an identity may have; None is no limit.
+    """Limits of an identity; None is no limit, except for `adapters`.
 
     Attributes:
-        streams: of weights, at one time, at each replica of the service.
-        bytes_per_second: of weights, over all of its streams, at each replica.
-        versions_per_hour: that it opens, at each replica.
-        adapters: pins of versions of one model by adapters whose first version on each it has opened, at all replicas together; None is `bases.DEFAULT_ADAPTERS`.
+        streams: concurrent streams of weights, at each replica of the service.
+        bytes_per_second: bytes of weights per second over all of its streams, at each replica.
+        versions_per_hour: versions that it may open per hour, at each replica.
+        adapters: number of versions of one model that adapters may pin, at all replicas together. A pin counts for the identity that opened
+            the adapter's first version on it. None is `bases.DEFAULT_ADAPTERS`.
     """
 
     streams: int | None = None
@@ -56,15 +57,15 @@ NO_LIMITS = Limits()
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Somebody who was recognised, or the reason why not.
+    """A recognised caller, or the reason why the caller was not recognised.
 
     Attributes:
-        name: in the policy; empty for nobody.
-        scopes: what they may do.
-        problem: why nobody was recognised; empty if somebody was.
-        proven: whether they have shown something that others have not.
-        expires: seconds since 1970 at which the evidence ends to prove it; None if it does not.
-        limits: how much they may have.
+        name: name in the policy; empty for an unrecognised caller.
+        scopes: scopes of the caller.
+        problem: the reason why the caller was not recognised; empty if it was.
+        proven: whether the caller has presented credentials of its own; False for anonymous callers.
+        expires: seconds since 1970 at which the evidence expires; None if it does not.
+        limits: limits of the caller.
     """
 
     name: str
@@ -75,20 +76,20 @@ class Identity:
     limits: Limits = NO_LIMITS
 
     def may(self, verb: Verb, model: str = "", ref: str = "") -> bool:
-        """Whether they may do this; see `Scope.allows`."""
+        """Whether one of its scopes allows this; see `Scope.allows`."""
         return verb is Verb.PROBE or any(scope.allows(verb, model, ref) for scope in self.scopes)
 
     def names(self, verb: Verb, model: str, ref: str) -> bool:
-        """Whether one of their scopes for this names the ref, and not just all refs; see `Scope.names`."""
+        """Whether one of its scopes allows this and names this very ref, not a pattern of refs; see `Scope.names`."""
         return any(scope.names(verb, model, ref) for scope in self.scopes)
 
     @staticmethod
     def nobody(problem: str) -> Identity:
-        """Who has shown nothing that proves anything."""
+        """An unrecognised caller, with the reason."""
         return Identity("", (), problem, proven=False)
 
 
 EVERYBODY = Identity("anonymous", (Scope(None),), proven=False)
-"""Whoever reaches a service that was told of no policy."""
+"""The identity of every caller of a service without a policy."""
 REPLICA = Identity("replica", (Scope(Verb.REPLICATE),))
 """Another service over the same store."""

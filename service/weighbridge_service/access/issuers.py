@@ -1,6 +1,7 @@
-"""Issuers of JSON web tokens (RFC 7519), as Kubernetes and OpenID providers issue them, and the keys that they sign with.
+"""Issuers of JSON web tokens (RFC 7519), such as Kubernetes and OpenID providers, and the keys that they sign with.
 
-The algorithm is the policy's, not the token's, and signs with a private key: a shared secret would let whoever checks tokens make them.
+The policy, not the token, names the algorithms. All of them sign with a private key: with a shared secret, a service that verifies tokens
+could also issue them.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _LEEWAY = 30.0
 """Seconds by which clocks may differ."""
 _REFRESH_SECONDS = 300.0
 _RETRY_SECONDS = 10.0
-"""Between two requests for keys, whatever comes: tokens with invented keys must not make a service ask somebody else without end."""
+"""Minimum interval between two requests for keys, so that tokens with invented keys cannot make the service flood the issuer."""
 _FETCH_SECONDS = 5.0
 _MOST_BYTES = 1 << 20
 
@@ -37,11 +38,11 @@ class Issuer:
     """An issuer that a policy trusts.
 
     Attributes:
-        name: by which the policy's identities name it.
-        issuer: of its tokens (``iss``).
-        audience: for whom they must be issued (``aud``).
-        algorithms: with which they may be signed.
-        keys: a file with a JSON web key set (RFC 7517), or an ``https://`` URL of one.
+        name: name by which identities of the policy refer to it.
+        issuer: issuer in its tokens (``iss``).
+        audience: audience that its tokens must have (``aud``).
+        algorithms: algorithms that its tokens may be signed with.
+        keys: path of a file with a JSON web key set (RFC 7517), or an ``https://`` URL of one.
     """
 
     name: str
@@ -53,13 +54,13 @@ class Issuer:
 
 @dataclass(frozen=True, slots=True)
 class Claims:
-    """What a token proves.
+    """Verified claims of a token.
 
     Attributes:
         issuer: name of the issuer.
-        subject: whom it is about (``sub``).
-        expires: seconds since 1970.
-        signed: whether the issuer still has the key that it was signed with.
+        subject: subject of the token (``sub``).
+        expires: seconds since 1970 at which the token expires, with the leeway for clocks.
+        signed: returns whether the issuer still has the key that the token was signed with.
     """
 
     issuer: str
@@ -69,12 +70,14 @@ class Claims:
 
 
 class KeyRing:
-    """Keys of one issuer, each another object whenever they were read anew. Thread-safe; never waits for the network but in `start`.
+    """Keys of one issuer. Thread-safe; waits for the network only in `start`.
+
+    Each reload creates new key objects, so an ``is`` comparison tells whether a key is still the one of an earlier call.
 
     Args:
-        issuer: whose.
-        fetch: gets what is behind a URL.
-        clock: seconds of a monotonic clock.
+        issuer: the issuer.
+        fetch: downloads the body of a URL.
+        clock: returns seconds of a monotonic clock.
     """
 
     def __init__(
@@ -96,10 +99,10 @@ class KeyRing:
         """Read the keys for the first time.
 
         Args:
-            wait: for those behind a URL; otherwise there are none until they have come.
+            wait: whether to wait for a download from a URL; otherwise there are no keys until it has ended.
 
         Raises:
-            InvalidArgument: the file cannot be read or has no keys. What is behind a URL is asked for again later.
+            InvalidArgument: the file cannot be read or has no usable keys. A failed download does not raise; it is retried later.
         """
         if not self._remote:
             self._read_file()
@@ -109,7 +112,7 @@ class KeyRing:
             self._refresh_soon()
 
     def key(self, kid: str) -> jwt.PyJWK | None:
-        """The key of that name; None if there is none now, and one that is asked for may be there soon."""
+        """The key with that id; None if it is not known now. An unknown key of a URL may arrive soon, since this starts a download."""
         if not self._remote:
             self._read_file_if_changed()
             return self._keys.get(kid)
@@ -140,7 +143,7 @@ class KeyRing:
         changed = _changed(Path(self.issuer.keys))
         if changed == self._changed:
             return
-        self._changed = changed  # one that is wrong is told once
+        self._changed = changed  # before it is parsed: an invalid file is logged once
         try:
             self._read_file()
         except InvalidArgument as error:
@@ -159,7 +162,7 @@ class KeyRing:
 
 
 def _changed(path: Path) -> int:
-    """When a file was changed last; -1 if it cannot be looked at."""
+    """Modification time of a file in ns; -1 if it cannot be read."""
     try:
         return path.stat().st_mtime_ns
     except OSError:
@@ -167,11 +170,11 @@ def _changed(path: Path) -> int:
 
 
 def claims(token: str, rings: Mapping[str, KeyRing]) -> Claims | str:
-    """What a token proves, or why it proves nothing.
+    """Verified claims of a token, or the reason why the token is not valid.
 
     Args:
-        token: as it was shown.
-        rings: of the issuers that are trusted, by ``iss``.
+        token: the encoded token.
+        rings: keys of the trusted issuers, by ``iss``.
     """
     if len(token) > LONGEST_TOKEN:
         return "the token is too long"
@@ -202,7 +205,7 @@ def claims(token: str, rings: Mapping[str, KeyRing]) -> Claims | str:
 
 
 def _keys_in(raw: bytes, issuer: Issuer) -> Mapping[str, jwt.PyJWK]:
-    """Keys by name; those of kinds that cannot be used here are left out."""
+    """Keys by their ids, without those of kinds or algorithms that are not supported or not allowed."""
     try:
         listed = json.loads(raw)["keys"]
         found = {}
@@ -226,7 +229,7 @@ def _keys_in(raw: bytes, issuer: Issuer) -> Mapping[str, jwt.PyJWK]:
 
 
 class _OverTls(urllib.request.HTTPRedirectHandler):
-    """Follows redirects that stay with TLS: keys that came without would be those of whoever is in between."""
+    """Follows only redirects to ``https://``: without TLS, anyone on the path could substitute the keys."""
 
     def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> Any:
         if not newurl.startswith("https://"):

@@ -1,6 +1,6 @@
-"""Peer of a call: who asks, as the connection says it, and what it may do.
+"""Peer of a call: the caller as its connection identifies it, and the authorization check.
 
-What a client says of itself (`client_id`) tells its processes apart, and is proof of nothing.
+A client's own `client_id` distinguishes its processes, and proves nothing.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class Peer:
     """The other end of a connection.
 
     Attributes:
-        host: its address; ``local`` for processes of this machine that come by a Unix socket.
-        connection: tells the connections of one host apart.
-        identity: who it is, by what it has shown.
+        host: address of the caller; ``local`` for processes of this machine that connect through a Unix socket.
+        connection: distinguishes the connections of one host.
+        identity: identity that the caller's evidence proves.
     """
 
     host: str
@@ -31,7 +31,7 @@ class Peer:
 
     @staticmethod
     def of_grpc(text: str, identity: Identity = EVERYBODY) -> Peer:
-        """As gRPC names it: ``ipv4:10.0.0.7:41234``, ``ipv6:%5B::1%5D:41234``, ``unix:``."""
+        """A peer from gRPC's notation: ``ipv4:10.0.0.7:41234``, ``ipv6:%5B::1%5D:41234``, ``unix:``."""
         kind, _, rest = text.partition(":")
         if kind not in ("ipv4", "ipv6"):
             return Peer(LOCAL, rest, identity)
@@ -39,24 +39,24 @@ class Peer:
         return Peer(host.removeprefix("[").removesuffix("]"), port, identity)
 
     def sees(self, model: str) -> bool:
-        """Whether it may know that there is a model of this name."""
+        """Whether the caller may know that a model of this name exists."""
         return self.identity.may(Verb.LOOK, model)
 
     @property
     def name(self) -> str:
-        """The name that the policy has for it; empty if there is none."""
+        """The caller's name in the policy; empty if there is no policy or the caller was not recognised."""
         return self.identity.name if self.identity is not EVERYBODY else ""
 
     def called(self, said: str) -> str:
-        """The name under which something that it does is written down.
+        """The name under which the caller's actions are recorded.
 
         Args:
-            said: what it calls itself; counts where nobody knows better.
+            said: name that the caller gives itself; used if the policy has no name for the caller.
         """
         return self.name or said or self.host
 
     def asker(self, verb: Verb, model: str, ref: str) -> Asker:
-        """Who asks for something of a ref, where it may be protected."""
+        """The caller as the store's head records it, for requests on refs that may be protected."""
         names = self.identity.names(verb, model, ref)
         return Asker(self.identity.name, self.identity.proven, names, str(_scope(verb, model, ref)))
 
@@ -68,17 +68,17 @@ LOCAL = "local"
 
 
 def authorize(peer: Peer, verb: Verb, model: str = "", ref: str = "") -> None:
-    """Access control. Every face asks here before it does what it was asked for.
+    """Check that a caller may do something. The server of every protocol calls this before it executes a call.
 
     Args:
-        peer: who asks.
-        verb: what it wants to do.
-        model: to which model; empty for all of them.
-        ref: to which ref or version; empty for all of them.
+        peer: the caller.
+        verb: verb that the call needs.
+        model: name of the model; empty for all models.
+        ref: ref or version; empty for all of them.
 
     Raises:
-        Unauthenticated: nobody knows who asks.
-        PermissionDenied: who asks may not do this.
+        Unauthenticated: the caller was not recognised.
+        PermissionDenied: the caller was recognised, but no scope of it allows this.
     """
     identity = peer.identity
     if identity.may(verb, model, ref):
@@ -92,11 +92,11 @@ def authorize(peer: Peer, verb: Verb, model: str = "", ref: str = "") -> None:
     what = f"{verb} {model}{'' if scope.ref == ALL else f'@{scope.ref}'}".strip()
     raise PermissionDenied(
         f"{identity.name} may not {what}",
-        fix=f"ask whoever administers the service's policy to give {identity.name} the scope {scope}",
+        fix=f"ask the administrator of the service's policy to give {identity.name} the scope {scope}",
     )
 
 
 def _scope(verb: Verb, model: str, ref: str) -> Scope:
-    """The least scope that allows something; versions have none of their own."""
+    """The narrowest scope that allows something. Scopes name refs, never versions."""
     named = ref if verb in WITH_REF and not ref.isdecimal() else ""
     return Scope(verb, whole_model(model) or ALL, named or ALL)

@@ -1,4 +1,4 @@
-"""Policy: the file that says who may do what, and how much (TOML).
+"""Policy: the file (TOML) that lists identities with their scopes and limits.
 
 ::
 
@@ -45,19 +45,19 @@ _MOST_STREAMS = 65_536
 _MOST_VERSIONS = 100_000
 _MOST_ADAPTERS = 10_000
 _LEAST_RATE = 1_000_000
-"""Bytes a second: a message of 1 MiB takes a second then, and the other side does not take the stream for dead."""
+"""Bytes per second. At this rate a message of 1 MiB takes a second, so that the other side does not treat the stream as dead."""
 _MOST_BYTES = 2**53
 _NAMESPACE = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9_])?")
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """An identity of a policy, and what proves it.
+    """An identity of a policy, with the certificates and subjects that prove it.
 
     Attributes:
-        identity: who it is, and what they may.
+        identity: the identity.
         certificates: patterns of names in certificates.
-        subjects: of JSON web tokens: name of the issuer, and a pattern of the subject.
+        subjects: subjects of JSON web tokens, each the name of the issuer and a pattern of the subject.
     """
 
     identity: Identity
@@ -67,15 +67,15 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """Who may do what.
+    """Identities with their scopes, trusted issuers, and limits of namespaces.
 
     Attributes:
-        entries: in the order of the file: the first that fits counts.
+        entries: entries in the order of the file; the first one that matches is used.
         by_token: identities by the digests of their tokens.
-        by_user: likewise by ids of users.
-        issuers: of tokens, by ``iss``.
-        anybody: who shows nothing; None if that is nobody.
-        stored: bytes that namespaces may hold, by their names.
+        by_user: identities by user ids.
+        issuers: trusted issuers of tokens, by ``iss``.
+        anybody: identity of callers without evidence; None if they are not allowed.
+        stored: limits of stored bytes, by namespace.
     """
 
     entries: tuple[Entry, ...]
@@ -86,14 +86,14 @@ class Policy:
     stored: Mapping[str, int]
 
     def of_certificate(self, names: tuple[str, ...]) -> Identity | None:
-        """Whose certificate has these names."""
+        """The identity of the first entry that matches one of a certificate's names; None if none does."""
         for entry in self.entries:
             if any(matches(pattern, name) for name in names for pattern in entry.certificates):
                 return entry.identity
         return None
 
     def of_subject(self, issuer: str, subject: str) -> Identity | None:
-        """Whom a token of an issuer is about."""
+        """The identity of the first entry that matches a token's issuer and subject; None if none does."""
         for entry in self.entries:
             if any(name == issuer and matches(pattern, subject) for name, pattern in entry.subjects):
                 return entry.identity
@@ -101,10 +101,10 @@ class Policy:
 
     @staticmethod
     def parse(text: str) -> Policy:
-        """A policy from its file's text. Raises InvalidArgument: says in which entry what is wrong."""
+        """Parse a policy from its file's text. Raises InvalidArgument, which names the entry and the mistake."""
         try:
             found = tomllib.loads(text)
-        except (ValueError, RecursionError) as error:  # a number of thousands of digits is no TOMLDecodeError
+        except (ValueError, RecursionError) as error:  # a number of 5000 digits raises ValueError
             raise InvalidArgument(f"the policy is no TOML: {error}", fix="see docs/access.md") from error
         _check_keys(found, {"identity", "issuer", "namespace"}, "the policy")
         trusted = {each.issuer: each for each in map(_issuer, _tables(found, "issuer"))}
@@ -277,7 +277,7 @@ def _users(table: Mapping[str, Any], where: str) -> tuple[int, ...]:
 
 
 def _check_keys(table: Mapping[str, Any], known: set[str], where: str) -> None:
-    """Refuse what would be overlooked: a misspelt key must not make a policy say something else."""
+    """Reject unknown keys: a misspelt key would otherwise silently change the policy's meaning."""
     unknown = sorted(set(table) - known)
     if unknown:
         raise InvalidArgument(

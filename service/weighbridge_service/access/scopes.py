@@ -1,4 +1,4 @@
-"""Scopes: a verb, and the models and refs for which somebody may do it."""
+"""Scopes: a verb, and the models and refs that it is allowed for."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from weighbridge._core.operations.verbs import Verb
 from weighbridge.errors import InvalidArgument
 
 ADMIN = "admin"
-"""In place of a verb: all of them."""
+"""All verbs, in place of a verb."""
 ALL = "*"
 
 _SCOPE = re.compile(
     r"(?P<verb>[a-z]+)(?::(?P<model>[A-Za-z0-9._*-]+(?:/[A-Za-z0-9._*-]+)?)(?:@(?P<ref>[A-Za-z0-9._*-]+))?)?"
 )
 WITH_REF = frozenset({Verb.TAG, Verb.APPROVE})
-"""Verbs of which a scope may be for some refs alone; of others no scope is, as they see through a ref to the version."""
+"""Verbs whose scopes may be limited to some refs. Other verbs act on the version behind a ref, so their scopes cannot name refs."""
 _WITHOUT_MODEL = frozenset({Verb.OBSERVE, Verb.REPLICATE})
 _WORDS = (*(verb.value for verb in Verb if verb is not Verb.PROBE), ADMIN)
 
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """What an identity may do. In patterns ``*`` stands for any characters.
+    """A permission of an identity. In patterns ``*`` matches any characters.
 
     Attributes:
-        verb: None for all of them.
-        model: pattern of ``namespace/name``; is for the model's parts, too.
-        ref: pattern of refs; of those in `WITH_REF` alone.
+        verb: the allowed verb; None for all verbs.
+        model: pattern of ``namespace/name``; also covers the model's parts.
+        ref: pattern of refs; only for verbs in `WITH_REF`.
     """
 
     verb: Verb | None
@@ -37,7 +37,7 @@ class Scope:
 
     @staticmethod
     def parse(text: str) -> Scope:
-        """``pull:acme/*``, ``tag:acme/smol@prod``, ``observe``, ``admin``. Raises InvalidArgument."""
+        """Parse a scope such as ``pull:acme/*``, ``tag:acme/smol@prod``, ``observe`` or ``admin``. Raises InvalidArgument."""
         found = _SCOPE.fullmatch(text)
         if found is None or found["verb"] not in _WORDS:
             raise InvalidArgument(
@@ -61,14 +61,14 @@ class Scope:
         return f"{self.verb or ADMIN}{model or (':*' if self.ref != ALL else '')}{'' if self.ref == ALL else f'@{self.ref}'}"
 
     def allows(self, verb: Verb, model: str, ref: str) -> bool:
-        """Whether it allows this.
+        """Whether the scope allows a verb on a model and ref.
 
         Args:
-            verb: what is to be done.
-            model: to which model; empty for all of them, or none.
-            ref: to which ref; empty for all of them, or none.
+            verb: the verb.
+            model: name of the model; empty for all models, or none.
+            ref: name of the ref; empty for all refs, or none.
         """
-        if verb is Verb.LOOK and not model:  # what is listed is asked for by name
+        if verb is Verb.LOOK and not model:  # a listing checks each of its models by name
             return True
         if self.verb is not None and verb not in (self.verb, Verb.LOOK):
             return False
@@ -79,17 +79,17 @@ class Scope:
         return verb not in WITH_REF or (matches(self.ref, ref) if ref else self.ref == ALL)
 
     def names(self, verb: Verb, model: str, ref: str) -> bool:
-        """Whether it allows this by naming the ref: neither by a pattern of refs, nor by a scope for all verbs."""
+        """Whether the scope allows this and names this very ref and verb: no pattern of refs, and no scope for all verbs."""
         return self.verb is verb and self.ref == ref and self.allows(verb, model, ref)
 
 
 def whole_model(model: str) -> str:
-    """The model that a name is of, or that of a part of it."""
+    """The name of the whole model, from its own name or the name of one of its parts."""
     return model.partition(":")[0]
 
 
 def matches(pattern: str, text: str) -> bool:
-    """Whether a text is what a pattern says, in which ``*`` stands for any characters."""
+    """Whether a text matches a pattern, in which ``*`` matches any characters."""
     if pattern == ALL:
         return True
     first, *others = pattern.split("*")

@@ -1,6 +1,6 @@
-"""Tokens: secrets of 256 random bits, of which a service keeps digests.
+"""Tokens: secrets of 256 random bits. A service stores only their digests.
 
-A digest without salt is enough for what cannot be guessed; a password is no token.
+A digest without salt is enough because a token cannot be guessed. Passwords must not be used as tokens.
 """
 
 from __future__ import annotations
@@ -11,24 +11,24 @@ import secrets
 from weighbridge.errors import InvalidArgument
 
 PREFIX = "wb_"
-"""Tells scanners for leaked secrets what they have found."""
+"""Lets scanners for leaked secrets recognise a token."""
 _KIND = "sha256:"
 _DIGITS = 64
 _BYTES = 32
 
 
 def new_token() -> str:
-    """A token that nobody knows yet."""
+    """A new random token."""
     return PREFIX + secrets.token_urlsafe(_BYTES)
 
 
 def digest(token: str) -> str:
-    """What a policy says of a token: ``sha256:`` and 64 hexadecimal digits."""
+    """Digest of a token as a policy lists it: ``sha256:`` and 64 hexadecimal digits."""
     return _KIND + hashlib.sha256(token.encode()).hexdigest()
 
 
 def check_digest(text: str) -> str:
-    """A digest as `digest` writes it. Raises InvalidArgument if it is none."""
+    """Normalise a digest to the form that `digest` returns. Raises InvalidArgument if it is not a digest."""
     found = text.strip().lower()
     digits = found.removeprefix(_KIND)
     if not found.startswith(_KIND) or len(digits) != _DIGITS or set(digits) - set("0123456789abcdef"):

@@ -1,20 +1,20 @@
-"""Admission: who may have how much, and whose turn it is, before any work is done for them.
+"""Admission: limits and queues that calls pass before the service does any work for them.
 
-A limit is of a host, an identity, a namespace or the process, and each is counted in one of four ways: what is held at one time (`quotas`), what comes
-in a second (`rates`), what was done within an hour (`identity_quotas`), and what lies in the store (`stored_bytes`). A caller that finds no
-room is refused with ResourceExhausted, which says when to ask again; streams of weights wait for room, in turns.
+A limit applies to a host, an identity, a namespace or the process. Each is counted in one of four ways: amounts held at one time (`quotas`),
+amounts per second (`rates`), versions opened within an hour (`identity_quotas`), and bytes in the store (`stored_bytes`). A call over its
+limit is refused with ResourceExhausted, with the time after which to retry; streams of weights wait for room, in turns.
 
 May import: `access`, `runtime`, `weighbridge_storage`, `weighbridge`; nothing here knows of gRPC or HTTP.
 
-- `quotas`: shares of hosts in what is held.
+- `quotas`: shares of hosts in limited resources.
 - `rates`: token buckets of hosts and identities.
-- `turns`: whose turn is next.
-- `identity_quotas`: streams, bytes a second and versions an hour of identities, by the limits of the policy.
-- `stored_bytes`: what namespaces hold, and whether there is room for more.
-- `policy_quotas`: all that the policy limits, when a version is opened and for those who ask.
+- `turns`: a queue that is fair between hosts and connections.
+- `identity_quotas`: streams, bytes per second and versions per hour of identities, by the limits of the policy.
+- `stored_bytes`: bytes that namespaces hold in the store, and their limits.
+- `policy_quotas`: all limits of the policy, checked when a version is opened, and their usage for reports.
 - `tickets`: tickets for streams of weights.
-- `message_waits`: how long a message may take to come.
+- `message_waits`: timeouts for messages of callers.
 - `byte_budget`: bytes in flight.
-- `piece_room`: pieces of files on their way to readers over HTTP.
+- `piece_room`: pieces of files that are being sent to readers over HTTP.
 - `reader_shares`: memory that readers keep on the local lane.
 """

@@ -1,12 +1,11 @@
-"""Budget of bytes in flight through the service: how many there may be at one time, and whose turn it is to have more.
+"""Budget of bytes in flight through the service, and the order in which streams get room from it.
 
-In flight is what has been taken out of an image or the store and not yet left, and what has come and is not yet in its place.
-Streams ask for room before they bring a message into memory, and give it back when it has gone. Who finds none waits. Room goes
-round: in each direction from host to host, on a host from connection to connection, and on a connection from stream to stream. No
-direction, no host and no connection can take what the others need, so streams that do not get on hold their own share and leave the others
-theirs; and where somebody waits, a stream whose client has neither read nor sent anything for seconds is ended, and can be resumed. Above
-all, what replicas read from each other has a share of its own, and waits for nothing else: a pull may have to wait until another replica
-has sent something.
+Outgoing bytes are in flight from when they are read out of an image or the store until they are sent; incoming bytes from when they are
+received until they are stored. A stream reserves room before it brings a message into memory, and releases it once the message has left.
+Without room it waits. Room is granted round-robin: within a direction from host to host, on a host from connection to connection, and on a
+connection from stream to stream. Each direction, host and connection has a maximum share, so stalled streams occupy only their own share. While
+streams wait, a stream whose client has neither read nor sent anything for some seconds is ended; its client can resume it. Reads between
+replicas have a share of their own and wait for no other direction, because a pull may depend on another replica's read.
 """
 
 from __future__ import annotations
@@ -26,17 +25,17 @@ from weighbridge_service.admission.quotas import RETRY_SECONDS, Shares
 from weighbridge_service.admission.turns import Turns
 
 MESSAGE_ROOM = 2 * rpc.MESSAGE_BYTES
-"""What a message takes at most: it lies in our memory once and in gRPC's once."""
+"""Maximum room of a message, which is held once by the service and once by gRPC."""
 LEAST_BYTES = 32 << 20
-"""No service gets on with less."""
+"""Smallest capacity that a service can work with."""
 _STUCK_SECONDS = 2.0
-"""How long a client may leave a message unread, or unsent, while others wait for its room."""
+"""Seconds that a client may leave a message unread, or unsent, while other streams wait for room."""
 _LOOK_SECONDS = 0.5
-"""How often those that wait look for streams that do not get on."""
+"""Interval at which a waiting stream looks for stalled streams."""
 
 
 class Direction(StrEnum):
-    """Which way weights go."""
+    """Direction of a transfer of weights, seen from this service."""
 
     IN = "in"
     OUT = "out"
@@ -46,7 +45,7 @@ class Direction(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """How a budget is used.
+    """Usage of a budget.
 
     Attributes:
         nbytes: bytes in flight, by direction.
@@ -59,7 +58,7 @@ class InFlight:
 
 @dataclass(eq=False, slots=True)
 class _Side:
-    """One direction: what its hosts and connections hold, and who waits."""
+    """One direction: the room that its hosts and connections hold, and its waiting streams."""
 
     hosts: Shares[str]
     peers: Shares[Peer]
@@ -71,13 +70,13 @@ class _Side:
 
 
 class ByteBudget:
-    """The bytes that may be in flight. Thread-safe.
+    """Budget of bytes in flight. Thread-safe.
 
     Args:
-        capacity: in bytes; at least 32 MiB.
+        capacity: capacity in bytes; at least 32 MiB.
 
     Raises:
-        InvalidArgument: that is too little.
+        InvalidArgument: the capacity is too small.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -89,16 +88,16 @@ class ByteBudget:
         self._most_of_peer = capacity // 4
         self._changed = threading.Condition()
         self._nbytes = 0
-        self._holding: dict[Reservation, None] = {}  # the one that has held its room for longest stands first
-        # the side that was served last stands last
-        most_of_side = capacity // 8 * 3  # of three: a quarter is left when two have all they may
+        self._holding: dict[Reservation, None] = {}  # in the order in which they got their room
+        # the side that was served last is moved to the end
+        most_of_side = capacity // 8 * 3  # two sides at their maximum leave a quarter for the third one
         self._sides = OrderedDict(
             (direction, _Side(Shares(most_of_side), Shares(most_of_side))) for direction in Direction
         )
 
     @property
     def in_flight(self) -> InFlight:
-        """How the budget is used now."""
+        """Current usage of the budget."""
         with self._changed:
             return InFlight(
                 {direction: self._sides[direction].hosts.held for direction in Direction},
@@ -106,7 +105,7 @@ class ByteBudget:
             )
 
     def take(self, reservation: Reservation) -> None:
-        """Wait for the room that a stream wants; see `Reservation.take`."""
+        """Wait for the room that a stream asks for; see `Reservation.take`."""
         side = self._sides[reservation.direction]
         with self._changed:
             side.waiting.add(reservation.peer, reservation)
@@ -131,7 +130,7 @@ class ByteBudget:
                 )
             stuck = self._stuck(side, now)
             if stuck:
-                self._changed.release()  # what ends a stream may want to give its room back
+                self._changed.release()  # ending a stream may release its room, which takes this lock
                 try:
                     for each in stuck:
                         each.end()
@@ -141,7 +140,7 @@ class ByteBudget:
                 self._changed.wait(min(deadline - now, _LOOK_SECONDS))
 
     def _stuck(self, side: _Side, now: float) -> list[Reservation]:
-        """Streams that hold room in a direction and whose clients do not get on: no more than wait there, and each once."""
+        """Stalled streams that hold room in a direction: at most as many as wait there. Each stall is reported once."""
         found: list[Reservation] = []
         for reservation in self._holding:
             if len(found) == len(side.waiting):
@@ -153,14 +152,14 @@ class ByteBudget:
         return found
 
     def give(self, reservation: Reservation) -> None:
-        """A stream needs its room no more; see `Reservation.give`."""
+        """Release the room of a stream; see `Reservation.give`."""
         with self._changed:
             self._holding.pop(reservation, None)
             self._add(self._sides[reservation.direction], reservation.peer, -reservation.nbytes)
             self._grant()
 
     def look(self) -> None:
-        """Something is different for those that wait."""
+        """Wake waiting streams to check their state again."""
         with self._changed:
             self._changed.notify_all()
 
@@ -169,7 +168,7 @@ class ByteBudget:
         side.add(peer, nbytes)
 
     def _grant(self) -> None:
-        """Give room to those whose turn it is, as long as there is some."""
+        """Grant room to waiting streams in turn until no more fits."""
         granted = False
         while (found := self._next()) is not None:
             side, reservation = found
@@ -181,13 +180,13 @@ class ByteBudget:
             self._changed.notify_all()
 
     def _next(self) -> tuple[_Side, Reservation] | None:
-        """Who comes next; None if nobody waits or there is no room for whoever comes next."""
+        """The next stream to get room, with its side; None if none waits or the next one does not fit."""
         for side in self._sides.values():
             for peer, waiter in side.waiting:
                 if side.peers.of.get(peer, 0) + waiter.nbytes > self._most_of_peer:
                     continue
                 if self._nbytes + waiter.nbytes > self.capacity:
-                    return None  # what is small does not overtake what is large
+                    return None  # small requests must not overtake, or they would starve large ones
                 if side.hosts.held + waiter.nbytes > side.hosts.total:
                     break
                 if side.hosts.has_room(peer.host, waiter.nbytes):
@@ -197,19 +196,19 @@ class ByteBudget:
 
 @dataclass(eq=False, slots=True)
 class Reservation:
-    """What one stream holds of a budget. For one thread, but for `abandon`.
+    """Room of one stream in a budget. Not thread-safe, except for `abandon`.
 
     Attributes:
-        budget: of which it is.
-        direction: which way the stream goes.
-        peer: the connection that it comes over.
-        patience: for how many seconds it can wait for room now.
-        end: ends the stream, from any thread, if its client does not get on while others wait.
-        gone: whether the caller has gone.
-        with_client_since: when the client was given a message to read, or began to be waited for, in seconds of the monotonic clock; 0 while
-            the service itself is at work.
-        nbytes: the room that it has, or waits for.
-        granted: whether it has that.
+        budget: the budget.
+        direction: direction of the stream.
+        peer: peer of the stream's connection.
+        patience: returns the number of seconds that the stream can still wait for room.
+        end: ends the stream, from any thread, if its client stalls while other streams wait.
+        gone: whether the caller has disconnected.
+        with_client_since: start of the current wait for the client to read or send a message, in seconds of the monotonic clock; 0 while the
+            service itself is working.
+        nbytes: bytes of room that the stream has, or waits for.
+        granted: whether the room was granted.
     """
 
     budget: ByteBudget
@@ -223,11 +222,11 @@ class Reservation:
     granted: bool = False
 
     def take(self, data_bytes: int = rpc.MESSAGE_BYTES) -> None:
-        """Wait until there is room for a message with so many bytes of weights. The message before is given back first.
+        """Release the room of the previous message, then wait for room for a message with `data_bytes` bytes of weights.
 
         Raises:
-            ResourceExhausted: there was none for as long as the stream can wait; says when to try again.
-            Unavailable: the caller has gone.
+            ResourceExhausted: there was no room for as long as the stream can wait; has the time after which to retry.
+            Unavailable: the caller has disconnected.
         """
         self.give()
         self.nbytes = MESSAGE_ROOM // rpc.MESSAGE_BYTES * data_bytes
@@ -235,7 +234,7 @@ class Reservation:
 
     @contextmanager
     def with_client(self) -> Iterator[None]:
-        """In the block the client is waited for: to read a message, or to send one."""
+        """Mark the block as a wait for the client to read a message, or to send one."""
         self.with_client_since = time.monotonic()
         try:
             yield
@@ -243,12 +242,12 @@ class Reservation:
             self.with_client_since = 0.0
 
     def give(self) -> None:
-        """The message is not in memory any more, or nothing more comes."""
+        """Release the room, once the message is not in memory any more or the stream has ended."""
         if self.granted:
             self.granted = False
             self.budget.give(self)
 
     def abandon(self) -> None:
-        """The caller has gone: it need not be waited for room."""
+        """Stop a wait for room, because the caller has disconnected. May be called from any thread."""
         self.gone = True
         self.budget.look()

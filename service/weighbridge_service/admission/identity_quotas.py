@@ -1,8 +1,8 @@
-"""Quotas of identities, by the limits that the policy gives them: streams, bytes a second, versions an hour.
+"""Quotas of identities, by the limits of the policy: streams, bytes per second, versions per hour.
 
-They are those of this process. What is decided is decided by values (`Places`, `rates.Bucket`, `seconds_until_next`). Streams that are
-slowed wait before they take anything that others could need. Whoever is refused streams and asks again without a pause is slowed as well: each
-refusal takes time of the service that others could need.
+Each process counts its own. Decisions are made by immutable values and pure functions (`Places`, `rates.Bucket`, `seconds_until_next`). A
+throttled stream waits before it takes any resource that other streams could need. A caller that retries refused streams without a pause is
+throttled as well, because each refusal costs the service time.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from weighbridge_service.admission.rates import Rates
 
 _HOUR = 3600.0
 _KEPT_SECONDS = 5.0
-"""How long a place is kept for a part of a stream whose first part has begun: the others follow at once."""
+"""Seconds for which a place is reserved for another part of a stream whose first part has begun. Clients start the other parts at once."""
 _REFUSALS_A_SECOND, _REFUSALS_AT_ONCE = 20.0, 100.0
-"""Refusals of streams that cost an identity nothing. Clients that wait for the time that they are told make one a second each."""
+"""Rate (per second) and burst of refused streams after which an identity is throttled. A client that obeys ``retry_after`` makes one a second."""
 _SLACK_SECONDS = 0.005
-"""A stream that is ahead of its rate by less than this goes on: sleeps as short as a message cost more than they even out."""
+"""A stream that is ahead of its rate by less than this does not wait: very short sleeps cost more than they smooth."""
 
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Places that the streams of an identity take.
+    """Places of an identity that its streams occupy.
 
     Attributes:
-        held: streams that go on.
-        kept: for each place that is kept for a part of a stream, until when, in seconds.
+        held: number of running streams.
+        kept: for each place that is reserved for a part of a stream, the time in seconds at which the reservation ends.
     """
 
     held: int = 0
@@ -46,19 +46,19 @@ class Places:
     def begun(
         self, asked: Striping, limit: int, now: float, *, whole: bool
     ) -> tuple[Places, Striping] | None:
-        """After one more stream has begun; None if there is no place for it.
+        """The places after one more call has begun; None if there is no place for it.
 
-        A stream can be spread over several calls, and does not get on before all of them do. So the first call keeps places for the others;
-        where there are too few it brings all of the stream itself.
+        A stream can be striped over several calls, and makes no progress before all of them have begun. So the first call reserves places for
+        the others; if there are too few, it carries the whole stream itself.
 
         Args:
-            asked: which part it is to bring.
-            limit: how many places there are.
-            now: in seconds.
-            whole: whether it may bring all of the stream in place of its part.
+            asked: part of the stream that the call is to carry.
+            limit: number of places.
+            now: current time in seconds.
+            whole: whether the call may carry the whole stream instead of its part.
 
         Returns:
-            The places, and the part that it brings.
+            The places, and the part that the call carries.
         """
         kept = tuple(until for until in self.kept if until > now)
         if asked.index and kept:
@@ -73,28 +73,28 @@ class Places:
         return Places(self.held + 1, (*kept, *[now + _KEPT_SECONDS] * (asked.count - 1))), asked
 
     def ended(self) -> Places:
-        """After a stream has ended."""
+        """The places after a stream has ended."""
         return replace(self, held=self.held - 1)
 
 
 def seconds_until_next(times: Sequence[float], limit: int, now: float) -> float:
-    """Seconds until another thing may be done of which at most ``limit`` are done within an hour; 0 if it may be now.
+    """Seconds until the next event is allowed when at most ``limit`` are allowed within an hour; 0 if it is allowed now.
 
     Args:
-        times: when each was done, in seconds, in ascending order.
-        limit: at least 1.
-        now: in seconds.
+        times: times of past events in seconds, ascending.
+        limit: number of events per hour; at least 1.
+        now: current time in seconds.
     """
     return max(times[-limit] + _HOUR - now, 0.0) if len(times) >= limit else 0.0
 
 
 class Streaming:
-    """A stream of an identity, which may be slowed.
+    """A stream of an identity, throttled to the identity's rate.
 
     Args:
-        rates: of identities, in bytes.
-        identity: whose it is.
-        striping: the part of it that this call brings.
+        rates: rates of identities, in bytes.
+        identity: identity of the caller.
+        striping: part of the stream that this call carries.
 
     Attributes:
         striping: as given.
@@ -108,47 +108,48 @@ class Streaming:
         self._ended = threading.Event()
 
     def delay(self, nbytes: int = 0) -> float:
-        """Count bytes that come next, unless they have to wait: then seconds after which to ask again. 0 where they need not."""
+        """Count the next bytes if they may be transferred now, and return 0. Otherwise count nothing, and return the seconds to wait."""
         if self._rate is None:
             return 0.0
         return self._rates.take(self._name, nbytes, least=0.0, rate=self._rate, slack=_SLACK_SECONDS)
 
     def wait(self, nbytes: int = 0) -> None:
-        """Wait, in a thread, until bytes may come next, and count them. Raises Unavailable if the stream ends meanwhile."""
+        """Block until the next bytes may be transferred, and count them. Raises Unavailable if the stream ends first."""
         while seconds := self.delay(nbytes):
             if self._ended.wait(seconds):
                 raise Unavailable("the caller has gone")
 
     def count(self, nbytes: int) -> None:
-        """Bytes have come whose number was not known before: what comes next waits for them."""
+        """Count bytes after they were transferred, because their number was not known before. The next ones wait for them."""
         if self._rate is not None:
             self._rates.take(self._name, nbytes, rate=self._rate)
 
     def end(self) -> None:
-        """It ends, and need not be waited for; from any thread."""
+        """End the stream, and wake a thread that blocks in `wait`. May be called from any thread."""
         self._ended.set()
 
 
 @dataclass(slots=True)
 class Opening:
-    """A version that is about to be opened, in the hour's number of its identity.
+    """A version that is about to be opened, and counts for the versions per hour of its identity.
 
     Attributes:
-        new: whether it may be one that was not open before; not set where there was no room for one, or it was found open: nothing is counted then.
+        new: whether the version was possibly not open before. False if the version was found open, or if the quota allowed no new one; then
+            nothing is counted.
     """
 
     new: bool = True
 
 
 class IdentityQuotas:
-    """What identities use of their limits, by their names. Thread-safe.
+    """Usage of limits, by names of identities. Thread-safe.
 
     Args:
-        clock: seconds that go on evenly.
+        clock: returns seconds of a monotonic clock.
 
     Attributes:
         clock: as given.
-        rates: in bytes of weights.
+        rates: rates of identities, in bytes of weights.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -163,15 +164,15 @@ class IdentityQuotas:
     def streaming(
         self, identity: Identity, asked: Striping = WHOLE, *, whole: bool = False
     ) -> Iterator[Streaming]:
-        """A place for a stream while the block runs.
+        """Hold a place for a stream while the block runs.
 
         Args:
-            identity: whose stream it is.
-            asked: which part of a stream it is to bring.
-            whole: whether it may bring all of it instead, where there are too few places; see `Streaming.striping`.
+            identity: identity of the caller.
+            asked: part of the stream that the call is to carry.
+            whole: whether the call may carry the whole stream instead if there are too few places; see `Streaming.striping`.
 
         Raises:
-            ResourceExhausted: there is none; says when to try again.
+            ResourceExhausted: there is no place; has the time after which to retry.
         """
         name, limit = identity.name, identity.limits.streams
         if limit is None:
@@ -182,7 +183,7 @@ class IdentityQuotas:
             if begun is not None:
                 self._places[name] = begun[0]
         if begun is None:
-            # of many that were begun together no more than a second's worth: then it is looked at again what the identity has
+            # a burst of refusals lowers the bucket by no more than a second's worth, so that the identity is throttled for no longer
             self._refusals.take(name, least=1 - _REFUSALS_A_SECOND)
             raise _no_more_streams(identity)
         streaming = Streaming(self.rates, identity, begun[1])
@@ -194,21 +195,21 @@ class IdentityQuotas:
                 self._places[name] = self._places[name].ended()
 
     def put_off(self, identity: Identity) -> float:
-        """Seconds for which a call of an identity is put off, as it was refused too many streams lately; 0 for nearly everybody."""
+        """Seconds for which a call of an identity is put off because too many of its streams were refused lately; usually 0."""
         limited = identity.limits.streams is not None
         return RETRY_SECONDS if limited and self._refusals.left(identity.name) < 0.0 else 0.0
 
     def check_put_off(self, identity: Identity) -> None:
-        """Raise ResourceExhausted if a stream of an identity is not even looked at, as `put_off` says."""
+        """Raise ResourceExhausted if streams of an identity are put off; see `put_off`."""
         if self.put_off(identity):
             raise _no_more_streams(identity)
 
     @contextmanager
     def opening(self, identity: Identity) -> Iterator[Opening]:
-        """One of the versions that an identity may open in an hour; not counted if the block fails, or has found it open.
+        """Count a version that an identity opens in the block. It does not count if the block fails, or sets `Opening.new` to False.
 
         Raises:
-            ResourceExhausted: it has opened them; says when it may open another one.
+            ResourceExhausted: the identity has opened its number of versions within an hour; has the time after which to retry.
         """
         limit, opening = identity.limits.versions_per_hour, Opening()
         if limit is None:
@@ -240,7 +241,7 @@ class IdentityQuotas:
         return self.clock()
 
     def use_of(self, identity: Identity) -> Limits:
-        """How much of its limits an identity uses now: the streams that go on, the bytes that are taken of a second's, the versions of this hour."""
+        """Current usage of an identity: running streams, bytes taken from its bucket of one second, and versions opened within the last hour."""
         name, rate = identity.name, identity.limits.bytes_per_second
         taken = 0 if rate is None else round(min(rate - self.rates.left(name, rate), rate))
         with self._lock:

@@ -1,8 +1,8 @@
-"""Waits for messages of callers: for how long each may go on, and that it ends sooner when memory runs away.
+"""Waits for messages of callers. Each has a timeout, which is shorter while memory grows unexpectedly.
 
-gRPC takes in all of a message that a caller has announced, whatever its length, and says only then that it is longer than the limit. So who
-announces much and holds back the last byte takes that much memory. Which call it is cannot be seen from here, but that memory grows, and which
-calls wait for a message longer than honest ones do.
+gRPC buffers a whole message, whatever its announced length, and rejects it for its size only at the end. So a caller that announces a long
+message and withholds its last byte occupies that much memory. The service cannot see which call that is. It sees only that memory grows, and
+which calls have waited for a message longer than a well-behaved client takes.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from weighbridge_service.runtime import process_memory
 log = logging.getLogger(__name__)
 
 MOST_GROWTH = 64 << 20
-"""Bytes by which memory may grow, besides what is accounted for, while callers are waited for."""
+"""Bytes by which unaccounted memory may grow while calls wait for messages."""
 _SLOW_SECONDS, _QUICK_SECONDS = 0.1, 0.02
-"""A message of 1 MiB takes this long at 10 and at 50 MB/s. Who is slower than the first is ended when memory has grown; the faster, the more it
-has; who is quicker than the second, never."""
+"""Seconds that a message of 1 MiB takes at 10 and at 50 MB/s. Once memory has grown too much, waits longer than the first are ended. The more it
+has grown, the shorter this limit is, but never shorter than the second."""
 _LOOK_SECONDS = 0.03
 _ALERT_SECONDS = 0.01
-"""The same while memory grows."""
+"""Interval between two checks while memory grows; otherwise `_LOOK_SECONDS`."""
 _TRIM_SECONDS = 10.0
-"""How often what was freed goes back to the system."""
+"""Interval at which freed memory is returned to the system."""
 _GROWN_TRIM_SECONDS = 0.5
-"""The same once memory has run away: what ended callers have freed must not count as theirs for long."""
+"""The same interval once memory has grown too much, so that memory of ended calls is not counted as growth for long."""
 _KEPT_BYTES = 32 << 20
-"""Freed bytes that are kept, besides as many as are in flight: messages that come next use them again."""
+"""Freed bytes that the process keeps for the next messages, in addition to as many as are in flight."""
 
 
 @dataclass(eq=False, frozen=True, slots=True)
@@ -39,9 +39,9 @@ class Wait:
     """A wait for one message.
 
     Attributes:
-        since: when it began, in seconds of the monotonic clock.
-        until: when it has lasted too long.
-        end: ends the call that is waited for, from any thread.
+        since: start of the wait, in seconds of the monotonic clock.
+        until: deadline of the wait, by the same clock.
+        end: ends the waiting call, from any thread.
     """
 
     since: float
@@ -50,12 +50,12 @@ class Wait:
 
 
 def overdue(waits: Iterable[Wait], now: float, growth: int) -> list[Wait]:
-    """The waits that must end.
+    """The waits that must be ended.
 
     Args:
-        waits: all that there are.
-        now: in seconds of the monotonic clock.
-        growth: bytes by which memory has grown while they last, besides what is accounted for.
+        waits: all current waits.
+        now: current time in seconds of the monotonic clock.
+        growth: bytes by which unaccounted memory has grown during the waits.
     """
     grown = MOST_GROWTH / growth if growth > MOST_GROWTH else float("inf")
     slow = max(_SLOW_SECONDS * grown**2, _QUICK_SECONDS)
@@ -66,7 +66,7 @@ class MessageWaits:
     """All waits of one process. Thread-safe.
 
     Args:
-        accounted: bytes that have their own budget, and are in flight now.
+        accounted: returns the number of bytes in flight, which have a budget of their own.
     """
 
     def __init__(self, accounted: Callable[[], int]) -> None:
@@ -79,11 +79,11 @@ class MessageWaits:
 
     @contextmanager
     def waiting(self, end: Callable[[], object], seconds: float = float("inf")) -> Iterator[None]:
-        """In the block, a message is waited for.
+        """Mark the block as a wait for a message.
 
         Args:
-            end: ends the call, from any thread, if it takes too long.
-            seconds: how long it may take.
+            end: ends the call, from any thread, if the message takes too long.
+            seconds: timeout of the wait.
         """
         now = time.monotonic()
         wait = Wait(now, now + seconds, end)
@@ -98,7 +98,7 @@ class MessageWaits:
                 self._waits.pop(wait, None)
 
     def close(self) -> None:
-        """End no more waits."""
+        """Stop the thread that ends waits."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -123,7 +123,7 @@ class MessageWaits:
                 trimmed = now
                 kept = process_memory.give_back(kept, _KEPT_BYTES + accounted)
             held = process_memory.private_bytes() - accounted
-            # what is left once those who were slow have been ended is not theirs
+            # memory that is left after slow calls were ended does not belong to the remaining ones, so it becomes the new baseline
             waited = not settled and any(now - wait.since > _QUICK_SECONDS for wait in waits)
             least = min(least, held) if waited else held
             growth = held - least

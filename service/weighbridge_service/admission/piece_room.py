@@ -1,7 +1,7 @@
-"""Room for pieces of files on their way to readers over HTTP: the less of it is left, the smaller pieces are.
+"""Room for pieces of files that are being sent to readers over HTTP. The less room is left, the smaller new pieces are.
 
-A reader that stops taking keeps the pieces that it has, for as long as its connection lasts. So no reader waits for the room of another: a
-reader that comes when no room is left gets pieces of the smallest size.
+A reader that stops reading occupies its pieces for as long as its connection lasts. So no reader waits for the room of another: when no room
+is left, a new reader still gets pieces of the smallest size.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from contextlib import contextmanager
 
 SMALLEST_BYTES = 128 << 10
 _SHARES = 16
-"""A piece is no larger than this part of the room that is left: 24 readers get on at full size, and hundreds leave some to the next one."""
+"""A piece takes at most one part in so many of the room that is left: 24 readers get pieces of full size, and hundreds still leave some room."""
 
 
 class PieceRoom:
-    """Room of one process. Thread-safe.
+    """Room for pieces in one process. Thread-safe.
 
     Args:
-        nbytes: how much there is.
-        largest: bytes of the largest piece.
+        nbytes: room in bytes.
+        largest: maximum bytes of a piece.
 
     Attributes:
         nbytes, largest: as given.
-        held: bytes of all pieces on their way; changes under `lock`.
-        lock: for that.
+        held: bytes of all pieces that are being sent; guarded by `lock`.
+        lock: guards `held`.
     """
 
     def __init__(self, nbytes: int, largest: int) -> None:
@@ -36,7 +36,7 @@ class PieceRoom:
 
     @contextmanager
     def reader(self) -> Iterator[PieceReader]:
-        """The pieces of one reader, which are given back in the end."""
+        """The pieces of one reader, released at the end of the block."""
         reader = PieceReader(self)
         try:
             yield reader
@@ -48,10 +48,10 @@ class PieceReader:
     """The pieces of one reader.
 
     Args:
-        room: where they come from.
+        room: the room that they are taken from.
 
     Attributes:
-        held: bytes of those that have not gone.
+        held: bytes of its pieces that are not sent yet.
     """
 
     def __init__(self, room: PieceRoom) -> None:
@@ -59,7 +59,7 @@ class PieceReader:
         self.held = 0
 
     def take(self, wanted: int) -> int:
-        """Bytes of a piece of what is left of a file; give them back when it has gone."""
+        """Reserve a piece of at most `wanted` bytes, and return its size. The caller gives it back once it is sent."""
         room = self._room
         with room.lock:
             left = max(room.nbytes - room.held, 0) // _SHARES
@@ -69,7 +69,7 @@ class PieceReader:
         return taken
 
     def give_back(self, nbytes: int) -> None:
-        """These bytes have gone."""
+        """Release bytes that were sent."""
         self.held -= nbytes
         with self._room.lock:
             self._room.held -= nbytes

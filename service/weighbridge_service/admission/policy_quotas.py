@@ -1,4 +1,4 @@
-"""Quotas of the policy: what identities and namespaces may have when a version is opened, and how much of that they use."""
+"""Quotas of the policy: limits of identities and namespaces, checked when a version is opened, and their usage."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from weighbridge_storage.documents.names import ModelName
 
 
 class Quotas:
-    """What the policy allows, and what of it is used. Thread-safe.
+    """Limits of the policy and their usage. Thread-safe.
 
     Args:
-        identities: what they use of their limits.
-        stored: what namespaces hold.
-        limited: identities that have limits, as they are now.
+        identities: usage of identities.
+        stored: stored bytes of namespaces.
+        limited: returns the identities that have limits in the current policy.
     """
 
     def __init__(
@@ -38,17 +38,17 @@ class Quotas:
     def opening(
         self, by: Identity, name: ModelName, nbytes: int, is_open: Callable[[], bool]
     ) -> Iterator[Opening]:
-        """A version is opened in the block, or found open, which takes nothing.
+        """Check the quotas for a version that the block opens. A version that is already open counts for nothing.
 
         Args:
-            by: who opens it.
-            name: of its model.
-            nbytes: what it takes of what its namespace may hold; 0 if there is no limit, or that is not known yet.
-            is_open: says whether it is open already.
+            by: identity of the caller that opens it.
+            name: name of the model.
+            nbytes: bytes that the version adds to its namespace; 0 if the namespace has no limit, or the size is not known yet.
+            is_open: returns whether the version is already open.
 
         Raises:
-            ResourceExhausted: who opens it has opened as many as they may, which says when they may open the next one; or the
-                namespace has no room for it.
+            ResourceExhausted: the identity has opened its number of versions within an hour (the error has the time after which to retry), or
+                the namespace has no room for the version.
         """
         limited = by.limits.versions_per_hour is not None or nbytes
         with ExitStack() as stack:
@@ -58,16 +58,16 @@ class Quotas:
                     self.stored.check_room(name, nbytes)
                     opening = stack.enter_context(self.identities.opening(by))
                 except ResourceExhausted:
-                    # another rank may have opened it meanwhile, at another replica, and have taken the room
+                    # another rank may have opened it at another replica since the check, and have taken the room
                     if not is_open():
                         raise
             yield opening
 
     def usage(self, peer: Peer) -> Usage:
-        """The limits that a peer has, and those of namespaces of which it may look at a model.
+        """Usage of the peer's limits, and of the limits of namespaces in which it may see a model.
 
         Raises:
-            WeighbridgeError: the store cannot be asked.
+            WeighbridgeError: the store cannot be read.
         """
         limits = self.stored.limits()
         seen = [each for each in sorted(limits) if self._sees(peer, each)]
@@ -80,7 +80,7 @@ class Quotas:
         )
 
     def all(self) -> Iterator[Quota]:
-        """All limits, as far as this process knows how much of them is used. Asks nothing of the store."""
+        """All limits with the usage that this process knows. Does not read the store."""
         for identity in self._limited():
             yield from self._of(identity)
         limits = self.stored.limits()

@@ -1,4 +1,4 @@
-"""Shares in what there is a limited number of: calls, watches, streams, bytes, connections. A host that holds much leaves a fourth to others."""
+"""Shares in limited resources: calls, watches, streams, bytes, connections. A host with a large share must leave a fourth to others."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from weighbridge.errors import ResourceExhausted
 K = TypeVar("K")
 
 _RESERVED = 4
-"""The part of a whole that is left to those who have little: a fourth."""
+"""One part in so many of the total, a fourth, is reserved for holders with small shares."""
 RETRY_SECONDS = 1.0
-"""After how long it is worth asking again."""
+"""Seconds after which a refused caller should retry."""
 
 
 def may_have(total: int, held: int, held_by_host: int, more: int = 1) -> bool:
-    """Whether a host may have more of something.
+    """Whether a host may have more of a resource.
 
-    A host that has, or would have, more than a fourth of all must leave a fourth free: so no host can shut the others out by itself.
+    A host that would have more than a fourth of the total must leave a fourth free, so that no host alone can shut out the others.
 
     Args:
-        total: how much there is.
-        held: how much all have together.
-        held_by_host: of this, how much the host has.
-        more: how much it wants besides.
+        total: total amount.
+        held: amount that all hosts hold together.
+        held_by_host: amount that this host holds.
+        more: additional amount that it asks for.
     """
     if held + more > total:
         return False
@@ -34,15 +34,15 @@ def may_have(total: int, held: int, held_by_host: int, more: int = 1) -> bool:
 
 
 class Shares(Generic[K]):
-    """Amounts that holders have of something limited. Not thread-safe.
+    """Amounts of a limited resource by holder. Not thread-safe.
 
     Args:
-        total: how much there is.
+        total: total amount.
 
     Attributes:
         total: as given.
-        held: how much all have together.
-        of: how much each has; those that have nothing are not there.
+        held: amount that all holders have together.
+        of: amount by holder; holders with nothing are left out.
     """
 
     def __init__(self, total: int) -> None:
@@ -55,7 +55,7 @@ class Shares(Generic[K]):
         return may_have(self.total, self.held, self.of.get(holder, 0), more)
 
     def add(self, holder: K, more: int = 1) -> None:
-        """A holder has more, or less, from now on."""
+        """Add an amount, which may be negative, to a holder."""
         self.held += more
         self.of[holder] = self.of.get(holder, 0) + more
         if not self.of[holder]:
@@ -63,11 +63,11 @@ class Shares(Generic[K]):
 
 
 class HostQuota(Shares[str]):
-    """Quota of each host in one thing, and what it holds. Thread-safe.
+    """Amounts of one resource by host. Thread-safe.
 
     Args:
-        what: the thing, for people, in the plural.
-        total: how many there are.
+        what: name of the resource for messages, in the plural.
+        total: total amount.
     """
 
     def __init__(self, what: str, total: int) -> None:
@@ -76,7 +76,7 @@ class HostQuota(Shares[str]):
         self._lock = threading.Lock()
 
     def try_take(self, host: str, count: int = 1) -> bool:
-        """Take some, unless others need them; whether that was so."""
+        """Take an amount for a host. Returns False, and takes nothing, if `may_have` forbids it."""
         with self._lock:
             there = self.has_room(host, count)
             if there:
@@ -84,17 +84,17 @@ class HostQuota(Shares[str]):
             return there
 
     def give(self, host: str, count: int = 1) -> None:
-        """Give some back."""
+        """Give an amount back."""
         with self._lock:
             self.add(host, -count)
 
     def take(self, host: str, count: int = 1) -> None:
-        """As `try_take`. Raises ResourceExhausted, which says when to try again."""
+        """Take an amount as `try_take` does. Raises ResourceExhausted, with the time after which to retry, if that fails."""
         if not self.try_take(host, count):
             raise self.refusal(host)
 
     def refusal(self, host: str) -> ResourceExhausted:
-        """What a host is told that can have no more."""
+        """The error for a host that can have no more."""
         return ResourceExhausted(
             f"{self.held} of {self.total} {self._what} are taken, {self.of.get(host, 0)} of them by {host or 'you'}",
             fix="try again later, or ask another replica",
@@ -103,7 +103,7 @@ class HostQuota(Shares[str]):
 
     @contextmanager
     def taking(self, host: str, count: int = 1) -> Iterator[None]:
-        """Have some while the block runs. Raises as `take`."""
+        """Hold an amount while the block runs. Raises as `take`."""
         self.take(host, count)
         try:
             yield

@@ -1,4 +1,4 @@
-"""Rates, as token buckets: calls that a host begins, answers that it waits for, bytes of weights of an identity."""
+"""Rates, as token buckets: calls that a host begins, responses that it waits for, bytes of weights of an identity."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ _MOST_NAMES = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Amount that is left at a rate.
+    """A token bucket.
 
     Attributes:
-        level: how much that was at the moment; less than nothing if more was taken than there was.
-        at: the moment, in seconds.
+        level: level at the time `at`; negative if more was taken than the bucket held.
+        at: time in seconds.
     """
 
     level: float
     at: float
 
     def filled(self, now: float, rate: float, most: float) -> Bucket:
-        """The bucket at a later moment.
+        """The bucket at a later time.
 
         Args:
-            now: the moment, in seconds.
-            rate: what comes in a second.
-            most: what it holds.
+            now: the later time in seconds.
+            rate: amount added per second.
+            most: capacity.
         """
         return Bucket(min(self.level + (now - self.at) * rate, most), now)
 
     def without(self, amount: float) -> Bucket:
-        """The bucket after something was taken."""
+        """The bucket after an amount was taken."""
         return Bucket(self.level - amount, self.at)
 
     def seconds_until(self, level: float, rate: float) -> float:
-        """Seconds until it holds so much; 0 if it does."""
+        """Seconds until the bucket holds at least `level`; 0 if it already does."""
         return max((level - self.level) / rate, 0.0)
 
 
@@ -49,10 +49,10 @@ class Rates:
     """Token buckets by name. Thread-safe.
 
     Args:
-        rate: what comes in a second; 0 where each call says it.
-        burst: what a bucket holds, after a pause.
-        clock: seconds.
-        most_names: that are remembered; the one that has taken longest ago is forgotten first.
+        rate: amount added per second; 0 if each call passes its own.
+        burst: capacity of a bucket.
+        clock: returns seconds of a monotonic clock.
+        most_names: maximum number of buckets; the least recently used one is dropped first.
     """
 
     def __init__(
@@ -78,14 +78,14 @@ class Rates:
         rate: float | None = None,
         slack: float = 0.0,
     ) -> float:
-        """Take something; if that has to wait, nothing, and the seconds after which to ask again.
+        """Take an amount and return 0. If that has to wait, take nothing and return the seconds after which to retry.
 
         Args:
-            name: whose it is.
-            amount: how much.
-            least: what the bucket must hold before.
-            rate: what comes in a second, and the most that it holds; by default as given.
-            slack: a shorter wait than this counts as none, in seconds.
+            name: name of the bucket.
+            amount: amount to take.
+            least: level that the bucket must have before.
+            rate: amount added per second, and also the capacity; by default `rate` and `burst` of the constructor.
+            slack: seconds; a wait of at most this counts as none.
         """
         with self._lock:
             bucket = self._filled(name, rate)
@@ -99,12 +99,12 @@ class Rates:
         return seconds
 
     def left(self, name: str, rate: float | None = None) -> float:
-        """The level of a bucket now."""
+        """Current level of a bucket."""
         with self._lock:
             return self._filled(name, rate).level
 
     def count(self, host: str) -> None:
-        """A host begins a call. Raises ResourceExhausted, which says when to try again, if it has begun too many."""
+        """Count a call of a host. Raises ResourceExhausted, with the time after which to retry, if it has begun too many."""
         if wait := self.take(host, least=1):
             raise ResourceExhausted(
                 f"{host} begins more than {self._rate:g} calls a second",
@@ -113,11 +113,11 @@ class Rates:
             )
 
     def delay(self, host: str) -> float:
-        """Count something of a host that is put off instead of refused: by so many seconds, behind all that were counted before."""
+        """Count an action of a host that is delayed instead of refused. Returns the delay in seconds, behind all actions counted before."""
         self.take(host)
         return max(-self.left(host) / self._rate, 0.0)
 
     def _filled(self, name: str, rate: float | None) -> Bucket:
-        """The lock is held."""
+        """The bucket now, without storing it. The caller holds the lock."""
         now, most = self._clock(), rate or self._burst
         return self._buckets.get(name, Bucket(most, now)).filled(now, rate or self._rate, most)

@@ -1,7 +1,7 @@
-"""Shares of readers in memory: images that no version needs any more, and that stay because a reader on the local lane looks at them.
+"""Shares of readers in memory: images that no version needs any more, but that a reader on the local lane still maps.
 
-A reader that keeps views of each version it has pulled would fill all memory, and pushes of others would wait for it. So each has a share,
-counted by identity and user, and it is the reader that is refused: it can still pull by gRPC, into memory of its own.
+A reader that keeps views of each version that it has pulled would fill all memory, and pushes would wait for it. So each reader, identified
+by identity and user, has a share. A reader over its share is refused; it can still pull by gRPC, into memory of its own.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from weighbridge_service.admission.quotas import may_have
 from weighbridge_storage.memory.file_bytes import Place
 
 _FOR_READERS = 2
-"""The part of the budget of images that all readers may keep together: half."""
+"""One part in so many of the budget of images, half of it, may be kept by all readers together."""
 
 
 @dataclass(eq=False, slots=True)
 class LentImages:
-    """Images that a reader was lent together.
+    """Images of one lease of a reader.
 
     Attributes:
-        reader: who.
-        places: where they lie.
-        left_open: whether the loan has ended without the reader saying that it looks at them no more.
+        reader: identity and user of the reader.
+        places: places of the images in memory.
+        left_open: whether the lease has ended without the reader's confirmation that it has unmapped the images.
     """
 
     reader: str
@@ -36,12 +36,12 @@ class LentImages:
 
 
 class ReaderShares:
-    """Shares of readers, and what each was lent. Thread-safe.
+    """Shares of readers, and their leases. Thread-safe.
 
     Args:
         budget: bytes of memory for all images.
-        spill: whether images may lie on disk, too. Then no push is stopped by a reader that keeps one image and is lent the next, as one does
-            that updates an engine, however small the budget is.
+        spill: whether images may also be on disk. Then a reader may always keep one image while it leases the next, as an engine does for an
+            update, however small the budget is: that blocks no push.
     """
 
     def __init__(self, budget: int, *, spill: bool) -> None:
@@ -51,14 +51,14 @@ class ReaderShares:
         self._lent: set[LentImages] = set()
 
     def lend(self, reader: str, places: Iterable[Place]) -> LentImages:
-        """A reader is about to be lent what lies at these places; to be ended.
+        """Begin a lease of the images at these places. The caller ends it with `end`.
 
         Args:
-            reader: identity and user, as people read them.
-            places: those in files count for nothing.
+            reader: identity and user of the reader, as in messages.
+            places: places of the images; places in files do not count.
 
         Raises:
-            ResourceExhausted: it keeps too much that no version needs any more.
+            ResourceExhausted: the reader keeps too many bytes that no version needs any more.
         """
         wanted = {place.key: place for place in places if place.lasting}
         with self._lock:
@@ -86,14 +86,14 @@ class ReaderShares:
             return lent
 
     def end(self, lent: LentImages, *, left_open: bool = False) -> None:
-        """A loan has ended; with ``left_open``, its reader may still look at the images."""
+        """End a lease. With ``left_open``, the reader may still map the images, and they keep counting until it does not."""
         with self._lock:
             lent.left_open = left_open
             if not left_open:
                 self._lent.discard(lent)
 
     def kept(self) -> dict[str, int]:
-        """Bytes that each reader keeps and no version needs any more; those that keep none are left out."""
+        """Bytes by reader of images that only the reader keeps; readers that keep none are left out."""
         with self._lock:
             found = {
                 reader: sum(_kept(each for each in self._lent if each.reader == reader).values())
@@ -103,5 +103,5 @@ class ReaderShares:
 
 
 def _kept(lent: Iterable[LentImages]) -> dict[str, int]:
-    """Bytes of the images that only readers keep, each once, by their keys."""
+    """Bytes of the images that only readers keep, by their keys; each image counts once."""
     return {place.key: place.nbytes for each in lent for place in each.places if place.kept_by_readers()}

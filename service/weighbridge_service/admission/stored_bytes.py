@@ -1,7 +1,7 @@
-"""Bytes that namespaces hold, and whether there is room for a further version.
+"""Bytes that namespaces hold, and the check for room for a new version.
 
-A version takes its room when it is opened, before a byte of it comes, and gives it back when it is given up or its objects are deleted:
-what was retired and waits for its grace time counts. All replicas go by one ledger in the store (`weighbridge_storage.head.ledger`).
+A version counts from when it is opened, before its first byte arrives, until it is aborted or its objects are deleted. So a retired version
+still counts during its grace time. All replicas share one ledger in the store (`weighbridge_storage.head.ledger`).
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from weighbridge_storage.stores.objects import ObjectStore
 log = logging.getLogger(__name__)
 
 _COUNTED_SECONDS = 3600.0
-"""How old a count of all heads may be: services without the limit change heads and not the ledger."""
+"""Maximum age of a count of all heads. Services without the limit change heads, but not the ledger, so counts become stale."""
 _KNOWN_NODES = 100_000
 _READS_AT_ONCE = 16
 _REST = 10.0
 _LEAST_COUNT_SECONDS = 0.1
-"""A count that took less rests as if it had taken so long."""
+"""Minimum duration of a count for computing its rest."""
 
 
 class StoredBytes:
     """Bytes that namespaces hold. Thread-safe.
 
     Args:
-        store: where ledgers lie.
-        heads: the heads of all models.
-        limits: bytes that namespaces may hold, by their names, as they are now.
-        rest: how many times as long as a count took none is made again: who is refused may ask again at once.
+        store: store of the ledgers.
+        heads: heads of all models.
+        limits: returns the current limits in bytes, by namespace.
+        rest: after a count, refused calls start no new one for this many times the count's duration, since callers may retry at once.
 
     Attributes:
         limits: as given.
@@ -65,15 +65,15 @@ class StoredBytes:
         self._seen: dict[str, int] = {}
 
     def seen(self) -> dict[str, int]:
-        """What namespaces held when this process looked last, by their names. Asks nothing of the store."""
-        return dict(self._seen)  # others may be added while the caller goes through them
+        """Bytes by namespace, as this process has last read them. Does not read the store."""
+        return dict(self._seen)  # a copy: another thread may add a namespace while the caller iterates
 
     def is_limited(self, name: ModelName) -> bool:
-        """Whether there is a limit for a model's namespace."""
+        """Whether the namespace of a model has a limit."""
         return name.namespace in self.limits()
 
     def check_room(self, name: ModelName, nbytes: int) -> None:
-        """Raise ResourceExhausted if there is no room for a further version of a model, of so many bytes."""
+        """Raise ResourceExhausted if the namespace has no room for a new version of `nbytes` bytes."""
         limit = self.limits().get(name.namespace)
         if limit is None:
             return
@@ -84,7 +84,7 @@ class StoredBytes:
             raise _full(name, held, nbytes, limit)
 
     def take_room(self, name: ModelName, nbytes: int) -> None:
-        """A version was opened, of so many bytes: note that. Raises ResourceExhausted if others have taken the room meanwhile."""
+        """Record a version of `nbytes` bytes that was opened. Raises ResourceExhausted if concurrent calls have taken the room."""
         limit = self.limits().get(name.namespace)
         if limit is None:
             return
@@ -95,7 +95,7 @@ class StoredBytes:
             raise _full(name, held - nbytes, nbytes, limit)
 
     def note(self, name: ModelName) -> None:
-        """A version was given up, or the model collected or deleted: what it does not hold any more is free. Logs what fails."""
+        """Record that a version was aborted, or the model collected or deleted, so that its room is free. Errors are only logged."""
         if self.is_limited(name):
             try:
                 self._note(name)
@@ -103,18 +103,18 @@ class StoredBytes:
                 log.warning("what namespace %s holds could not be noted: %s", name.namespace, error)
 
     def held(self, namespace: str) -> int:
-        """Bytes that a namespace holds; a little more where something was just deleted or given up."""
+        """Bytes that a namespace holds. May be slightly too high just after a deletion or an abort."""
         ledger = self._ledgers.read(namespace)
         if ledger.counted_ms + _COUNTED_SECONDS * 1000 < unix_ms():
             return self._count(namespace)
         return self._saw(namespace, ledger)
 
     def models(self, namespace: str) -> list[str]:
-        """Names of the models that a namespace's ledger knows."""
+        """Full names of the models in a namespace's ledger."""
         return [f"{namespace}/{name}" for name in self._ledgers.read(namespace).amounts]
 
     def _note(self, name: ModelName) -> int:
-        """Write what a model holds into the ledger; what the namespace holds then."""
+        """Write the bytes that a model holds into the ledger, and return the bytes of the namespace."""
         history = self._heads.history_of_any(name)
         amount = Amount(0, 0) if history is None else self._amount(history)
         noted = self._ledgers.update(name.namespace, lambda ledger: ledger.noted(name.second, amount))
@@ -124,8 +124,8 @@ class StoredBytes:
         return Amount(history.head.generation, history.nbytes(self._below))
 
     def _count(self, namespace: str) -> int:
-        """Read all heads of a namespace, and write what they say into its ledger."""
-        with self._lock:  # whoever waits is told what the one before has found
+        """Read all heads of a namespace, write their bytes into its ledger, and return the bytes of the namespace."""
+        with self._lock:  # one count at a time
             begun = time.monotonic()
             before = self._ledgers.read(namespace)
             names = self._heads.everything_of(namespace)
@@ -139,7 +139,7 @@ class StoredBytes:
             return self._saw(namespace, after)
 
     def _amount_of(self, before: Ledger, name: ModelName) -> Amount | None:
-        """What a model holds; None if there is none of this name. One that cannot be read holds what it did before."""
+        """Bytes that a model holds; None if there is no model of this name. A model that cannot be read keeps its previous amount."""
         try:
             history = self._heads.history_of_any(name)
             return None if history is None else self._amount(history)
@@ -156,6 +156,6 @@ def _full(name: ModelName, held: int, nbytes: int, limit: int) -> ResourceExhaus
     return ResourceExhausted(
         f"namespace {name.namespace} holds {readable_size(held)} of {readable_size(limit)}, and a version of {name} "
         f"takes {readable_size(nbytes)} more",
-        fix="delete versions that nobody needs, or let a retention do so (`weighbridge retention`): their room is free once they are "
+        fix="delete versions that are not needed, or let a retention do so (`weighbridge retention`): their room is free once they are "
         "collected; or let the service's policy give the namespace more `stored`",
     )

@@ -1,7 +1,7 @@
-"""Tickets for streams of weights: given by a control call, shown by the stream, checked without asking anybody.
+"""Tickets for streams of weights: issued by a control call, presented by the stream, verified locally.
 
-A ticket says to which host it was given and until when it is valid, and has a message authentication code over both (HMAC-SHA256,
-RFC 2104). All replicas over one store have the same key. It is no proof of who somebody is: it says that a service has admitted the caller.
+A ticket has the host that it was issued to, its expiry, and a message authentication code over both (HMAC-SHA256, RFC 2104). All replicas
+over one store have the same key. A ticket does not prove an identity: it proves that a service has admitted the caller.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _EXPIRY = struct.Struct(">Q")
 
 
 def ticket_key(store: ObjectStore) -> bytes:
-    """The key of all replicas over a store; the first of them makes it."""
+    """The key of all replicas over a store, created by the first of them. Raises DataLoss if it has the wrong length."""
     while True:
         try:
             key, _ = store.get(_KEY)
@@ -46,26 +46,26 @@ def ticket_key(store: ObjectStore) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Tickets:
-    """What gives and checks tickets.
+    """Issues and verifies tickets.
 
     Attributes:
-        key: of the message authentication code.
-        clock: milliseconds since 1970 UTC.
+        key: key of the message authentication code.
+        clock: returns milliseconds since 1970 UTC.
     """
 
     key: bytes
     clock: Callable[[], int] = unix_ms
 
     def give(self, host: str) -> str:
-        """A ticket for a host."""
+        """Issue a ticket for a host, valid for `VALID_SECONDS`."""
         text = _EXPIRY.pack(self.clock() + VALID_SECONDS * 1000) + host.encode()
         return base64.urlsafe_b64encode(text + self._code(text)).decode()
 
     def host_of(self, ticket: str) -> str:
-        """The host to which a ticket was given.
+        """The host that a ticket was issued to.
 
         Raises:
-            Unavailable: it is none, or not valid any more: ask for another one.
+            Unavailable: the ticket is forged, malformed or expired; the caller asks for a new one.
         """
         try:
             raw = base64.urlsafe_b64decode(ticket.encode())

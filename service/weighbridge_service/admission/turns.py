@@ -1,6 +1,6 @@
-"""Order of service: whose turn comes next among those that wait.
+"""Order of service: a queue that is fair between hosts and connections.
 
-Turns go round from host to host, and on a host from connection to connection: who asks for much waits behind his own, not before others.
+It serves hosts round-robin, and on each host its connections: a peer with many requests delays its own requests, not those of others.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class Turns(Line[T]):
-    """A queue of what peers wait for. Not thread-safe."""
+    """A queue of items that peers wait for. Not thread-safe."""
 
     def __init__(self) -> None:
         self._hosts: OrderedDict[str, OrderedDict[str, deque[T]]] = OrderedDict()
@@ -26,24 +26,24 @@ class Turns(Line[T]):
         return self._count
 
     def add(self, peer: Peer, item: T) -> None:
-        """Something that a peer waits for."""
+        """Add an item that a peer waits for."""
         self._hosts.setdefault(peer.host, OrderedDict()).setdefault(peer.connection, deque()).append(item)
         self._count += 1
 
     def __iter__(self) -> Iterator[tuple[Peer, T]]:
-        """What comes next of each connection, in the order of their turns."""
+        """Iterate over the next item of each connection, host by host in the order of the hosts' turns."""
         for host, connections in self._hosts.items():
             for connection, items in connections.items():
                 yield Peer(host, connection), items[0]
 
     def take(self) -> T:
-        """What comes next; it has had its turn. Raises IndexError if there is nothing."""
+        """Remove the next item. Raises IndexError if the queue is empty."""
         for peer, _ in self:
             return self.take_of(peer)
-        raise IndexError("nobody waits")
+        raise IndexError("the queue is empty")
 
     def take_of(self, peer: Peer) -> T:
-        """What comes next of one connection; it and its host stand last then. Raises KeyError if there is nothing."""
+        """Remove the next item of one connection, and move the connection and its host to the end. Raises KeyError if it has none."""
         connections = self._hosts[peer.host]
         item = connections[peer.connection].popleft()
         self._count -= 1
@@ -53,7 +53,7 @@ class Turns(Line[T]):
         return item
 
     def discard(self, peer: Peer, item: T) -> bool:
-        """A peer does not wait for this any more; whether it did."""
+        """Remove an item that a peer does not wait for any more. Returns whether it was in the queue."""
         connections = self._hosts.get(peer.host)
         items = connections and connections.get(peer.connection)
         if not items or item not in items:

@@ -1,14 +1,14 @@
-"""Engines that serve versions, as their agents report them: who serves what, how far behind its ref it is, and who is gone.
+"""Engines that serve versions, from the reports of their agents: the version of each, how far it is behind its ref, and whether it is gone.
 
-Nothing of it is stored: agents report every few seconds, so a service that was started again knows them soon.
+Nothing is stored: agents report every few seconds, so a restarted service soon knows all engines again.
 
 May import: `replicas`, `catalog`, `admission`, `access`, `metrics`, `runtime`, `weighbridge_storage`, `weighbridge`.
 
-- `entries`: what is known of an engine, and how it stands; pure.
-- `reports`: checks of what agents say; pure.
-- `registry`: the engines of this process, as many as there is room for.
-- `fleets`: the engines of each model in a few figures; pure.
-- `pages`: pages of lists; pure.
-- `known_engines`: engines beside the refs that they follow.
-- `exchange`: engines that report to one of several replicas.
+- `entries`: the state of an engine, and its standing; pure.
+- `reports`: validation of reports; pure.
+- `registry`: the engines that this process knows, up to a maximum.
+- `fleets`: summary figures of the engines of each model; pure.
+- `pages`: pagination of lists; pure.
+- `known_engines`: engines joined with the refs that they follow.
+- `exchange`: forwarding of reports between replicas.
 """

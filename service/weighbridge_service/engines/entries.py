@@ -1,7 +1,6 @@
-"""Entry of an engine: what its agent has told last, and how it stands. Everything here is pure.
+"""Entry of an engine: the last report of its agent, and its standing. Everything here is pure.
 
-Agents tell ages and not times, so no clocks of two machines are ever compared; and what counts for how long goes by the monotonic clock, which
-nobody sets.
+Agents report ages instead of times, so clocks of two machines are never compared. Expiry uses the monotonic clock, which is never set.
 """
 
 from __future__ import annotations
@@ -26,23 +25,24 @@ from weighbridge._core.engines.step_parts import OF_AGENT, has_all
 
 _FACTS = [field.name for field in fields(EngineFacts)]
 _SLACK_MS = 2000
-"""By how much the beginning of a state may differ from report to report: they take different times on their way."""
+"""Difference up to which the start times of two reports are treated as equal, since reports arrive with different delays."""
 _SOON_S = 60.0
-"""Age from which an update is not news to a process that hears of its engine for the first time."""
+"""Age from which an update is not counted by a process that receives the first report of its engine."""
 _MOST_NAMED = 16
-"""Engines that are named where a version is kept for them."""
+"""Maximum number of engines that are named as the reason why a version is kept."""
 Order: TypeAlias = tuple[str, str, str, str]
 """Model, address and id of an engine, and the identity of its agent."""
 MOST_KEPT = 64
-"""Versions of a model that are kept for the engines of one owner: who may only pull does not decide how much is stored."""
+"""Maximum number of versions of a model that are kept for the engines of one owner, so that a caller with permission only to pull cannot keep
+all versions in the store."""
 
 
 @dataclass(frozen=True, slots=True)
 class Leases:
-    """How long what an agent has told counts.
+    """Durations for which a report is valid.
 
     Attributes:
-        report_s: seconds between two reports of an engine of which nothing changes.
+        report_s: seconds between two reports of an engine that does not change.
     """
 
     report_s: float
@@ -54,22 +54,22 @@ class Leases:
 
     @property
     def gone_s(self) -> float:
-        """Seconds of silence after which an engine is gone: what it serves is not kept for it any more."""
+        """Seconds of silence after which an engine is gone: the version that it serves is not kept for it any more."""
         return 12 * self.report_s
 
     @property
     def forgotten_s(self) -> float:
-        """Seconds of silence after which nobody is told of an engine any more."""
+        """Seconds of silence after which an engine is not listed any more."""
         return 120 * self.report_s
 
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Whose agent reports.
+    """Owner of an engine: the caller that reports it.
 
     Attributes:
-        identity: in the policy; empty if there is none.
-        host: from where, as the connection says.
+        identity: name of the caller's identity in the policy; empty if there is none.
+        host: host of the caller, from its connection.
     """
 
     identity: str = ""
@@ -77,25 +77,25 @@ class Owner:
 
     @property
     def quota(self) -> str:
-        """Whose engines are counted together."""
+        """Key by which engines are counted against a quota."""
         return self.identity or self.host
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """An engine as its agent has told.
+    """State of an engine from its agent's reports. Times in ms are milliseconds since 1970 UTC.
 
     Attributes:
-        owner: whose agent that was.
-        report: what it said last.
-        heard_s: when, in seconds of the process's monotonic clock.
-        heard_ms: when, in milliseconds since 1970 UTC.
-        since_ms: since when the engine is in its state, likewise.
-        updated_ms: when its last update ended, likewise.
-        proved_ms: when its last proof ended, or else since when one is asked for, likewise.
-        here: whether this process was told, and not another replica.
-        updated: whether this report was the first to tell of its last update.
-        proofs: how many proofs this report was the first to tell of, and how many of them have failed.
+        owner: owner of the engine.
+        report: the last report.
+        heard_s: time of the report, in seconds of the process's monotonic clock.
+        heard_ms: time of the report.
+        since_ms: start of the engine's current state.
+        updated_ms: end of its last update.
+        proved_ms: end of its last proof; before the first proof, the time since when proofs are enabled.
+        here: whether the agent reported to this process, and not to another replica.
+        updated: whether this report was the first one with the engine's last update.
+        proofs: number of proofs that are new in this report, and how many of them have failed.
     """
 
     owner: Owner
@@ -111,26 +111,26 @@ class Entry:
 
     @property
     def key(self) -> tuple[str, str]:
-        """Which engine: nobody speaks for engines of another identity."""
+        """Key of the engine. It includes the identity, so that no caller can report for the engines of another one."""
         return self.owner.identity, self.report.engine_id
 
     @property
     def order(self) -> Order:
-        """Where it stands in lists."""
+        """Sort key of lists."""
         return self.report.model, self.report.address, self.report.engine_id, self.owner.identity
 
     @property
     def facts(self) -> EngineFacts:
-        """What it said, but for what differs in each report."""
+        """The reported facts, without the fields that change with each report."""
         return EngineFacts(*(getattr(self.report, name) for name in _FACTS))
 
     @property
     def place(self) -> tuple[str, str, str, str]:
-        """Which engine it is if its agent was started again."""
+        """Key that stays the same when the agent is restarted, which changes the engine's id."""
         return self.owner.identity, self.report.kind, self.report.address, self.report.host
 
     def is_gone(self, now_s: float, leases: Leases) -> bool:
-        """Whether nobody counts on it any more."""
+        """Whether the engine has ended, or has been silent for `Leases.gone_s`."""
         return self.report.ended or now_s - self.heard_s >= leases.gone_s
 
 
@@ -144,16 +144,16 @@ def after_report(
     age_s: float = 0.0,
     here: bool = True,
 ) -> Entry:
-    """The entry of an engine after a report; the one before, if that was a later one.
+    """The entry of an engine after a report; the previous entry if its report is newer.
 
     Args:
-        before: what was known of it; None if nothing was.
-        owner: whose agent reports.
-        report: what it says.
-        now_s: seconds of the monotonic clock.
-        now_ms: the same moment, in milliseconds since 1970 UTC.
-        age_s: how long ago it was said, if another replica has heard it.
-        here: whether this process has heard it.
+        before: previous entry; None if there was none.
+        owner: owner of the engine.
+        report: the report.
+        now_s: current time in seconds of the monotonic clock.
+        now_ms: current time in milliseconds since 1970 UTC.
+        age_s: age of the report in seconds, if another replica received it.
+        here: whether this process received it from the agent.
     """
     heard_s, heard_ms = now_s - age_s, now_ms - round(age_s * 1000)
     if before is not None and (report.beat, heard_s) < (before.report.beat, before.heard_s):
@@ -175,7 +175,10 @@ def after_report(
 
 
 def _proofs_told(before: Entry | None, report: EngineReport) -> tuple[int, int]:
-    """How many proofs a report is the first to tell of, and how many of them have failed. Of an engine that was not known, the last one if it is young."""
+    """Number of proofs that are new in a report, and how many of them have failed.
+
+    In the first report of an engine, only its last proof counts, and only if it is younger than `_SOON_S`.
+    """
     if before is None:
         young = bool(report.proofs) and report.proof_age_seconds < _SOON_S
         return int(young), int(young and report.proof == FAILED)
@@ -184,8 +187,10 @@ def _proofs_told(before: Entry | None, report: EngineReport) -> tuple[int, int]:
 
 
 def _tells_of_update(before: Entry | None, report: EngineReport, heard_s: float) -> bool:
-    """Whether a report is the first to tell of its engine's last update. Of an engine that was not known, the update has to be young: this process may
-    have been started since."""
+    """Whether a report is the first one with its engine's last update.
+
+    In the first report of an engine, the update must also be younger than `_SOON_S`, because this process may have been restarted after it.
+    """
     if before is None or not report.update_version:
         return bool(report.update_version) and report.update_age_seconds < _SOON_S
     said = before.report
@@ -194,17 +199,17 @@ def _tells_of_update(before: Entry | None, report: EngineReport, heard_s: float)
 
 
 def _steady(before_ms: int, now_ms: int) -> int:
-    """A time that two reports tell of, as the first one has it if they agree."""
+    """The time from the earlier of two reports if both agree within `_SLACK_MS`, else from the later one."""
     return before_ms if abs(before_ms - now_ms) < _SLACK_MS else now_ms
 
 
 @dataclass(frozen=True, slots=True)
 class RefView:
-    """What is known of the ref that an engine follows.
+    """State of the ref that an engine follows.
 
     Attributes:
-        named: the version that it names; 0 if none, or that is not known.
-        behind: how many versions there are behind the one that the engine serves, up to that one.
+        named: version that the ref names; 0 if it names none, or that is not known.
+        behind: number of versions after the one that the engine serves, up to the named one.
     """
 
     named: int = 0
@@ -212,14 +217,15 @@ class RefView:
 
 
 class VersionTimes(NamedTuple):
-    """Times of a version, in milliseconds since 1970 UTC; 0 for what is not known.
+    """Times of a version, in milliseconds since 1970 UTC; 0 if unknown.
 
     Attributes:
-        create_ms: when it was opened.
-        ready_ms: when it was ready.
-        here: whether this process saw that it was.
-        first_byte_ms: when this process had the first byte of it; known only to the process that has opened it, whose clock is that of all three.
-        offer_s: seconds from the trainer's call of push to the opening, by the trainer's clock; None if that is not known.
+        create_ms: time at which it was opened.
+        ready_ms: time at which it became ready.
+        here: whether this process saw it become ready.
+        first_byte_ms: time at which its first byte arrived. Only the process that opened the version knows it; all three times are then by that
+            process's clock.
+        offer_s: seconds from the trainer's call of push to the opening, by the trainer's clock; None if unknown.
     """
 
     create_ms: int = 0
@@ -233,14 +239,14 @@ _UNKNOWN = VersionTimes()
 
 
 def parts_of_step(entry: Entry, times: VersionTimes) -> dict[str, float]:
-    """Parts of the step that an engine's last update has ended: what the agent has measured, behind what the service knows.
+    """Durations in seconds of the parts of the step that ended with an engine's last update: the service's parts, then those of the agent.
 
-    When the agent heard of the version is counted back from the end of its update, of which it has told how long ago that was: a moment of the clock of
-    the replica that was told. Another one may have received the version, by another clock; then it is not known.
+    The time at which the agent received the notification is computed backwards from the end of its update, by the clock of the replica that
+    received the report. If another replica received the version, its clock is another one, and the part ``hear`` is left out.
 
     Args:
-        entry: what the agent has told.
-        times: of the version of that update.
+        entry: entry of the engine.
+        times: times of the version of that update.
     """
     measured, found = entry.report.update_parts, dict[str, float]()
     if times.create_ms and times.ready_ms:
@@ -257,14 +263,14 @@ def parts_of_step(entry: Entry, times: VersionTimes) -> dict[str, float]:
 
 
 def shown(entry: Entry, ref: RefView, now_s: float, leases: Leases, times: VersionTimes = _UNKNOWN) -> Engine:
-    """An engine as everybody sees it.
+    """An engine in its public form.
 
     Args:
-        entry: what its agent has told.
-        ref: what its ref names.
-        now_s: seconds of the monotonic clock.
-        leases: how long that counts.
-        times: of the version to which its last update has taken it.
+        entry: entry of the engine.
+        ref: state of its ref.
+        now_s: current time in seconds of the monotonic clock.
+        leases: durations for which the report is valid.
+        times: times of the version of its last update.
     """
     report = entry.report
     facts = {name: getattr(report, name) for name in _FACTS}
@@ -282,7 +288,7 @@ def shown(entry: Entry, ref: RefView, now_s: float, leases: Leases, times: Versi
 
 
 def standing(entry: Entry, named: int, now_s: float, leases: Leases) -> str:
-    """How an engine stands, while its ref names a version; 0 if that is not known."""
+    """Standing of an engine whose ref names the version ``named``; 0 if that is not known."""
     report, silent_s = entry.report, now_s - entry.heard_s
     if entry.is_gone(now_s, leases):
         return STANDING_GONE
@@ -296,10 +302,10 @@ def standing(entry: Entry, named: int, now_s: float, leases: Leases) -> str:
 
 
 def served(entries: Iterable[Entry], model: str, now_s: float, leases: Leases) -> dict[int, tuple[str, ...]]:
-    """The versions of one model that engines serve, or are being taken to, or draft by, by number, and which engines these are, for people.
+    """The versions of one model that engines serve, update to or use as a drafter, each with labels of its engines for messages.
 
-    Of each owner's those that most engines serve, and of those the newest, `MOST_KEPT` at most. What another replica has told counts until
-    it would be forgotten: if that one is cut off, its engines serve all the same.
+    For each owner at most `MOST_KEPT` versions: those with the most engines, and of these the newest. An entry from another replica counts
+    until it is forgotten, since its engines keep serving while that replica cannot be reached.
     """
     of_owner: dict[str, dict[int, list[str]]] = {}
     for entry in entries:
@@ -316,7 +322,7 @@ def served(entries: Iterable[Entry], model: str, now_s: float, leases: Leases) -
 
 
 def versions_had(report: EngineReport, model: str) -> set[int]:
-    """The versions of a model that an engine serves, is being taken to, or drafts by."""
+    """The versions of a model that an engine serves, updates to, or uses as its drafter."""
     found = {report.version, report.target} if report.model == model else set()
     of, _, number = report.drafter.rpartition("@")
     if of == model and number.isdecimal():

@@ -1,7 +1,8 @@
-"""Exchange of engines: what agents report to one replica, all others are told, so that each lists all engines and keeps what they serve.
+"""Exchange of engines between replicas, so that each replica lists all engines and keeps the versions that they serve.
 
-A replica tells of those that have reported to itself: at once when something has changed, and all of them as often as agents report. It tells
-each of the others that the directory knows. Nothing has to be taken back: what is told no more is stale, and forgotten in the end.
+A replica forwards the reports that it has received from agents to every other replica in the directory: changes at once, and all of them at the
+interval at which agents report. Nothing has to be withdrawn: an engine that is not forwarded any more becomes stale, and is forgotten in the
+end.
 """
 
 from __future__ import annotations
@@ -27,20 +28,20 @@ from weighbridge_service.replicas.links import Links
 log = logging.getLogger(__name__)
 
 _AT_ONCE = 128
-"""Engines that one call tells of: half a megabyte at most."""
+"""Maximum number of engines in one call, which is half a megabyte at most."""
 _LEAST_SECONDS = 0.1
-"""Between two rounds, however much changes."""
+"""Minimum interval between two rounds."""
 _CALLS_AT_ONCE = 4
 
 
 @dataclass(eq=False, slots=True)
 class _Peer:
-    """What one other replica was told.
+    """State of the exchange with one other replica.
 
     Attributes:
-        facts: of each engine, as it was told last.
-        all_s: when it was told of all of them; None if it is to be.
-        busy: whether it is being told.
+        facts: facts of each engine that were sent last.
+        all_s: time in seconds at which all engines were sent last; None if the next round must send all.
+        busy: whether a call to it is under way.
     """
 
     facts: dict[tuple[str, str], EngineFacts] = field(default_factory=dict)
@@ -51,18 +52,18 @@ class _Peer:
 def due(
     entries: Iterable[Entry], told: Mapping[tuple[str, str], EngineFacts], *, everything: bool
 ) -> list[Entry]:
-    """The engines that another replica is to be told of: all that have reported here, or those of which something has changed since."""
+    """The engines to send to another replica: all that have reported to this one, or only those that have changed since they were sent."""
     return [each for each in entries if each.here and (everything or told.get(each.key) != each.facts)]
 
 
 class EngineExchange:
-    """Tells other replicas of the engines that report here. Thread-safe.
+    """Sends the engines that report to this replica to all others. Thread-safe.
 
     Args:
-        links: connections to them.
-        others: says which there are.
-        engines: those of this process.
-        clock: seconds that go on evenly.
+        links: connections to other replicas.
+        others: returns the other replicas.
+        engines: engines of this process.
+        clock: returns seconds of a monotonic clock.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class EngineExchange:
         self._thread.start()
 
     def close(self) -> None:
-        """Tell nothing more."""
+        """Stop the exchange."""
         self._stack.close()
         self._closing.set()
         self._news.set()
@@ -99,8 +100,8 @@ class EngineExchange:
             self._news.clear()
             try:
                 self._tell_all()
-            except Exception:  # the next round must come
-                log.exception("other replicas could not be told of engines")
+            except Exception:  # the thread must survive for the next round
+                log.exception("engines could not be sent to other replicas")
 
     def _tell_all(self) -> None:
         others = self._others()
@@ -126,16 +127,16 @@ class EngineExchange:
                 peer.all_s = now_s
                 peer.facts = {each.key: each.facts for each in found}
         except WeighbridgeError as error:
-            log.info("the replica %s is not told of engines: %s", home, error.message)
+            log.info("engines were not sent to the replica %s: %s", home, error.message)
             peer.all_s = None
         except Exception:
-            log.exception("the replica %s could not be told of engines", home)
+            log.exception("engines could not be sent to the replica %s", home)
         finally:
             peer.busy = False
 
 
 def _told(entry: Entry, now_s: float) -> pb.ReportedEngine:
-    """The message of what an agent has reported here."""
+    """The message with a report that this replica has received."""
     owner, age_s = entry.owner, max(now_s - entry.heard_s, 0.0)
     return pb.ReportedEngine(
         report=wire.write(engine_service_pb2.EngineReport, entry.report),

@@ -1,4 +1,4 @@
-"""Fleets: the engines of each model in a few figures, for those who watch many. Pure."""
+"""Fleets: summary figures of the engines of each model, for metrics. Pure."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from weighbridge._core.engines.facts import (
 from weighbridge_service.engines.entries import Entry, Leases, RefView, standing
 
 MOST_FLEETS = 256
-"""Models that have figures of their own: each is some time series for whoever keeps them."""
+"""Maximum number of models with figures of their own, since each adds time series to the monitoring system."""
 OTHER_MODELS = OTHER = "(other)"
-"""Under which the figures of all models beyond that are."""
+"""Name for the figures of all other models together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,16 +28,17 @@ class Fleet:
 
     Attributes:
         model: ``namespace/name``, or `OTHER_MODELS`.
-        engines: how many there are, by standing and state.
-        behind: most versions that one is behind its ref.
-        behind_s: of those that are behind, for how long the one that has waited longest has had no update that succeeded.
-        silent_s: for how long the one that was not heard for longest has been silent; not of those that have ended.
-        prepare_s: longest part of a last update while the engine served; not of those that are gone, as what follows.
-        pause_s: likewise, while it stood still.
-        proofs: how many engines there are, by the verdict of their last proof.
-        proof_age_s: longest time since the last proof of one of which proofs are asked for.
-        proof_s: longest last proof.
-        drift: largest of golden prompts; None if none of its engines has answered any.
+        engines: number of engines, by standing and state.
+        behind: largest number of versions that an engine is behind its ref.
+        behind_s: longest time since the last successful update, of engines that are behind.
+        silent_s: longest time since the last report, of engines that have not ended.
+        prepare_s: longest time for which a last update prepared while the engine served. This and the following figures leave out engines that
+            are gone.
+        pause_s: longest time for which a last update paused the engine.
+        proofs: number of engines, by the verdict of their last proof.
+        proof_age_s: longest time since the last proof, of engines with proofs enabled.
+        proof_s: duration of the longest last proof.
+        drift: largest drift on golden prompts; None if no engine has answered any.
     """
 
     model: str
@@ -56,14 +57,14 @@ class Fleet:
 def fleets(
     entries: Iterable[Entry], view: Callable[[Entry], RefView], now_s: float, now_ms: int, leases: Leases
 ) -> list[Fleet]:
-    """The fleets of models, the largest first; of at most `MOST_FLEETS` models, and of all others together.
+    """The fleets of at most `MOST_FLEETS` models, the largest first, then one fleet of all other models.
 
     Args:
-        entries: the engines.
-        view: what is known of the ref that one follows.
-        now_s: seconds of the monotonic clock.
-        now_ms: the same moment, in milliseconds since 1970 UTC.
-        leases: how long entries count.
+        entries: entries of the engines.
+        view: returns the state of the ref that an engine follows.
+        now_s: current time in seconds of the monotonic clock.
+        now_ms: current time in milliseconds since 1970 UTC.
+        leases: durations for which reports are valid.
     """
     of_model: dict[str, list[Entry]] = defaultdict(list)
     for entry in entries:
@@ -108,5 +109,5 @@ def _fleet(
 
 
 def _verdict(report: EngineReport) -> str:
-    """Verdict of an engine's last proof, of those that this release knows; an agent of another one may say anything."""
+    """Verdict of an engine's last proof. A verdict that this release does not know, from an agent of another release, is `OTHER`."""
     return report.proof if report.proof in VERDICTS else OTHER if report.proof else NOT_ASKED

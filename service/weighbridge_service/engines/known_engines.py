@@ -1,4 +1,4 @@
-"""Engines beside the refs that they follow: reports as they come in, lists as they are asked for, and what collections must keep."""
+"""Engines joined with the refs that they follow: incoming reports, lists for clients, and the versions that collections must keep."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ from weighbridge_storage.head.history import History
 log = logging.getLogger(__name__)
 
 _FRESH_SECONDS = 1.0
-"""Age of a head that is not read again for a report: those who watch a model's refs read it more often."""
+"""Maximum age of a head that is reused for a report. Watches of a model's refs read its head more often than this."""
 
 
 class KnownEngines:
-    """Engines, and how they stand. Thread-safe.
+    """Engines and their standings. Thread-safe.
 
     Args:
-        catalog: which models and refs there are.
-        registry: the engines.
+        catalog: catalog of models and refs.
+        registry: entries of the engines.
 
     Attributes:
         registry: as given.
-        changes: tells of models of whose engines something has changed; not that one has been heard again.
-        steps: durations of parts of steps, of each update that an agent reports to this process.
-        proofs: counts of proofs that agents report to this process.
+        changes: notifies listeners of models whose engines have changed. A report without changes is no notification.
+        steps: durations of parts of steps, for each update that an agent reports to this process.
+        proofs: number of proofs that agents report to this process.
     """
 
     def __init__(self, catalog: Catalog, registry: EngineRegistry) -> None:
@@ -56,26 +56,27 @@ class KnownEngines:
 
     @property
     def report_seconds(self) -> float:
-        """After which an agent is to report again."""
+        """Seconds after which an agent must report again."""
         return self.registry.leases.report_s
 
     @property
     def figures(self) -> tuple[Collector, ...]:
-        """Instruments of what agents report to this process."""
+        """Metrics of the reports to this process."""
         return self.steps, self.proofs
 
     def report(
         self, owner: Owner, said: EngineReport, pulls: Callable[[str], bool] = lambda _model: True
     ) -> Engine:
-        """Take note of what an agent says of its engine; the engine as all see it now.
+        """Record a report of an agent, and return its engine in the public form.
 
         Args:
-            owner: whose agent it is.
-            said: by the agent.
-            pulls: whether the agent may pull a model: the drafter's version is left out if it may not, as collections keep what engines draft by.
+            owner: owner of the engine.
+            said: the report.
+            pulls: returns whether the agent may pull a model. If it may not pull the drafter, the drafter is dropped from the report, because
+                collections keep the versions of drafters.
 
         Raises:
-            InvalidArgument: a field of it cannot be.
+            InvalidArgument: a field of the report is invalid.
             NotFound: there is no such model.
             ResourceExhausted: too many engines have reported.
         """
@@ -88,12 +89,12 @@ class KnownEngines:
         if news:
             self.changes.notify(name)
         (engine,) = self._shown([entry], refs)
-        if entry.report is report:  # else it is that of a later one
+        if entry.report is report:  # else the registry already had a newer report
             self._count(entry, engine)
         return engine
 
     def _count(self, entry: Entry, engine: Engine) -> None:
-        """Count what a report was the first to tell of."""
+        """Count the update and the proofs that are new in a report."""
         if entry.updated:
             for part, seconds in engine.update_parts.items():
                 self.steps.labels(part).observe(max(seconds, 0.0))
@@ -102,7 +103,9 @@ class KnownEngines:
         self.proofs.labels(PROVED).inc(max(made - failed, 0))
 
     def heard(self, told: Iterable[pb.ReportedEngine]) -> None:
-        """Take note of what another replica has heard. What cannot be kept is passed over: that one has said so to the agent, or will list it."""
+        """Record reports that another replica has received. Reports that cannot be recorded are skipped and logged: the other replica has
+        refused them, or lists their engines itself.
+        """
         for each in told:
             if not 0.0 <= each.age_seconds < self.registry.leases.forgotten_s:
                 continue
@@ -117,7 +120,7 @@ class KnownEngines:
                 self.changes.notify(ModelName.parse(report.model))
 
     def listed(self, model: str = "", sees: Callable[[str], bool] = lambda _model: True) -> list[Engine]:
-        """The engines of a model, or of all models that are seen, by model, address and id.
+        """The engines of a model, or of all models that the caller may see, sorted by model, address and id.
 
         Raises:
             NotFound: there is no such model.
@@ -127,10 +130,10 @@ class KnownEngines:
     def page(
         self, model: str, sees: Callable[[str], bool], after: str, limit: int
     ) -> tuple[list[Engine], str]:
-        """As `listed`, a page; and the token of the next one, which is empty if that was the last.
+        """A page of `listed`, and the token of the next page, which is empty after the last one.
 
         Raises:
-            InvalidArgument: ``after`` is no token.
+            InvalidArgument: ``after`` is not a page token.
             NotFound: there is no such model.
         """
         entries, more = page_of(self._entries(model, sees), after, limit)
@@ -142,26 +145,25 @@ class KnownEngines:
         return [entry for entry in self.registry.all() if sees(entry.report.model)]
 
     def _standing(self, model: str, entries: Iterable[Entry]) -> list[Engine]:
-        """Entries, which are in the order of lists, beside the refs of their models; of a model that was asked for, raises NotFound."""
+        """Entries in their public form. They must be sorted. Raises NotFound if ``model`` names a model that does not exist."""
         if model:
             return self._shown(entries, self._refs(ModelName.parse(model)))
         found: list[Engine] = []
         for each, of_model in groupby(entries, key=lambda entry: entry.report.model):
             try:
                 refs = self._refs(ModelName.parse(each))
-            except WeighbridgeError:  # deleted since, or it cannot be read: its engines serve all the same
+            except WeighbridgeError:  # the model was deleted or cannot be read, but its engines may still serve it
                 refs = _Refs(None, {})
             found += self._shown(of_model, refs)
         return found
 
     def served(self, name: ModelName) -> dict[int, tuple[str, ...]]:
-        """The versions of a model that live engines serve, are being taken to or draft by, and which engines these are."""
+        """The versions of a model that live engines serve, update to or use as a drafter, with labels of these engines."""
         registry = self.registry
         return served(registry.all(), str(name), registry.clock(), registry.leases)
 
     def fleets(self) -> list[Fleet]:
-        """The engines of each model that report to this process, in a few figures. Heads are not read for it: reports have
-        read them, every few seconds."""
+        """Summary figures of the engines that report to this process, by model. Reads no heads: reports read them every few seconds."""
         registry, seen = self.registry, dict[str, _Refs]()
 
         def view(entry: Entry) -> RefView:
@@ -174,14 +176,14 @@ class KnownEngines:
         return fleets(here, view, registry.clock(), unix_ms(), registry.leases)
 
     def _refs_read_last(self, name: ModelName) -> _Refs:
-        """What the refs of a model named when its head was read last. Of older versions those nodes are asked that reports have asked before."""
+        """The refs of a model from its last read head. The history may read older nodes, but only those that reports have read before."""
         heads = self._catalog.heads
         head = heads.last_read(name)
         history = None if head is None else heads.history_of(name, head)
         return _Refs(history, self._catalog.snapshots.of_model(name))
 
     def _refs(self, name: ModelName) -> _Refs:
-        """What the refs of a model name. Raises NotFound; of a store that is away, what was read last."""
+        """The refs of a model. If the store is unavailable, from its last read head. Raises NotFound."""
         heads = self._catalog.heads
         head = heads.read_lately(name, _FRESH_SECONDS)
         if head is None or head.deleted or name.part:
@@ -207,11 +209,11 @@ class KnownEngines:
 
 
 class _Refs:
-    """The refs of a model at one moment, beside its versions.
+    """The refs and versions of a model at one moment.
 
     Args:
-        history: the model's; None if nothing is known of it.
-        snapshots: what this process knows of its versions beyond that.
+        history: history of the model; None if unknown.
+        snapshots: further versions of the model that this process knows.
     """
 
     def __init__(self, history: History | None, snapshots: Mapping[int, VersionSnapshot]) -> None:
@@ -222,7 +224,7 @@ class _Refs:
         self._behind: dict[tuple[int, int], int] = {}
 
     def view(self, ref: str, served: int) -> RefView:
-        """What a ref names, and how far behind that an engine is which serves a version."""
+        """State of a ref for an engine that serves the version ``served``."""
         named = self._named.get(ref, 0)
         if not 0 < served < named:
             return RefView(named)
@@ -232,7 +234,7 @@ class _Refs:
         return RefView(named, self._behind[span])
 
     def times(self, number: int) -> VersionTimes:
-        """When a version was opened and ready, of those that this process or the head knows; nothing is read for it."""
+        """Times of a version, if this process or the head knows them. Reads nothing."""
         if number not in self._times:
             self._times[number] = self._known_times(number)
         return self._times[number]
@@ -248,14 +250,14 @@ class _Refs:
         return VersionTimes() if entry is None else VersionTimes(entry.created_ms, entry.ready_ms)
 
     def _between(self, served: int, named: int) -> int:
-        """How many visible versions there are above one, up to another; `MOST_BEHIND` for as many or more."""
+        """Number of visible versions after ``served`` up to ``named``, limited to `MOST_BEHIND`."""
         most = min(MOST_BEHIND, named - served)
         states = {number: known.version.state for number, known in self._snapshots.items()}
-        # of those that are stored the history has the ones that were not deleted since
+        # stored versions come from the history, because the snapshots may have versions that were deleted since
         numbers = {number for number, state in states.items() if state.visible and not state.stored}
         if self._history is not None:
             try:
                 numbers |= {entry.number for entry in self._history.newest(most, named + 1)}
-            except WeighbridgeError:  # the store is away: those that the head itself has
+            except WeighbridgeError:  # the store is unavailable: use the versions in the head itself
                 numbers |= self._history.head.recent.keys()
         return min(sum(served < number <= named for number in numbers), most)

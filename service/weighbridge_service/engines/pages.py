@@ -1,4 +1,7 @@
-"""Pages of a list of engines. A page begins behind an engine, wherever that one would be: none is left out because others come or go. Pure."""
+"""Pages of a list of engines. Pure.
+
+A page token has the sort key of the last engine of a page, so that no engine is skipped when others are added or removed.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +16,15 @@ LARGEST_PAGE = 1000
 
 
 def page_of(entries: Sequence[Entry], after: str, limit: int) -> tuple[list[Entry], str]:
-    """A page of a list, and the token of the next one; empty if that was the last.
+    """A page of a list, and the token of the next page, which is empty after the last one.
 
     Args:
-        entries: the list, in its order.
+        entries: the sorted list.
         after: token of the page; empty for the first.
-        limit: most entries.
+        limit: maximum number of entries.
 
     Raises:
-        InvalidArgument: that is no token.
+        InvalidArgument: ``after`` is not a page token.
     """
     behind = _read(after) if after else None
     left = [entry for entry in entries if behind is None or entry.order > behind]

@@ -1,4 +1,4 @@
-"""Registry of engines: the entries of those that have reported lately, as many as there is room for."""
+"""Registry of engines: entries of engines that have reported lately, up to a maximum."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from weighbridge_service.engines.entries import Entry, Leases, Owner, after_repo
 from weighbridge_service.runtime.clock import unix_ms
 
 MOST_ENGINES = 8192
-"""An entry takes some kilobytes at most. One identity, or one host of a service without a policy, has three fourths of them at most, and
-a fourth if others have many."""
+"""Maximum number of entries, of a few kilobytes each. One identity, or one host where there is no policy, has three fourths of them at most,
+and one fourth while others have many."""
 
 
 class EngineRegistry:
     """The engines that this process knows. Thread-safe.
 
     Args:
-        leases: how long an entry counts.
-        most: entries.
-        clock: seconds that go on evenly.
-        time_ms: gives milliseconds since 1970 UTC.
+        leases: durations for which reports are valid.
+        most: maximum number of entries.
+        clock: returns seconds of a monotonic clock.
+        time_ms: returns milliseconds since 1970 UTC.
 
     Attributes:
         leases, clock: as given.
@@ -47,21 +47,21 @@ class EngineRegistry:
     def take(
         self, owner: Owner, report: EngineReport, *, age_s: float = 0.0, here: bool = True
     ) -> tuple[Entry, bool]:
-        """Take note of a report; the engine's entry after that, and whether it says something that was not known.
+        """Record a report. Returns the engine's entry, and whether its facts have changed.
 
         Args:
-            owner: whose agent it is by.
-            report: a checked one.
-            age_s: how long ago another replica has heard it.
-            here: whether this process has heard it.
+            owner: owner of the engine.
+            report: the report, validated.
+            age_s: age of the report in seconds, if another replica received it.
+            here: whether this process received it from the agent.
 
         Raises:
-            ResourceExhausted: there are too many engines, in all or of this owner.
+            ResourceExhausted: there are too many engines, in total or of this owner.
         """
         now_s = self.clock()
         with self._lock:
             before = self._entries.get((owner.identity, report.engine_id))
-            # one that has been silent for so long counts its reports anew
+            # the agent of an engine that was gone may have restarted, and count its reports (`beat`) from the beginning
             lasting = before if before is not None and now_s - before.heard_s < self.leases.gone_s else None
             entry = after_report(lasting, owner, report, now_s, self._time_ms(), age_s=age_s, here=here)
             if before is None:
@@ -73,12 +73,14 @@ class EngineRegistry:
         return entry, before is None or before.facts != entry.facts
 
     def _forget(self, entry: Entry) -> None:
-        """The lock is held."""
+        """Remove an entry. The caller holds the lock."""
         del self._entries[entry.key]
         self._shares.add(entry.owner.quota, -1)
 
     def _make_room(self, entry: Entry, now_s: float) -> None:
-        """Forget who is not there any more, and those whose place another agent has taken. The lock is held."""
+        """Remove forgotten entries and gone ones that the new agent replaces, then all gone ones if there is still no room. The caller holds
+        the lock. Raises ResourceExhausted.
+        """
         for there in list(self._entries.values()):
             replaced = bool(entry.report.address) and there.place == entry.place
             forgotten = now_s - there.heard_s >= self.leases.forgotten_s
@@ -97,12 +99,12 @@ class EngineRegistry:
             )
 
     def all(self) -> list[Entry]:
-        """The engines that are not forgotten, by model, address and id."""
+        """Entries of all engines that are not forgotten, sorted by model, address and id."""
         now_s = self.clock()
         with self._lock:
             found = [e for e in self._entries.values() if now_s - e.heard_s < self.leases.forgotten_s]
         return sorted(found, key=lambda e: e.order)
 
     def of_model(self, model: str) -> list[Entry]:
-        """Those of one model."""
+        """Entries of the engines of one model, sorted as in `all`."""
         return [entry for entry in self.all() if entry.report.model == model]

@@ -1,4 +1,4 @@
-"""Reports of engines: checks of what agents say, as it may be kept and shown. Pure."""
+"""Reports of engines: validation, before a report is recorded and shown. Pure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LONGEST_S = 10 * 365 * 86_400.0
 _ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _KIND = re.compile(r"[a-z0-9_.-]{0,32}")
 _TEXT = re.compile(r"[!-~]{0,255}")
-"""Addresses and names of hosts, and what else has neither spaces nor control characters."""
+"""Addresses, host names and other texts without spaces and control characters."""
 _REF = re.compile(rf"(?:{REF_PATTERN})?")
 _TRACEPARENT = re.compile(r"(?:[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2})?")
 _PROOF = re.compile(r"[a-z ]{0,32}")
@@ -55,11 +55,12 @@ _SECONDS = (
 
 
 def checked_report(report: EngineReport) -> EngineReport:
-    """A report that can be kept: names are refused that are none, texts for people are made plain and short, parts of a step that no table here
-    names, as an agent of a later release may have them, are left out.
+    """Validate a report, and return it with error texts shortened to plain text.
+
+    Parts of a step that this release does not know, from an agent of a later release, are dropped.
 
     Raises:
-        InvalidArgument: says which of its fields cannot be.
+        InvalidArgument: a field is invalid; names the field.
     """
     ModelName.parse(report.model)
     for field, (pattern, what) in _PATTERNS.items():
@@ -92,5 +93,5 @@ def checked_report(report: EngineReport) -> EngineReport:
 
 
 def _line(text: str) -> str:
-    """A text for people as one line, plain and short."""
+    """A message as one short line of plain text."""
     return shortened(" ".join(plain(text[: 4 * _LONGEST_ERROR]).split()), _LONGEST_ERROR)

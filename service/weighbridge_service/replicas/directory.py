@@ -1,8 +1,8 @@
-"""Directory of the replicas of the service over one store, for a replica that leaves while the store is away.
+"""Directory of the replicas of the service over one store, for a replica that leaves while the store is unavailable.
 
-Each replica that is reached by others writes an object ``replicas/<boot>``, with its address and the time until which that counts,
-renews it every minute, reads those of the others, remembers them, and removes its own when it ends. What one has seen it tells by a
-call at its start, so the others need not look. Nothing is decided by the directory: who is in it is asked, and may refuse or be gone.
+Each replica with an address writes an object ``replicas/<boot>`` with that address and an expiry, renews it every minute, reads and remembers
+the objects of the others, and deletes its own when it stops. A new replica calls the others at its start, so that they know it at once.
+The directory is only a hint: a replica in it may refuse a call, or be gone.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ log = logging.getLogger(__name__)
 _RENEW_SECONDS = 60.0
 _VALID_MS = 300_000
 _KEPT_MS = 86_400_000
-"""How long an entry that does not count any more is left alone."""
+"""Milliseconds after which an expired entry is deleted by another replica."""
 _CLOSE_SECONDS = 2.0
-"""How long the end of the process waits for its entry to be removed."""
+"""Seconds for which a stopping process waits until its entry is deleted."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaEntry:
-    """What a replica says of itself.
+    """Entry of a replica, written by itself.
 
     Attributes:
         home: the replica.
-        until_ms: until when that counts, in milliseconds since 1970 UTC.
+        until_ms: expiry of the entry, in milliseconds since 1970 UTC.
     """
 
     home: Home
     until_ms: int
 
     def to_json(self) -> bytes:
-        """The object in the store."""
+        """Encode the entry as the object in the store."""
         return strict_json.encode(
             {
                 "format": 1,
@@ -55,19 +55,19 @@ class ReplicaEntry:
 
     @staticmethod
     def from_json(data: bytes, where: str) -> ReplicaEntry:
-        """What `to_json` gave. Raises DataLoss if it is malformed, FailedPrecondition if it has another format."""
+        """Decode an object from `to_json`. Raises DataLoss if it is malformed, FailedPrecondition if it has another format."""
         fields = strict_json.decode(data, where)
         fields.check_format(1)
         return ReplicaEntry(Home(fields.text("address"), fields.text("boot")), fields.integer("until_ms"))
 
 
 def others_of(home: Home, entries: Iterable[ReplicaEntry], now_ms: int) -> tuple[Home, ...]:
-    """The replicas that another one may ask, the one that was heard of last first; one for each address.
+    """The replicas that a replica may call, the one with the latest expiry first; one for each address.
 
     Args:
-        home: the replica that asks.
-        entries: what replicas have said of themselves.
-        now_ms: milliseconds since 1970 UTC.
+        home: the calling replica, which is left out.
+        entries: entries of replicas.
+        now_ms: current time in milliseconds since 1970 UTC.
     """
     newest = sorted(entries, key=lambda entry: (-entry.until_ms, entry.home.boot))
     found: dict[str, Home] = {}
@@ -78,13 +78,13 @@ def others_of(home: Home, entries: Iterable[ReplicaEntry], now_ms: int) -> tuple
 
 
 class Directory:
-    """This replica's entry, and what it knows of the others. Thread-safe.
+    """This replica's entry, and its knowledge of the others. Thread-safe.
 
     Args:
-        store: where the entries lie.
+        store: store of the entries.
         home: this process.
-        greet: calls another replica, which learns of this one by that.
-        clock: gives milliseconds since 1970 UTC.
+        greet: calls another replica, which then knows this one.
+        clock: returns milliseconds since 1970 UTC.
     """
 
     def __init__(
@@ -103,40 +103,40 @@ class Directory:
         self._left: set[Home] = set()  # until their entries are gone
         self._met: dict[
             Home, ReplicaEntry
-        ] = {}  # since the last look began: it may have been too early to see their entries
+        ] = {}  # since the last refresh began, which may have read the store before their entries were written
         self._read_at_ms = 0
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="directory", daemon=True)
 
     def start(self) -> None:
-        """Enter this replica, and keep up with the others from now on."""
+        """Start the thread that renews this replica's entry and reads those of the others."""
         self._thread.start()
 
     def close(self) -> None:
-        """Take this replica's entry away, if the store takes that within seconds."""
+        """Stop the thread, which deletes this replica's entry. Waits at most `_CLOSE_SECONDS` for that."""
         self._closing.set()
         if self._thread.ident is not None:
             self._thread.join(_CLOSE_SECONDS)
 
     def others(self) -> tuple[Home, ...]:
-        """The other replicas, as of the last time that the store could be read, those that stop last. Asks nothing of the store."""
+        """The other replicas, as last read from the store; stopping replicas come last. Does not read the store."""
         with self._lock:
             known = others_of(self._home, self._known.values(), self._read_at_ms)
             return tuple(sorted(known, key=self._left.__contains__))
 
     def staying(self) -> frozenset[Home]:
-        """The other replicas but for those that have said that they stop."""
+        """The other replicas without those that have announced that they stop."""
         return frozenset(self.others()) - self._left
 
     def left(self, home: Home) -> bool:
-        """Note that another replica has said that it stops. Returns whether that is news."""
+        """Record that another replica has announced that it stops. Returns whether this was new."""
         with self._lock:
             known = home in self._left
             self._left.add(home)
             return not known
 
     def met(self, home: Home) -> None:
-        """Another replica has called this one."""
+        """Record that another replica has called this one."""
         if home.address and home.boot:
             with self._lock:
                 self._known[home] = self._met[home] = ReplicaEntry(home, self._clock() + _VALID_MS)
@@ -145,7 +145,7 @@ class Directory:
         """Renew this replica's entry, and read those of the others.
 
         Raises:
-            WeighbridgeError: the store cannot be used; what was known before still is.
+            WeighbridgeError: the store is unavailable; the known replicas stay as they were.
         """
         entry = ReplicaEntry(self._home, self._clock() + _VALID_MS)
         with self._lock:
@@ -153,7 +153,7 @@ class Directory:
         self._store.put(replica_key(self._home.boot), entry.to_json(), mode="overwrite")
         found = {}
         for key in list(self._store.list(REPLICAS)):
-            with suppress(NotFound):  # it has left just now
+            with suppress(NotFound):  # it was deleted after the listing
                 try:
                     there = ReplicaEntry.from_json(self._store.get(key)[0], key)
                 except DataLoss as error:
@@ -173,12 +173,12 @@ class Directory:
                 self.refresh()
             except WeighbridgeError as error:
                 log.info("other replicas cannot be looked up: %s", error.message)
-            except Exception:  # the next time must come
+            except Exception:  # the thread must survive for the next refresh
                 log.exception("other replicas cannot be looked up")
             for other in self.others():
                 if other not in greeted and not self._closing.is_set():
                     greeted.add(other)
-                    with suppress(WeighbridgeError):  # it looks itself within a minute
+                    with suppress(WeighbridgeError):  # the other replica finds this one in the store within a minute
                         self._greet(other)
             if self._closing.wait(_RENEW_SECONDS):
                 break

@@ -1,7 +1,7 @@
-"""Heartbeat of replicas that receive versions together: they tell each other how far they are, and notice who is gone.
+"""Heartbeat of replicas that receive versions together: they exchange progress, and detect lost replicas.
 
-There is one for each process. It calls each of the other replicas with which it shares a version once a second, and at once when
-something has changed here; what it tells and hears, sessions say and take (`SharedPushes`). The store is not needed for that.
+There is one heartbeat for each process. It calls each replica with which it shares a version once a second, and at once when something has
+changed here. The progress comes from and goes to the push sessions (`SharedPushes`). The store is not involved.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ _CALLS_AT_ONCE = 4
 
 
 class SharedPushes(Protocol):
-    """What a process knows of the versions that it receives together with others. Thread-safe."""
+    """The versions that a process receives together with other replicas. Thread-safe."""
 
     def shared(self) -> Sequence[SharedPush]:
-        """Those that have not ended, as far as is known here."""
+        """Shared pushes that have not ended, as far as this process knows."""
 
     def progress(self, model: str, number: int, claim: str) -> Sequence[Progress]:
-        """How far this replica is with its parts of a version, or how they have ended; none if it has none under this claim."""
+        """Progress or outcome of this replica's parts of a version; empty if it has none under this claim."""
 
     def heard(self, sender: Home, progress: Progress) -> None:
-        """Take note of how far another replica is. What is known already, or is of another agreement, changes nothing."""
+        """Record the progress of another replica. Known progress, and progress under another agreement, change nothing."""
 
     def lost(self, replica: Home, error: VersionFailed) -> None:
-        """Take note that another replica is gone, with all that it has not written to the store."""
+        """Record that another replica is lost, with everything that it has not written to the store."""
 
 
 _Key = tuple[str, int, str, int]
@@ -49,14 +49,14 @@ _Key = tuple[str, int, str, int]
 
 @dataclass(eq=False, slots=True)
 class _Peer:
-    """What is known of one other replica.
+    """State of the exchange with one other replica.
 
     Attributes:
-        health: whether it is alive.
-        busy: whether it is being called; the rest belongs to who does that.
-        again: whether it is to be called once more after that.
-        shared: the parts of versions of which it was told, and not yet how they have ended.
-        delivered: those of which it was told the written files.
+        health: liveness of the replica.
+        busy: whether a thread is calling it; that thread owns the fields other than `busy` and `again`.
+        again: whether to call it once more after the current call.
+        shared: parts of versions that were sent, but whose outcome was not sent yet.
+        delivered: parts whose written files were sent.
     """
 
     health: Liveness
@@ -70,13 +70,12 @@ class Heartbeat:
     """Exchanges progress with other replicas. Thread-safe.
 
     Args:
-        links: connections to them.
-        pushes: what is told, and who takes what is heard.
-        news: is set when something has changed here that others are to be told at once.
-        silent_s: seconds for which nothing may be heard of a replica before it counts as gone; one whose process has ended is
-            noticed sooner.
-        clock: gives seconds of a monotonic clock.
-        beat_s: seconds between two exchanges while there is no news.
+        links: connections to other replicas.
+        pushes: source of this replica's progress, and receiver of the others'.
+        news: set by the process when something has changed that must be sent at once.
+        silent_s: seconds without an answer after which a replica is lost; one whose process has ended is detected sooner.
+        clock: returns seconds of a monotonic clock.
+        beat_s: seconds between two exchanges without news.
     """
 
     def __init__(
@@ -102,7 +101,7 @@ class Heartbeat:
         self._thread.start()
 
     def close(self) -> None:
-        """Tell nothing more."""
+        """Stop the heartbeat."""
         self._closing = True
         self._news.set()
         self._thread.join()
@@ -114,8 +113,8 @@ class Heartbeat:
             self._news.clear()
             try:
                 self._call_all()
-            except Exception:  # the next beat must come
-                log.exception("other replicas could not be told how far this one is")
+            except Exception:  # the thread must survive for the next beat
+                log.exception("progress could not be sent to other replicas")
 
     def _call_all(self) -> None:
         wanted = {peer for push in self._pushes.shared() for peer in push.peers}
@@ -136,7 +135,7 @@ class Heartbeat:
                 self._pool.submit(self._call, home, peer)
 
     def _call(self, home: Home, peer: _Peer) -> None:
-        """Call one replica, and once more if something has changed meanwhile."""
+        """Call one replica, and again for as long as `again` was set during the call."""
         while True:
             try:
                 self._call_once(home, peer)

@@ -1,4 +1,4 @@
-"""Connections to other replicas, for what they tell each other and for the files that they read from each other."""
+"""Connections to other replicas, for the exchange of progress, for handovers, and for reading files."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from weighbridge_service.replicas.progress import (
 
 _EXCHANGE_SECONDS = 5.0
 _READ_SECONDS = 30.0
-"""For a part of a file, of some megabytes."""
+"""Timeout for a part of a file, of some megabytes."""
 _PROBE_SECONDS = 1.0
 
 
 class Links:
-    """Connections to other replicas, made when first used. Thread-safe.
+    """Connections to other replicas, opened when first used. Thread-safe.
 
     Args:
         home: this process.
-        credentials: what it shows to others.
-        left: is called with a replica whose answer names it as one that stops.
+        credentials: credentials of this process.
+        left: called with a replica whose response announces that it stops.
 
     Attributes:
-        leaving: whether each exchange tells the other replica that this process stops.
+        leaving: whether each exchange announces that this process stops.
     """
 
     def __init__(
@@ -60,20 +60,20 @@ class Links:
         *,
         leaving: bool = False,
     ) -> tuple[Home, list[Progress]]:
-        """Tell another replica how far this one is.
+        """Send this replica's progress to another one.
 
         Args:
-            other: which replica.
-            progress: with each version, and whether to name the files that were written.
-            engines: what agents have reported to this one.
-            leaving: tell it that this process stops, before the attribute `leaving` is set.
+            other: the other replica.
+            progress: progress of each part, and whether to include the written files.
+            engines: reports of engines to forward.
+            leaving: whether to announce that this process stops, also before the attribute `leaving` is set.
 
         Returns:
-            The replica that has answered, which may be another process at the same address, and how far it is: with ``leaving``, with all
-            versions that it receives together with this one.
+            The replica that has answered, which may be another process at the same address, and its progress; with ``leaving``, its progress
+            with all versions that it shares with this replica.
 
         Raises:
-            WeighbridgeError: it cannot be reached, or refuses.
+            WeighbridgeError: the replica cannot be reached, or refuses.
         """
         stub = replica_service_pb2_grpc.ReplicaServiceStub(self._to(other.address).control(other.address))
         request = pb.ExchangeRequest(
@@ -91,15 +91,15 @@ class Links:
         return answered, [each for each in found if each is not None]
 
     def take_over(self, other: Home, request: pb.TakeOverRequest, seconds: float) -> None:
-        """Returns when another replica has taken a version over.
+        """Ask another replica to take a version over, and wait until it has.
 
         Args:
-            other: which replica.
-            request: which version; its sender is filled in.
-            seconds: how long that may take.
+            other: the other replica.
+            request: the request; this method sets its sender.
+            seconds: timeout.
 
         Raises:
-            WeighbridgeError: it refuses, cannot be reached, or takes too long.
+            WeighbridgeError: the replica refuses, cannot be reached, or takes too long.
         """
         request.sender.CopyFrom(home_to_proto(self.home))
         stub = replica_service_pb2_grpc.ReplicaServiceStub(self._to(other.address).control(other.address))
@@ -107,17 +107,17 @@ class Links:
             stub.TakeOver(parts(request), timeout=seconds)
 
     def read_file(self, owner: Home, key: tuple[str, int, str], file: str, offset: int, length: int) -> bytes:
-        """A part of a file from the image of the replica that owns it.
+        """Read a part of a file from the image of the replica that owns it.
 
         Args:
-            owner: that replica.
+            owner: replica that owns the file.
             key: model, number and claim of the version.
-            file: its name.
+            file: name of the file.
             offset: first byte.
-            length: how many.
+            length: number of bytes.
 
         Raises:
-            DataLoss: a piece does not agree with its checksum, or bytes are missing.
+            DataLoss: a piece does not match its checksum, or bytes are missing.
             WeighbridgeError: the replica cannot be reached, or refuses.
         """
         model, number, claim = key
@@ -144,7 +144,7 @@ class Links:
         return bytes(found)
 
     def close(self) -> None:
-        """End all connections; what is on its way fails."""
+        """Close all connections. Calls under way fail."""
         with self._lock:
             connections, self._connections = self._connections, {}
         for each in connections.values():
@@ -152,14 +152,14 @@ class Links:
 
     def _to(self, address: str) -> bulk.Connections:
         with self._lock:
-            # a heartbeat must not queue behind a megabyte, so streams have a connection of their own
+            # streams have a connection of their own, so that heartbeats do not queue behind megabytes of weights
             return self._connections.setdefault(
                 address, bulk.Connections(Addresses([address]), 1, self._credentials)
             )
 
 
 def refuses(address: str) -> bool:
-    """Whether a machine says that nobody listens at an address: a process that was there has ended."""
+    """Whether the machine refuses connections to an address, which means that the process there has ended."""
     host, _, port = address.rpartition(":")
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout=_PROBE_SECONDS):

@@ -1,4 +1,4 @@
-"""Liveness of another replica: a pure function of how calls to it went, and when."""
+"""Liveness of another replica: a pure function of the outcomes and times of calls to it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, slots=True)
 class SilenceLimits:
-    """When a replica counts as gone.
+    """Timeouts after which a replica is lost.
 
     Attributes:
-        refused_s: seconds for which its machine says that nobody listens at its address: its process has ended.
-        silent_s: seconds for which nothing is heard of it: its machine has ended, or the network is cut.
+        refused_s: seconds for which its address refuses connections, which means that its process has ended.
+        silent_s: seconds for which it does not answer: its machine may have ended, or the network may be partitioned.
     """
 
     refused_s: float
@@ -20,27 +20,27 @@ class SilenceLimits:
 
 @dataclass(frozen=True, slots=True)
 class Liveness:
-    """What is known of a replica.
+    """Liveness of a replica. Times are in seconds of a monotonic clock.
 
     Attributes:
-        heard_s: when it answered last, or when it was called first; of a monotonic clock, in seconds.
-        refused_s: since when its address refuses connections; None if it does not.
+        heard_s: time of its last answer, or of the first call to it.
+        refused_s: time since when its address refuses connections; None if it does not.
     """
 
     heard_s: float
     refused_s: float | None = None
 
     def answered(self, now_s: float) -> Liveness:
-        """After a call that it answered."""
+        """The liveness after a call that it answered."""
         return Liveness(now_s)
 
     def failed(self, now_s: float, *, refused: bool) -> Liveness:
-        """After a call that it did not answer; whether a connection was refused."""
+        """The liveness after a call that failed; ``refused`` is whether its address refused a connection."""
         if not refused:
             return replace(self, refused_s=None)
         return replace(self, refused_s=now_s if self.refused_s is None else self.refused_s)
 
     def is_lost(self, now_s: float, limits: SilenceLimits) -> bool:
-        """Whether it counts as gone. What it held in memory is lost then."""
+        """Whether the replica is lost, with everything that it held in memory."""
         refused = self.refused_s is not None and now_s - self.refused_s >= limits.refused_s
         return refused or now_s - self.heard_s >= limits.silent_s

@@ -1,8 +1,8 @@
 """Files that other replicas own, as sources for reading a version before it is durable.
 
-They are brought in blocks, through the cache that files of a remote store go through, and read ahead like these. Where the owner does not
-give a block, another replica has taken its files over, and gives it; or the version has become durable, and the block is read from the
-store at the same offset; or it has failed, and the reader is told why.
+They are read in blocks through the same cache, and with the same read-ahead, as files of a remote store. If the owner does not return a
+block, there are three cases: another replica has taken its files over and returns the block; the version has become durable, and the block is
+read from the store at the same offset; or the version has failed, and the reader gets its error.
 """
 
 from __future__ import annotations
@@ -27,14 +27,13 @@ class PeerFiles:
     """Opens files that other replicas own. Thread-safe.
 
     Args:
-        links: connections to them.
-        cache: what the bytes go through.
-        store: where the files are once the version is durable.
-        patience_seconds: how long a block is asked for whose owner does not answer, of a version that is neither durable nor given
-            up.
+        links: connections to other replicas.
+        cache: cache of blocks.
+        store: store that has the files once the version is durable.
+        patience_seconds: seconds for which a block is retried while its owner does not answer and the version is neither durable nor failed.
 
     Attributes:
-        bytes_read: bytes that came from other replicas.
+        bytes_read: number of bytes read from other replicas.
     """
 
     def __init__(
@@ -60,19 +59,18 @@ class PeerFiles:
         sizes: Mapping[str, int],
         is_durable: Callable[[], bool],
     ) -> dict[str, FileBytes]:
-        """Files of a version that is ready.
+        """Open files of a version that is ready.
 
         Args:
-            model: whose version.
-            number: which version.
-            claim: what its replicas have agreed on.
-            owner_of: gives the replica that owns a file now.
-            sizes: of the files that are wanted, in bytes.
-            is_durable: whether the version can be read from the store by now.
-                Raises VersionFailed if it was given up.
+            model: name of the model.
+            number: number of the version.
+            claim: claim of the agreement between its replicas.
+            owner_of: returns the replica that currently owns a file.
+            sizes: sizes in bytes of the files to open.
+            is_durable: returns whether the version can now be read from the store. Raises VersionFailed if the version has failed.
 
         Raises:
-            ResourceExhausted, Unavailable: the cache has no place for them.
+            ResourceExhausted, Unavailable: the cache has no room for them.
         """
         fetch = partial(self._fetch, model, number, claim, owner_of, is_durable)
         return dict(self._cache.open(f"{model}@{number}", sizes, fetch, {}))

@@ -1,4 +1,4 @@
-"""Progress of one replica with its part of a version that several receive together, and the form on the wire of what replicas tell each other."""
+"""Progress of one replica with its part of a version that several replicas receive together, and its wire format."""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ _ADDRESS = re.compile(r"[A-Za-z0-9._\[\]:%-]{1,300}:[0-9]{1,5}")
 
 
 class Stage(IntEnum):
-    """How far a replica is; each stage implies those before it, but for the last two."""
+    """Stage of a replica. Each stage implies the earlier ones, except for the last two."""
 
     RECEIVING = pb.PUSH_STAGE_RECEIVING
-    """Bytes of its files are still to come."""
+    """Bytes of its files are still missing."""
     COMPLETE = pb.PUSH_STAGE_COMPLETE
-    """All of them are there, and nobody can change them."""
+    """All bytes have arrived, and cannot change any more."""
     WRITTEN = pb.PUSH_STAGE_WRITTEN
-    """They are in the object store."""
+    """Its files are in the object store."""
     PUBLISHED = pb.PUSH_STAGE_PUBLISHED
     """The version is part of history."""
     FAILED = pb.PUSH_STAGE_FAILED
-    """The version was given up."""
+    """The version has failed."""
     ABORTED = pb.PUSH_STAGE_ABORTED
-    """It was given up because somebody asked for it."""
+    """A caller has aborted the version."""
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far one replica is with its part of a version.
+    """Progress of one replica with its part of a version.
 
     Attributes:
         model: ``namespace/name``.
-        number: the version.
-        claim: names what the replicas have agreed on.
-        stage: how far.
-        share: the number of the replica whose part it is.
-        handovers: how often that part was handed over from replica to replica.
-        written: the files that it has written; None if there are none, or they are not told.
-        error: why the version was given up.
-        nonfinite: how many elements that are NaN or infinite it knows of.
+        number: number of the version.
+        claim: claim of the agreement between the replicas.
+        stage: stage of the part.
+        share: number of the replica that the part was assigned to at first.
+        handovers: number of handovers of the part between replicas.
+        written: files that the replica has written; None if there are none, or if they are not included.
+        error: reason why the version failed or was aborted.
+        nonfinite: number of elements that are known to be NaN or infinite.
     """
 
     model: str
@@ -59,12 +59,12 @@ class Progress:
 
     @property
     def version(self) -> tuple[str, int, str]:
-        """Which version, and under which agreement."""
+        """Model and number of the version, and the claim of its agreement."""
         return self.model, self.number, self.claim
 
     @property
     def key(self) -> tuple[str, int, str, int]:
-        """Which part of which version."""
+        """Key of the part: that of its version, and the number of the share."""
         return *self.version, self.share
 
 
@@ -73,7 +73,7 @@ class SharedPush:
     """A version that this replica receives together with others.
 
     Attributes:
-        progress: how far it is here.
+        progress: progress of this replica.
         peers: the other replicas.
     """
 
@@ -82,15 +82,15 @@ class SharedPush:
 
 
 def home_to_proto(home: Home) -> pb.Replica:
-    """A process of the service as a message."""
+    """Encode a process of the service as a message."""
     return pb.Replica(address=home.address, boot=home.boot)
 
 
 def home_from_proto(message: pb.Replica) -> Home:
-    """A message as the process of the service that it names.
+    """Decode a process of the service from a message.
 
     Raises:
-        InvalidArgument: nothing can be reached at its address.
+        InvalidArgument: its address is malformed.
     """
     if not _ADDRESS.fullmatch(message.address):
         raise InvalidArgument(
@@ -100,7 +100,7 @@ def home_from_proto(message: pb.Replica) -> Home:
 
 
 def progress_to_proto(progress: Progress, *, with_files: bool) -> pb.VersionProgress:
-    """Progress as a message; with the files that were written, or without."""
+    """Encode progress as a message; ``with_files`` includes the written files."""
     written = progress.written if with_files else None
     return pb.VersionProgress(
         model=progress.model,
@@ -116,10 +116,10 @@ def progress_to_proto(progress: Progress, *, with_files: bool) -> pb.VersionProg
 
 
 def progress_from_proto(message: pb.VersionProgress) -> Progress | None:
-    """A message as progress; None if it names a stage that this release does not know.
+    """Decode progress from a message; None if this release does not know its stage.
 
     Raises:
-        DataLoss: the files it names cannot be read.
+        DataLoss: its list of written files is malformed.
     """
     try:
         stage = Stage(message.stage)

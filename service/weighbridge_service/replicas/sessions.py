@@ -1,4 +1,4 @@
-"""Sessions of pushes as other replicas see them: how far each is, and the files that this replica has in images."""
+"""Push sessions as seen by other replicas: their progress, and the files that this replica has in images."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from weighbridge_storage.memory.images import Hold
 from weighbridge_storage.stores.objects import ByteArray
 
 _COUNT_SECONDS = 1.0
-"""Longest time until sessions know which replicas stay."""
+"""Seconds for which `count_on` waits for the sessions."""
 
 
 @dataclass(frozen=True, slots=True)
 class FilesElsewhere:
-    """The files of a version that is visible, and not durable yet, which are not in its image here.
+    """Files of a version that is visible but not durable yet, which are in images of other replicas.
 
     Attributes:
-        claim: what the replicas have agreed on.
-        files: their names.
-        owner_of: gives the replica that owns one of them now.
+        claim: claim of the agreement between the replicas.
+        files: names of the files.
+        owner_of: returns the replica that currently owns one of the files.
     """
 
     claim: str
@@ -39,9 +39,9 @@ class FilesElsewhere:
 
 
 class SharedSessions:
-    """The sessions of this process that other replicas take part in. Thread-safe.
+    """The push sessions of this process that other replicas take part in. Thread-safe.
 
-    Is `heartbeat.SharedPushes` and `api.grpc.replica_handlers.OwnFiles`.
+    Implements `heartbeat.SharedPushes` and `api.grpc.replica_handlers.OwnFiles`.
 
     Args:
         registry: all sessions.
@@ -74,7 +74,7 @@ class SharedSessions:
                     session.post(on.ReplicaLost(number, error))
 
     def count_on(self, replicas: frozenset[Home]) -> None:
-        """Begin no version any more by counting on another replica than these; return once that holds for all."""
+        """Make all sessions that have not agreed yet count only on these other replicas. Waits at most `_COUNT_SECONDS` for the sessions."""
         counting = [each for each in self._registry.all() if not _counts_on(each.state, replicas)]
         asked = [
             each.asked(lambda state: _counts_on(state, replicas) or None, on.Staying(replicas))
@@ -96,7 +96,7 @@ class SharedSessions:
         return (holding or sessions)[0].own_file(file)
 
     def files_elsewhere(self, name: ModelName, number: int) -> FilesElsewhere | None:
-        """The files of a version that is visible and not durable which are not in its image here; None if there are none."""
+        """Files of a visible version that are in images of other replicas; None if the version is not visible here or is not spread."""
         session = self._registry.get(name, number)
         agreed = None if session is None else session.state.agreed
         if (
@@ -111,33 +111,33 @@ class SharedSessions:
         return FilesElsewhere(agreed.claim, files, lambda file: _home_of(session.state, owners[file]))
 
     def is_durable(self, name: ModelName, number: int, claim: str) -> bool:
-        """Whether a version that was visible here is durable by now. Raises the error that ended it."""
+        """Whether a version that was visible here is now durable. Raises the error that ended it."""
         pushes = self._pushes(str(name), number, claim)
-        if not pushes:  # it has ended a while ago
+        if not pushes:  # its session ended some time ago
             return True
         state = pushes[0][0].state
         check_not_failed(state)
         return state.phase is Phase.PUBLISHED
 
     def _pushes(self, model: str, number: int, claim: str) -> list[tuple[Push, Agreement]]:
-        """The pushes of a version under this claim, that of this replica's own part first."""
+        """The pushes of a version under this claim, first the one of this replica's own part."""
         pushes = self._registry.of_version(ModelName.parse(model), number)
         found = [(push, push.state.agreed) for push in pushes]
         return [(push, agreed) for push, agreed in found if agreed is not None and agreed.claim == claim]
 
 
 def _counts_on(state: PushState, replicas: frozenset[Home]) -> bool:
-    """Whether a push will not begin by counting on another replica than these."""
+    """Whether a push has ended, or does not count on replicas other than these."""
     return state.phase in FINAL or state.declarations.counting_on(replicas) is state.declarations
 
 
 def _hear(session: PushSession, sender: Home, progress: Progress) -> None:
-    """Take note of how far the part of another replica is, which may be a part that it has taken over."""
+    """Post the progress of another replica, with its own part or one that it has taken over, to a session."""
     replica = progress.share
     session.post(on.ShareMoved(replica, sender, progress.handovers))
     agreed = session.state.agreed
     if agreed is None or replica >= len(agreed.homes) or agreed.homes[replica] != sender:
-        return  # it does not take part, or somebody else has it by now
+        return  # the sender does not take part, or another replica now has the part
     match progress.stage:
         case Stage.COMPLETE | Stage.WRITTEN:
             handed_in = progress.stage is Stage.WRITTEN
@@ -157,7 +157,7 @@ def _hear(session: PushSession, sender: Home, progress: Progress) -> None:
 
 
 def _home_of(state: PushState, number: int) -> Home:
-    """Who has a share now."""
+    """The replica that currently has a share."""
     agreed = state.agreed
     if agreed is None:
         raise AssertionError(f"{state.name} is not agreed on")
@@ -165,7 +165,7 @@ def _home_of(state: PushState, number: int) -> Home:
 
 
 def _shared(session: PushSession) -> SharedPush | None:
-    """A session that others take part in, if it has not ended."""
+    """The shared push of a session; None if no other replica takes part or it has ended."""
     state = session.state
     agreed = state.agreed
     if agreed is None or agreed.alone or state.phase in FINAL:

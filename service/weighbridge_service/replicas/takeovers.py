@@ -1,4 +1,4 @@
-"""Takeovers of versions between replicas: the call of the one that leaves, and the takeover at the one that goes on."""
+"""Takeovers of versions between replicas: the call by the leaving replica, and the takeover by its successor."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ log = logging.getLogger(__name__)
 
 _PART_BYTES = 8 << 20
 _READS = 4
-"""Parts of files that are read at one time."""
+"""Number of parts of files that are read concurrently."""
 _TOLD_AT_ONCE = 8
-"""Replicas that are told at one time who has a share now."""
+"""Number of replicas that are notified concurrently."""
 _ASK_AGAIN_SECONDS = 5.0
-"""How long a replica that does not answer is asked again to take something over."""
+"""Seconds for which a takeover is retried at a replica that does not answer."""
 
 
 class KnownReplicas:
-    """Successors by the directory. Thread-safe; is `push.handover.Successors`.
+    """Successors from the directory. Thread-safe; implements `push.handover.Successors`.
 
     Args:
-        directory: who there is.
+        directory: directory of the replicas.
         links: connections to them.
     """
 
@@ -68,7 +68,7 @@ class KnownReplicas:
             return frozenset()
         with ThreadPoolExecutor(min(len(others), _TOLD_AT_ONCE)) as pool:
             counted_on = frozenset[tuple[str, int]]().union(*pool.map(self._leave, others))
-        self._links.leaving = True  # those that come now hear of it with the first exchange
+        self._links.leaving = True  # replicas that appear later learn it with their first exchange
         return counted_on
 
     def _leave(self, other: Home) -> frozenset[tuple[str, int]]:
@@ -80,7 +80,7 @@ class KnownReplicas:
         return frozenset(progress.version[:2] for progress in shared)
 
     def hand_over(self, to: Home, version: HandedVersion, seconds: float, memory_wait: float) -> None:
-        """See `Successors`. Is asked again where an answer may be lost: who has taken it says so at once."""
+        """See `Successors`. Retries if a response may have been lost; a replica that has taken the version over answers a retry at once."""
         request = handed_to_proto(version, memory_wait)
         deadline = time.monotonic() + seconds
         patience = rpc.Patience(min(_ASK_AGAIN_SECONDS, seconds))
@@ -97,7 +97,7 @@ class Takeovers:
     """Takes versions over from replicas that leave. Thread-safe.
 
     Args:
-        taking_over: receives them.
+        taking_over: receiver of the versions.
         links: connections to those replicas.
     """
 
@@ -108,22 +108,23 @@ class Takeovers:
     def take_over(
         self, sender: Home, version: HandedVersion, memory_wait: float, go_on: Callable[[], bool]
     ) -> None:
-        """Read files of a version out of another replica's image, and own them from then on.
+        """Read files of a version from another replica's image, and become their owner.
 
-        The others that hold a share are told before the one that leaves learns of it, so that they do not miss that one.
+        Other replicas with a share are notified before the leaving replica gets its response, so that they do not treat its share as lost
+        once it has stopped.
 
         Args:
-            sender: the replica that leaves.
-            version: what it hands over.
-            memory_wait: how many seconds memory may be waited for.
-            go_on: whether the other one still waits for the answer.
+            sender: the leaving replica.
+            version: the version, or share of one, that it hands over.
+            memory_wait: maximum seconds to wait for memory.
+            go_on: returns whether the sender still waits for the response.
 
         Raises:
-            FailedPrecondition: this replica leaves itself.
-            Unavailable: the other one does not wait any more.
-            AlreadyExists: this replica has had the version before, and it was given up or is another push's.
+            FailedPrecondition: this replica is leaving, too.
+            Unavailable: the sender does not wait any more.
+            AlreadyExists: this replica already had the version, and it has failed or belongs to another push.
             ResourceExhausted: there is no memory for the files.
-            WeighbridgeError: their bytes could not be read.
+            WeighbridgeError: the bytes of the files could not be read.
         """
         key = version.key
         wait_until = time.monotonic() + memory_wait
@@ -151,7 +152,7 @@ class Takeovers:
         self._tell_others(sender, version)
 
     def _tell_others(self, sender: Home, version: HandedVersion) -> None:
-        """Say who has a share now. Who cannot be reached is told by the next heartbeat."""
+        """Notify the other replicas of the new owner of a share. Replicas that cannot be reached learn it from the next heartbeat."""
         home, share = self._links.home, version.share
         if share is None:
             return
@@ -167,7 +168,7 @@ class Takeovers:
 
 
 def handed_to_proto(version: HandedVersion, memory_wait: float) -> pb.TakeOverRequest:
-    """A version that is handed over as a message; its sender is still to be named."""
+    """Encode a handed-over version as a message. The caller sets its sender."""
     model, share = version.model, version.share
     return pb.TakeOverRequest(
         model=str(model.name),
@@ -197,11 +198,11 @@ def handed_to_proto(version: HandedVersion, memory_wait: float) -> pb.TakeOverRe
 
 
 def handed_from_proto(message: pb.TakeOverRequest) -> HandedVersion:
-    """A message as the version that is handed over.
+    """Decode a handed-over version from a message.
 
     Raises:
-        InvalidArgument: it cannot be read.
-        FailedPrecondition: this release lays the files of the model out otherwise.
+        InvalidArgument: the message is malformed.
+        FailedPrecondition: this release lays out the files of the model differently.
     """
     sent = message.registration
     try:
@@ -223,7 +224,7 @@ def handed_from_proto(message: pb.TakeOverRequest) -> HandedVersion:
 
 
 def _listed_from_proto(sent: Iterable[resources_pb2.TensorSpec], digest: str) -> ListedTensors | None:
-    """The list with this digest; None if there is none."""
+    """Decode a list of tensors, and verify its digest. None if the digest is empty. Raises InvalidArgument if it does not match."""
     if not digest:
         return None
     listed = ListedTensors.of(map(wire.spec_from_proto, sent))

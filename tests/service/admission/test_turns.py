@@ -93,7 +93,7 @@ def test_who_asks_for_much_waits_behind_his_own() -> None:
 
 
 def test_nothing_is_to_be_had_of_nobody() -> None:
-    with pytest.raises(IndexError, match="nobody waits"):
+    with pytest.raises(IndexError, match="the queue is empty"):
         Turns[int]().take()
     with pytest.raises(KeyError):
         Turns[int]().take_of(PEERS[0])
