@@ -1,9 +1,9 @@
-"""Keys, chunks and objects of a checkpoint that Megatron-core is to load.
+"""Keys, chunks and objects of a checkpoint for Megatron-core to load.
 
-Keys are those of `sharded_state_dict()` of megatron-core 0.16: with the layer as first axis of one tensor for all layers where
-these are alike (`homogeneous` in transformer_block.py), or with a key for each layer; a layer's experts always are an axis of one
-tensor. Layers for multi-token prediction have a key each in both forms. Besides, every module that Transformer Engine could
-quantise has an object ``<module>._extra_state``, and loading fails without it.
+Keys are those of `sharded_state_dict()` of megatron-core 0.16. If all layers are alike (`homogeneous` in transformer_block.py), they are one
+tensor with the layer as its first axis; otherwise each layer has its own key. A layer's experts are always an axis of one tensor. Layers for
+multi-token prediction have their own keys in both forms. Every module that Transformer Engine could quantise also has an object
+``<module>._extra_state``, without which loading fails.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _LATENT_NORMS = {
 
 @dataclass(frozen=True)
 class CheckpointTensors:
-    """What a checkpoint consists of.
+    """Entries of a checkpoint.
 
     Attributes:
-        specs: all tensors.
-        shards: their chunks, in the order of the model.
+        specs: specs of all tensors.
+        shards: chunks of the tensors, in the order of the model.
         objects: names of the entries that are not tensors.
     """
 
@@ -54,8 +54,7 @@ class CheckpointTensors:
 
 @dataclass(frozen=True, slots=True)
 class _Placed:
-    """A tensor of one layer and expert or a section of it, and where it belongs: a key that ends with the section, and an index of its leading
-    axes."""
+    """A tensor of one layer and expert, or a section of it, with its place: a key that ends with the section, and an index of the leading axes."""
 
     entry: MegatronTensor
     dtype: DType
@@ -76,15 +75,15 @@ def checkpoint_tensors(
     """The tensors, chunks and objects of a checkpoint.
 
     Args:
-        bridge: the model.
-        tensors: its tensors in Hugging Face's space, which give the dtypes.
-        keys: ``stacked`` gives all layers one key, ``per-layer`` each its own; ``auto`` does what trainers of the family do,
-            and stacks only layers that are all alike.
-        spec: whose names norms have, Transformer Engine's or those of Megatron's own layers.
-        vocab_multiple: rows of the embedding and of the output layer are padded to a multiple of it.
+        bridge: bridge of the model.
+        tensors: the model's tensors in Hugging Face's space, which determine the dtypes.
+        keys: ``stacked`` gives all layers one key, ``per-layer`` each its own; ``auto`` does as trainers of the family do, and stacks only
+            layers that are all alike.
+        spec: naming of norms: Transformer Engine's, or that of Megatron's own layers.
+        vocab_multiple: the rows of the embedding and of the output layer are padded to a multiple of this.
 
     Raises:
-        InvalidArgument: the layers are to be stacked and are not alike.
+        InvalidArgument: ``keys`` is ``stacked``, but the layers are not alike; or parts of one key differ in dtype or shape.
     """
     placed = []
     for name, entry in _named(bridge, spec):
@@ -122,7 +121,7 @@ def checkpoint_tensors(
 
 
 def _named(bridge: Bridge, spec: LayerSpec) -> Iterator[tuple[str, MegatronTensor]]:
-    """The model's tensors with the names that a layer spec gives them."""
+    """The model's tensors under their names in a layer spec."""
     own_names = {theirs: ours for ours, theirs in _LATENT_NORMS.items()}
     for name, entry in bridge.megatron.items():
         for one, other in (_LATENT_NORMS if spec == "local" else own_names).items():
@@ -139,7 +138,7 @@ def _named(bridge: Bridge, spec: LayerSpec) -> Iterator[tuple[str, MegatronTenso
 
 
 def _stacked(placed: Sequence[_Placed], *, must: bool) -> list[_Placed]:
-    """With one key for all layers of a stack, wherever these are alike."""
+    """The same tensors, with one key for all layers of each stack whose layers are alike."""
     stacks: dict[str, dict[int, dict[tuple[str, tuple[int, ...]], object]]] = {}
     for one in placed:
         found = _LAYER.match(one.key)
@@ -167,7 +166,7 @@ def _stacked(placed: Sequence[_Placed], *, must: bool) -> list[_Placed]:
 
 
 def _chunks(entry: MegatronTensor, spec: TensorSpec) -> Iterator[Box]:
-    """A tensor's chunks: halves apart, because tensor parallelism cuts each by itself."""
+    """Chunks of a tensor. Its halves have separate chunks, because tensor parallelism splits each half on its own."""
     if not (entry.rule.halves and spec.nbytes and spec.shape[0] % 2 == 0):
         yield from (shard.box for shard in chunks_of(spec))
         return
@@ -181,7 +180,7 @@ def _chunks(entry: MegatronTensor, spec: TensorSpec) -> Iterator[Box]:
 def _objects(
     placed: Sequence[_Placed], counts: Mapping[str, tuple[int, ...]], spec: LayerSpec
 ) -> Iterator[str]:
-    """Names of the extra states that a model has: of its linear layers, with Transformer Engine also of norms and attention."""
+    """Names of the extra states of a model: those of linear layers, and with Transformer Engine also those of norms and attention."""
     for one in placed:
         offset, size = one.leading or (0,), counts[one.key] or (1,)
         where = f"_extra_state/shard_{'.'.join(map(str, offset))}_{'.'.join(map(str, size))}"
@@ -192,6 +191,6 @@ def _objects(
         attention = _ATTENTION.match(one.key)
         if spec == "te" and attention:
             yield f"{attention[1]}.core_attention.{where}"
-        # norms that tensor parallelism cuts are not Transformer Engine's
+        # norms that tensor parallelism splits are not modules of Transformer Engine
         if spec == "te" and kind == "weight" and last.endswith("norm") and not one.entry.rule.by_heads:
             yield f"{module}.{where}"

@@ -1,4 +1,4 @@
-"""Model in a torch_dist checkpoint: its weights, under the keys that Megatron-core gives them, and its other files."""
+"""Model in a torch_dist checkpoint: its weights under Megatron-core's keys, and its other files."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from weighbridge_service.models.weight_maps import derive_weight_map
 from weighbridge_service.plan.relations import WeightMap
 
 SIDE_FOLDER = "hf"
-"""Folder inside of a checkpoint in which the model's config, tokenizer and so on are kept."""
+"""Folder in a checkpoint with the model's config, tokenizer and so on."""
 _SIDE_FOLDER_OF_VERL = "huggingface"
 _FIRST_KEYS = ("embedding.word_embeddings.weight", "decoder.final_layernorm.weight")
 _PREFIXES = ("", "module.", "model.", "module.module.")
-"""What may stand before all keys: Megatron-LM, verl and slime write none, NeMo the names of its wrappers."""
+"""Prefixes that all keys of a checkpoint may have: Megatron-LM, verl and slime write none, NeMo the names of its wrappers."""
 _NOT_WEIGHTS = re.compile(
     r"^(?:chained_\d+\.)?(optimizer|opt_param_scheduler|rng_state|rerun_state_machine)\b"
 )
@@ -31,10 +31,11 @@ _NAMED = 20
 
 
 def model_part(checkpoint: TorchDistCheckpoint) -> tuple[Layout, dict[str, int]]:
-    """A checkpoint's weights, under the keys that Megatron-core gives them, and how much there is besides, by kind.
+    """Weights of a checkpoint under Megatron-core's keys, and the number of its other entries by kind.
 
     Raises:
-        NotFound: there are no weights of a model.
+        NotFound: the checkpoint has no weights of a model.
+        LayoutError: keys are there both with and without a prefix.
     """
     tensors = checkpoint.layout.tensors
     left_out: Counter[str] = Counter()
@@ -61,19 +62,21 @@ def model_part(checkpoint: TorchDistCheckpoint) -> tuple[Layout, dict[str, int]]
 
 
 def is_megatron(checkpoint: TorchDistCheckpoint) -> bool:
-    """Whether keys of a checkpoint are those that Megatron-core gives weights."""
+    """Whether a checkpoint has weights under Megatron-core's keys."""
     return any(prefix + key in checkpoint.layout.tensors for prefix in _PREFIXES for key in _FIRST_KEYS)
 
 
 def side_files_of(source: Path, config: Path | None) -> SideFiles:
-    """The files of a checkpoint's model besides its weights. Of those that lie beside the checkpoint's own, none is said to be left out.
+    """Read the files of a checkpoint's model other than its weights.
+
+    If they are in the checkpoint's own folder, other files there are not reported as left out, since they belong to the checkpoint.
 
     Args:
-        source: the checkpoint.
-        config: where they are; None to look in the checkpoint itself.
+        source: folder of the checkpoint.
+        config: folder with the files; None to search the checkpoint itself.
 
     Raises:
-        NotFound: there are none.
+        NotFound: there is no ``config.json``.
     """
     if config is not None:
         return SideFiles.read(config)
@@ -89,22 +92,22 @@ def side_files_of(source: Path, config: Path | None) -> SideFiles:
 
 
 def checkpoint_model(config_json: bytes, there: Layout) -> tuple[dict[str, TensorSpec], WeightMap]:
-    """The model's tensors without the optional parts that the checkpoint lacks, in its dtypes, and how they relate.
+    """Tensors of the model in the checkpoint's dtypes, without optional parts that the checkpoint lacks, and their relation to the checkpoint.
 
     Args:
-        config_json: which model it is.
-        there: the checkpoint's weights.
+        config_json: config of the model.
+        there: weights of the checkpoint.
 
     Raises:
-        InvalidArgument: the config has no map.
-        LayoutError: a tensor is unknown, or has another shape than the model's; names them all.
+        InvalidArgument: there is no weight map for the config.
+        LayoutError: tensors are unknown, or have other shapes than the model's; names them all.
     """
     absent: tuple[str, ...] = ()
     while True:
         bridge = bridge_for(config_json, absent)
         tensors, relation = _in_its_dtypes(bridge, there)
         reached = {link.target for link in relation.links}
-        # a part's copies are made of tensors that are there anyway: they do not tell
+        # copies are made from tensors that exist without the part, so they do not prove that the part exists
         copied = {link.target for link in relation.copies}
         lacking = [
             part
@@ -117,7 +120,7 @@ def checkpoint_model(config_json: bytes, there: Layout) -> tuple[dict[str, Tenso
 
 
 def _in_its_dtypes(bridge: Bridge, there: Layout) -> tuple[dict[str, TensorSpec], WeightMap]:
-    """Hugging Face's tensors in the dtypes of the checkpoint's, and how they relate."""
+    """Hugging Face's tensors in the checkpoint's dtypes, and their relation to its tensors. Raises LayoutError."""
     by_dtype: dict[DType, dict[str, TensorSpec]] = {}
     for name, spec in there.tensors.items():
         by_dtype.setdefault(spec.dtype, {})[name] = spec

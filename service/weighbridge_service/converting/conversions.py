@@ -1,6 +1,6 @@
-"""Plan of a conversion: which bytes of which file go where, and what is left out.
+"""Plan of a conversion: copies of bytes from source files to target files, and entries that are left out.
 
-Nothing is written here, and of weights nothing is read. Whatever is wrong with a folder is found before a byte moves.
+Planning writes nothing and reads no weights. All errors of a folder are found before the first byte is copied.
 """
 
 from __future__ import annotations
@@ -55,24 +55,23 @@ from weighbridge_service.plan.planning import Plan, make_plan
 from weighbridge_service.plan.relations import WeightMap
 
 Kind = Literal["hugging_face", "torch_dist", "rank_files"]
-"""Of a source: a Hugging Face folder; a checkpoint of Megatron-core, or of torch (DCP); one of FSDP with a file for each rank."""
+"""Kind of a source: a Hugging Face folder; a checkpoint of Megatron-core or torch (DCP); a checkpoint of FSDP with a file for each rank."""
 
 DEFAULT_CHECKPOINT_FILE_BYTES = 2_000_000_000
-"""Size of ``.distcp`` files unless asked otherwise: smaller than a Hugging Face file, so that several can be written at once."""
+"""Default size of ``.distcp`` files: smaller than Hugging Face files, so that several can be written concurrently."""
 _NAMED = 20
 
 
 @dataclass(frozen=True)
 class ConvertOptions:
-    """What can be chosen.
+    """Options of a conversion.
 
     Attributes:
-        config: a Hugging Face folder with the config, tokenizer and so on of a torch_dist checkpoint; None where the
-            checkpoint has them itself.
+        config: Hugging Face folder with the config, tokenizer and so on of a checkpoint; None if the checkpoint has them itself.
         keys: form of the keys of a checkpoint that is written.
-        spec: whose names its norms have.
-        vocab_multiple: its vocabulary is padded to a multiple of it.
-        max_file_bytes: about how large the files that are written may become.
+        spec: naming of its norms.
+        vocab_multiple: its vocabulary is padded to a multiple of this.
+        max_file_bytes: approximate maximum size of the files that are written.
     """
 
     config: Path | None = None
@@ -82,10 +81,10 @@ class ConvertOptions:
     max_file_bytes: int | None = None
 
     def check(self) -> None:
-        """Refuse what makes no sense.
+        """Validate the options.
 
         Raises:
-            InvalidArgument: a number is not positive.
+            InvalidArgument: a number is out of range.
         """
         if not 1 <= self.vocab_multiple <= MAX_VOCAB_MULTIPLE:
             raise InvalidArgument(
@@ -95,7 +94,7 @@ class ConvertOptions:
             raise InvalidArgument("the largest file has at least one byte")
 
     def check_for(self, source: Kind) -> None:
-        """Refuse what would have no effect.
+        """Reject options without effect for a kind of source.
 
         Raises:
             InvalidArgument: an option is for conversions in the other direction.
@@ -116,18 +115,18 @@ class ConvertOptions:
 
 @dataclass(frozen=True)
 class Conversion:
-    """All that is known before the first byte moves.
+    """Plan of a conversion.
 
     Attributes:
-        kind: of the source.
-        source: its folder. Buffers of the plan's source are named like files in it.
-        read: the source's files, all of them, with size in bytes and time of the last change in nanoseconds.
-        plan: from the source's files to the target's.
-        twins: what has to be compared.
-        files: the files with tensors that are written.
-        side_files: name and content of the others, which are written behind them in this order.
-        left_out: how many entries of the source are not converted, by kind.
-        shifts: what is added to each element of some of the target's tensors, by their names.
+        kind: kind of the source.
+        source: folder of the source. Buffers of the plan's source are named like the files in it.
+        read: all files of the source, with size in bytes and time of the last change in nanoseconds.
+        plan: plan from the source's files to the target's.
+        twins: pairs of tensors to compare.
+        files: files with tensors to write.
+        side_files: name and content of the other files, which are written after them in this order.
+        left_out: number of entries of the source that are not converted, by kind.
+        shifts: constants that are added to each element of some tensors of the target, by name.
     """
 
     kind: Kind
@@ -146,7 +145,7 @@ class Conversion:
         return sum(f.nbytes for f in self.files) + sum(map(len, self.side_files.values()))
 
     def identity(self) -> str:
-        """What tells this conversion from every other one, as hex digits: the source's files and each byte's way."""
+        """Digest that identifies this conversion, as hex digits: it covers the state of the source's files and the whole plan."""
         sides = {name: hashlib.sha256(content).hexdigest() for name, content in self.side_files.items()}
         text = json.dumps(
             [
@@ -160,10 +159,10 @@ class Conversion:
 
 
 def kind_of_folder(folder: Path) -> Kind:
-    """Which kind of checkpoint lies in a folder.
+    """The kind of the checkpoint in a folder.
 
     Raises:
-        NotFound: neither.
+        NotFound: the folder does not exist, or has no checkpoint.
     """
     if (folder / METADATA_FILE).exists():
         return "torch_dist"
@@ -195,19 +194,19 @@ def state_of(folder: Path, names: Iterable[str]) -> dict[str, tuple[int, int]]:
             state = (folder / name).stat()
         except FileNotFoundError as error:
             raise NotFound(f"the file {name} is missing in {folder}") from error
-        # the time of the last change of anything: that of the content can be set, and copying programs set it
+        # ctime, not mtime: copying programs set mtime
         found[name] = state.st_size, state.st_ctime_ns
     return found
 
 
 def plan_conversion(source: Path, options: ConvertOptions) -> Conversion:
-    """Find out what is in a folder, and plan its conversion: of a Hugging Face folder to torch_dist, of any checkpoint to such a folder.
+    """Inspect a folder and plan its conversion: a Hugging Face folder to torch_dist, or any checkpoint to a Hugging Face folder.
 
     Raises:
         NotFound: there is no checkpoint, or no ``config.json`` for it.
-        DataLoss: a file of it is damaged or cut short.
-        InvalidArgument: the tensors are not those that ``config.json`` describes, or cannot be kept as they are.
-        LayoutError: some tensor is missing, unknown, there twice or of the wrong dtype; names them.
+        DataLoss: a file of the checkpoint is damaged or truncated.
+        InvalidArgument: the tensors are not those that ``config.json`` describes, or cannot be converted without loss.
+        LayoutError: a tensor is missing, unknown, duplicated or of the wrong dtype; names these tensors.
     """
     options.check()
     kind = kind_of_folder(source)
@@ -269,7 +268,7 @@ def _from_hugging_face(source: Path, options: ConvertOptions) -> Conversion:
 def _hugging_face_model(
     config_json: bytes, there: Layout, tied: Mapping[str, str]
 ) -> tuple[Bridge, dict[str, TensorSpec]]:
-    """The model, and the tensors that its files have."""
+    """The bridge of the model, and the tensors in its files."""
     scaled = [name for name in there.tensors if name.endswith(SCALE_SUFFIX)]
     if scaled or any(spec.dtype.name.startswith("F8") for spec in there.tensors.values()):
         raise InvalidArgument(
@@ -290,7 +289,7 @@ def _tied_twins(there: Layout, tied: Mapping[str, str]) -> Iterable[Twin]:
 
 
 def _twins(there: Layout, relation: WeightMap) -> Iterable[Twin]:
-    """What Hugging Face has a second time: not converted, but it must be the same."""
+    """Copies in the Hugging Face folder, which are not converted but must equal their originals."""
     links: dict[tuple[str, object], list[Link]] = {}
     for link in relation.links:
         links.setdefault((link.source, link.source_box), []).append(link)
@@ -348,7 +347,7 @@ def _from_checkpoint(source: Path, options: ConvertOptions, kind: Kind) -> Conve
 
 
 def _other_files(source: Path, taken: Iterable[str]) -> dict[str, int]:
-    """What ranks have saved besides the model, by what it is."""
+    """Number of files that ranks have saved in addition to the model, by kind."""
     known = frozenset(taken)
     stems = (
         path.name.partition("_world_size_")[0]

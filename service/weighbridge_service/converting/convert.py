@@ -1,6 +1,6 @@
-"""Conversion of a folder from beginning to end: plan, work, and give the result its name.
+"""Conversion of a folder from beginning to end: plan, convert, and rename the result.
 
-The same call goes on where an earlier one was interrupted, and gives the same bytes.
+A second identical call resumes an interrupted one, and produces the same bytes.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ from weighbridge_service.converting.working_folder import LOCK_SECONDS, WorkingF
 DEFAULT_MEMORY = 2 << 30
 _MOST_WORKERS = 4
 _WORKER_BYTES = 48 << 20
-"""What a worker needs besides its buffer: the interpreter and numpy."""
+"""Memory of a worker without its buffer: the interpreter and numpy."""
 _PLAN_BYTES = 64 << 20
-"""What this process may still need when the plan is made."""
+"""Memory that this process may still need after planning."""
 _LEAST_GATHER, _MOST_GATHER = 1 << 20, 8 << 20
 
 
 @dataclass(frozen=True)
 class ConvertReport(JsonValue):
-    """What a conversion has done.
+    """Report of a conversion.
 
     Attributes:
-        source: the folder that was read.
-        target: the folder that was written.
+        source: folder that was read.
+        target: folder that was written.
         to: kind of the target, ``torch_dist`` or ``hugging_face``.
-        tensors: how many it has.
-        bytes: size of all of its files.
-        files: their names.
-        seconds: how long this run took.
-        resumed_bytes: bytes of tensors that an earlier run had converted already.
-        workers: processes that did the work.
-        left_out: how many entries of the source were not converted, by kind.
+        tensors: number of tensors in the target.
+        bytes: total size of the target's files.
+        files: names of the target's files.
+        seconds: duration of this run.
+        resumed_bytes: bytes of tensors that an earlier run had already converted.
+        workers: number of worker processes.
+        left_out: number of entries of the source that were not converted, by kind.
     """
 
     source: str
@@ -80,30 +80,30 @@ def convert_folder(
 ) -> ConvertReport:
     """Convert a Hugging Face folder to a torch_dist checkpoint, or any checkpoint to a Hugging Face folder.
 
-    Needs memory for the plan and for a buffer in each worker, whatever the size of the model. The target appears when it is
-    complete; until then everything lies in ``<target>.converting``, from which the same call goes on after an interruption.
+    Memory is needed for the plan and for one buffer per worker, independent of the size of the model. The target appears when it is complete;
+    until then its files are in ``<target>.converting``, from which an identical call resumes after an interruption.
 
     Args:
-        source: the folder; its kind is found by looking.
+        source: the source folder; its kind is detected.
         target: a new folder, or an empty one.
-        options: what can be chosen.
-        workers: processes that copy; by default one for each CPU, up to four.
-        memory_budget: most memory of all processes together, in bytes, pages of files not counted.
-        restart: throw away what an interrupted conversion of something else has left.
-        unit_bytes: about how much is done before it is written down that it is done; the same for a run that goes on.
-        lock_seconds: how long to wait for another process that converts to the same target.
-        on_progress: is called with bytes of tensors that are converted, and how many there are.
-        on_resume: is called once with the same numbers, if an earlier run is gone on with.
+        options: options of the conversion.
+        workers: number of worker processes; by default one per CPU, at most four.
+        memory_budget: maximum memory of all processes together, in bytes, without the page cache.
+        restart: discard what an interrupted, different conversion to the target has left.
+        unit_bytes: approximate number of bytes between two entries of the journal. A resuming run must use the same number.
+        lock_seconds: seconds to wait for another process that converts to the same target.
+        on_progress: called with the number of converted bytes of tensors, and their total.
+        on_resume: called once with the same numbers if an earlier run is resumed.
 
     Raises:
         NotFound: there is no checkpoint in the source, or no ``config.json`` for it.
-        InvalidArgument: an option makes no sense, or the tensors are not those that ``config.json`` describes.
-        LayoutError: some tensor is missing, unknown, there twice or of the wrong dtype; names them.
+        InvalidArgument: an option is invalid, or the tensors are not those that ``config.json`` describes.
+        LayoutError: a tensor is missing, unknown, duplicated or of the wrong dtype; names these tensors.
         DataLoss: a file of the source is damaged, or has changed while it was read.
         AlreadyExists: the target exists, or another process is converting to it.
-        FailedPrecondition: something else was being converted to the target, and was interrupted.
+        FailedPrecondition: a different conversion to the target was interrupted.
         ResourceExhausted: the memory budget is too small, or the disk is full.
-        Unavailable: a worker died; the same call goes on.
+        Unavailable: a worker died; an identical call resumes.
     """
     started = time.monotonic()
     target = target.resolve()
@@ -113,7 +113,7 @@ def convert_folder(
     if wanted < 1:
         raise InvalidArgument(f"{wanted} workers cannot do anything")
     if _is_occupied(target) and not WorkingFolder.left_behind(target):
-        raise _exists(target)  # at once, and not after having planned
+        raise _exists(target)  # before planning, which takes a while
     kind_of_folder(source)
     conversion = plan_conversion(source, options or ConvertOptions())
     count, gather_bytes = _share(memory_budget, wanted)
@@ -121,7 +121,7 @@ def convert_folder(
     folder = WorkingFolder(target, lock_seconds)
     try:
         if _is_occupied(target):
-            # by the run before, which was stopped when nothing was left to do, or by another process meanwhile
+            # either by the previous run, which was stopped after the rename, or by another process in the meantime
             finished = folder.was_finished(units.identity()) and folder.is_whole(target, conversion)
             if finished or not folder.has_files():
                 folder.remove()
@@ -166,7 +166,7 @@ def _work(
     on_progress: Callable[[int, int], None],
     on_resume: Callable[[int, int], None],
 ) -> int:
-    """Do what is left to do; bytes that were done before."""
+    """Convert the units that are left. Returns the number of bytes that earlier runs had converted."""
     check_twins(conversion.source, conversion.twins)
     done = folder.begin(conversion, units.identity(), restart=restart)
     todo = [covered for covered in units.ranges if covered.number not in done]
@@ -193,7 +193,7 @@ def _work(
 
 
 class _Progress:
-    """Adds up what several threads report."""
+    """Sum of the bytes that several threads report."""
 
     def __init__(self, done: int, total: int, report: Callable[[int, int], None]) -> None:
         self._done = done
@@ -209,10 +209,10 @@ class _Progress:
 
 
 def _share(budget: int, workers: int) -> tuple[int, int]:
-    """How many workers there may be, and how much each may pick together at once.
+    """Number of workers that fit into the budget, and bytes of the buffer of each.
 
     Raises:
-        ResourceExhausted: the budget is too small for one.
+        ResourceExhausted: the budget is too small for one worker.
     """
     left = budget - _own_bytes() - _PLAN_BYTES
     each = _WORKER_BYTES + _LEAST_GATHER
@@ -227,7 +227,7 @@ def _share(budget: int, workers: int) -> tuple[int, int]:
 
 
 def _own_bytes() -> int:
-    """Memory of this process that no file stands behind."""
+    """Memory of this process that is not backed by files."""
     with open("/proc/self/status", encoding="ascii", errors="replace") as status:
         fields = dict(line.split(":", 1) for line in status)
     return sum(int(fields[name].split()[0]) * 1024 for name in ("RssAnon", "RssShmem"))

@@ -1,7 +1,8 @@
-"""Model in a checkpoint of torch whose parameters have Hugging Face's names: of FSDP, as DCP or by rank, and of whatever else saves so.
+"""Model in a torch checkpoint whose parameters have Hugging Face's names, such as one of FSDP, in DCP format or with a file for each rank.
 
-A checkpoint may have more than the model. Which of its names are the model's is found by the names that the model has: those of its files, or of
-other forms in memory, such as experts in one tensor. Where the model has no weight map, whatever lies under ``model``, ``state_dict`` or ``module`` is taken, or else all.
+A checkpoint may have more than the model. The model's tensors are found by their names: those of its files, or of other forms in memory, such as
+all experts in one tensor. If the model has no weight map, all tensors under ``model``, ``state_dict`` or ``module`` are taken, or else all
+tensors.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ _STATES = re.compile(
     r"^(optim\w*|\w*scheduler|train_state|dataloader|loader|rng\w*|rank_state|scaler|ema)(?=\.|/|$)"
 )
 _TOPS = ("model", "state_dict", "module")
-"""Under which names trainers save a module beside other things: torch's own, Lightning, DeepSpeed."""
+"""Keys under which trainers save a module beside other state: torch's examples, Lightning, DeepSpeed."""
 _MOST_PREFIX = 3
-"""Names that may stand before all of a model's, each followed by a dot."""
+"""Maximum number of components, each followed by a dot, in a prefix of all of the model's names."""
 _OTHER_NAMES = (
     "parameters must have Hugging Face's names; checkpoints of torchtitan's own models are converted by its own "
     "scripts/checkpoint_conversion/convert_to_hf.py"
@@ -47,7 +48,7 @@ _OTHER_NAMES = (
 
 
 class Twin(NamedTuple):
-    """A tensor of a source, or a chunk of it, that is left out because it has to be the same as another one."""
+    """A tensor of a source, or a chunk of it, that is left out because it must equal another one."""
 
     name: str
     copy: Placement
@@ -55,10 +56,10 @@ class Twin(NamedTuple):
 
 
 def check_twins(folder: Path, twins: Sequence[Twin]) -> None:
-    """Read what has to be the same.
+    """Read and compare all twins.
 
     Raises:
-        DataLoss: it is not.
+        DataLoss: a copy differs from its original.
     """
     places = (place for twin in twins for place in (twin.copy, twin.original))
     files = {name: map_file(folder, name) for name in dict.fromkeys(place.buffer for place in places)}
@@ -72,14 +73,14 @@ def check_twins(folder: Path, twins: Sequence[Twin]) -> None:
 
 @dataclass(frozen=True)
 class NamedModel:
-    """A model, and where in a checkpoint it is.
+    """A model, and its place in a checkpoint.
 
     Attributes:
-        tensors: the model's tensors as its files have them, in the dtypes of the checkpoint.
-        layout: the checkpoint's weights, by the names that they have there.
-        forms: what each of them is of the model.
-        tied: copies of other weights, which are left out, chunk by chunk.
-        left_out: how many entries are no weights, by kind.
+        tensors: tensors of the model's files, in the dtypes of the checkpoint.
+        layout: weights of the checkpoint, by their names in the checkpoint.
+        forms: form of each of these weights in the model, by the same names.
+        tied: copies of other weights, chunk by chunk, which are left out.
+        left_out: number of entries that are not weights, by kind.
     """
 
     tensors: Mapping[str, TensorSpec]
@@ -90,7 +91,7 @@ class NamedModel:
 
     @property
     def links(self) -> Iterator[Link]:
-        """From the checkpoint to the model."""
+        """Links from the checkpoint's tensors to the model's."""
         for name, spec in self.layout.tensors.items():
             whole = Box.whole(spec.shape)
             for part in self._parts(name, whole):
@@ -100,10 +101,10 @@ class NamedModel:
                 yield Link(name, _box(part, whole), part.tensor, part.box, tuple(axes))
 
     def shards(self) -> Iterator[tuple[Shard, Placement]]:
-        """The chunks as shards of the model, each with where its bytes lie.
+        """The chunks as shards of the model, each with the place of its bytes.
 
         Raises:
-            LayoutError: bytes of a shard lie apart, or in another order; names the tensors.
+            LayoutError: the bytes of a shard are not contiguous, or in another order; names the tensors.
         """
         apart = []
         for place in self.layout.placements:
@@ -132,7 +133,7 @@ class NamedModel:
 
 
 def read_checkpoint(folder: Path) -> tuple[TorchDistCheckpoint, bool]:
-    """A checkpoint, and whether its weights have Hugging Face's names, and not Megatron-core's.
+    """Read a checkpoint's metadata. Also returns whether its weights have Hugging Face's names instead of Megatron-core's.
 
     Raises:
         As `read_torch_dist` and `read_rank_files` do.
@@ -147,13 +148,13 @@ def named_model(config_json: bytes, checkpoint: TorchDistCheckpoint) -> NamedMod
     """Find a model's tensors in a checkpoint.
 
     Args:
-        config_json: which model it is.
+        config_json: config of the model.
         checkpoint: the checkpoint.
 
     Raises:
-        InvalidArgument: the config cannot be read.
-        NotFound: there is no tensor of the model.
-        LayoutError: a tensor of the model is missing, is unknown, or has another shape; or LoRA adapters are not merged. Names each.
+        InvalidArgument: the config cannot be parsed.
+        NotFound: the checkpoint has no tensor of the model.
+        LayoutError: tensors are missing or unknown, have another shape, or are LoRA adapters that are not merged; names each.
     """
     there = checkpoint.layout.tensors
     config = parse_config(config_json)
@@ -197,7 +198,7 @@ def named_model(config_json: bytes, checkpoint: TorchDistCheckpoint) -> NamedMod
 
 
 def _prefix_by_names(there: Mapping[str, TensorSpec], known: TensorForms) -> str:
-    """What stands before the names of the model's tensors: what makes most of them known."""
+    """Prefix of the model's names in the checkpoint: the one with which most names are known. Raises NotFound if none is."""
     counts: Counter[str] = Counter()
     for name in there:
         parts = name.split(".")
@@ -214,7 +215,7 @@ def _prefix_by_names(there: Mapping[str, TensorSpec], known: TensorForms) -> str
 
 
 def _prefix_by_paths(checkpoint: TorchDistCheckpoint) -> str:
-    """The same, where the model's names are not known: `_TOPS` of a nested state dict, if there is one of them."""
+    """Prefix of the model's names if these are not known: a key of `_TOPS` in a nested state dict, or else none."""
     tops = {path[:-1] for name, path in checkpoint.paths.items() if name in checkpoint.layout.tensors}
     inner = [path for path in tops if path and path[-1] in _TOPS]
     found = min(inner, key=lambda path: (_TOPS.index(str(path[-1])), len(path), path), default=())
@@ -222,7 +223,7 @@ def _prefix_by_paths(checkpoint: TorchDistCheckpoint) -> str:
 
 
 def _names_under(prefix: str, checkpoint: TorchDistCheckpoint) -> dict[str, str]:
-    """The tensors that are the model's, or should be: each by its name, with that without the prefix."""
+    """Names of the checkpoint's tensors that belong to the model, each with its name without the prefix."""
     return {
         name: name.removeprefix(prefix)
         for name in checkpoint.layout.tensors
@@ -231,13 +232,13 @@ def _names_under(prefix: str, checkpoint: TorchDistCheckpoint) -> dict[str, str]
 
 
 def _unwrapped(names: Mapping[str, str]) -> dict[str, str]:
-    """Names of a checkpoint's tensors, each with the model's: without what wrappers have added."""
+    """Names of the checkpoint's tensors, each with the model's name for it, without the components that wrappers add."""
     own = unwrapped_names(names.values())
     return {full: own[name] for full, name in names.items()}
 
 
 def _is_state(name: str, checkpoint: TorchDistCheckpoint) -> bool:
-    """Whether a tensor is no weight of a model whose names stand for themselves."""
+    """Whether a tensor is not a weight, in a checkpoint whose names have no prefix."""
     return len(checkpoint.paths.get(name, ())) > 1 or _STATES.match(name) is not None
 
 
@@ -253,7 +254,7 @@ def _checked(
     parts: Mapping[str, Sequence[str]],
     prefix: str,
 ) -> dict[str, TensorSpec]:
-    """The model's tensors without the optional parts that the checkpoint lacks, in its dtypes."""
+    """Tensors of the model in the checkpoint's dtypes, without optional parts that the checkpoint lacks. Raises LayoutError."""
     problems = told(list(unknown_names([name for full, name in weights.items() if full not in forms], known)))
     dtypes: dict[str, DType] = {}
     holders: dict[str, str] = {}
@@ -278,7 +279,7 @@ def _checked(
 
 
 def _compared(layout: Layout, copies: Mapping[str, str]) -> Iterator[Twin]:
-    """What has to be the same, chunk by chunk; chunks that lie in one place are."""
+    """Twins to compare, chunk by chunk; chunks that share one place are equal anyway. Raises LayoutError."""
     placed = {place.shard: place for place in layout.placements if place.shard.tensor in copies.values()}
     for place in layout.placements:
         original = copies.get(place.shard.tensor)
@@ -311,14 +312,14 @@ def _left_out(
 
 
 def _box(part: Part, whole: Box) -> Box:
-    """Which box of the one in memory a part is."""
+    """Box of a part in the tensor in memory."""
     if not part.where:
         return whole
     return Box(tuple(at.start for at in part.where), tuple(at.stop - at.start for at in part.where))
 
 
 def _first_of_run(box: Box, extent: Sequence[int]) -> int | None:
-    """Where a box begins in a dense tensor of this extent, if its elements lie one behind the other there."""
+    """Index of the first element of a box in a dense tensor of this extent; None if the box is not contiguous there."""
     cut = next((axis for axis, length in enumerate(box.extent) if length > 1), len(extent))
     if any(box.extent[axis] != extent[axis] for axis in range(cut + 1, len(extent))):
         return None

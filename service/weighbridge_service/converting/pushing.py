@@ -1,4 +1,4 @@
-"""Pushing a checkpoint, as if a trainer of one rank held what it holds."""
+"""Push of a checkpoint, as if by a trainer with a single rank."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ from weighbridge_service.plan.casting import ROUTER_BIASES, cast_specs
 
 @dataclass(frozen=True)
 class CheckpointToPush:
-    """A checkpoint with all that a model needs to be registered.
+    """A checkpoint with everything that registering its model needs.
 
     Attributes:
-        folder: where it lies.
-        side_files: the model's files besides its weights.
-        tensors: the model's tensors in Hugging Face's space, in the dtypes of the checkpoint.
-        shards: the checkpoint's weights, in one of the two tensor spaces, each with where its bytes lie.
-        declared: the tensors that they are of.
-        space: which of the spaces.
-        tied: copies of other weights, chunk by chunk, which must be the same.
-        left_out: how many entries are no weights, and files are not the model's, by kind.
-        step: that the checkpoint says itself or its folder is named by; None if neither does.
-        targets: for each of the declared tensors one of the model's that is made of it.
-        keep_in_fp32: what names of the model's tensors end with that no cast narrows.
+        folder: folder of the checkpoint.
+        side_files: files of the model other than its weights.
+        tensors: tensors of the model in Hugging Face's space, in the dtypes of the checkpoint.
+        shards: weights of the checkpoint, in the tensor space `space`, each with the place of its bytes.
+        declared: specs of the tensors that the shards are parts of.
+        space: tensor space of the shards.
+        tied: copies of other weights, chunk by chunk, which must equal their originals.
+        left_out: number of entries that are not weights, and of files that are not the model's, by kind.
+        step: step from the checkpoint or the name of its folder; None if neither has one.
+        targets: for each declared tensor, one of the model's tensors that is made from it.
+        keep_in_fp32: suffixes of names of tensors that a cast leaves as they are.
     """
 
     folder: Path
@@ -68,16 +68,16 @@ class CheckpointToPush:
 
     @staticmethod
     def read(folder: Path, config: Path | None) -> CheckpointToPush:
-        """Find out what is in a checkpoint, reading no weights and running nothing of it.
+        """Inspect a checkpoint. Reads no weights and executes no code from it.
 
         Args:
-            folder: the checkpoint.
-            config: a Hugging Face folder with the model's config, tokenizer and so on; None to look in the checkpoint.
+            folder: folder of the checkpoint.
+            config: Hugging Face folder with the model's config, tokenizer and so on; None to search the checkpoint.
 
         Raises:
             NotFound: there is no checkpoint, or no ``config.json``.
             DataLoss: the checkpoint is damaged.
-            InvalidArgument: the trainer's arguments in the checkpoint are those of another model.
+            InvalidArgument: the trainer's arguments in the checkpoint contradict the config.
             LayoutError: a tensor is unknown, or has another shape than the model's.
         """
         checkpoint, named = read_checkpoint(folder)
@@ -104,7 +104,7 @@ class CheckpointToPush:
         )  # fmt: skip
 
     def cast(self, dtype: DType) -> Mapping[str, TensorSpec]:
-        """The model's tensors with their floating-point numbers in another dtype.
+        """Tensors of the model after a cast of floating-point weights.
 
         Raises:
             InvalidArgument: weights cannot be cast to that dtype, or a tensor cannot be cast.
@@ -122,23 +122,23 @@ class CheckpointToPush:
         weight_map: bool = True,
         **options: Unpack[PushOptions],
     ) -> PushHandle:
-        """Register the model and push the weights as a new version, from where they lie.
+        """Register the model and push the weights as a new version, directly from the checkpoint's files.
 
         Args:
-            client: of the service.
+            client: client of the service.
             model: ``namespace/name``.
-            step: recorded with the version.
-            run: likewise.
-            dtype: what floating-point weights are cast to as they are read; None keeps them as they are.
+            step: step to record with the version.
+            run: run to record with the version.
+            dtype: dtype to cast floating-point weights to while they are read; None keeps them as they are.
             weight_map: as for `TrainerClient.register_model`.
             options: as for `TrainerClient.push`.
 
         Raises:
-            InvalidArgument: weights cannot be cast to that dtype, or a tensor cannot be cast; or the checkpoint has Megatron-core's names, and there is
-                to be no weight map.
-            LayoutError: a tensor is missing, or there twice; names it.
-            FailedPrecondition: the model is registered already, with other tensors.
-            DataLoss: a tensor is not the same as the one that it is tied to.
+            InvalidArgument: weights cannot be cast to that dtype, or a tensor cannot be cast; or the checkpoint has Megatron-core's names and
+                ``weight_map`` is False.
+            LayoutError: a tensor is missing or duplicated; names it.
+            FailedPrecondition: the model is already registered with other tensors.
+            DataLoss: a tensor differs from the one that it is tied to.
         """
         if not weight_map and self.space == TensorSpace.MEGATRON:
             raise InvalidArgument(
@@ -168,7 +168,7 @@ class CheckpointToPush:
         )  # fmt: skip
 
     def _casting(self, stream: Layout, files: Mapping[str, OpenFile]) -> tuple[OpenSource, tuple[str, ...]]:
-        """The shards as a stream of other dtypes, and safetensors' names of those that they have."""
+        """The shards as a stream in the dtypes of the cast, and the dtypes that they are cast from, by safetensors' names."""
         own = {spec.name: spec.dtype for spec in self.declared}
         specs, placements = {}, []
         for index, (shard, place) in enumerate(self.shards):  # each as a tensor of its own
@@ -181,5 +181,5 @@ class CheckpointToPush:
 
 
 def _in_dtype_of(tensors: Iterable[TensorSpec], side_files: Mapping[str, bytes]) -> dict[str, bytes]:
-    """A model's files with a config that names the dtype of most of its weights."""
+    """Files of a model, with the dtype of most of its weights in the config."""
     return {**side_files, CONFIG: in_dtype_of(tensors, side_files[CONFIG])}

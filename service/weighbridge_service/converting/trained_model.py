@@ -1,6 +1,7 @@
-"""Comparison of a config with what a checkpoint's trainer has noted of the model, where shapes alone do not tell models apart. Pure.
+"""Comparison of a config with the trainer's arguments in a checkpoint, for differences between models that tensor shapes do not show. Pure.
 
-Models of 4 heads and of 8 half as wide have tensors of the same shapes, and rows in another order; rotary bases and the like are in no tensor.
+A model with 4 heads and one with 8 heads of half the size have tensors of the same shapes, but with rows in another order. Values such as the
+rotary base are in no tensor.
 """
 
 from __future__ import annotations
@@ -26,27 +27,27 @@ _ALIKE: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("mamba_num_groups", ("n_groups",)),
     ("mamba_state_dim", ("ssm_state_size",)),
 )
-"""Arguments of Megatron-LM, and fields of configs that have to say the same where both do."""
+"""Arguments of Megatron-LM, each with fields of configs that must have the same value if both are set."""
 _LATENT = (
     ("qk_head_dim", ("qk_nope_head_dim",)),
     ("qk_pos_emb_head_dim", ("qk_rope_head_dim",)),
     ("v_head_dim", ("v_head_dim",)),
     ("kv_lora_rank", ("kv_lora_rank",)),
 )
-"""Further ones, of multi-latent attention."""
+"""Further pairs for multi-latent attention."""
 _ROUTED = (("moe_router_topk", ("num_experts_per_tok", "moe_k")),)
-"""Further ones, of experts."""
+"""Further pairs for experts."""
 
 
 def check_trained(config_json: bytes, arguments: Mapping[str, Any]) -> None:
-    """Refuse a config of another model than the one that was trained.
+    """Check that a config is of the model that was trained.
 
     Args:
         config_json: the config.
-        arguments: of the trainer, by Megatron-LM's names; what is not there is not compared.
+        arguments: arguments of the trainer, by Megatron-LM's names; missing ones are not compared.
 
     Raises:
-        InvalidArgument: it is; names each field.
+        InvalidArgument: the config contradicts the arguments; names each field.
     """
     config = parse_config(config_json)
     problems = contradictions(config, arguments)
@@ -59,7 +60,7 @@ def check_trained(config_json: bytes, arguments: Mapping[str, Any]) -> None:
 
 
 def contradictions(config: Mapping[str, Any], arguments: Mapping[str, Any]) -> list[str]:
-    """What a config and a trainer's arguments say differently, in words."""
+    """Contradictions between a config and a trainer's arguments, each as a message."""
     inner = config.get("text_config")
     text = {**config, **inner} if isinstance(inner, Mapping) else dict(config)
     rope = text.get("rope_parameters")

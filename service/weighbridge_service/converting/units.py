@@ -1,4 +1,4 @@
-"""Units of work of a conversion, which can be done in any order, by any process, and again."""
+"""Units of work of a conversion. They can be done in any order, by any process, and repeatedly."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ UNIT_BYTES = 256 << 20
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """What a unit covers.
+    """Range of a target file that a unit covers.
 
     Attributes:
-        number: of the unit.
-        file: the target file.
+        number: number of the unit.
+        file: name of the target file.
         start: first byte of the range in the file.
-        stop: one past its last.
-        nbytes: bytes of tensors in it.
+        stop: one past its last byte.
+        nbytes: bytes of tensors in the range.
     """
 
     number: int
@@ -37,19 +37,19 @@ class Range:
 
 
 class Units:
-    """All units of a conversion; what is in one is found out when it is asked for.
+    """All units of a conversion. The content of a unit is computed on demand.
 
-    The units depend on nothing but the conversion, so that those of an interrupted run are those of the next.
+    The ranges depend only on the conversion and `unit_bytes`, so that a resuming run has the same units as the interrupted one.
 
     Args:
         conversion: the conversion.
-        gather_bytes: most that is picked together at once.
-        unit_bytes: about how much is done before it is written down that it is done. Units of another size are other units.
+        gather_bytes: maximum number of bytes that are gathered in memory at once.
+        unit_bytes: approximate bytes of a unit. Another size gives other units.
 
     Attributes:
-        gather_bytes: most that is picked together at once.
-        ranges: what each unit covers.
-        source: paths of the source's files, as units number them.
+        gather_bytes: as given.
+        ranges: range of each unit.
+        source: paths of the source's files; units refer to them by index.
     """
 
     def __init__(self, conversion: Conversion, gather_bytes: int, unit_bytes: int = UNIT_BYTES) -> None:
@@ -70,7 +70,7 @@ class Units:
         self.ranges = tuple(self._ranges())
 
     def identity(self) -> str:
-        """What tells these units from those of every other conversion, as hex digits."""
+        """Digest that identifies the conversion and its units, as hex digits."""
         ranges = [(covered.file, covered.start, covered.stop) for covered in self.ranges]
         text = json.dumps([self._conversion.identity(), ranges])
         return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
@@ -92,7 +92,7 @@ class Units:
                 number += 1
 
     def unit(self, covered: Range) -> Unit:
-        """What is to be done for a range."""
+        """The unit of work for a range."""
         gathers: list[Gather] = []
         placements = self._placements[covered.file]
         first = bisect.bisect_right(self._starts[covered.file], covered.start) - 1
@@ -107,7 +107,9 @@ class Units:
         return Unit(covered.number, covered.file, tuple(gathers))
 
     def _gathers(self, placement: Placement, start: int, stop: int) -> Iterator[Gather]:
-        """A range of a placement in runs that fit into memory; of a tensor to whose elements a constant is added, those that begin in it, whole."""
+        """A range of a placement as runs that fit into memory. If a constant is added to the tensor's elements, the runs have whole elements:
+        those that begin in the range.
+        """
         shift = self._conversion.shifts.get(placement.shard.tensor)
         dtype = None if shift is None else self._conversion.plan.target.tensors[placement.shard.tensor].dtype
         size = 1 if dtype is None else dtype.itemsize

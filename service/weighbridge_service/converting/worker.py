@@ -1,13 +1,13 @@
-"""Worker process of a conversion: copies the bytes that it is told to, from file to file.
+"""Worker process of a conversion: copies ranges of bytes from file to file, as its parent requests.
 
-It knows nothing of tensors, but for elements to which a constant is added.
+It knows nothing of tensors, except for elements to which a constant is added.
 
-Blocks are written past the page cache where the file system allows: they would fill it with what nobody is going to read here, and
-getting the pages costs more than the writing. What lies in a block with bytes of others is written through the page cache.
+Whole blocks bypass the page cache if the file system allows it: the data is not read again on this machine, and allocating the pages costs more
+than the write. Partial blocks, which share a block with other bytes, are written through the page cache.
 
-Messages on stdin are pickles behind their length of eight bytes: first a `Job`, then a `Unit` at a time. On stdout it answers
-with lines of JSON: ``{"copied": bytes}`` now and then, ``{"done": number}`` when a unit is on the disk, ``{"error": ...}`` when it
-cannot go on. It ends when stdin does.
+Messages on stdin are pickles, each after its length in eight bytes: first a `Job`, then one `Unit` at a time. The worker replies on stdout with
+lines of JSON: ``{"copied": bytes}`` for progress, ``{"done": number}`` when a unit is on the disk, ``{"error": ...}`` when it cannot continue.
+It exits at the end of stdin.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from weighbridge._core.dtypes import DType
 from weighbridge._memory.file_reads import read_into
 
 TOO_SHORT = "too short"
-"""The error of a source that ends before it should."""
+"""The error for a truncated source file."""
 _BLOCK = 4096
-"""Whole blocks of this size at multiples of it, in memory as in the file, can be written directly on every device."""
+"""Block size for direct writes on every device. Memory and file offsets must be multiples of it."""
 _OPEN_FILES = 128
 _LENGTH = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What all units have in common.
+    """Parameters that all units share.
 
     Attributes:
-        source: paths of the source's files; units name them by index.
-        target: folder of the files that are written, which exist with their final sizes.
-        buffer_bytes: most that is in memory at once.
+        source: paths of the source's files; units refer to them by index.
+        target: folder of the target files, which already exist with their final sizes.
+        buffer_bytes: bytes of the buffer.
     """
 
     source: tuple[str, ...]
@@ -54,14 +54,14 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """A range of the target that is picked together in memory.
+    """A range of the target that is gathered in memory.
 
     Attributes:
-        to: its first byte.
-        length: its bytes; those that no part covers are zero.
-        parts: where they come from. Their streams' offsets count from the range's first byte.
-        shift: what is added to each element of the range; 0 if nothing is.
-        dtype: then, what its elements are.
+        to: offset of the range in the target file.
+        length: number of bytes; bytes that no part covers are zero.
+        parts: copies from source files. Their stream offsets count from the first byte of the range.
+        shift: constant that is added to each element of the range; 0 for none.
+        dtype: dtype of the elements if a constant is added, else None.
     """
 
     to: int
@@ -73,12 +73,12 @@ class Gather:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """A piece of work.
+    """A unit of work.
 
     Attributes:
-        number: which.
-        file: the target file.
-        gathers: picked together in memory.
+        number: number of the unit.
+        file: name of the target file.
+        gathers: ranges of the target to write.
     """
 
     number: int
@@ -94,7 +94,7 @@ class _Failed(Exception):
 
 
 class _Files:
-    """Open files, the ones used last."""
+    """The most recently used open files."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -105,7 +105,7 @@ class _Files:
         return self._get(os.O_RDONLY, self._job.source[index])
 
     def write(self, name: str, data: memoryview, to: int) -> None:
-        """Write bytes that lie in memory as far behind a multiple of the block size as they will in the file."""
+        """Write bytes to a file. Their address and their file offset must be equal modulo the block size."""
         edge = min(-to % _BLOCK, len(data))
         end = edge + (len(data) - edge) // _BLOCK * _BLOCK
         path = os.path.join(self._job.target, name)
@@ -116,14 +116,14 @@ class _Files:
             except OSError as error:
                 if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                     raise
-                self._direct = False  # the file system cannot
+                self._direct = False  # the file system does not support direct writes
         if not self._direct:
             edge = end
         _write(through, data[:edge], to)
         _write(through, data[end:], to + end)
 
     def sync(self, name: str) -> None:
-        """Wait until all that was written to a file is on the disk."""
+        """Wait until all written bytes of a file are on the disk."""
         os.fdatasync(self._get(os.O_RDWR, os.path.join(self._job.target, name)))
 
     def _get(self, flags: int, path: str) -> int:
@@ -137,11 +137,11 @@ class _Files:
 
 
 class Worker:
-    """Does units.
+    """Executes units.
 
     Args:
-        job: what they have in common.
-        answers: where to say how it goes.
+        job: parameters of all units.
+        answers: stream for replies to the parent.
     """
 
     def __init__(self, job: Job, answers: IO[bytes]) -> None:
@@ -151,7 +151,7 @@ class Worker:
         self._buffer = memoryview(mmap.mmap(-1, job.buffer_bytes + _BLOCK))
 
     def do(self, unit: Unit) -> None:
-        """Do one, and say so when it is on the disk."""
+        """Execute a unit, and reply once its bytes are on the disk."""
         for gather in unit.gathers:
             self._gather(gather, unit.file)
         self._files.sync(unit.file)
@@ -176,7 +176,7 @@ class Worker:
         self._say({"copied": gather.length})
 
     def _room(self, to: int, length: int) -> memoryview:
-        """Memory for so many bytes, or fewer, that are to be written to a place in a file."""
+        """Part of the buffer for at most ``length`` bytes, aligned for a write to the file offset ``to``."""
         start = to % _BLOCK
         return self._buffer[start : start + min(length, self._job.buffer_bytes)]
 
@@ -198,28 +198,28 @@ def _write(fd: int, data: memoryview, to: int) -> None:
 
 
 def say(answers: IO[bytes], answer: dict[str, Any]) -> None:
-    """Write one answer."""
+    """Send one reply to the parent."""
     answers.write(json.dumps(answer).encode() + b"\n")
     answers.flush()
 
 
 def send(stream: IO[bytes], message: object) -> None:
-    """Write one message to a worker's stdin."""
+    """Send one message to a worker's stdin."""
     data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
     stream.write(len(data).to_bytes(_LENGTH, "little") + data)
     stream.flush()
 
 
 def _receive(stream: IO[bytes]) -> Any:
-    """The next message; None if there is none. It comes from the process that started this one."""
+    """The next message; None at the end of the stream. Unpickling is safe because the parent process sends the messages."""
     head = stream.read(_LENGTH)
     data = stream.read(int.from_bytes(head, "little"))
     return pickle.loads(data) if len(head) == _LENGTH else None  # noqa: S301
 
 
 def main() -> None:
-    """Work until stdin ends."""
-    # the parent is interrupted as well, and says what is to happen
+    """Execute units until the end of stdin."""
+    # the parent gets SIGINT as well, and decides what happens
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
     try:

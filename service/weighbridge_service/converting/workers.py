@@ -1,4 +1,4 @@
-"""Processes that carry out units, and what becomes of a conversion when one of them dies."""
+"""Worker processes that execute units, and the errors of a conversion when one of them fails or dies."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ def run_units(
     on_copied: Callable[[int], None],
     on_done: Callable[[Range], None],
 ) -> None:
-    """Carry units out on several processes.
+    """Execute units on several processes.
 
     Args:
-        units: gives what is to be done.
-        todo: which.
-        job: what is the same for all.
-        workers: how many processes.
-        lock: a descriptor that every process keeps open, so that the working folder is held until the last has ended.
-        on_copied: is called with a number of bytes that have been copied, by any thread.
-        on_done: is called with a unit that is on the disk, by any thread.
+        units: units of the conversion.
+        todo: ranges of the units to execute.
+        job: parameters of all units.
+        workers: number of processes.
+        lock: descriptor that every process keeps open, so that the working folder stays locked until the last one has ended.
+        on_copied: called with a number of copied bytes, by any thread.
+        on_done: called with the range of a unit that is on the disk, by any thread.
 
     Raises:
         Unavailable: a worker died.
@@ -56,7 +56,7 @@ def run_units(
         for one in running:
             one.start()
         for _ in running:
-            # with a time-out, because a wait without one cannot be interrupted everywhere
+            # with a timeout, because a wait without one cannot be interrupted on every platform
             problem = _next(events)
             if problem is not None:
                 raise problem
@@ -72,7 +72,7 @@ def _next(events: queue.Queue[BaseException | None]) -> BaseException | None:
 
 
 class _Waiting:
-    """Units that nobody has begun; those of files that nobody writes to are given out first."""
+    """Queue of units that no worker has begun. Units of files without a writer come first."""
 
     def __init__(self, todo: Sequence[Range]) -> None:
         self._by_file: dict[str, list[Range]] = {}
@@ -83,11 +83,11 @@ class _Waiting:
         self._lock = threading.Lock()
 
     def take(self, last: str | None) -> Range | None:
-        """The next unit for a worker that has written to a file; None if there is none."""
+        """The next unit for a worker whose last unit was of the file ``last``; None if there is none."""
         with self._lock:
             if last is not None:
                 self._writers[last] -= 1
-            # one file is written by one process at a time as long as there are enough: file systems let one in at a time
+            # one writer per file while there are enough files, because file systems serialise writers of one file
             file = min(
                 self._by_file,
                 key=lambda f: (self._writers.get(f, 0), f != last),
@@ -103,7 +103,7 @@ class _Waiting:
 
 
 class _Running:
-    """One process, and the thread that talks to it."""
+    """One worker process, and the thread that communicates with it."""
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class _Running:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Start the process, and give it units until there are none."""
+        """Start the process, and a thread that sends it units until there are none."""
         self._process = subprocess.Popen(
             [sys.executable, "-c", _WORKER],
             stdin=subprocess.PIPE,
@@ -137,7 +137,7 @@ class _Running:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the process, whatever it is doing."""
+        """Terminate the process, also in the middle of a unit, and join the thread."""
         process = self._process
         if process is None:
             return
@@ -178,7 +178,7 @@ class _Running:
         process.wait()
 
     def _last_words(self, process: subprocess.Popen[bytes]) -> WeighbridgeError:
-        """Why a process has ended that takes no more requests: what it said last, if anything."""
+        """The error of a process that has closed its stdin: the error in its last reply, or else that it died."""
         for line in cast("IO[bytes]", process.stdout):
             if line.endswith(b"\n") and "error" in (answer := json.loads(line)):
                 return self._problem(answer)
@@ -196,7 +196,7 @@ class _Running:
                 copied += answer["copied"]
                 self._on_copied(answer["copied"])
             elif "done" in answer:
-                # what is zero is not copied
+                # bytes of zeros are not copied, so they are counted here
                 self._on_copied(covered.nbytes - copied)
                 self._on_done(covered)
                 return

@@ -1,9 +1,8 @@
-"""Working folder beside the target while a conversion runs, from which an interrupted one goes on.
+"""Working folder beside the target of a conversion, from which an interrupted conversion is resumed.
 
-``TARGET.converting/`` has ``files/``, which becomes TARGET in the end, ``journal``, and ``lock``, which a running conversion and
-its workers hold. The journal's first line is the identity of the conversion, each further line the number of a unit whose bytes
-are on the disk, and the last one ``complete``, when nothing but the renaming is left to do. A line that was cut short counts for
-nothing.
+``TARGET.converting/`` has ``files/``, which becomes TARGET in the end, ``journal``, and ``lock``, which a running conversion and its workers
+hold. The journal's first line is the identity of the conversion. Each further line is the number of a unit whose bytes are on the disk. The
+last line is ``complete`` when only the rename is left. A truncated line is ignored.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ LOCK_SECONDS = 10.0
 
 @contextmanager
 def room(what: Path) -> Iterator[None]:
-    """Tell a full disk from other errors of the operating system.
+    """Translate the operating system's errors for a full disk; other errors pass unchanged.
 
     Raises:
         ResourceExhausted: the disk is full.
@@ -51,15 +50,15 @@ def disk_full(what: Path) -> ResourceExhausted:
 
 
 class WorkingFolder:
-    """The folder of one conversion. Held by one process at a time, until it is closed.
+    """The folder of one conversion. One process at a time holds its lock, until `close`.
 
     Args:
-        target: what is to be made in the end.
-        lock_seconds: how long another process may hold it: workers of a run that was killed end with the unit they are at.
+        target: target of the conversion.
+        lock_seconds: seconds to wait for the lock: workers of a killed run hold it until they have finished their current units.
 
     Raises:
         AlreadyExists: another process converts to the same target.
-        FailedPrecondition: a symbolic link is in the place of the folder.
+        FailedPrecondition: the folder is a symbolic link.
     """
 
     def __init__(self, target: Path, lock_seconds: float = LOCK_SECONDS) -> None:
@@ -67,7 +66,7 @@ class WorkingFolder:
         self.path = target.with_name(target.name + SUFFIX)
         self.files = self.path / "files"
         self._journal = self.path / "journal"
-        self._stream = -1  # the journal, from the beginning on
+        self._stream = -1  # descriptor of the journal, opened by `begin`
         for path in (self.path, self.files):
             if path.is_symlink():
                 raise FailedPrecondition(
@@ -90,7 +89,7 @@ class WorkingFolder:
             lock = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # whoever had it may have removed the folder just now, and the next one has made another
+            # the previous holder may have removed the folder after this open, and another process may have created a new one
             if os.path.samestat(os.fstat(lock), name.stat()):
                 return lock
         except (BlockingIOError, FileNotFoundError):
@@ -100,23 +99,23 @@ class WorkingFolder:
 
     @staticmethod
     def left_behind(target: Path) -> bool:
-        """Whether there is something of an earlier run."""
+        """Whether an earlier run has left a working folder with a journal."""
         return (target.with_name(target.name + SUFFIX) / "journal").exists()
 
     def begin(self, conversion: Conversion, identity: str, *, restart: bool) -> set[int]:
-        """Make the files, or find those of an earlier run.
+        """Create the files, or resume with those of an earlier run.
 
         Args:
-            conversion: what is to be done.
-            identity: what tells its units from those of every other conversion.
-            restart: throw away what there is of another conversion.
+            conversion: the conversion.
+            identity: identity of its units; see `Units.identity`.
+            restart: discard the files of an earlier run.
 
         Returns:
-            The units that are done already.
+            Numbers of the units that are already done.
 
         Raises:
-            FailedPrecondition: an earlier run converted something else, or in another way.
-            ResourceExhausted: the disk has not enough room.
+            FailedPrecondition: an earlier run converted another source, or with other options.
+            ResourceExhausted: the disk does not have enough room.
         """
         found, done = self._read()
         if found is not None and found != identity and not restart:
@@ -125,12 +124,12 @@ class WorkingFolder:
                 "changed since",
                 fix=f"run again with --restart to throw it away and begin anew, or remove {self.path}",
             )
-        # where a file is missing, has another size or does not belong there somebody has been at them: nothing that the journal
-        # says is certain
+        # a missing file, a wrong size or an unknown file means that another program has changed the folder, so the journal cannot
+        # be trusted
         whole = self.is_whole(self.files, conversion) and self._has_nothing_else(conversion)
         with room(self.path):
             if found != identity or restart or not whole:
-                # the journal goes first: it must never speak of files that are made anew
+                # the journal is deleted first: its entries must never refer to files that are created again
                 done = set()
                 self._journal.unlink(missing_ok=True)
                 _sync_folder(self.path)
@@ -151,7 +150,7 @@ class WorkingFolder:
         _sync_folder(self.path)
 
     def add(self, number: int) -> None:
-        """Write down that a unit is on the disk."""
+        """Record in the journal that a unit is on the disk."""
         self._append(str(number))
 
     def _append(self, line: str) -> None:
@@ -160,10 +159,10 @@ class WorkingFolder:
             os.fdatasync(self._stream)
 
     def finish(self, conversion: Conversion) -> None:
-        """Write the other files and give the folder its final name.
+        """Write the other files, rename the folder to the target, and remove the working folder.
 
         Raises:
-            AlreadyExists: there is something of this name by now.
+            AlreadyExists: the target was created in the meantime.
             ResourceExhausted: the disk is full.
         """
         with room(self.files):
@@ -193,7 +192,7 @@ class WorkingFolder:
 
     @staticmethod
     def is_whole(folder: Path, conversion: Conversion) -> bool:
-        """Whether all files of the conversion that have tensors are in a folder, with their sizes."""
+        """Whether a folder has all of the conversion's files with tensors, with their sizes."""
         return all(_size(folder / file.name) == file.nbytes for file in conversion.files)
 
     def _has_nothing_else(self, conversion: Conversion) -> bool:
@@ -203,19 +202,19 @@ class WorkingFolder:
         )
 
     def has_files(self) -> bool:
-        """Whether there is anything that an earlier run has written."""
+        """Whether an earlier run has left files that were not renamed to the target."""
         return self.files.exists()
 
     def was_finished(self, identity: str) -> bool:
-        """Whether the earlier run had nothing left to do but to remove this folder."""
+        """Whether the earlier run was the same conversion and had only to remove this folder."""
         return self._read()[0] == identity and self._is_complete() and not self.files.exists()
 
     def remove(self) -> None:
-        """Remove the folder, which is needed no more."""
+        """Remove the working folder."""
         shutil.rmtree(self.path, ignore_errors=True)
 
     def close(self) -> None:
-        """Let others have it."""
+        """Release the lock."""
         if self._stream >= 0:
             os.close(self._stream)
         os.close(self.lock)
@@ -231,7 +230,7 @@ class WorkingFolder:
         return self._lines()[-1:] == [_COMPLETE]
 
     def _read(self) -> tuple[str | None, set[int]]:
-        """Identity of the conversion that an earlier run has begun, and the units that it has done."""
+        """Identity of the conversion of an earlier run, or None, and the numbers of the units that it has done."""
         lines = self._lines()
         if not lines:
             return None, set()
@@ -251,7 +250,7 @@ class WorkingFolder:
             )
 
     def _write(self, conversion: Conversion) -> None:
-        """Make the files with their final sizes, and write into them what is not of tensors."""
+        """Create the files with their final sizes, and write their framing: all bytes that are not tensors."""
         self.files.mkdir(exist_ok=True)
         for new in conversion.files:
             if Path(new.name).name != new.name:

@@ -152,7 +152,7 @@ class KnownEngines:
         for each, of_model in groupby(entries, key=lambda entry: entry.report.model):
             try:
                 refs = self._refs(ModelName.parse(each))
-            except WeighbridgeError:  # the model was deleted or cannot be read, but its engines may still serve it
+            except WeighbridgeError:  # deleted or unreadable; its engines may still serve it
                 refs = _Refs(None, {})
             found += self._shown(of_model, refs)
         return found

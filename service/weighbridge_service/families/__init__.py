@@ -1,14 +1,13 @@
-"""Families of models that have a weight map: one file each, found by their ``model_type``. Packages bring further ones by entry
-points.
+"""Families of models that have a weight map: one file each, found by ``model_type``. Other packages can add families by entry points.
 
 May import: `weighbridge.errors`; nothing of the service.
 
-- `family`: what a family has to say.
-- `rules`: rules that relate tensors of both sides.
-- `shapes`: shapes by a model's config.
-- `unfilled`: models without values.
+- `family`: the base class of families.
+- `rules`: rules that relate tensors of Megatron-core and Hugging Face.
+- `shapes`: tensor shapes from a model's config.
+- `unfilled`: creation of models without values.
 - `decoders`: rules of a decoder as most models have it.
-- `from_mbridge`: families that mbridge describes.
+- `from_mbridge`: families that use mbridge's tables.
 - `dense`: llama, qwen2, qwen3.
 - `moe`: mixtral, qwen2_moe, qwen3_moe.
 - `deepseek_v3`: deepseek_v3, kimi_k2, deepseek_v32.
@@ -66,7 +65,7 @@ _BUILT_IN = {
     "llama4_text": "llama4:Llama4",
     "llama4": "llama4:Llama4",
 }
-"""Modules of this package and their classes, by ``model_type``: there whether or not Weighbridge is installed, as from a source tree."""
+"""Modules of this package and their classes, by ``model_type``. A table, because entry points exist only if Weighbridge is installed."""
 
 __all__ = ["GROUP", "Family", "Rule", "family_of", "has_weight_map", "model_types", "no_weight_map"]
 
@@ -79,7 +78,7 @@ def _registered() -> Mapping[str, metadata.EntryPoint]:
     }
     for entry in metadata.entry_points(group=GROUP):
         if entry.dist is not None and entry.dist.name == _DISTRIBUTION:
-            continue  # an installation of another release, beside the code that is running
+            continue  # an installed release beside the running code, for example when running from a source tree
         there = found.setdefault(entry.name, entry)
         if there.value != entry.value:  # an editable installation may be listed twice
             raise FailedPrecondition(
@@ -90,23 +89,23 @@ def _registered() -> Mapping[str, metadata.EntryPoint]:
 
 
 def model_types() -> list[str]:
-    """The model types that have a weight map."""
+    """Model types with a weight map, sorted."""
     return sorted(_registered())
 
 
 def has_weight_map(config: Mapping[str, Any]) -> bool:
-    """Whether there is a family for a config's model type. Imports none."""
+    """Whether there is a family for a config's model type. Does not import it."""
     model_type = config.get("model_type")
     return isinstance(model_type, str) and model_type in _registered()
 
 
 def no_weight_map(model_type: object, problem: str = "", fix: str = "") -> InvalidArgument:
-    """The error that there is no weight map for a model type; lists those that have one.
+    """The error for a model type without a weight map; lists the model types with one.
 
     Args:
-        model_type: of the config.
-        problem: what follows from it.
-        fix: what to do instead; by default, bring a map.
+        model_type: model type of the config.
+        problem: consequence, appended to the message.
+        fix: remedy; by default, to add a weight map.
     """
     return InvalidArgument(
         f"there is no weight map for the model type {str(model_type)[:80]!r}{problem}",
@@ -120,8 +119,8 @@ def family_of(config: Mapping[str, Any]) -> type[Family]:
     """The family of a config.
 
     Raises:
-        InvalidArgument: there is none for its model type; lists those that have one.
-        FailedPrecondition: the package that brings it is broken, or two bring it.
+        InvalidArgument: there is none for its model type; lists the model types with one.
+        FailedPrecondition: the family cannot be imported or is no `Family`, or two packages have a family for the model type.
     """
     model_type = config.get("model_type")
     entry = _registered().get(model_type) if isinstance(model_type, str) else None

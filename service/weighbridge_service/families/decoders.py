@@ -1,7 +1,7 @@
-"""Rules of a decoder as most models have it, for families that are written down rule by rule.
+"""Rules of a decoder as most models have it, for families that list their rules themselves.
 
-A rule applies where its Hugging Face tensors exist, so one list serves models with and without biases, norms of queries and keys,
-experts and shared experts.
+A rule applies if its Hugging Face tensors exist. So one list serves models with and without biases, norms of queries and keys, experts and shared
+experts.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from weighbridge_service.families.rules import WHOLE, GroupedQKV, Halves, Rule, 
 
 @dataclass(frozen=True)
 class Decoder:
-    """A decoder, by where its tensors are and what its modules are called.
+    """A decoder, described by the prefixes of its tensors and the names of its modules.
 
     Attributes:
         heads: attention heads and key-value heads.
@@ -22,11 +22,11 @@ class Decoder:
         theirs: prefix of Hugging Face's, such as ``model.language_model.``.
         output_layer: Hugging Face's name of the output layer.
         mlp: Hugging Face's module of the MLP or the experts in a layer.
-        router: in that, the module that says which expert a token goes to.
-        shared: in that, the module of the shared experts.
-        gated: in an MLP or an expert, the modules of the gate, of what it lets through, and of what is behind both.
-        norm_of_all_heads: whether queries, and keys, are normed over all heads together.
-        gated_attention: whether the query projection makes a gate for each head besides.
+        router: module in `mlp` that selects the experts of a token.
+        shared: module in `mlp` of the shared experts.
+        gated: modules in an MLP or an expert: the gate projection, the up projection and the down projection.
+        norm_of_all_heads: whether queries, and keys, are normalised over all heads together.
+        gated_attention: whether the query projection also computes a gate for each head.
     """
 
     heads: tuple[int, int]
@@ -49,7 +49,7 @@ class Decoder:
         return f"{self.theirs}layers.{{layer}}"
 
     def rules(self) -> Iterator[Rule]:
-        """All but the routed experts."""
+        """All rules except those of the routed experts."""
         here, there = self._here, self._there
         attention, mlp = f"{there}.self_attn", f"{there}.{self.mlp}"
         grouped = GroupedQKV(*self.heads, gated=self.gated_attention)
@@ -84,13 +84,13 @@ class Decoder:
         yield from self._gated(f"{here}.mlp.shared_experts", f"{mlp}.{self.shared}")
 
     def experts(self) -> Iterator[Rule]:
-        """The routed experts, where Hugging Face has tensors of each."""
+        """Rules of the routed experts, if Hugging Face has separate tensors for each expert."""
         yield from self._gated(
             f"{self._here}.mlp.experts.experts.{{expert}}", f"{self._there}.{self.mlp}.experts.{{expert}}"
         )
 
     def stacked_experts(self) -> Iterator[Rule]:
-        """The routed experts, where Hugging Face stacks those of a layer, ``[experts, inputs, outputs]``."""
+        """Rules of the routed experts, if Hugging Face stacks those of a layer as ``[experts, inputs, outputs]``."""
         here, there = f"{self._here}.mlp.experts.experts.{{expert}}", f"{self._there}.{self.mlp}.experts"
         yield Rule(
             f"{here}.linear_fc1.weight", (f"{there}.gate_up_proj[{{expert}}]",), Transposed(), halves=True
@@ -98,7 +98,7 @@ class Decoder:
         yield Rule(f"{here}.linear_fc2.weight", (f"{there}.down_proj[{{expert}}]",), Transposed())
 
     def parallel_plan(self) -> dict[str, str]:
-        """How engines cut attention and dense layers, where transformers' plan is silent; in its form."""
+        """Tensor-parallel plan of attention and dense layers, in the form of transformers' plans, for models whose own plan lacks them."""
         there = f"{self.theirs}layers.*"
         *gate_and_up, down = (f"{there}.{self.mlp}.{module}" for module in self.gated)
         rows = [f"{there}.self_attn.{p}_proj" for p in "qkv"] + gate_and_up
@@ -111,7 +111,7 @@ class Decoder:
         }
 
     def _gated(self, ours: str, theirs: str) -> Iterator[Rule]:
-        """An MLP with a gate."""
+        """Rules of an MLP with a gate."""
         for kind in ("weight", "bias"):
             gate, up, down = (f"{theirs}.{module}.{kind}" for module in self.gated)
             yield Rule(f"{ours}.linear_fc1.{kind}", (gate, up), Halves(), halves=True)

@@ -1,8 +1,7 @@
-"""DeepSeek-V3 and what is built like it: multi-head latent attention, shared experts, layers for multi-token prediction.
+"""DeepSeek-V3 and models with its architecture: multi-head latent attention, shared experts, layers for multi-token prediction.
 
-DeepSeek-V3.2 has an indexer in its attention besides, whose names on the side of Megatron-core are its own
-(``experimental_attention_variant="dsa"``). No element of it is moved: of a head of the indexer those that are rotated come first on both
-sides, in Megatron-core from the releases behind 0.16 on.
+DeepSeek-V3.2 also has an indexer in its attention, with Megatron-core's own names (``experimental_attention_variant="dsa"``). Its elements are not
+reordered: in each head of the indexer, rotated elements come first on both sides, in Megatron-core since the releases after 0.16.
 """
 
 from __future__ import annotations
@@ -27,23 +26,23 @@ _INDEXER = "self_attention.core_attention.indexer"
 _INDEXER_THERE = "model.layers.{layer}.self_attn.indexer"
 _EMBEDDING = "embedding.word_embeddings.weight"
 _SHARED = {
-    # each layer's file has the embedding and the output layer again
+    # each layer for prediction has copies of the embedding and the output layer
     _EMBEDDING: "embed_tokens.weight",
     "output_layer.weight": "shared_head.head.weight",
 }
 
 _INDEX_HEADS, _INDEX_HEAD_DIM = 64, 128
-"""Heads of the indexer and their size, of a config that does not say so."""
+"""Default number of heads of the indexer, and their default size."""
 
 
 class LayersForPrediction(MBridgeFamily):
-    """A family whose files have layers for multi-token prediction behind the decoder's, which transformers leaves out."""
+    """A family whose files have layers for multi-token prediction after those of the decoder, which transformers leaves out."""
 
     keep_in_fp32 = ("e_score_correction_bias",)
 
     @property
     def mtp_layers(self) -> int:
-        """Layers for multi-token prediction; a model with a value or reward head has none, whatever its config was copied from."""
+        """Number of layers for multi-token prediction. A model with a value or reward head has none, even if its config has the field."""
         return (
             0
             if label_count(self.config) is not None
@@ -51,7 +50,7 @@ class LayersForPrediction(MBridgeFamily):
         )
 
     def rules(self) -> Sequence[Rule]:
-        """What mbridge's tables say, and the same for the layers of prediction, any number of them."""
+        """Rules from mbridge's tables, and the same rules for any number of layers for multi-token prediction."""
         found = list(super().rules())
         first = self.num_layers
         copies = {ours: [theirs] for ours, theirs in _SHARED.items()}
@@ -71,15 +70,15 @@ class LayersForPrediction(MBridgeFamily):
             else rule
             for rule in found
         ]
-        # first, because the decoder's rules would take these layers for further ones of the decoder
+        # these come first, because the decoder's rules also match the names of these layers
         return [*mtp_rules(found, f"model.layers.{{layer+{first}}}", _OWN), *with_copies]
 
     def decoder_shapes(self) -> dict[str, Shape]:
-        """The shapes without layers of prediction: those that transformers knows."""
+        """Shapes without layers for multi-token prediction, which transformers does not have."""
         return super().hugging_face_shapes()
 
     def hugging_face_shapes(self) -> dict[str, Shape]:
-        """The shapes of the decoder, and those of the layers of prediction."""
+        """Shapes of the decoder and of the layers for multi-token prediction."""
         shapes = self.decoder_shapes()
         hidden, last = self.text_config.hidden_size, f"model.layers.{self.num_layers - 1}."
         of_layer = {name.removeprefix(last): s for name, s in shapes.items() if name.startswith(last)}
@@ -99,7 +98,7 @@ class LayersForPrediction(MBridgeFamily):
 
 
 def _behind_the_layers(shapes: dict[str, Shape], further: dict[str, Shape]) -> dict[str, Shape]:
-    """The further tensors behind the last one of a layer."""
+    """The shapes with ``further`` inserted after the last tensor of the layers."""
     names = list(shapes)
     last = max(index for index, name in enumerate(names) if name.startswith("model.layers."))
     return (
@@ -110,7 +109,7 @@ def _behind_the_layers(shapes: dict[str, Shape], further: dict[str, Shape]) -> d
 
 
 class DeepseekV3(LayersForPrediction):
-    """DeepSeek-V3 and R1; by ``model_type`` kimi_k2 also Kimi K2."""
+    """DeepSeek-V3 and R1, and Kimi K2 with the ``model_type`` kimi_k2."""
 
     transformers_type = "deepseek_v3"
     mbridge_type = "deepseek_v3"
@@ -119,7 +118,7 @@ class DeepseekV3(LayersForPrediction):
 
 
 class DeepseekV32(DeepseekV3):
-    """DeepSeek-V3.2, which transformers knows from 5 on: DeepSeek-V3 with an indexer that chooses the tokens to attend to."""
+    """DeepSeek-V3.2 (in transformers since 5): DeepSeek-V3 with an indexer that selects the tokens to attend to."""
 
     further_names: ClassVar[Mapping[str, tuple[str, ...]]] = {
         f"{_INDEXER}.linear_wq_b.weight": (f"{_INDEXER_THERE}.wq_b.weight",),
@@ -130,7 +129,7 @@ class DeepseekV32(DeepseekV3):
     }
 
     def decoder_shapes(self) -> dict[str, Shape]:
-        """DeepSeek-V3's, with an indexer behind the projections of each layer's attention."""
+        """Shapes of DeepSeek-V3, with an indexer after the projections of each layer's attention."""
         heads = self.config.get("index_n_heads") or _INDEX_HEADS
         size = self.config.get("index_head_dim") or _INDEX_HEAD_DIM
         hidden, rank = self.text_config.hidden_size, self.text_config.q_lora_rank

@@ -11,13 +11,13 @@ BIASES = {
     "mlp.linear_fc1.bias": (f"{_MLP}.gate_proj.bias", f"{_MLP}.up_proj.bias"),
     "mlp.linear_fc2.bias": (f"{_MLP}.down_proj.bias",),
 }
-"""Biases that configs can ask for and mbridge's tables lack: those have the bias of QKV only."""
+"""Biases that configs can enable and mbridge's tables lack, which have only the bias of QKV."""
 ATTENTION_BIASES = {name: targets for name, targets in BIASES.items() if "self_attention" in name}
-"""Those of attention, for families whose MLPs are experts."""
+"""Biases of attention, for families whose MLPs are experts."""
 
 
 class Llama(MBridgeFamily):
-    """Llama and what is built like it, such as Mistral's dense models saved as llama."""
+    """Llama and models with its architecture, such as Mistral's dense models saved as llama."""
 
     further_names = BIASES
 

@@ -1,8 +1,8 @@
-"""ERNIE 4.5, the mixtures of experts for text: interleaved rotation, shared experts, a bias by which experts are chosen.
+"""ERNIE 4.5, the mixtures of experts for text: interleaved rotation, shared experts, a bias for the selection of experts.
 
-Names on the side of Megatron-core are those of Megatron-Bridge. Attention needs no permutation: both sides rotate neighbouring
-elements (Megatron-core with ``rotary_interleaved``). There are no published conventions of the layers for multi-token prediction,
-which transformers leaves out as well.
+Megatron-core's names are those of Megatron-Bridge. Attention needs no permutation: both sides rotate neighbouring elements (Megatron-core with
+``rotary_interleaved``). Layers for multi-token prediction are not supported: there are no published names for them, and transformers leaves
+them out, too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Ernie45Moe(Family):
     one_key_for_all_layers = False
 
     def hugging_face_shapes(self) -> dict[str, Shape]:
-        """The shapes that transformers knows, with the bias in front of a layer's router, behind which transformers 5 has it."""
+        """Shapes of transformers, with the bias before a layer's router; transformers 5 has it after the router."""
         shapes = super().hugging_face_shapes()
         found: dict[str, Shape] = {}
         for name, shape in shapes.items():
@@ -35,7 +35,7 @@ class Ernie45Moe(Family):
         return found
 
     def rules(self) -> Sequence[Rule]:
-        """Those of a decoder with experts, and the bias."""
+        """Rules of a decoder with experts, and of the bias."""
         ours, theirs = "decoder.layers.{layer}.mlp.router.expert_bias", "model.layers.{layer}.mlp.moe_statics"
         return [
             *self._decoder.rules(),
@@ -44,7 +44,7 @@ class Ernie45Moe(Family):
         ]
 
     def parallel_plan(self) -> Mapping[str, str]:
-        """transformers' plan, with attention and dense layers as all engines cut them."""
+        """transformers' plan, with the usual plan of attention and dense layers."""
         return {**super().parallel_plan(), **self._decoder.parallel_plan()}
 
     @property

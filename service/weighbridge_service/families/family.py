@@ -1,13 +1,12 @@
 """Base class of families: the extension point for a model's tensors and rules.
 
-A family is a class in one file. Those of this package are in the table of `weighbridge_service.families`; a package that is installed
-beside Weighbridge brings further ones by the entry point group ``weighbridge.families``, under the ``model_type`` of their configs::
+A family is a class in one file. Families of this package are in the table of `weighbridge_service.families`. Other installed packages add families
+by the entry point group ``weighbridge.families``, under the ``model_type`` of their configs::
 
     [project.entry-points."weighbridge.families"]
     my_model = "my_package.my_model:MyModel"
 
-It has to say one thing, `Family.rules`; for everything else there is an answer that fits most models. `llama4` is an example
-that uses nothing but this.
+A family must implement `Family.rules`; everything else has a default that fits most models. `llama4` is an example that uses only this interface.
 """
 
 from __future__ import annotations
@@ -32,25 +31,25 @@ _FEW_EXPERTS = 3
 
 
 class Family:
-    """A model of the family, by its config.
+    """A model of the family, from its config.
 
     Args:
         config: content of ``config.json``.
 
     Attributes:
-        config: that content.
-        transformers_config: the same as transformers' class, with only the family's own fields.
+        config: as given.
+        transformers_config: transformers' config object, with only the fields of its class.
     """
 
     transformers_type: ClassVar[str] = ""
-    """The model type under which transformers knows the architecture, where that is another."""
+    """Model type of the architecture in transformers, if it differs from the config's."""
     experts_field: ClassVar[str] = ""
-    """Name of the config's field that counts the routed experts; empty if there are none."""
+    """Name of the config's field with the number of routed experts; empty if there are none."""
     keep_in_fp32: ClassVar[tuple[str, ...]] = ()
-    """What the names of tensors end with that are float32 whatever the dtype of the model."""
+    """Suffixes of names of tensors that are float32 in models of any dtype."""
 
     one_key_for_all_layers: ClassVar[bool] = True
-    """Whether Megatron-core gives layers that are alike one key; not where trainers list which layers have experts."""
+    """Whether Megatron-core uses one key for all layers that are alike; False if trainers list the layers with experts."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.config = config
@@ -59,11 +58,11 @@ class Family:
         )
 
     def rules(self) -> Sequence[Rule]:
-        """The kinds of tensors that the family may have. A rule counts where all of its Hugging Face tensors exist."""
+        """Rules of all kinds of tensors that the family may have. A rule applies if all of its Hugging Face tensors exist."""
         raise NotImplementedError
 
     def hugging_face_shapes(self) -> dict[str, Shape]:
-        """Shapes of the model's tensors, by the names they have in files and in their order; tied ones once."""
+        """Shapes of the model's tensors, by their names in files and in the order of the files; tied tensors once."""
         if not self.experts_field or self.experts <= _FEW_EXPERTS:
             return shapes_of(self.model)
         return with_all_experts(shapes_of(self.model), shapes_of(self._model_with(3)), self.experts)
@@ -73,39 +72,39 @@ class Family:
         return self.text_config.num_attention_heads, self.text_config.num_key_value_heads
 
     def parallel_plan(self) -> Mapping[str, str]:
-        """How engines cut modules for tensor parallelism, as transformers writes its plans.
+        """Tensor-parallel plan of the model, in the form of transformers' plans.
 
-        Patterns of module names as files have them, with ``*`` for numbers, to ``colwise``, ``rowwise`` and others.
+        Maps patterns of module names in files, with ``*`` for numbers, to ``colwise``, ``rowwise`` and others.
         """
         plan = parallel_plan_of(self.model)
         if self.text_config is not self.transformers_config:
-            # transformers 5 cuts the output layer of models with images as well; slices are the same with either
+            # only transformers 5 has the output layer of multimodal models in its plan; drop it, so that slices do not depend on the release
             plan = {module: style for module, style in plan.items() if not module.endswith("lm_head")}
         return plan
 
     @property
     def text_config(self) -> Any:
-        """The config of the language model, which multimodal models have inside theirs."""
+        """The config of the language model, which is nested in the configs of multimodal models."""
         return getattr(self.transformers_config, "text_config", self.transformers_config)
 
     @property
     def num_layers(self) -> int:
-        """Decoder layers of the language model, those for multi-token prediction not counted."""
+        """Number of decoder layers of the language model, without layers for multi-token prediction."""
         return int(self.text_config.num_hidden_layers)
 
     @property
     def vocab_size(self) -> int:
-        """Rows of the embedding, without padding."""
+        """Number of rows of the embedding, without padding."""
         return int(self.text_config.vocab_size)
 
     @property
     def experts(self) -> int:
-        """Routed experts in each layer that has them."""
+        """Number of routed experts in each layer that has experts."""
         return int(getattr(self.text_config, self.experts_field)) if self.experts_field else 0
 
     @cached_property
     def model(self) -> Any:
-        """transformers' model without memory for its weights; with two experts only, if it has more than a few."""
+        """transformers' model without memory for its weights; with only two experts if it has more than `_FEW_EXPERTS`."""
         many = self.experts_field and self.experts > _FEW_EXPERTS
         return self._model_with(2) if many else meta_model(self.transformers_config, self.config)
 
@@ -115,7 +114,7 @@ class Family:
         return meta_model(config, self.config)
 
     def all_rules(self) -> list[Rule]:
-        """The family's rules, with the value or reward head in the place of the output layer if the model has one."""
+        """The family's rules; if the model has a value or reward head, with the rules of the head instead of the output layer."""
         rules = list(self.rules())
         if label_count(self.config) is not None:
             rules = [rule for rule in rules if not rule.megatron.endswith("output_layer.weight")]
@@ -131,12 +130,12 @@ def mtp_rules(
     hugging_face_layer: str,
     own: Mapping[str, str],
 ) -> list[Rule]:
-    """Rules for layers of multi-token prediction: a decoder layer inside each, and a few tensors of their own.
+    """Rules of layers for multi-token prediction: each has a decoder layer, and a few tensors of its own.
 
     Args:
-        rules: of the decoder's layers.
-        hugging_face_layer: where the layers are, such as ``model.layers.{layer+61}``.
-        own: for each of Megatron-core's own tensors below ``mtp.layers.{layer}.``, Hugging Face's.
+        rules: rules of the decoder's layers.
+        hugging_face_layer: Hugging Face's prefix of the layers, such as ``model.layers.{layer+61}``.
+        own: Hugging Face's names of the layers' own tensors, by Megatron-core's names, which are relative to ``mtp.layers.{layer}.``.
     """
     found = [
         Rule(f"mtp.layers.{{layer}}.{ours}", (f"{hugging_face_layer}.{theirs}",), WHOLE, part=MTP)
@@ -159,4 +158,4 @@ def mtp_rules(
 
 
 MTP = "mtp"
-"""The optional part with the layers for multi-token prediction."""
+"""Name of the optional part with the layers for multi-token prediction."""

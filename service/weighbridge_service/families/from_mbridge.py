@@ -1,6 +1,6 @@
-"""Families that mbridge knows, behind the same interface as all others, so that another provider can take its place.
+"""Families that use mbridge, behind the same interface as all others, so that mbridge can be replaced.
 
-mbridge is run on tensors without weights, and without a process group or a device.
+mbridge runs on tensors without weights, and without a process group or a device.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ _LAYERS = "decoder.layers.{layer}."
 
 
 class MBridgeFamily(Family):
-    """A family with the names and conversions that mbridge has for its model type."""
+    """A family with mbridge's names and conversions for its model type."""
 
     mbridge_type: ClassVar[str] = ""
-    """The model type under which mbridge knows it, where that is another."""
+    """Model type of the family in mbridge, if it differs from the config's."""
     further_names: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    """Tensors of a decoder layer that mbridge's tables lack, such as biases, in the form of a rule's names."""
+    """Tensors of a decoder layer that mbridge's tables lack, such as biases: names of Megatron-core to names of Hugging Face, as in rules."""
 
     def rules(self) -> Sequence[Rule]:
-        """What mbridge's tables say."""
+        """Rules from mbridge's tables."""
         return self.rules_of(self.transformers_config, self.mbridge_type or self.config["model_type"])
 
     def rules_of(self, config: Any, model_type: str) -> list[Rule]:
-        """What mbridge's tables say for a config and a model type of transformers."""
+        """Rules from mbridge's tables for a transformers config and a model type of mbridge."""
         return list(self._rules(_offline_bridge(config, model_type, self.further_names)))
 
     def _rules(self, bridge: Any) -> Iterator[Rule]:
@@ -49,12 +49,12 @@ class MBridgeFamily(Family):
             name = name.replace("{layer_number}", "{layer}")
             sample = name.replace("{layer}", "0")
             if "{expert_id}" in targets[0]:
-                # mbridge has the expert's number at the end; distributed checkpoints have it before the module
+                # mbridge's names end with the expert's number; names in distributed checkpoints have it before the module
                 sample += ("" if sample.endswith("weight") else ".weight") + "0"
                 name = (
                     name.removesuffix(".weight").replace("experts.", "experts.experts.{expert}.") + ".weight"
                 )
-            elif not name.endswith(("weight", "bias")):  # mbridge searches names for the words of its tables
+            elif not name.endswith(("weight", "bias")):  # mbridge searches names for the keys of its tables
                 name, sample = f"{name}.weight", f"{sample}.weight"
             hugging_face = tuple(
                 target.replace("{layer_number}", "{layer}").replace("{expert_id}", "{expert}")
@@ -88,8 +88,8 @@ class _MBridgeConversion:
 
 
 def _offline_bridge(config: Any, model_type: str, further_names: Mapping[str, tuple[str, ...]]) -> Any:
-    """An mbridge bridge that needs no process group and shares nothing with others of its class."""
-    # megatron-core and mbridge say at length what a machine without a GPU lacks, none of which is used here
+    """An mbridge bridge that needs no process group and shares no state with other instances of its class."""
+    # megatron-core and mbridge warn about everything that a machine without a GPU lacks, none of which is used here
     warnings.filterwarnings("ignore", category=UserWarning, module=r"(megatron|mbridge)(\.|$)")
     import mbridge  # noqa: F401  (registers the families)
     from mbridge.core.bridge import _MODEL_REGISTRY
@@ -101,13 +101,13 @@ def _offline_bridge(config: Any, model_type: str, further_names: Mapping[str, tu
     if getattr(text, "head_dim", None) is None:
         text.head_dim = text.hidden_size // text.num_attention_heads
     for name, value in text.to_dict().items():
-        # mbridge asks models with images for fields of the language model, as the configs of transformers 4 let it
+        # mbridge reads fields of the language model from configs of multimodal models, which only transformers 4 supports
         if not hasattr(config, name):
             setattr(config, name, value)
 
     class Offline(family):  # type: ignore[misc, valid-type]
         def _build_config(self) -> SimpleNamespace:
-            # mbridge writes the names of tied weights into tables of the class: give this instance its own
+            # mbridge writes the names of tied weights into tables of the class, so this instance gets copies
             for table in _TABLES:
                 setattr(self, table, copy.deepcopy(getattr(self, table)))
             for name, targets in further_names.items():

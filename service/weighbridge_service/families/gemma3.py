@@ -17,20 +17,20 @@ class Gemma3(MBridgeFamily):
     """Gemma 3 from 4B on. Norms are stored as offsets from one on both sides (``layernorm_zero_centered_gamma``)."""
 
     def hugging_face_shapes(self) -> dict[str, Shape]:
-        """The shapes that transformers knows, with the vision tower's names in published files, whose prefix transformers 5 leaves out."""
+        """Shapes of transformers, with the vision tower's prefix of published files, which transformers 5 drops."""
         shapes = super().hugging_face_shapes()
         return {_TOWER.sub("vision_tower.vision_model.", name): shape for name, shape in shapes.items()}
 
     def rules(self) -> Sequence[Rule]:
-        """What mbridge's tables say, with the name in files of an output layer that is not the embedding."""
+        """Rules from mbridge's tables, with the name in files of an output layer that is not tied to the embedding."""
         return _with_output_layer(super().rules())
 
 
 class Gemma3Text(MBridgeFamily):
-    """Gemma 3 of 270M and 1B, which are the language model alone."""
+    """Gemma 3 of 270M and 1B, which have only the language model."""
 
     def rules(self) -> Sequence[Rule]:
-        """Those of the language model inside of the others, without its prefixes."""
+        """Rules of the language model in `Gemma3`, without its prefix."""
         import transformers
 
         inside = transformers.Gemma3Config(text_config=self.transformers_config.to_dict())

@@ -1,7 +1,6 @@
 """GLM-4.5 and 4.6: mixtures of experts with dense first layers and layers for multi-token prediction; and GLM-4.5V, which has a vision tower.
 
-Names of the latter on the side of Megatron-core are those of Megatron-Bridge's model (``GLM45VModel``), which keeps the tower as
-transformers has it.
+Megatron-core's names of GLM-4.5V are those of Megatron-Bridge's model (``GLM45VModel``), whose vision tower is transformers'.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class Glm4vMoe(Family):
     one_key_for_all_layers = False
 
     def rules(self) -> Sequence[Rule]:
-        """The language model's kinds of tensors, and the tensors of the vision tower one by one."""
+        """Rules of the language model, and one rule for each tensor of the vision tower."""
         return [
             *self._decoder.rules(),
             *self._decoder.experts(),
@@ -45,7 +44,7 @@ class Glm4vMoe(Family):
         ]
 
     def parallel_plan(self) -> Mapping[str, str]:
-        """transformers' plan, with dense layers, which transformers 4 leaves out of it."""
+        """transformers' plan, with dense layers, which the plan of transformers 4 lacks."""
         return {**super().parallel_plan(), **self._decoder.parallel_plan()}
 
     @property

@@ -1,8 +1,8 @@
 """gpt-oss: mixtures of experts with biases everywhere, and an offset of the softmax in each attention head.
 
-Names on the side of Megatron-core are its own (``softmax_type="learnable"``, ``add_bias_linear``). Hugging Face stacks the experts of a
-layer, ``[experts, inputs, outputs]``, with rows of gate and up in turn; Megatron-core has all of the gate's before those of up. This is
-the form in bf16, into which the published MXFP4 can be turned.
+Names are Megatron-core's own (``softmax_type="learnable"``, ``add_bias_linear``). Hugging Face stacks the experts of a layer as
+``[experts, inputs, outputs]``, with alternating outputs of gate and up; Megatron-core has all rows of the gate before those of up. The family is
+for the bf16 form, to which the published MXFP4 weights can be dequantised.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class GptOss(Family):
     experts_field = "num_local_experts"
 
     def rules(self) -> Sequence[Rule]:
-        """Those of a decoder, and the offsets, and the experts."""
+        """Rules of a decoder, of the softmax offsets, and of the experts."""
         return [*self._decoder.rules(), *self._own()]
 
     def parallel_plan(self) -> Mapping[str, str]:
-        """transformers' plan, with attention, which transformers 5 leaves out of it."""
+        """transformers' plan, with attention, which the plan of transformers 5 lacks."""
         return {**super().parallel_plan(), **self._decoder.parallel_plan()}
 
     @property

@@ -1,8 +1,7 @@
-"""Llama 4, which mbridge does not know: an example of a family that is written down rule by rule.
+"""Llama 4, which mbridge does not support: an example of a family that lists its rules itself.
 
-Hugging Face stacks the experts of a layer in one tensor and has their matrices the other way round. Attention needs no
-permutation: both sides rotate neighbouring elements (Megatron-core with ``rotary_interleaved``). A trainer of the model with
-images keeps its vision tower as transformers has it.
+Hugging Face stacks the experts of a layer in one tensor, with transposed matrices. Attention needs no permutation: both sides rotate neighbouring
+elements (Megatron-core with ``rotary_interleaved``). A trainer of the multimodal model uses transformers' vision tower.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ class Llama4(Family):
     experts_field = "num_local_experts"
 
     def rules(self) -> Sequence[Rule]:
-        """The language model's kinds of tensors, and the tensors of the vision tower one by one."""
+        """Rules of the language model, and one rule for each tensor of the vision tower."""
         prefix = "" if self.text_config is self.transformers_config else "language_model."
         decoder = Decoder(
             self.head_counts(),

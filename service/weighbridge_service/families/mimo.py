@@ -1,4 +1,4 @@
-"""MiMo: Qwen2 with layers for multi-token prediction, which transformers does not know."""
+"""MiMo: Qwen2 with layers for multi-token prediction, which transformers does not have."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Mimo(MBridgeFamily):
     further_names = BIASES
 
     def rules(self) -> Sequence[Rule]:
-        """What mbridge's tables say, and the same for the layers of prediction, any number of them."""
+        """Rules from mbridge's tables, and the same rules for any number of layers for multi-token prediction."""
         found = list(super().rules())
         mtp = mtp_rules(found, _LAYER, _OWN)
-        # Megatron-core joins the embedding and the hidden state in this order, MiMo in the other (mbridge does not heed it)
+        # Megatron-core concatenates the embedding and the hidden state in this order, MiMo in the other (mbridge ignores that)
         mtp = [
             dataclasses.replace(rule, conversion=Swapped(axis=1))
             if rule.megatron.endswith("eh_proj.weight")
@@ -39,7 +39,7 @@ class Mimo(MBridgeFamily):
         return [*found, *mtp]
 
     def hugging_face_shapes(self) -> dict[str, Shape]:
-        """The shapes of Qwen2, and those of the layers of prediction."""
+        """Shapes of Qwen2, and of the layers for multi-token prediction."""
         shapes = super().hugging_face_shapes()
         hidden, last = self.text_config.hidden_size, f"model.layers.{self.num_layers - 1}."
         of_layer = {name.removeprefix(last): s for name, s in shapes.items() if name.startswith(last)}

@@ -1,8 +1,8 @@
-"""MiniMax-M2: mixtures of experts with norms over all heads of queries, and of keys, and a bias by which experts are chosen.
+"""MiniMax-M2: mixtures of experts with norms over all heads of queries, and of keys, and a bias for the selection of experts.
 
-Names on the side of Megatron-core are those of Megatron-Bridge, whose layer spec cuts these norms by tensor parallelism. The shapes are
-those of a Mixtral with the norms and the bias: transformers knows the type from 5 on. There are no published conventions of layers for
-multi-token prediction, nor are any published.
+Megatron-core's names are those of Megatron-Bridge, whose layer spec splits these norms by tensor parallelism. The shapes are those of a Mixtral with
+the norms and the bias, because only transformers 5 has the model type. Layers for multi-token prediction are not supported: neither such layers
+nor names for them are published.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from weighbridge_service.families.rules import WHOLE, Rule, Shape
 _BIAS = "e_score_correction_bias"
 _MLP = "block_sparse_moe"
 _HEAD_DIM = 128
-"""Of a config that does not say so."""
+"""Default head size."""
 
 
 class MinimaxM2(Family):
@@ -31,7 +31,7 @@ class MinimaxM2(Family):
         super().__init__({"head_dim": _HEAD_DIM, **config})
 
     def hugging_face_shapes(self) -> dict[str, Shape]:
-        """The shapes of a Mixtral, with the norms behind the projections of attention and the bias in front of the router."""
+        """Shapes of a Mixtral, with the norms after the projections of attention and the bias before the router."""
         shapes = super().hugging_face_shapes()
         found: dict[str, Shape] = {}
         for name, shape in shapes.items():
@@ -46,7 +46,7 @@ class MinimaxM2(Family):
         return found
 
     def rules(self) -> Sequence[Rule]:
-        """Those of a decoder with experts, and the bias."""
+        """Rules of a decoder with experts, and of the bias."""
         bias = f"model.layers.{{layer}}.{_MLP}.{_BIAS}"
         return [
             *self._decoder.rules(),
@@ -55,7 +55,7 @@ class MinimaxM2(Family):
         ]
 
     def parallel_plan(self) -> Mapping[str, str]:
-        """Mixtral's plan, with the norms, which engines cut like the projections in front of them."""
+        """Mixtral's plan, with the norms, which engines split like the projections before them."""
         return {**super().parallel_plan(), **self._decoder.parallel_plan()}
 
     @property

@@ -21,7 +21,7 @@ _NAMES = {
 
 
 class Mixtral(MBridgeFamily):
-    """Mixtral: every layer has experts, and none is shared."""
+    """Mixtral: every layer has experts, without shared ones."""
 
     experts_field = "num_local_experts"
 
@@ -43,12 +43,12 @@ class Qwen3Moe(MBridgeFamily):
         super().__init__(with_num_experts(config))
 
     def hugging_face_shapes(self) -> dict[str, Shape]:
-        """The shapes that transformers knows, with a layer's router in front of its experts."""
+        """Shapes of transformers, with each layer's router before its experts."""
         return routers_first(super().hugging_face_shapes())
 
 
 def routers_first(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
-    """The same tensors with each layer's router in front of its experts, where transformers 5 has it behind them."""
+    """The same tensors with each layer's router before its experts; transformers 5 has it after them."""
     found: dict[str, Shape] = {}
     for in_mlp, run in itertools.groupby(shapes.items(), lambda item: ".mlp." in item[0]):
         found |= sorted(run, key=lambda item: in_mlp and ".experts." in item[0])
@@ -56,7 +56,7 @@ def routers_first(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
 
 
 def with_num_experts(fields: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The fields of a language model's config with ``num_experts`` where transformers 5 writes ``num_local_experts``."""
+    """The fields of a language model's config with ``num_experts``, for which transformers 5 writes ``num_local_experts``."""
     if "num_experts" in fields or "num_local_experts" not in fields:
         return fields
     return {**fields, "num_experts": fields["num_local_experts"]}

@@ -1,9 +1,8 @@
-"""Nemotron-H and Nemotron 3: layers of a state space model, of attention, of an MLP and of experts, each with one norm in front of it.
+"""Nemotron-H and Nemotron 3: layers of a state space model, of attention, of an MLP and of experts, each after a norm.
 
-Names on the side of Megatron-core are those of its `MambaModel`; what becomes of Hugging Face's tensors is as in Megatron-Bridge. The
-projection in front of a state space model, and its convolution, have sections that Megatron-core declares by themselves: gate, input,
-B, C and time steps. transformers knows the type from 5 on, so the shapes are written down here, with the defaults of its config. There
-is no map of layers for multi-token prediction.
+Megatron-core's names are those of its `MambaModel`; tensors are converted as in Megatron-Bridge. The input projection of a state space model, and
+its convolution, have sections that Megatron-core declares separately: gate, input, B, C and time steps. Only transformers 5 has the model type,
+so the shapes are computed here, with the defaults of its config. Layers for multi-token prediction are not supported.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _DEFAULTS: Mapping[str, Any] = {
 _HEAD_DIM = 128
 _MAMBA, _ATTENTION, _MLP, _EXPERTS = "M", "*", "-", "E"
 _SYMBOLS = {
-    # of each word that transformers has had for a kind of layer, the letter of published configs
+    # all of transformers' names for kinds of layers, with the letters of published configs
     "mamba": _MAMBA,
     "linear_attention": _MAMBA,
     "attention": _ATTENTION,
@@ -74,11 +73,11 @@ class NemotronH(Family):
 
     @property
     def experts(self) -> int:
-        """Routed experts in each layer that has them; 0 if none has."""
+        """Number of routed experts in each layer that has experts; 0 if no layer has."""
         return int(self.config["n_routed_experts"]) if _EXPERTS in self.layers else 0
 
     def hugging_face_shapes(self) -> dict[str, Shape]:
-        """Shapes of the tensors in the order of the files."""
+        """Shapes of the model's tensors, in the order of the files."""
         hidden = self.config["hidden_size"]
         found: dict[str, Shape] = {}
         found["backbone.embeddings.weight"] = (self.vocab_size, hidden)
@@ -98,7 +97,7 @@ class NemotronH(Family):
         return found
 
     def rules(self) -> Sequence[Rule]:
-        """Each kind of tensor, and the norm of each layer, whose name is by what it is in front of."""
+        """Rules of all kinds of tensors, and one rule for the norm of each layer, whose name depends on the kind of the layer."""
         return [
             Rule("embedding.word_embeddings.weight", ("backbone.embeddings.weight",), WHOLE, vocabulary=True),
             Rule("decoder.final_norm.weight", ("backbone.norm_f.weight",), WHOLE),
@@ -114,7 +113,7 @@ class NemotronH(Family):
         ]
 
     def parallel_plan(self) -> Mapping[str, str]:
-        """How engines cut: state space models by their heads, section by section, and the rest as usual."""
+        """Tensor-parallel plan: state space models are split by heads, section by section, other modules as usual."""
         there = "backbone.layers.*.mixer"
         rows = ("in_proj", "conv1d", "norm", "q_proj", "k_proj", "v_proj", "up_proj")
         plan = dict.fromkeys((there, *(f"{there}.{module}" for module in rows)), "colwise")
@@ -151,12 +150,12 @@ class NemotronH(Family):
 
     @property
     def _inner(self) -> int:
-        """Elements of all heads of a state space model."""
+        """Number of elements of all heads of a state space model."""
         return int(self.config["mamba_num_heads"] * self.config["mamba_head_dim"])
 
     @property
     def _states(self) -> int:
-        """Elements of B, and of C."""
+        """Number of elements of B, and of C."""
         return int(self.config["n_groups"] * self.config["ssm_state_size"])
 
     def _mamba_shapes(self) -> dict[str, Shape]:
@@ -196,12 +195,12 @@ class NemotronH(Family):
 
 
 def _mlp(prefix: str, hidden: int, inner: int) -> dict[str, Shape]:
-    """An MLP without a gate."""
+    """Shapes of an MLP without a gate."""
     return {f"{prefix}up_proj.weight": (inner, hidden), f"{prefix}down_proj.weight": (hidden, inner)}
 
 
 def _kinds_of_layers(config: Mapping[str, Any]) -> str:
-    """The letter of each layer, as published configs and those of transformers 5 say it."""
+    """The letter of each layer's kind, from fields of published configs or of transformers 5. Raises InvalidArgument."""
     pattern, listed = config.get("hybrid_override_pattern"), config.get("layers_block_type")
     letters = pattern
     if isinstance(listed, list):

@@ -1,4 +1,4 @@
-"""Qwen2.5-VL: a language model and a vision tower, both of them Megatron-core's."""
+"""Qwen2.5-VL: a language model and a vision tower, both with Megatron-core's layers."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class Qwen25VL(MBridgeFamily):
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         if "text_config" not in config:
-            # as published: the language model's fields stand beside `vision_config`
+            # published configs have the language model's fields at the top level, beside `vision_config`
             config = {**config, "text_config": config}
         if "tie_word_embeddings" not in config and "tie_word_embeddings" in config["text_config"]:
-            # as transformers 4 reads it, and transformers 5 since 5.16
+            # transformers 4, and transformers 5 since 5.16, read it from the language model's config
             config = {**config, "tie_word_embeddings": config["text_config"]["tie_word_embeddings"]}
         super().__init__(config)

@@ -1,9 +1,8 @@
-"""Qwen3-Next: layers of a gated delta net among layers of gated attention, each with experts of which one is shared.
+"""Qwen3-Next: layers with gated delta nets and layers with gated attention, each with routed experts and a shared one.
 
-Names on the side of Megatron-core are its own (``experimental_attention_variant="gated_delta_net"``, ``attention_output_gate``); what
-becomes of Hugging Face's tensors is as in Megatron-Bridge. Norms are stored as offsets from one on both sides, but for the one inside a
-gated delta net, of which Hugging Face has the weights themselves. Published files have a layer for multi-token prediction, which
-transformers leaves out.
+Names are Megatron-core's own (``experimental_attention_variant="gated_delta_net"``, ``attention_output_gate``); tensors are converted as in
+Megatron-Bridge. Norms are stored as offsets from one on both sides, except for the norm in a gated delta net, which Hugging Face stores without the
+offset. Published files have a layer for multi-token prediction, which transformers leaves out.
 """
 
 from __future__ import annotations
@@ -30,20 +29,20 @@ _OWN = {
     "hnorm.weight": "mtp.pre_fc_norm_hidden.weight",
     "final_layernorm.weight": "mtp.norm.weight",
 }
-"""The tensors of a layer for multi-token prediction besides those of a decoder layer."""
+"""Tensors of a layer for multi-token prediction that are not in its decoder layer."""
 _PREDICTED = "num_nextn_predict_layers"
 
 
 @dataclass(frozen=True)
 class DeltaNetProjections:
-    """What a gated delta net projects at once: query, key, value, gate, beta and alpha.
+    """Input projections of a gated delta net: query, key, value, gate, beta and alpha.
 
-    Megatron-core has one behind the other, each of all heads. Hugging Face has the first four in one tensor and the others in another one,
-    each by key head.
+    Megatron-core concatenates them, each with all heads. Hugging Face has the first four in one tensor and the others in another one, each
+    grouped by key head.
 
     Attributes:
-        heads: key heads.
-        rows: of each of the six.
+        heads: number of key heads.
+        rows: number of rows of each of the six projections.
     """
 
     heads: int
@@ -82,12 +81,12 @@ class Qwen3Next(Family):
 
     @property
     def mtp_layers(self) -> int:
-        """Layers for multi-token prediction; configs that do not say so have one, and a model with a value or reward head has none."""
+        """Number of layers for multi-token prediction: by default one; none in a model with a value or reward head."""
         given = self.config.get(_PREDICTED)
         return 0 if label_count(self.config) is not None else 1 if given is None else int(given)
 
     def hugging_face_shapes(self) -> dict[str, Shape]:
-        """The shapes that transformers knows, and behind them those of the layer for multi-token prediction."""
+        """Shapes of transformers, followed by those of the layer for multi-token prediction."""
         shapes = super().hugging_face_shapes()
         if not self.mtp_layers:
             return shapes
@@ -104,14 +103,14 @@ class Qwen3Next(Family):
         return shapes | own | {name.replace(layer, "mtp.layers.0."): s for name, s in of_layer.items()}
 
     def rules(self) -> Sequence[Rule]:
-        """Those of a decoder with experts; the norm in front of each gated delta net first, which is named otherwise than that of attention."""
+        """Rules of a decoder with experts. Rules of the norms before gated delta nets come first, as these have other names than norms before attention."""
         decoder = [*self._decoder.rules(), *self._decoder.experts(), self._shared_gate]
         predicting = mtp_rules(decoder, "mtp.layers.{layer}", {})
         own = [Rule(f"mtp.layers.0.{ours}", (theirs,), WHOLE, part=MTP) for ours, theirs in _OWN.items()]
         return [*self._norms(), *self._delta_net(), *decoder, *own, *predicting]
 
     def parallel_plan(self) -> Mapping[str, str]:
-        """transformers' plan, with gated delta nets, which engines cut by their heads, and the layer for multi-token prediction."""
+        """transformers' plan, with gated delta nets, which engines split by heads, and the layer for multi-token prediction."""
         there = "model.layers.*.linear_attn"
         rows = (there, *(f"{there}.{module}" for module in ("in_proj_qkvz", "in_proj_ba", "conv1d")))
         predicting = dataclasses.replace(self._decoder, theirs="mtp.").parallel_plan()

@@ -1,8 +1,7 @@
-"""Qwen3-VL, dense and as a mixture of experts: a language model and a vision tower, both of them Megatron-core's.
+"""Qwen3-VL, dense and as a mixture of experts: a language model and a vision tower, both with Megatron-core's layers.
 
-Names on the side of Megatron-core are those of the models of Megatron-Bridge and mbridge (``Qwen3VLModel``). The tower has one
-tensor for query, key and value on both sides, whose rows Megatron-core orders by head. Mergers of its deeper layers are stacked
-like layers.
+Megatron-core's names are those of the models of Megatron-Bridge and mbridge (``Qwen3VLModel``). The tower has one tensor for query, key and value on
+both sides, whose rows Megatron-core orders by head. Mergers of its deeper layers are stacked like layers.
 """
 
 from __future__ import annotations
@@ -30,16 +29,16 @@ class Qwen3VL(Family):
     def __init__(self, config: Mapping[str, Any]) -> None:
         text = config.get("text_config") or {}
         if not text.get("rope_scaling"):
-            # transformers 5 writes it under another name, and transformers 4 makes no model without it
+            # transformers 5 writes this field under another name, and transformers 4 cannot create a model without it
             config = {**config, "text_config": {**text, "rope_scaling": _ROPE}}
         super().__init__(config)
 
     def rules(self) -> Sequence[Rule]:
-        """The language model's kinds of tensors, and the vision tower's."""
+        """Rules of the language model and of the vision tower."""
         return [*self._decoder.rules(), *self._tower()]
 
     def parallel_plan(self) -> Mapping[str, str]:
-        """Qwen3's: transformers has none for the dense ones."""
+        """transformers' plan, with the usual plan of the decoder, since transformers has none for dense models."""
         return {**super().parallel_plan(), **self._decoder.parallel_plan()}
 
     @property
@@ -71,7 +70,7 @@ class Qwen3VL(Family):
 
 
 class Qwen3VLMoe(Qwen3VL):
-    """Qwen3-VL as a mixture of experts, which Hugging Face stacks in one tensor a layer, their matrices the other way round."""
+    """Qwen3-VL as a mixture of experts. Hugging Face stacks the experts of a layer in one tensor, with transposed matrices."""
 
     experts_field = "num_experts"
 
@@ -79,7 +78,7 @@ class Qwen3VLMoe(Qwen3VL):
         super().__init__({**config, "text_config": with_num_experts(config.get("text_config") or {})})
 
     def hugging_face_shapes(self) -> dict[str, Shape]:
-        """The shapes of published files, whose experts are ``[experts, inputs, outputs]``; transformers 5 has them the other way round."""
+        """Shapes of published files, whose experts are ``[experts, inputs, outputs]``; transformers 5 has them transposed."""
         hidden, inner = self.text_config.hidden_size, self.text_config.moe_intermediate_size
         axes = {"gate_up_proj": (hidden, 2 * inner), "down_proj": (inner, hidden)}
         return {
@@ -88,5 +87,5 @@ class Qwen3VLMoe(Qwen3VL):
         }
 
     def rules(self) -> Sequence[Rule]:
-        """As of the dense ones, and the experts."""
+        """Rules of the dense models, and of the experts."""
         return [*super().rules(), *self._decoder.stacked_experts()]

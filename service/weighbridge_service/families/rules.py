@@ -1,4 +1,4 @@
-"""Rules by which Hugging Face tensors follow from a Megatron-core tensor."""
+"""Rules that convert a Megatron-core tensor to Hugging Face tensors."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ Shape = tuple[int, ...]
 
 
 class Rearrangement(Protocol):
-    """How one whole Megatron-core tensor becomes Hugging Face tensors.
+    """Conversion of one whole Megatron-core tensor to Hugging Face tensors.
 
-    It is never run on weights: once on shapes, and a few times on tensors of element numbers, to find out which element
-    goes where. It may only place elements. One that scales, shifts or mixes them is found out and refused; a constant that is added to
-    all of them is the rule's `shift`.
+    It never runs on weights. It runs once on shapes, and a few times on tensors of element numbers, which show the place of each element. It may
+    only move elements: a conversion that scales, shifts or mixes them is detected and rejected. The rule's `shift` adds a constant.
     """
 
     def megatron_shape(self, shapes: Sequence[Shape]) -> Shape:
@@ -30,11 +29,11 @@ class Rearrangement(Protocol):
 
 @dataclass(frozen=True)
 class Section:
-    """Rows of a Megatron-core tensor that are a tensor of their own in distributed checkpoints, as ``z`` of ``in_proj.weight.z``.
+    """Rows of a Megatron-core tensor that are a separate tensor in distributed checkpoints, such as ``z`` of ``in_proj.weight.z``.
 
     Attributes:
-        name: what is behind the name of the whole.
-        rows: how many.
+        name: suffix that is appended to the name of the whole tensor.
+        rows: number of rows.
     """
 
     name: str
@@ -43,32 +42,32 @@ class Section:
 
 @dataclass(frozen=True)
 class Rule:
-    """Tensors of one kind: all layers and experts whose tensors are made in the same way.
+    """Rule of tensors of one kind, in all layers and experts.
 
-    In names, ``{layer}`` and ``{expert}`` stand for numbers; ``{layer+61}`` is one that begins elsewhere.
+    In names, ``{layer}`` and ``{expert}`` are placeholders for numbers; ``{layer+61}`` is a number with an offset.
 
     Attributes:
-        megatron: Megatron-core's name, as its distributed checkpoints spell it with a key for each layer and expert,
-            by the Transformer Engine layer spec: ``decoder.layers.{layer}.mlp.experts.experts.{expert}.linear_fc1.weight``.
-        hugging_face: the tensors that it becomes. ``name[{expert}]`` is one index of the first axis of a tensor that
-            Hugging Face stacks.
-        conversion: how.
-        copies: further tensors that hold the same elements as the first one. They are written on the way to Hugging
-            Face, and not read on the way back.
-        part_of_copies: the optional part that the copies belong to.
+        megatron: Megatron-core's name in distributed checkpoints with a key for each layer and expert, by the Transformer Engine layer spec:
+            ``decoder.layers.{layer}.mlp.experts.experts.{expert}.linear_fc1.weight``.
+        hugging_face: names of the tensors that it is converted to. ``name[{expert}]`` is one index of the first axis of a stacked tensor.
+        conversion: the conversion.
+        copies: names of further tensors with the same elements as the first one. They are written on the way to Hugging Face, and not read on
+            the way back.
+        part_of_copies: optional part that the copies belong to.
         vocabulary: whether the first axis is the vocabulary, which trainers may pad.
-        halves: whether the Megatron-core tensor is two halves above each other (all gate rows, then all up rows), of which
-            tensor parallelism cuts each by itself.
-        sections: parts above each other that Megatron-core declares by themselves, and of which tensor parallelism cuts each by itself;
-            together all rows of the tensor. Empty if it declares the tensor whole.
-        by_heads: whether the first axis has as many elements of each head, and tensor parallelism cuts it although tensors of that
-            name are whole elsewhere, such as a norm over all heads together.
-        every: how many rows of Hugging Face's tensors, along their last axis, take turns, such as those of gate and up; the
-            conversion then has that axis as two, the latter of this length.
-        shift: what is added to each element on the way to Hugging Face, and subtracted on the way back, such as one for a norm whose
-            weights Megatron-core has less one. A finite float32; the tensors are of floating-point numbers of 16 bits or more, and no vocabulary. Others are refused.
-        part: name of an optional part of the model, such as ``mtp``, that a checkpoint has whole or not at all; empty
-            if the tensor belongs to every checkpoint.
+        halves: whether the Megatron-core tensor is a concatenation of two halves (all gate rows, then all up rows), each of which tensor
+            parallelism splits separately.
+        sections: sections of rows that Megatron-core declares separately, and tensor parallelism splits separately; together they are all rows
+            of the tensor. Empty if Megatron-core declares the tensor as a whole.
+        by_heads: whether the first axis has the same number of elements for each head, and tensor parallelism splits it although it does not
+            split tensors of that name in other models, such as a norm over all heads together.
+        every: number of kinds of elements, such as gate and up, that alternate along the last axis of Hugging Face's tensors. The conversion
+            sees that axis as two axes, the latter of this length.
+        shift: constant that is added to each element on the way to Hugging Face, and subtracted on the way back, such as one for a norm that
+            Megatron-core stores as an offset from one. Must be a finite float32; the tensors must be floating-point with at least 16 bits,
+            and must not be the vocabulary.
+        part: name of an optional part of the model, such as ``mtp``, that a checkpoint has completely or not at all; empty if the tensor
+            belongs to every checkpoint.
     """
 
     megatron: str
@@ -85,7 +84,7 @@ class Rule:
     part: str = ""
 
     def seen(self, shape: Shape) -> Shape:
-        """The shape of a Hugging Face tensor with the axes that the conversion has."""
+        """The shape of a Hugging Face tensor with the axes of the conversion; see `every`."""
         return shape if self.every == 1 else (*shape[:-1], shape[-1] // self.every, self.every)
 
 
@@ -105,10 +104,10 @@ WHOLE: Rearrangement = _Whole()
 
 @dataclass(frozen=True)
 class Halves:
-    """Two tensors of one shape above each other, such as all gate rows and then all up rows.
+    """Two tensors of the same shape, concatenated, such as all gate rows and then all up rows.
 
     Attributes:
-        axis: of the Megatron-core tensor that the halves share.
+        axis: axis of the concatenation.
     """
 
     axis: int = 0
@@ -148,7 +147,7 @@ class Swapped:
 
 @dataclass(frozen=True)
 class Transposed:
-    """One matrix, with rows and columns exchanged."""
+    """A transposed matrix."""
 
     def megatron_shape(self, shapes: Sequence[Shape]) -> Shape:
         """Shape of the Megatron-core tensor, from those of the Hugging Face tensors."""
@@ -162,7 +161,7 @@ class Transposed:
 
 @dataclass(frozen=True)
 class OneRow:
-    """A vector, which Hugging Face has as a matrix of one row."""
+    """A vector that Hugging Face stores as a matrix of one row."""
 
     def megatron_shape(self, shapes: Sequence[Shape]) -> Shape:
         """Shape of the Megatron-core tensor, from those of the Hugging Face tensors."""
@@ -175,7 +174,7 @@ class OneRow:
 
 @dataclass(frozen=True)
 class Alternating:
-    """Two halves above each other that alternate along Hugging Face's last axis, the other axes in reverse order.
+    """Two concatenated halves whose rows alternate along Hugging Face's last axis, with the other axes in reverse order.
 
     For rules with ``every=2``.
     """
@@ -196,10 +195,10 @@ class GroupedQKV:
     """Query, key and value projections, which Megatron-core interleaves by key-value head.
 
     Attributes:
-        heads: attention heads.
-        kv_heads: key-value heads.
-        gated: whether the query projection makes a gate for each head besides: Hugging Face has its rows behind those of that head's
-            query, Megatron-core behind those of all queries of the key-value head (``attention_output_gate``).
+        heads: number of attention heads.
+        kv_heads: number of key-value heads.
+        gated: whether the query projection also computes a gate for each head. Hugging Face has the gate's rows after those of the head's
+            query, Megatron-core after those of all queries of the key-value head (``attention_output_gate``).
     """
 
     heads: int
@@ -224,10 +223,10 @@ class GroupedQKV:
 
 @dataclass(frozen=True)
 class MergedQKV:
-    """One projection of query, key and value on both sides, of as many heads each: Megatron-core interleaves them by head.
+    """One projection of query, key and value, with the same number of heads each, on both sides. Megatron-core interleaves them by head.
 
     Attributes:
-        heads: attention heads.
+        heads: number of attention heads.
     """
 
     heads: int

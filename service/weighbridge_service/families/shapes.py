@@ -1,7 +1,7 @@
-"""Shapes of the tensors of transformers' model of a config, which is made without memory.
+"""Shapes of the tensors of transformers' model for a config. The model is created without memory for weights.
 
-transformers 5 stacks the experts of a layer, and names some modules otherwise, in memory alone: what it saves has the names of
-transformers 4. So names and their order are here those of files, whichever of the two is installed.
+transformers 5 stacks the experts of a layer, and renames some modules, but only in memory: its files have the names of transformers 4. So names and
+their order here are those of files, with either release.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from weighbridge.errors import InvalidArgument
 
 _LARGEST = {
-    # far above any model there is: what is larger would only eat the service's memory
+    # far above any existing model; larger values would only exhaust the service's memory
     "num_hidden_layers": 1 << 9,
     "num_layers": 1 << 10,
     "depth": 1 << 10,
@@ -53,37 +53,37 @@ _LARGEST = {
 }
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _MOST_EXPERTS_IN_ALL = 50_000
-"""Over all layers; the largest model there is has 23,000, and each means three tensors or more."""
+"""Maximum number of experts in all layers. The largest known model has 23,000, and each expert has three tensors or more."""
 _MAY_BE_ZERO = ("num_nextn_predict_layers", "n_shared_experts", "moe_num_shared_experts")
 _FURTHER_FIELDS = ("head_dim", "tie_word_embeddings", "vision_use_head", "full_attention_interval")
-"""Fields that have a say in which tensors there are and that transformers reads without naming them."""
+"""Fields that determine tensors, and that transformers reads although they are not parameters of its config classes."""
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _OF_EXPERT = re.compile(r"^(.*\.experts)\.(\d+)\.(\w+)\.\w+$")
 _ORDER = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
-"""Of an expert's projections in files."""
+"""Order of an expert's projections in files."""
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 _STYLES = {"colwise_gather_output": "colwise", "packed_colwise": "colwise"}
-"""Words of transformers 5 for cuts of one projection; they add what becomes of activations, or that two of them are stacked."""
+"""Styles of transformers 5 that split weights like an older style. They differ in the handling of activations, or in stacked projections."""
 _SIZES = ("_dim", "_size", "_rank", "_heads", "_layers", "_experts", "_groups")
 _MOST_LABELS = 1 << 16
 _HEADS = ("ForTokenClassification", "ForSequenceClassification")
-"""What the names of architectures with a value or reward head end with."""
+"""Suffixes of the names of architectures with a value or reward head."""
 
 
 def transformers_config(model_type: str, config: Mapping[str, Any], *, any_parts: bool = False) -> Any:
-    """A transformers config with nothing but the family's own fields.
+    """A transformers config with only the fields of its class.
 
-    Others name code to run (``auto_map``, ``attn_implementation``), replace methods, or make transformers fill memory, and
-    none of them has a say in the weights.
+    Other fields name code to execute (``auto_map``, ``attn_implementation``), replace methods, or make transformers allocate memory. None of them
+    affects the weights.
 
     Args:
-        model_type: which config.
+        model_type: model type of the config class.
         config: content of ``config.json``.
-        any_parts: whether configs within it are of the types that they name, where a family takes any; by default they are those that
-            the family has unless it is told otherwise.
+        any_parts: whether nested configs have the types that they name, if the config class accepts any type. By default they have the default
+            types of the config class.
 
     Raises:
-        InvalidArgument: names the field that is out of bounds.
+        InvalidArgument: a field is out of range; names it.
     """
     import transformers
 
@@ -103,11 +103,11 @@ def _own_fields(cls: Any, config: Mapping[str, Any], any_parts: bool) -> dict[st
     for name, nested in cls.sub_configs.items():
         if isinstance(fields.get(name), Mapping):
             named: dict[str, Any] = {}
-            if not _field_names(nested):  # any config
+            if not _field_names(nested):  # the class accepts any config
                 model_type = fields[name].get("model_type")
                 if any_parts and model_type in transformers.CONFIG_MAPPING:
                     nested, named = transformers.CONFIG_MAPPING[model_type], {"model_type": model_type}
-                else:  # the family's own, whatever a file asks for
+                else:  # the default type, regardless of the type in the file
                     default = default or cls()
                     nested = type(getattr(default, name))
             fields[name] = {**_own_fields(nested, fields[name], any_parts), **named}
@@ -115,7 +115,7 @@ def _own_fields(cls: Any, config: Mapping[str, Any], any_parts: bool) -> dict[st
 
 
 def _field_names(cls: Any) -> list[str]:
-    """What a class of configs adds to those of all models."""
+    """Names of the fields that a config class adds to those of all models."""
     fields = getattr(cls, "__dataclass_fields__", None)
     if fields is None:  # transformers 4
         parameters = inspect.signature(cls.__init__).parameters.values()
@@ -127,7 +127,7 @@ def _field_names(cls: Any) -> list[str]:
 
 
 def _check_sizes(config: Mapping[str, Any]) -> None:
-    """Refuse sizes that no model has, before anything is made of them."""
+    """Raise InvalidArgument for sizes that no model has, before memory is allocated for them."""
     for name, value in config.items():
         if name.endswith(_SIZES) and type(value) is int and value < 0:
             raise InvalidArgument(f"config.json has {name} = {value}, which is negative")
@@ -147,10 +147,10 @@ def _check_experts_of(text_config: Any, further_layers: int) -> None:
 
 
 def check_experts(layers: int, experts: int) -> None:
-    """Refuse more experts than fit into memory as names.
+    """Reject more experts than `_MOST_EXPERTS_IN_ALL`, whose names alone would fill the memory.
 
     Raises:
-        InvalidArgument: so many layers would have so many experts each.
+        InvalidArgument: all layers together have too many experts.
     """
     if layers * experts > _MOST_EXPERTS_IN_ALL:
         raise InvalidArgument(
@@ -159,7 +159,7 @@ def check_experts(layers: int, experts: int) -> None:
 
 
 def label_count(config: Mapping[str, Any]) -> int | None:
-    """Outputs of the model's value or reward head; None if it is a language model."""
+    """Number of outputs of the model's value or reward head; None if it has no such head."""
     architectures = config.get("architectures") or [""]
     if not str(architectures[0]).endswith(_HEADS):
         return None
@@ -168,7 +168,11 @@ def label_count(config: Mapping[str, Any]) -> int | None:
 
 
 def meta_model(transformers_config: Any, config: Mapping[str, Any]) -> Any:
-    """The model that ``architectures`` names, or else the one that generates text, without memory for its weights."""
+    """Create the model with the head that ``architectures`` names, or else the one that generates text, without memory for its weights.
+
+    Raises:
+        InvalidArgument: the number of labels is out of range.
+    """
     import torch
     import transformers
 
@@ -191,7 +195,7 @@ def meta_model(transformers_config: Any, config: Mapping[str, Any]) -> Any:
 
 
 def shapes_of(model: Any) -> dict[str, tuple[int, ...]]:
-    """Shapes of a model's tensors by the names they have in files, in the order of the state dict, tied ones once."""
+    """Shapes of a model's tensors by their names in files, in the order of the state dict; tied tensors once."""
     in_files = [item for of_tensor in file_names(model).values() for item in of_tensor.items()]
     shapes: dict[str, tuple[int, ...]] = {}
     for _, run in itertools.groupby(in_files, lambda item: _expert(item[0])[0]):
@@ -200,7 +204,7 @@ def shapes_of(model: Any) -> dict[str, tuple[int, ...]]:
 
 
 def _expert(name: str) -> tuple[str, int, int]:
-    """Where a tensor's experts are, which of them it belongs to, and its place in that one; empty if it belongs to none."""
+    """Sort key of an expert's tensor: the module of the experts, the expert's number, and the order of its projections; empty for other tensors."""
     found = _OF_EXPERT.match(name)
     if found is None or found[3] not in _ORDER:
         return "", 0, 0
@@ -208,7 +212,7 @@ def _expert(name: str) -> tuple[str, int, int]:
 
 
 def parallel_plan_of(model: Any) -> dict[str, str]:
-    """transformers' plan for a model: modules by their names in files, with ``*`` for numbers, to ``colwise``, ``rowwise`` and others."""
+    """transformers' tensor-parallel plan of a model: names of modules in files, with ``*`` for numbers, to ``colwise``, ``rowwise`` and others."""
     plan = {**model.tp_plan, **(type(model)._tp_plan or {})}
     patterns = [
         (re.compile(re.escape(module).replace(r"\*", r"\d+")), style)
@@ -220,7 +224,7 @@ def parallel_plan_of(model: Any) -> dict[str, str]:
 
     found: dict[str, str] = {}
     for name, in_files in file_names(model).items():
-        # what is stacked is spoken of as a module would be
+        # plans have stacked tensors under their own names, like modules
         stacked = None if name in in_files else style_of(name)
         style = stacked or style_of(name.rpartition(".")[0])
         if style is not None:
@@ -233,7 +237,7 @@ def _module_kind(name: str) -> str:
 
 
 def file_names(model: Any) -> dict[str, dict[str, tuple[int, ...]]]:
-    """The tensors of a model by their names in memory, each with what it is in files: names and shapes. Of tied tensors the first is there."""
+    """Names and shapes in files, of each tensor of a model by its name in memory. Of tied tensors only the first is included."""
     seen: set[int] = set()
     tensors = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -260,7 +264,7 @@ def file_names(model: Any) -> dict[str, dict[str, tuple[int, ...]]]:
 
 
 def names_on_disk(model: Any) -> Callable[[str], str]:
-    """From names in a model to names in files: transformers renames tensors of some models when it loads and saves them."""
+    """A function from names in a model to names in files. transformers renames tensors of some models when it loads and saves them."""
     renamed = [
         (re.compile(re.sub(r"\(.*\)", "", new.lstrip("^"))), re.sub(r"\(.*\)", "", old.lstrip("^")))
         for old, new in (getattr(model, "_checkpoint_conversion_mapping", None) or {}).items()
@@ -279,9 +283,10 @@ def names_on_disk(model: Any) -> Callable[[str], str]:
 def with_all_experts(
     two: Mapping[str, tuple[int, ...]], three: Mapping[str, tuple[int, ...]], experts: int
 ) -> dict[str, tuple[int, ...]]:
-    """The tensors of a model with many experts, from those of the same model with two and with three.
+    """Shapes of a model with many experts, from those of the same model with two experts and with three.
 
-    Making thousands of modules takes transformers half a minute; one more expert shows what is counted by them.
+    Creating thousands of modules takes transformers half a minute. The difference between two and three experts shows the sizes that depend on
+    their number.
     """
     shapes: dict[str, tuple[int, ...]] = {}
     waiting: list[tuple[str, tuple[int, ...]]] = []

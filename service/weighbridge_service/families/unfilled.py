@@ -1,4 +1,4 @@
-"""Mode of torch in which tensors are made and not filled: for models of which only shapes are asked for."""
+"""Mode of torch that creates tensors without filling them, for models of which only the shapes are needed."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _FILLS = {
 
 
 class Unfilled(TorchFunctionMode):
-    """Leaves out random values, in this thread: a context.
+    """Context manager that skips random initialisation in this thread.
 
-    For tensors of the meta device, torch works out step by step what they would be like, which takes longer than to make the model.
+    For tensors of the meta device, torch would still trace each initialisation, which takes longer than creating the model.
     """
 
     def __torch_function__(
@@ -33,7 +33,7 @@ class Unfilled(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """The tensor as it is, of what would fill it."""
+        """Return the tensor unchanged for functions that fill it; call other functions as usual."""
         if func in _FILLS:
             return args[0] if args else (kwargs or {})["tensor"]
         return func(*args, **(kwargs or {}))

@@ -1,9 +1,9 @@
-"""Consistency check of a store: whether heads, histories and folders agree, and how they are made to agree again.
+"""Consistency check and repair of a store: heads, histories and folders must agree.
 
 May import: `models`, `weighbridge_storage`, `weighbridge`.
 
-- `survey`: what the objects of one model say; only reads.
-- `diagnosis`: what is wrong, and the head that would be right; pure.
-- `repair`: carries a diagnosis out; the check of a whole store.
+- `survey`: the state of one model's objects; only reads.
+- `diagnosis`: findings, and the repaired head; pure.
+- `repair`: check of a whole store, and repair by a diagnosis.
 - `contents`: comparison of contents with digests.
 """

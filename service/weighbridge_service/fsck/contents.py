@@ -15,11 +15,11 @@ from weighbridge_storage.versions.verifying import verify_version
 
 @dataclass(frozen=True)
 class ComparedVersion:
-    """What the comparison of one version has found.
+    """Result of the comparison of one version.
 
     Attributes:
-        number: which version.
-        nbytes: bytes that were read; 0 of one that was compared before.
+        number: number of the version.
+        nbytes: bytes that were read; 0 if the version was compared before.
         problems: one line for each file or tensor that differs.
     """
 
@@ -37,10 +37,10 @@ def compare_contents(
     """Read all files of a model's versions, and compare them with their manifests.
 
     Args:
-        store: where they lie.
-        model: what was found of the model: versions that are not whole are left out.
-        was_compared: whether a version was compared before, and is not read again.
-        on_progress: is told how many bytes of how many were compared.
+        store: store of the model.
+        model: result of the model's check; versions that are not whole are left out.
+        was_compared: returns whether a version was compared before, and need not be read again.
+        on_progress: called with the number of compared bytes, and their total.
 
     Raises:
         Unavailable: the store cannot be reached.
@@ -70,5 +70,5 @@ def _verified(
         return verify_version(store, model, number, on_progress=on_progress)
     except Unavailable:
         raise
-    except WeighbridgeError as error:  # of its manifest
+    except WeighbridgeError as error:  # the manifest cannot be read
         return Verification(number, 0, 0, (error.message,), 0, {})

@@ -1,7 +1,7 @@
-"""Diagnosis of one model: what is wrong, and the head that would be right. Pure: it looks only at a survey.
+"""Diagnosis of one model: findings, and the repaired head. Pure: it depends only on a survey.
 
-A version that is **whole** has a manifest, and all files that it lists with the sizes that it says. Where the head or a part of its history
-is lost, whole versions say what it said, but for refs, retention, and which versions were deleted a short time ago.
+A version is **whole** if it has a manifest, and all files in the manifest with their sizes. If the head or a part of its history is lost, it is
+rebuilt from whole versions. Only refs, retention, and the knowledge of recently deleted versions cannot be rebuilt.
 """
 
 from __future__ import annotations
@@ -18,40 +18,40 @@ from weighbridge_storage.documents.names import BLOCKS_SUFFIX, MAX_VERSION
 from weighbridge_storage.head.head import Head
 
 UNKNOWN_NUMBERS = 1000
-"""How many numbers are left out where the head was lost or is older than the store: versions that were given up have left nothing
-that says so."""
+"""Version numbers that are skipped if the head was lost or is older than the store: numbers of failed versions have left no trace, and must not
+be used again."""
 FARTHEST = 1_000_000
-"""How far above all numbers that are known to have been given others may have been: what lies under a higher one is not
-Weighbridge's, and must not make a model run out of numbers."""
+"""Maximum distance of a used number above all known used numbers. Objects under a higher number are not Weighbridge's, and must not make a model
+run out of numbers."""
 _MOST_TOLD = 5
-"""Of what is wrong with one version: a manifest can list any number of files."""
+"""Maximum number of problems in a finding of one version, since a manifest can list any number of files."""
 
 
 class Mend(StrEnum):
-    """How a finding can be mended."""
+    """Repair of a finding."""
 
     NONE = "none"
     HEAD = "head"
-    """By writing the head."""
+    """Write the head."""
     DROP = "drop"
-    """By retiring the version; only if that is asked for, as its files may be restored."""
+    """Retire the version; only on request, since its files could be restored from a backup."""
     DIGESTS = "digests"
-    """By making the block digests anew."""
+    """Compute the block digests again."""
     FILES = "files"
-    """By copying a registered file from a version."""
+    """Copy a registered file from a version."""
     STRAY = "stray"
-    """By deleting objects that no head leads to."""
+    """Delete objects that no head refers to."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong.
+    """One problem of a model.
 
     Attributes:
-        what: in one sentence.
-        mend: how it can be mended.
-        number: which version it concerns; None if it is the model as a whole.
-        name: which file, if it is one.
+        what: the problem in one sentence.
+        mend: repair of the problem.
+        number: number of the version; None if the finding is about the whole model.
+        name: name of the file, if the finding is about a file.
     """
 
     what: str
@@ -62,13 +62,13 @@ class Finding:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What is wrong with a model.
+    """All problems of a model.
 
     Attributes:
-        findings: all of it.
-        adopted: whole versions that are to become part of history.
-        corrected: versions whose entries are to say what their manifests say.
-        rebuild: whether the history is to be written anew.
+        findings: all findings.
+        adopted: numbers of whole versions to add to the history.
+        corrected: numbers of versions whose entries must be corrected by their manifests.
+        rebuild: whether the history must be rewritten.
     """
 
     findings: tuple[Finding, ...] = ()
@@ -77,21 +77,21 @@ class Diagnosis:
     rebuild: bool = False
 
     def numbers(self, mend: Mend) -> tuple[int, ...]:
-        """The versions that findings of this kind are about."""
+        """Numbers of the versions of findings with this repair."""
         return tuple(f.number for f in self.findings if f.mend is mend and f.number is not None)
 
 
 def diagnose(survey: Survey, now_ms: int) -> Diagnosis:
-    """What is wrong with a model.
+    """Diagnose a model.
 
     Args:
-        survey: what its objects say.
-        now_ms: the time, in milliseconds since 1970 UTC.
+        survey: survey of the model.
+        now_ms: current time in milliseconds since 1970 UTC.
     """
     if survey.foreign:
         return Diagnosis((Finding(survey.unreadable, Mend.NONE),))
     if survey.head is None and survey.text is None and not survey.versions and not survey.last_node:
-        return Diagnosis()  # files of a registration that never came to its end
+        return Diagnosis()  # only files of a registration that was not completed
     corrected = tuple(
         number
         for number, entry in survey.entries.items()
@@ -112,7 +112,7 @@ def diagnose(survey: Survey, now_ms: int) -> Diagnosis:
         ),
     ]
     if any(numbers.is_strange(number) for number in survey.versions):
-        # a head written now would say that these versions are gone
+        # a head written by this release would record these versions as deleted
         left_alone = (Mend.HEAD, Mend.DROP)
         findings = [replace(f, mend=Mend.NONE) if f.mend in left_alone else f for f in findings]
         adopted = corrected = ()
@@ -128,15 +128,15 @@ def repaired_head(
     dropped: Collection[int],
     now_ms: int,
 ) -> Head:
-    """The head that would be right; ``base`` itself if that is it.
+    """The repaired head; equal to ``base`` if nothing is wrong with it.
 
     Args:
-        survey: what the model's objects say.
-        diagnosis: what is wrong.
-        base: the head that is there, with a registration by which the model can be loaded; or one that has nothing else.
-        entry_of: gives the entry of a version that is to be adopted or corrected.
-        dropped: versions that are to be retired.
-        now_ms: when that is, in milliseconds since 1970 UTC.
+        survey: survey of the model.
+        diagnosis: diagnosis of the model.
+        base: the current head with a valid registration, or a new head with only a registration.
+        entry_of: returns the entry of a version to adopt or correct.
+        dropped: numbers of versions to retire.
+        now_ms: time of their retirement, in milliseconds since 1970 UTC.
     """
     changed = {number: entry_of(number) for number in (*diagnosis.adopted, *diagnosis.corrected)}
     changed |= {
@@ -159,7 +159,7 @@ def repaired_head(
 
 
 def _refs(refs: Mapping[str, Ref], durable: Mapping[int, VersionEntry]) -> dict[str, Ref]:
-    """The refs that name a version which is there; ``latest`` names the highest one that is not held."""
+    """Refs to durable versions. ``latest`` is set to the highest version that is not held."""
     kept = {name: ref for name, ref in refs.items() if ref.version in durable}
     highest = max((number for number, entry in durable.items() if not entry.held), default=0)
     if highest:
@@ -176,7 +176,7 @@ def _next_version(survey: Survey, base: Head) -> int:
 
 
 def _highest_given(survey: Survey) -> int:
-    """The highest number that was ever given, as far as anything that is there says so."""
+    """The highest number that was ever assigned, as far as the head, entries, manifests and folders show."""
     known = max(
         [0 if survey.head is None else survey.head.next_version - 1, *survey.entries]
         + [number for number, folder in survey.versions.items() if folder.described is not None]
@@ -185,12 +185,12 @@ def _highest_given(survey: Survey) -> int:
 
 
 class _Numbers:
-    """What the numbers of a model stand for.
+    """States of the version numbers of a model.
 
     Args:
-        survey: what its objects say.
-        believed: whether a number of which the head knows nothing was given up or deleted. Not if manifests contradict the head, or a
-            part of its history is lost: a damaged reference to a node may also say less numbers than were below it.
+        survey: survey of the model.
+        believed: whether an assigned number without an entry in the head is a failed or deleted version. False if manifests contradict the
+            head, or a part of its history is lost, because a damaged reference to a node may also have a wrong range of numbers.
     """
 
     def __init__(self, survey: Survey, *, believed: bool) -> None:
@@ -199,18 +199,18 @@ class _Numbers:
         self._believed = believed
 
     def is_adoptable(self, number: int, now_ms: int) -> bool:
-        """Whether a version is whole, in no history, and not known to have been given up or deleted."""
+        """Whether a version is whole, not in the history, and not known to have failed or to be deleted."""
         if number in self.survey.entries or not self.survey.versions[number].whole:
             return False
         there = None if self.survey.head is None else self.survey.head.open.get(number)
         if (
             there is not None
-        ):  # its manifest is written last; whoever wrote it has died before it was published
+        ):  # the manifest is written last, so the version is complete; once its lease has expired, its writer has died before publishing it
             return there.until_ms < now_ms
         return not self.is_gone(number)
 
     def is_gone(self, number: int) -> bool:
-        """Whether a number is known to have been given, and to stand for nothing any more."""
+        """Whether a number was assigned to a version that is known to have failed or to be deleted."""
         head = self.survey.head
         if (
             head is None
@@ -219,11 +219,11 @@ class _Numbers:
             or number in head.open
         ):
             return False
-        # what is below the first is of a model that was deleted
+        # numbers below the first one belong to a deleted model of the same name
         return self._believed or number in head.failed or number < head.first_version
 
     def is_strange(self, number: int) -> bool:
-        """Whether another release has written a version of which the head knows nothing."""
+        """Whether another release has written a version that the head does not have."""
         head = self.survey.head
         known = number in self.survey.entries or (head is not None and number in head.open)
         return self.survey.versions[number].foreign and not known and not self.is_gone(number)
@@ -273,7 +273,7 @@ def _findings_of_version(
             f"its entry in the history says another {', '.join(wrong)} than its manifest", Mend.HEAD, number
         )
     if not folder.whole:
-        if entry is not None and not entry.retired:  # otherwise it may be half deleted
+        if entry is not None and not entry.retired:  # a collection may delete retired versions
             yield Finding(_told(folder.problems), Mend.DROP, number)
         return
     for name in folder.bad_blocks:
@@ -285,7 +285,7 @@ def _findings_of_stray(numbers: _Numbers, number: int, folder: VersionFolder) ->
     if head is not None and number in head.open:
         return  # it is being received
     if head is not None and number < head.first_version:
-        return  # of a model that was deleted: collections take it once nobody reads it any more
+        return  # it belongs to a deleted model, and collections delete it once its grace time is over
     objects = counted(len(numbers.survey.folders[number]), "object")
     if number > numbers.highest:
         yield Finding(
@@ -308,6 +308,6 @@ def _findings_of_stray(numbers: _Numbers, number: int, folder: VersionFolder) ->
 
 
 def _told(problems: Sequence[str]) -> str:
-    """Problems in one sentence; of many the first."""
+    """The first `_MOST_TOLD` problems in one sentence, and the number of the others."""
     left = len(problems) - _MOST_TOLD
     return "; ".join(problems[:_MOST_TOLD]) + (f"; and {left} more" if left > 0 else "")

@@ -1,7 +1,7 @@
-"""Check of a store, model by model, and repair of what is wrong.
+"""Check of a store, model by model, and repair of its findings.
 
-A repair writes the head last but for deletions, on condition that it is as it was surveyed. So it can be broken off anywhere and be
-done again, and fails where a service changes the model meanwhile.
+A repair writes the head with a compare-and-swap on the surveyed one. So it can be interrupted anywhere and run again, and fails if a service has
+changed the model since the survey.
 """
 
 from __future__ import annotations
@@ -50,19 +50,19 @@ from weighbridge_storage.versions.verifying import digest_object
 log = logging.getLogger(__name__)
 
 _DELETIONS = 8
-"""Requests at a time."""
+"""Number of concurrent requests."""
 _MOST_FAILURES = 5
-"""How many reasons are given for one failure."""
+"""Maximum number of reasons for one failure."""
 
 
 @dataclass(frozen=True)
 class Checked:
-    """A finding, and what became of it.
+    """A finding, and the outcome of its repair.
 
     Attributes:
-        finding: what is wrong.
-        repaired: whether it is mended.
-        failure: why it could not be, if that was tried.
+        finding: the finding.
+        repaired: whether it was repaired.
+        failure: reason why a repair failed; empty if it succeeded or was not tried.
     """
 
     finding: Finding
@@ -72,14 +72,14 @@ class Checked:
 
 @dataclass(frozen=True)
 class CheckedModel:
-    """What the check of one model has found.
+    """Result of the check of one model.
 
     Attributes:
-        name: which model.
-        versions: how many folders of versions were looked at.
-        findings: what is wrong, or was.
-        fix: what to do about what still is; empty if nothing is, or if each finding says it itself.
-        whole: the versions of its history that have all their files, and how many bytes of weights each has.
+        name: name of the model.
+        versions: number of version folders that were checked.
+        findings: all findings, repaired or not.
+        fix: remedy for the findings that are left; empty if there are none, or if no general remedy applies.
+        whole: bytes of weights of the versions in its history that have all their files, by number.
     """
 
     name: str
@@ -90,11 +90,11 @@ class CheckedModel:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong any more."""
+        """Whether all findings are repaired."""
         return all(checked.repaired for checked in self.findings)
 
     def to_json(self) -> dict[str, Any]:
-        """As a JSON object."""
+        """The result as a JSON object."""
         return {
             "name": self.name,
             "ok": self.ok,
@@ -124,9 +124,9 @@ def check_store(
 
     Args:
         store: the store.
-        repair: mend what is wrong.
-        drop_damaged: also retire versions whose files are missing, with the refs that name them.
-        on_progress: is told how many versions of a model were looked at, of how many.
+        repair: whether to repair findings.
+        drop_damaged: whether to also retire versions whose files are missing, and delete refs to them.
+        on_progress: called with the number of checked versions of a model, and their total.
 
     Raises:
         WeighbridgeError: the store cannot be read.
@@ -154,18 +154,18 @@ def check_store(
 
 
 def _repin_all(heads: HeadStore) -> None:
-    """Pin the bases of all adapters again: a head that was made anew from manifests has lost its pins, and its versions could be deleted under them."""
+    """Pin the bases of all adapters again. A head that was rebuilt from manifests has lost its pins, so bases of adapters could be deleted."""
     for model in heads.models():
         try:
             history = heads.history(model)
             if history is not None and is_adapter_head(history.head):
                 repin(heads, model, history)
-        except WeighbridgeError as error:  # a collection of the adapter does it again
+        except WeighbridgeError as error:  # the next collection of the adapter retries
             log.warning("the bases of %s are not pinned again: %s", model, error)
 
 
 class _Repair:
-    """The repair of one model."""
+    """Repair of one model."""
 
     def __init__(
         self,
@@ -189,7 +189,7 @@ class _Repair:
         return self._survey.model
 
     def run(self) -> tuple[Checked, ...]:
-        """Mend what can be; what became of each finding."""
+        """Repair the findings, and return each with its outcome."""
         failure = self._failure_of(self._mend_head)
         checked = []
         for finding in self._diagnosis.findings:
@@ -224,11 +224,11 @@ class _Repair:
     # -- the head ----------------------------------------------------------------------------------------------------
 
     def _mend_head(self) -> None:
-        """Write the head that would be right, if it is another one.
+        """Write the repaired head, if a finding needs it.
 
         Raises:
-            Conflict: somebody else has changed it.
-            DataLoss: it or its registration is lost, and there is no version by which the model could be registered again.
+            Conflict: the head was changed since the survey.
+            DataLoss: the head or its registration is lost, and no version allows registering the model again.
         """
         survey = self._survey
         if not self._dropped and not any(f.mend is Mend.HEAD for f in self._diagnosis.findings):
@@ -236,14 +236,14 @@ class _Repair:
         after = repaired_head(
             survey, self._diagnosis, self._base(), self._entry_of, self._dropped, self._now_ms
         )
-        # no name of a node is used twice: a node has the generation of the head for which it was written
+        # names of nodes contain the generation of the head that they were written for, and must not be used again
         base = survey.head or Head()
         base = replace(base, generation=max(base.generation, survey.last_node))
         after = self._heads.settle(self._model, stamp(after, base, uuid.uuid4().hex))
         if survey.head is None and survey.text is not None:
             kept = f"{self._model.prefix}head.damaged-{self._now_ms}.json"
             self._store.put(kept, survey.text, mode="overwrite")
-        # it goes by generations, which may begin anew with this head: services count what there is
+        # the ledger compares generations, which may restart with this head; without a ledger, services count the stored bytes again
         self._store.delete(ledger_key(self._model.namespace))
         mode: PutMode = "create" if survey.etag is None else IfMatch(survey.etag)
         try:
@@ -255,7 +255,7 @@ class _Repair:
             ) from error
 
     def _base(self) -> Head:
-        """The head from which the repaired one is made: the one that is there, or one that has nothing but a registration."""
+        """The head to repair: the current one, or a new one with only a registration."""
         head = self._survey.head
         if head is not None and not self._survey.unregistered:
             return head
@@ -266,7 +266,7 @@ class _Repair:
         return replace(head or Head(), files_id=registered.files_id, registration=registration_of(registered))
 
     def _registered(self) -> RegisteredModel:
-        """The registration of the newest version by which the model can be registered; its files are in their place on return."""
+        """Register the model by the newest version that allows it, and write the registration's files. Raises DataLoss if no version does."""
         versions, entries = self._survey.versions, self._survey.entries
         failures = []
         for number in sorted(versions, reverse=True):
@@ -291,7 +291,7 @@ class _Repair:
         head = self._survey.head
         try:
             registered = model_for_registration(self._model, files, "", specs, head)
-        except InvalidArgument:  # it may have been registered by its tensors, although its type has a map
+        except InvalidArgument:  # registered without its type's weight map, perhaps
             registered = model_for_registration(self._model, files, "", specs, head, weight_map=False)
         if registered.listed is not None:
             write_tensor_list(
@@ -302,7 +302,7 @@ class _Repair:
         return registered
 
     def _side_files(self, number: int) -> dict[str, bytes]:
-        """A version's files besides the weights, which are what its manifest says."""
+        """Files of a version other than weights, verified against its manifest. Raises DataLoss if one differs."""
         files = side_files(self._store, self._model, number)
         roots = self._described(number).side_files
         for name, content in files.items():
@@ -317,7 +317,7 @@ class _Repair:
             there = head.open.get(number) if head is not None else None
             claim = (there.claim if there is not None else "") or f"fsck-{uuid.uuid4().hex}"
             ranks = there.ranks if there is not None else 0
-            # what was approved after its manifest was written is only known of a version that was still open
+            # approvals after the manifest was written are only known for a version that is still open in the head
             held = said.held if there is None else there.holding(said.held)
             listed = VersionEntry(
                 number, 0, "", 0, 0, 0, self._files_id(number), claim, ranks=ranks, held=held, metadata=said.metadata,
@@ -335,12 +335,12 @@ class _Repair:
         )
 
     def _files_id(self, number: int) -> str:
-        """Identity of a version's registered files; empty if they are not as they were. Each set of files is read once."""
+        """Identity of a version's registered files; empty if one is missing or damaged. Each set of files is read once."""
         key = tuple(sorted(self._described(number).side_files.items()))
         if key not in self._identities:
             try:
                 self._identities[key] = files_identity(self._side_files(number))
-            except (DataLoss, NotFound):  # the weights are no worse for it
+            except (DataLoss, NotFound):  # the weights are still usable
                 return ""
         return self._identities[key]
 
@@ -379,13 +379,13 @@ class _Repair:
             try:
                 content = self._side_files(number)[name]
             except (DataLoss, NotFound, KeyError):
-                continue  # another one may have it as it was
+                continue  # another version may have an intact copy
             self._store.put(files_key(self._model, head.files_id, name), content, mode="overwrite")
             return
         raise NotFound(f"no version has {name} as it is registered", fix="register the model again")
 
     def _delete_folder(self, number: int) -> None:
-        """Delete what lies under a number; the manifest first, as where there is one a folder is complete."""
+        """Delete all objects of a version number. The manifest is deleted first, because its presence marks a folder as complete."""
         keys = self._survey.folders[number]
         manifest = version_key(self._model, number, MANIFEST_FILE)
         if manifest in keys:
@@ -396,11 +396,11 @@ class _Repair:
 
 
 def fix_for(left: AbstractSet[Mend], repair: bool) -> str:
-    """What to do about findings that are left.
+    """Remedy for the findings that are left.
 
     Args:
-        left: how they can be mended.
-        repair: whether that was tried.
+        left: repairs that these findings need.
+        repair: whether a repair was requested.
     """
     steps = []
     if not repair and left - {Mend.NONE, Mend.DROP}:

@@ -1,7 +1,7 @@
-"""Survey of one model in a store: what its head, its history, its folders and their manifests say. Only reads.
+"""Survey of one model in a store: its head, its history, its folders and their manifests. Only reads.
 
-The objects are listed before the head is read, and what a head names and the list lacks is looked for again: so what a service does
-meanwhile is not taken for damage.
+Objects are listed before the head is read, and objects that the head refers to are looked up individually. So concurrent changes by a service are
+not taken for damage.
 """
 
 from __future__ import annotations
@@ -35,21 +35,22 @@ from weighbridge_storage.versions.digests import BLOCK_BYTES, DIGEST_BYTES
 from weighbridge_storage.versions.manifest import Manifest
 
 _AT_ONCE = 16
-"""Requests at a time."""
+"""Number of concurrent requests."""
 _MAX_GENERATION = 10**18
-"""No head is written that often: nodes of higher generations are not Weighbridge's, and the next head's must stay far below 2^63."""
+"""Maximum generation of a node. No head is written that often, so nodes of higher generations are not Weighbridge's. The generation of the next
+head must stay far below 2^63."""
 
 
 @dataclass(frozen=True)
 class Described:
-    """What a manifest says of its version as a whole; a manifest itself may take a hundred megabytes.
+    """Summary of a version from its manifest. A whole manifest may take a hundred megabytes.
 
     Attributes:
         step, run, created_ms, nbytes, tensor_count, nonfinite_elements: as in the version's entry.
         tensor_bytes: as in the entry of a training state.
-        held: why it was held when the manifest was written.
-        metadata: what was pushed with it.
-        side_files: the files besides the weights, with the roots of their digests.
+        held: reasons why the version was held when the manifest was written.
+        metadata: metadata of the push.
+        side_files: names of the files other than weights, with the roots of their digests.
     """
 
     step: int
@@ -65,7 +66,7 @@ class Described:
 
     @staticmethod
     def of(manifest: Manifest) -> Described:
-        """What a manifest says."""
+        """The summary of a manifest."""
         return Described(
             step=manifest.step,
             run=manifest.run,
@@ -84,13 +85,13 @@ class Described:
         )
 
     def contradictions(self, entry: VersionEntry) -> tuple[str, ...]:
-        """The fields in which an entry of a history says something else."""
+        """Names of the fields in which an entry of the history differs."""
         names = ("step", "run", "created_ms", "nbytes", "tensor_count", "nonfinite_elements")
         return tuple(name for name in names if getattr(self, name) != getattr(entry, name))
 
 
 def _kept(metadata: Metadata) -> Metadata:
-    """The metadata of a manifest, if an entry can hold it: other programs may have written more."""
+    """The metadata of a manifest if it is valid for an entry, else none: other programs may have written larger metadata."""
     try:
         return checked_metadata(metadata)
     except InvalidArgument:
@@ -99,13 +100,13 @@ def _kept(metadata: Metadata) -> Metadata:
 
 @dataclass(frozen=True)
 class VersionFolder:
-    """What lies in a version's folder.
+    """State of a version's folder.
 
     Attributes:
-        described: what its manifest says; None if there is none that can be read.
-        problems: what is missing, or has another size than the manifest says; empty if the version is whole.
-        bad_blocks: files whose block digests are missing or have another size.
-        has_manifest: whether there is a manifest, readable or not; without one, the folder was never complete, or is half deleted.
+        described: summary of its manifest; None if the manifest is missing or unreadable.
+        problems: missing files and files of another size than in the manifest; empty if the version is whole.
+        bad_blocks: names of files whose block digests are missing or have another size.
+        has_manifest: whether there is a manifest, readable or not; without one, the folder was never complete, or is partly deleted.
         foreign: whether another release of Weighbridge can read the manifest.
     """
 
@@ -123,22 +124,22 @@ class VersionFolder:
 
 @dataclass(frozen=True)
 class Survey:
-    """What the objects of one model say.
+    """State of one model's objects.
 
     Attributes:
-        model: which model.
-        head: None if there is none that can be read.
-        text: of the head, readable or not; None if there is none.
-        etag: of that text.
-        unreadable: why the head cannot be read; empty if it can.
-        foreign: whether another release of Weighbridge can read it and its history.
-        unregistered: what is wrong with the registration in the head; empty if nothing is.
-        entries: the versions that the head leads to, as far as its history can be read.
-        lost_nodes: references to nodes of the history that cannot be read, and why.
-        folders: the keys in the model's numbered folders.
-        versions: what lies in the folders of versions, and in those that should be there.
-        last_node: the highest generation of a node of the history; 0 if there are none.
-        lost_files: registered files that are missing.
+        model: name of the model.
+        head: the head; None if it is missing or unreadable.
+        text: text of the head, readable or not; None if it is missing.
+        etag: ETag of that text.
+        unreadable: reason why the head cannot be read; empty if it can.
+        foreign: whether another release of Weighbridge can read the head and its history.
+        unregistered: problem of the registration in the head; empty if there is none.
+        entries: entries of the versions in the readable part of the history, by number.
+        lost_nodes: references to unreadable nodes of the history, each with the reason.
+        folders: keys of the objects in the model's numbered folders, by number.
+        versions: states of the folders of versions, including folders that should exist, by number.
+        last_node: highest generation of a node of the history; 0 if there are none.
+        lost_files: names of registered files that are missing.
     """
 
     model: ModelName
@@ -162,13 +163,13 @@ def survey_model(
     model: ModelName,
     on_progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> Survey:
-    """Look at all objects of a model, and read everything but its weights.
+    """Survey all objects of a model. Reads everything except its weights.
 
     Args:
-        store: where they lie.
-        heads: the heads in it.
-        model: which model.
-        on_progress: is told how many versions were looked at, of how many.
+        store: the store.
+        heads: heads of the store.
+        model: name of the model.
+        on_progress: called with the number of surveyed versions, and their total.
 
     Raises:
         WeighbridgeError: the store cannot be read.
@@ -200,7 +201,7 @@ def survey_model(
     unregistered = "" if head is None or head.deleted else _wrong_registration(store, model, head)
     with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="survey") as pool:
         if head is not None:
-            # a collection may have deleted what the head does not lead to any more since it was listed
+            # a collection may have deleted objects that the head does not refer to any more since they were listed
             strays = [key for n in folders.keys() - entries.keys() - head.open.keys() for key in folders[n]]
             sizes = pool.map(lambda key: _size(store, key), strays)
             gone = {key for key, size in zip(strays, sizes, strict=True) if size is None}
@@ -239,7 +240,7 @@ def _has_version(model: ModelName, keys: list[str]) -> bool:
 def _read_history(
     heads: HeadStore, model: ModelName, head: Head
 ) -> tuple[dict[int, VersionEntry], tuple[tuple[NodeRef, str], ...]]:
-    """The entries that a head leads to, and the nodes that cannot be read. Raises FailedPrecondition for one of another release."""
+    """All entries in the history of a head, and the nodes that cannot be read. Raises FailedPrecondition for a node of another release."""
     found = dict(head.recent)
     lost: list[tuple[NodeRef, str]] = []
     rest = [head.root] if head.root is not None else []
@@ -260,7 +261,7 @@ def _read_history(
 
 
 def _look(store: ObjectStore, model: ModelName, number: int) -> VersionFolder:
-    """What lies in the folder of one version."""
+    """Survey the folder of one version."""
     key = version_key(model, number, MANIFEST_FILE)
     try:
         manifest = Manifest.from_json(store.get(key)[0], key)
@@ -287,7 +288,7 @@ def _look(store: ObjectStore, model: ModelName, number: int) -> VersionFolder:
 
 
 def _wrong_registration(store: ObjectStore, model: ModelName, head: Head) -> str:
-    """What is wrong with the registration in a head, and the list of tensors that it names; empty if nothing is."""
+    """Problem of the registration in a head, or of the list of tensors that it names; empty if there is none."""
     try:
         listed = check_registration(model, head).listed
         if listed:
@@ -298,7 +299,7 @@ def _wrong_registration(store: ObjectStore, model: ModelName, head: Head) -> str
 
 
 def _lost_files(store: ObjectStore, model: ModelName, head: Head) -> tuple[str, ...]:
-    """The registered files that are missing."""
+    """Names of the registered files that are missing."""
     names = head.registration["files"]
     return tuple(name for name in names if _size(store, files_key(model, head.files_id, name)) is None)
 

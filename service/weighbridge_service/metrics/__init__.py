@@ -1,7 +1,7 @@
-"""Metrics: what each is, and what observes them. The dashboard and the alerts are files of `deploy/`.
+"""Metrics: their declarations, and the instruments that observe them. The dashboard and the alerts are files of `deploy/`.
 
-May import: `prometheus_client` and nothing of this repository, so that every part may keep figures of its own.
+May import: `prometheus_client`, and of this repository only the names of parts of steps, so that every part of the service may have metrics.
 
-- `declared`: every metric, once.
-- `instruments`: those that a part observes as things happen.
+- `declared`: declarations of all metrics.
+- `instruments`: instruments that parts of the service update as events happen.
 """

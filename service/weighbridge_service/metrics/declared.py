@@ -1,7 +1,7 @@
-"""Declared metrics: name, kind, meaning and labels of each, once.
+"""Declarations of all metrics: name, kind, meaning and labels.
 
-The dashboard, the alerts and docs/metrics.md ask for these and no others, which tests compare. Names follow Prometheus' conventions: base units as
-suffixes, ``_total`` for counters.
+The dashboard, the alerts and docs/metrics.md use exactly these, which tests check. Names follow Prometheus' conventions: base units as suffixes,
+``_total`` for counters.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from weighbridge._core.engines.step_parts import PARTS
 
 
 class Kind(enum.StrEnum):
-    """What a metric's value is."""
+    """Kind of a metric."""
 
     COUNTER = "counter"
     GAUGE = "gauge"
@@ -51,11 +51,11 @@ class Declared:
     """One metric.
 
     Attributes:
-        name: as it is exposed; of a histogram, without ``_bucket``, ``_sum`` and ``_count``.
-        kind: what its value is.
-        text: what it says.
+        name: name as exposed; for a histogram, without ``_bucket``, ``_sum`` and ``_count``.
+        kind: kind of the metric.
+        text: help text.
         labels: names of its labels.
-        values: values of its only label, which are exposed from the start: a counter that appears with its first increment has not increased.
+        values: values of its only label, which are exposed from the start. A counter that appears with its first increment shows no increase.
     """
 
     name: str
@@ -65,7 +65,7 @@ class Declared:
     values: tuple[str, ...] = ()
 
     def family(self, samples: Mapping[str, float] | float) -> CounterMetricFamily | GaugeMetricFamily:
-        """The metric with values that were just read: one, or one for each value of its only label."""
+        """The metric as a family with current values: one, or one for each value of its only label."""
         if isinstance(samples, Mapping):
             return self.families([((label,), value) for label, value in samples.items()])
         return self.families([((), samples)])
@@ -73,7 +73,7 @@ class Declared:
     def families(
         self, samples: Sequence[tuple[tuple[str, ...], float]]
     ) -> CounterMetricFamily | GaugeMetricFamily:
-        """The metric with values that were just read, each with the values of its labels."""
+        """The metric as a family with current values, each with the values of its labels."""
         of_kind = CounterMetricFamily if self.kind is Kind.COUNTER else GaugeMetricFamily
         found = of_kind(self.name, self.text, labels=self.labels)
         for labels, value in samples:
@@ -81,14 +81,14 @@ class Declared:
         return found
 
     def counter(self) -> Counter:
-        """An instrument that counts it."""
+        """A new counter of the metric."""
         found = Counter(self.name, self.text, self.labels, registry=None)
         for value in self.values:
             found.labels(value)
         return found
 
     def histogram(self) -> Histogram:
-        """An instrument that observes it."""
+        """A new histogram of the metric."""
         found = Histogram(self.name, self.text, self.labels, registry=None, buckets=SECONDS)
         for value in self.values:
             found.labels(value)
@@ -160,7 +160,7 @@ PUBLICATIONS = _gauge("weighbridge_publications_running", "Versions being made d
 
 RECEIVED = _counter("weighbridge_received_bytes_total", "Bytes pushed by trainers.", "lane")
 SENT = _counter(
-    "weighbridge_sent_bytes_total", "Bytes sent to engines and trainers, or lent to them.", "lane"
+    "weighbridge_sent_bytes_total", "Bytes sent to engines and trainers, or read by them in place.", "lane"
 )
 PULL = _histogram(
     "weighbridge_pull_seconds",

@@ -1,4 +1,4 @@
-"""Instruments that parts of the service observe as things happen. Thread-safe."""
+"""Instruments that parts of the service update as events happen. Thread-safe."""
 
 from __future__ import annotations
 
@@ -70,12 +70,12 @@ class CallInstruments:
         yield from (self.ended, self.seconds, self.pulls)
 
     def count(self, method: str, code: str, seconds: float | None = None) -> None:
-        """A call has ended.
+        """Count a call that has ended.
 
         Args:
-            method: of the contract.
-            code: with which status.
-            seconds: how long it took; None if that depends on its client alone.
+            method: name of the gRPC method.
+            code: name of the status code.
+            seconds: duration; None if it depends only on the client.
         """
         self.ended.labels(method, code).inc()
         if seconds is not None:
@@ -100,7 +100,7 @@ class RequestInstruments:
         yield from (self.answered, self.seconds)
 
     def count(self, route: str, status: int, seconds: float) -> None:
-        """An answer has begun, after this many seconds, or failed to."""
+        """Count a request whose response has begun, or failed to, after this many seconds."""
         self.answered.labels(route, str(status)).inc()
         self.seconds.labels(route).observe(seconds)
 
@@ -121,7 +121,7 @@ class StoreInstruments:
         yield from (self.seconds, self.errors)
 
     def count(self, operation: str, seconds: float, failed: bool) -> None:
-        """A call has ended, or is not waited for any more."""
+        """Count a call that has ended, or that its caller has stopped waiting for."""
         self.seconds.labels(operation).observe(seconds)
         if failed:
             self.errors.labels(operation).inc()

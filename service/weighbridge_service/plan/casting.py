@@ -1,4 +1,4 @@
-"""Cast of a stream on the way out: floating-point tensors in another dtype than the version's, or with a constant added to their elements."""
+"""Cast of an outgoing stream: floating-point tensors in another dtype than the version's, or with a constant added to their elements."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ trainers change them by steps that narrower dtypes round away."""
 
 
 def keeps_dtype(spec: TensorSpec, dtype: DType, keep_in_fp32: tuple[str, ...]) -> bool:
-    """Whether a cast leaves a tensor as it is since it would narrow it, and its name has one of the endings ``keep_in_fp32``."""
+    """Whether a cast leaves a tensor unchanged, because the cast would narrow it and its name has one of the suffixes ``keep_in_fp32``."""
     return dtype.itemsize < spec.dtype.itemsize and spec.name.endswith(keep_in_fp32)
 
 
@@ -30,17 +30,17 @@ def cast_specs(
     keep_in_fp32: tuple[str, ...] = (),
     scales: frozenset[str] = frozenset(),
 ) -> list[TensorSpec]:
-    """What tensors are after a cast: floating-point ones have the dtype, others and those that are kept stay as they are.
+    """Specs of tensors after a cast. Floating-point tensors get the dtype, others and those of `keeps_dtype` are unchanged.
 
     Args:
-        specs: the tensors.
-        dtype: what they are cast to.
-        keep_in_fp32: what the names of tensors end with that are never narrowed, such as the biases of routers.
+        specs: specs before the cast.
+        dtype: dtype to cast to.
+        keep_in_fp32: suffixes of names of tensors that are never narrowed, such as the biases of routers.
         scales: names of tensors that are scales of quantised weights.
 
     Raises:
-        InvalidArgument: weights cannot be cast to that dtype, or a tensor cannot be cast (one in fp8 means nothing
-            without its scales, and scales in another dtype make other weights).
+        InvalidArgument: weights cannot be cast to that dtype, or a tensor cannot be cast (an fp8 tensor has no meaning without its scales,
+            and scales in another dtype change the weights).
     """
     if not dtype.is_float:
         raise InvalidArgument(f"weights cannot be cast to {dtype}", fix="cast to bf16, fp16, fp32 or fp64")
@@ -63,17 +63,20 @@ def cast_specs(
 
 
 def _may_overflow(source: DType, target: DType) -> bool:
-    """Whether finite elements become infinite by a cast. Between float32 and bfloat16 only the last 2^-9 of the range would: it is not looked for."""
+    """Whether a cast must be checked for finite elements that become infinite.
+
+    From float32 to bfloat16 only the last 2^-9 of the range would overflow, so that cast is not checked.
+    """
     return source != target and (target.short == "fp16" or source.short == "fp64")
 
 
 Gather = Callable[[int, int], Buffer]
-"""Gives so many bytes of a stream, from a byte offset on."""
+"""Reads a range of a stream, by its byte offset and its length in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Neighbours in the stream that are cast alike; positions in bytes."""
+    """Neighbouring bytes of the stream with the same cast; positions in bytes."""
 
     start: int
     end: int
@@ -84,17 +87,17 @@ class _Run:
 
 
 class Casting:
-    """A stream and the same one cast. Rounds as ``torch.Tensor.to`` does.
+    """A cast of a stream. Rounds as ``torch.Tensor.to`` does.
 
     Args:
-        layout: the stream in the version's own dtypes.
-        dtype: what its floating-point tensors are to be; others stay as they are. None leaves all as they are.
-        keep_in_fp32: what the names of tensors end with that are never narrowed.
+        layout: layout of the stream in the version's own dtypes.
+        dtype: dtype of the floating-point tensors after the cast; None to cast none.
+        keep_in_fp32: suffixes of names of tensors that are never narrowed.
         scales: names of tensors that are scales of quantised weights, which are not cast.
-        shifts: what is added to each element of some tensors, by their names, in the dtype that they have before the cast.
+        shifts: constants that are added to each element of some tensors, by name, in their dtype before the cast.
 
     Attributes:
-        layout: the stream as it is sent.
+        layout: layout of the stream after the cast.
 
     Raises:
         InvalidArgument: as `cast_specs`.
@@ -127,12 +130,15 @@ class Casting:
         self._starts = [run.start for run in self._runs]
 
     def gather(self, gather: Gather, offset: int, length: int) -> Buffer:
-        """A range of the cast stream, cut anywhere.
+        """Read a range of the cast stream, which may begin and end inside of an element.
 
         Args:
-            gather: gives ranges of the stream in the version's own dtypes.
-            offset: in bytes of the cast stream.
-            length: likewise.
+            gather: reads ranges of the stream in the version's own dtypes.
+            offset: offset in bytes of the cast stream.
+            length: length in bytes of the cast stream.
+
+        Raises:
+            InvalidArgument: a finite element would become infinite.
         """
         parts: list[Buffer] = []
         for run in self._runs[max(bisect.bisect_right(self._starts, offset) - 1, 0) :]:
@@ -147,10 +153,10 @@ class Casting:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def _beyond(self, run: _Run, position: int) -> InvalidArgument:
-        """The error of a finite element, so many bytes from the start of a run, that would become infinite."""
+        """The error for a finite element that would become infinite, ``position`` bytes from the start of a run."""
         placements = self.layout.placements
         index = bisect.bisect_right(placements, run.start + position, key=lambda each: each.offset) - 1
-        # empty shards begin where the next one does
+        # an empty shard has the same offset as the next one, so bisect_right finds the shard with the element
         spec = self.layout.tensors[placements[index].shard.tensor]
         return InvalidArgument(
             f"{spec.name} has elements that are too large for {run.target}: they would become infinite",
@@ -159,10 +165,10 @@ class Casting:
 
 
 def _cast(gather: Gather, run: _Run, begin: int, end: int) -> tuple[Buffer, int | None]:
-    """The bytes ``begin`` to ``end`` of a run: of the elements that they touch, cast whole.
+    """The bytes ``begin`` to ``end`` of a run. Elements that are only partly in the range are cast as a whole.
 
     Returns:
-        They, and the position in the run of the first finite element that has become infinite, in bytes; None if there is none.
+        The bytes, and the position in bytes of the first finite element that has become infinite, in the run; None if there is none.
     """
     import torch
 
@@ -173,7 +179,7 @@ def _cast(gather: Gather, run: _Run, begin: int, end: int) -> tuple[Buffer, int 
     raw = gather(run.source_start + first * size, (last - first) * size)
     if run.shift:
         raw = shifted(raw, run.source, run.shift).data
-    elements = torch.empty(last - first, dtype=run.source.torch)  # aligned, as a view of a file need not be
+    elements = torch.empty(last - first, dtype=run.source.torch)  # aligned, unlike a view of a file
     elements.view(torch.uint8).numpy()[:] = np.frombuffer(raw, np.uint8)
     cast = elements.to(run.target.torch)
     overflowed = None

@@ -1,4 +1,4 @@
-"""Declarations of one push: what each rank holds, to which replica it pushes, and the agreement that follows. Pure values."""
+"""Declarations of one push: the layout of each rank, the replica that it pushes to, and the agreement that follows. Pure values."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Home:
     """A process of the service.
 
     Attributes:
-        address: ``host:port`` under which other replicas reach its gRPC face.
-        boot: tells this start of the process from others at the same address.
+        address: ``host:port`` at which other replicas reach its gRPC port.
+        boot: distinguishes this process from earlier and later ones at the same address.
     """
 
     address: str
@@ -40,12 +40,12 @@ class Home:
 
 @dataclass(frozen=True, slots=True)
 class Declaration:
-    """What one rank holds, and its replica.
+    """Declaration of one rank.
 
     Attributes:
-        client_id: the declaring process.
-        digest: of its layout.
-        home: the replica where it has declared.
+        client_id: client id of the declaring process.
+        digest: digest of the rank's layout.
+        home: replica that received the declaration.
     """
 
     client_id: str
@@ -59,13 +59,13 @@ class Declaration:
 
 @dataclass(frozen=True, slots=True)
 class KnownSet:
-    """The declarations of a model's last push, by rank, and the plan that they led to."""
+    """The declarations of a model's last push, by rank, and the resulting plan."""
 
     declarations: Mapping[int, Declaration]
     prepared: PreparedPush
 
     def is_of(self, homes: frozenset[Home]) -> bool:
-        """Whether no rank pushed to another replica than these."""
+        """Whether all ranks pushed to these replicas."""
         return {each.home for each in self.declarations.values()} <= homes
 
 
@@ -74,10 +74,10 @@ class Share:
     """One replica's part in a push.
 
     Attributes:
-        me: the replica's number.
-        files: that it puts together and uploads, with the bytes of tensors that go into each.
-        ranks: that push to it.
-        owners: the numbers of all replicas that put files together.
+        me: number of the replica.
+        files: files that it assembles and uploads, each with its bytes of tensors.
+        ranks: ranks that push to it.
+        owners: numbers of all replicas that assemble files.
         alone: whether it is the only replica in the push.
     """
 
@@ -90,15 +90,15 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """What the declarations of all ranks lead to.
+    """The agreement that follows from the declarations of all ranks.
 
     Attributes:
-        prepared: who pushes what, and where every byte goes.
-        homes: who has the share of each replica, by the replicas' numbers in `Spread`; at first these themselves.
-        claim: names this agreement in head.json. Replicas that derive the same agreement derive the same claim; another process
-            at one of their addresses derives another. It stays the same when a share is handed over.
-        handovers: how often each share was handed over, by number; those that never were are not there.
-        layouts: SHA-256 over the digests of all ranks' layouts (`layouts_digest`): who pushes by the same layouts has the same.
+        prepared: plan of the push.
+        homes: current holder of each replica's share, by the replicas' numbers in `Spread`; at first the replicas themselves.
+        claim: name of this agreement in head.json. Replicas that derive the same agreement derive the same claim; another process at one of
+            their addresses derives another claim. A handover of a share does not change it.
+        handovers: number of handovers of each share, by number; shares without a handover are left out.
+        layouts: SHA-256 over the digests of all ranks' layouts (`layouts_digest`), equal for pushes with the same layouts.
     """
 
     prepared: PreparedPush
@@ -108,18 +108,18 @@ class Agreement:
     layouts: str = ""
 
     def routes(self, rank: int) -> Mapping[Home, RangeSet]:
-        """Which parts of a rank's stream are pushed to which replica; a part may be wanted by several."""
+        """Parts of a rank's stream, by the replica that they are pushed to. Several replicas may need one part."""
         spread = self.prepared.spread
         if spread is None:
             return {self.homes[0]: RangeSet([(0, self.prepared.streams[rank].nbytes)])}
         return {self.homes[number]: meant for number, meant in spread.routes.get(rank, {}).items()}
 
     def share_of(self, home: Home) -> Share:
-        """The part of one replica that none has handed anything over to."""
+        """The share of a replica that holds only its own share."""
         return self.share(self.homes.index(home))
 
     def share(self, me: int) -> Share:
-        """The part of the replica with this number."""
+        """The share of the replica with this number."""
         spread = self.prepared.spread
         if spread is None:
             ranks = frozenset(self.prepared.streams)
@@ -129,12 +129,12 @@ class Agreement:
         return Share(me, files, ranks, frozenset(spread.owners.values()), alone=False)
 
     def moved(self, number: int, to: Home, handovers: int) -> Agreement:
-        """After a share was handed over; the same if that was known, or a later handover is.
+        """The agreement after a handover of a share; unchanged if this or a later handover is already recorded.
 
         Args:
-            number: whose share.
-            to: who has it now.
-            handovers: how often it was handed over by then.
+            number: number of the share.
+            to: new holder of the share.
+            handovers: number of handovers of the share, including this one.
         """
         if not 0 <= number < len(self.homes) or handovers <= self.handovers.get(number, 0):
             return self
@@ -142,7 +142,10 @@ class Agreement:
         return replace(self, homes=homes, handovers={**self.handovers, number: handovers})
 
     def check_claim(self, claim: str) -> None:
-        """Raise FailedPrecondition if a rank of another replica pushes under another agreement, or where there are no others."""
+        """Check the claim of a rank that pushes to this replica from another one.
+
+        Raises FailedPrecondition if the claim differs, or if all ranks push to one replica.
+        """
         if self.prepared.spread is None or claim != self.claim:
             raise FailedPrecondition(
                 "two replicas do not agree on who pushes what", fix="push the step again"
@@ -156,17 +159,17 @@ class Agreement:
 
 @dataclass(frozen=True, slots=True)
 class Declarations:
-    """What the ranks of one version have declared, as far as one replica knows.
+    """Declarations of the ranks of one version, as far as one replica knows them.
 
     Attributes:
-        name: of the version, in messages.
-        ranks: how many ranks push it.
-        created_ms: when it was opened; part of the claim.
+        name: name of the version in messages.
+        ranks: number of ranks that push it.
+        created_ms: time of its opening in milliseconds since 1970 UTC; part of the claim.
         home: this replica.
-        known: the declarations of the push before, if they are of as many ranks.
-        declared: by rank.
-        here: those of ranks that push to this replica.
-        agreed: the agreement, once there is one.
+        known: declarations of the previous push, if it had the same number of ranks.
+        declared: declarations by rank.
+        here: declarations of the ranks that push to this replica, by rank.
+        agreed: the agreement; None until there is one.
     """
 
     name: str
@@ -180,7 +183,7 @@ class Declarations:
 
     @staticmethod
     def of(opened: Version, home: Home, known: KnownSet | None) -> Declarations:
-        """Those of a version that has just been opened."""
+        """The declarations of a version that has just been opened."""
         if known is not None and len(known.declarations) != opened.ranks:
             known = None
         return Declarations(
@@ -191,13 +194,13 @@ class Declarations:
     def taken_over(
         opened: Version, home: Home, ranks: Sequence[tuple[str, str]], agreed: Agreement
     ) -> Declarations:
-        """Those of a version that another replica hands over to this one, or its share of.
+        """The declarations of a version that another replica hands over to this one, completely or only its share.
 
         Args:
             opened: the version.
-            home: this replica, to which its ranks belong from now on.
-            ranks: client and layout digest of each.
-            agreed: under which the version was pushed, with a plan in which nothing is pushed any more.
+            home: this replica, which becomes the home of all ranks.
+            ranks: client id and layout digest of each rank.
+            agreed: agreement of the push, with a plan that pushes nothing more.
         """
         declared = {rank: Declaration(client, digest, home) for rank, (client, digest) in enumerate(ranks)}
         return replace(
@@ -208,14 +211,14 @@ class Declarations:
         )
 
     def counting_on(self, replicas: frozenset[Home]) -> Declarations:
-        """Those of a version whose ranks can push to these other replicas. An agreement stays as it is."""
+        """The declarations if only these other replicas can be pushed to. Drops `known` if it needs others; keeps an existing agreement."""
         known = self.known
         if self.agreed is not None or known is None or known.is_of(replicas | {self.home}):
             return self
         return replace(self, known=None)
 
     def moved(self, number: int, to: Home, handovers: int) -> Declarations:
-        """After a share was handed over; see `Agreement.moved`."""
+        """The declarations after a handover of a share; see `Agreement.moved`."""
         return self if self.agreed is None else replace(self, agreed=self.agreed.moved(number, to, handovers))
 
     @property
@@ -225,16 +228,16 @@ class Declarations:
 
     @property
     def absent(self) -> list[int]:
-        """Ranks that have not declared, as far as is known here."""
+        """Ranks without a declaration, as far as this replica knows."""
         return [rank for rank in range(self.ranks) if rank not in self.declared]
 
     @property
     def known_set(self) -> KnownSet | None:
-        """What the next push can count on; None before there is an agreement."""
+        """The known set for the next push; None before there is an agreement."""
         if self.agreed is None:
             return None
         if not self.complete:
-            return self.known  # declarations at other replicas were not waited for
+            return self.known  # agreed without waiting for declarations at other replicas
         return KnownSet(self.declared, self.agreed.prepared)
 
     def check_rank(self, rank: int) -> None:
@@ -254,10 +257,10 @@ class Declarations:
             raise AlreadyExists(f"rank {rank} of {self.name} belongs to another process")
 
     def check_same(self, rank: int, client_id: str, digest: str) -> None:
-        """Compare a declaration with the one that is recorded for its rank, if there is one.
+        """Compare a declaration with the recorded one of its rank, if there is one.
 
         Raises:
-            AlreadyExists: another process has declared this rank, or at another replica.
+            AlreadyExists: another process has declared this rank, or the rank has declared to another replica.
             FailedPrecondition: the rank has declared another layout.
         """
         there = self.declared.get(rank)
@@ -277,23 +280,23 @@ class Declarations:
     def declare(
         self, rank: int, client_id: str, digest: str, *, planning: bool
     ) -> tuple[Declarations, WeighbridgeError | None]:
-        """Record what a rank declares to this replica; a rank that has declared stays as it is.
+        """Record the declaration of a rank to this replica. An existing declaration of the rank is kept.
 
         Args:
-            rank: which rank.
-            client_id: the declaring process.
-            digest: of its layout.
-            planning: whether a plan is being made from all declarations, so that those of the push before are not asked.
+            rank: the rank.
+            client_id: client id of the declaring process.
+            digest: digest of the rank's layout.
+            planning: whether a plan is already being made from all declarations, so that the previous push is not repeated.
 
         Returns:
-            The declarations with this one, agreed on if it repeats the push before, and what the version fails of, if it does.
+            The declarations with this one, and the error if it makes the version fail. If it repeats the previous push, they have an agreement.
         """
         if rank in self.declared or rank >= self.ranks:
             return self, None
         declaration = Declaration(client_id, digest, self.home)
         known = self.known
         if known is not None and known.declarations[rank] == declaration:
-            declaration = known.declarations[rank]  # one object, however often the same is pushed
+            declaration = known.declarations[rank]  # share one object between pushes, to save memory
         after = replace(
             self,
             declared={**self.declared, rank: declaration},
@@ -312,14 +315,14 @@ class Declarations:
             return after, None
         if self.expected_at(rank, digest) is not None:
             return self, None
-        # others already push what they were assigned on the strength of this rank's former layout
+        # other ranks already push shards that were assigned for this rank's previous layout
         return after, VersionFailed(
             f"rank {rank} of {self.name} holds other shards than in the push before",
             fix="push again: the shards will be shared out anew",
         )
 
     def expected_at(self, rank: int, digest: str) -> Home | None:
-        """The other replica to which a rank with this layout has to push, as the agreement is that of the push before; None if there is none."""
+        """The other replica that a rank with this layout must push to, if the agreement repeats the previous push; else None."""
         known, agreed = self.known, self.agreed
         if known is None or agreed is None or agreed.prepared is not known.prepared or rank in self.declared:
             return None
@@ -329,10 +332,10 @@ class Declarations:
     def hear(
         self, elsewhere: Iterable[tuple[int, Declaration]]
     ) -> tuple[Declarations, WeighbridgeError | None]:
-        """Record what ranks have declared to other replicas.
+        """Record declarations of ranks to other replicas.
 
         Returns:
-            The declarations with these, and what the version fails of, if it does.
+            The declarations with these, and the error if they make the version fail.
         """
         declared = dict(self.declared)
         for rank, declaration in elsewhere:
@@ -359,14 +362,14 @@ class Declarations:
         return replace(self, declared=declared, here=here), None
 
     def agree(self, prepared: PreparedPush) -> Declarations:
-        """The agreement that the declarations of all ranks lead to, by this plan."""
+        """The declarations with the agreement of all ranks on this plan."""
         return self._agreed_on(self.declared, prepared)
 
     def _agreed_on(self, declarations: Mapping[int, Declaration], prepared: PreparedPush) -> Declarations:
         in_order = [declarations[rank] for rank in range(self.ranks)]
         homes = tuple(dict.fromkeys(declaration.home for declaration in in_order))
         said = [[d.digest, d.home.address, d.home.boot] for d in in_order]
-        # the time of its opening, too: a model that is removed and registered again begins to count anew
+        # include the time of the opening, since the numbers of a model that is deleted and registered again restart
         text = json.dumps([self.name, self.created_ms, said])
         digest = hashlib.sha256(text.encode()).hexdigest()[:32]
         claim = f"{digest}@{homes[0].address}" if len(homes) == 1 else digest
@@ -375,17 +378,17 @@ class Declarations:
 
 
 def layouts_digest(digests: Iterable[str]) -> str:
-    """SHA-256 over the digests of ranks' layouts, in the order of the ranks, a line each; 64 hex digits."""
+    """SHA-256 over the digests of ranks' layouts, one per line in the order of the ranks; 64 hex digits."""
     return hashlib.sha256("".join(f"{digest}\n" for digest in digests).encode()).hexdigest()
 
 
 def alone_at(entry: OpenEntry) -> str:
-    """The address of the only replica that receives an open version; empty if there are several, or nobody has claimed it."""
+    """The address of the only replica that receives an open version; empty if there are several, or no replica has claimed it."""
     return entry.holder or address_in(entry.claim)
 
 
 def address_in(claim: str) -> str:
-    """The address of the only replica to which the ranks pushed under a claim; empty if they pushed to several."""
+    """The address of the only replica that ranks pushed to under a claim; empty if they pushed to several."""
     return claim.partition("@")[2]
 
 
@@ -395,5 +398,5 @@ def is_alone_elsewhere(entry: OpenEntry, home: Home) -> bool:
 
 
 def numbers_of(declarations: Mapping[int, Declaration]) -> tuple[int, ...]:
-    """For each rank the number of the replica to which it pushes."""
+    """For each rank the number of the replica that it pushes to."""
     return numbered([declarations[rank].home.address for rank in range(len(declarations))])

@@ -1,6 +1,6 @@
-"""Parts of the ranks' streams that do not lie in exactly one place of the files: padding, and what a checkpoint has several times.
+"""Parts of the ranks' streams that are not in exactly one place of the files: padding, and tensors that the files have several times.
 
-A rank that counts something in its stream counts in this way what the service finds in the files.
+With these, a rank that counts elements in its stream, such as those that are NaN, gets the same count as the service gets in the files.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from weighbridge_service.plan.planning import Plan
 
 
 class PlacedRange(NamedTuple):
-    """Neighbouring elements of a stream that lie in as many places of the files.
+    """Neighbouring elements of a stream with the same number of places in the files.
 
     Attributes:
-        start, end: the first byte, and one past the last.
-        places: how many; 0 for padding.
+        start, end: first byte, and one past the last.
+        places: number of places; 0 for padding.
     """
 
     start: int
@@ -29,11 +29,11 @@ class PlacedRange(NamedTuple):
 
 
 def placed_ranges(plan: Plan, uneven: Collection[str]) -> Mapping[int, Sequence[PlacedRange]]:
-    """The parts of each rank's stream that do not lie in exactly one place, sorted.
+    """The parts of each rank's stream that are not in exactly one place, sorted; ranks without any are left out.
 
     Args:
-        plan: from streams in buffers named like the ranks to the files.
-        uneven: the tensors of which there can be such parts.
+        plan: plan from the streams, in buffers named like the ranks, to the files.
+        uneven: names of the tensors that can have such parts.
     """
     indexes = {index for name in uneven for index in plan.source.by_tensor.get(name, ())}
     begins: dict[int, Counter[int]] = {index: Counter() for index in indexes}
@@ -58,7 +58,7 @@ def placed_ranges(plan: Plan, uneven: Collection[str]) -> Mapping[int, Sequence[
 
 
 def _runs(box: Box, extent: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """The runs of elements that a box comes to in a row-major array: the first of each, and one past its last."""
+    """Contiguous runs of a box's elements in a row-major array, each as its first element and one past its last."""
     if not box.volume:
         return
     axis = len(extent)

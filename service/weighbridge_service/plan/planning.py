@@ -1,6 +1,6 @@
-"""Plans: which copies take the bytes of a source layout to a target layout, and the proof that none is missing.
+"""Plans: copies of the bytes of a source layout to a target layout, and the proof that none is missing.
 
-Pure: no I/O, no torch, no clock. Whatever is wrong with two layouts is found here, before a byte moves.
+Pure: no I/O, no torch, no clock. All errors of two layouts are found here, before the first byte is copied.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from weighbridge._core.text.counts import counted, first_lines
 from weighbridge.errors import LayoutError
 
 _COUNTED = 1000
-"""How many it counts."""
+"""Maximum number of problems that are counted for one error."""
 
 
 class Copy(NamedTuple):
-    """One strided copy between two shards. Boxes are counted from the origin of their shard.
+    """One strided copy between two shards. Boxes are relative to the origin of their shard.
 
     Attributes:
         source: index of the placement in the source layout.
-        source_box: which part of that shard.
+        source_box: copied box of the source shard.
         target: index of the placement in the target layout.
-        target_box: which part of that one.
-        axes: for each target axis the source axis that runs along it, or None where the extent is one.
+        target_box: written box of the target shard.
+        axes: for each target axis the corresponding source axis, or None if the extent is one.
     """
 
     source: int
@@ -45,10 +45,10 @@ class Plan:
     """Copies that fill every byte of the target exactly once.
 
     Attributes:
-        source: where the bytes come from.
-        target: where they go.
-        copies: how.
-        zeros: parts of target shards that have no source and are zero, as placement index and box.
+        source: layout of the source.
+        target: layout of the target.
+        copies: the copies.
+        zeros: parts of target shards without a source, which are zero, as placement index and box.
     """
 
     source: Layout
@@ -58,11 +58,11 @@ class Plan:
 
 
 class _Finder:
-    """Finds the placements of a tensor that can meet a box, by their range on the first axis.
+    """Finds the placements of a tensor that can intersect a box, by their range on the first axis.
 
     Args:
-        layout: whose placements.
-        disjoint: whether no two placements share elements: then one that has just the box is the only one.
+        layout: layout of the placements.
+        disjoint: whether no two placements share elements. Then a placement with exactly the box is the only one.
     """
 
     def __init__(self, layout: Layout, *, disjoint: bool = False) -> None:
@@ -110,17 +110,16 @@ def make_plan(
     """Plan the copies from one layout to another.
 
     Args:
-        source: shards without replicas (see `share_out`), no two of which overlap.
-        target: what is to be filled.
-        links: how the tensor spaces relate, from source to target.
-        copies: the same for what goes to a further place besides that.
-        padding: parts of tensors that have no counterpart in the other space: zero where they are in the target, left
-            behind where they are in the source.
-        use_all: refuse a source of which a part would go nowhere.
+        source: layout of the source: shards without replicas (see `share_out`), which do not overlap.
+        target: layout to fill.
+        links: relation of the tensor spaces, from source to target.
+        copies: further links, to additional places of elements that `links` also place.
+        padding: parts of tensors without a counterpart in the other space: zero in the target, skipped in the source.
+        use_all: whether every part of the source must be used.
 
     Raises:
-        LayoutError: a part of the target has no source or two, or (with ``use_all``) a part of the source is not
-            used or there twice; names the tensors and boxes.
+        LayoutError: a part of the target has no source or two sources, or (with ``use_all``) a part of the source is unused or used twice;
+            names the tensors and boxes.
     """
     finders = _Finder(source, disjoint=True), _Finder(target)
     found = list(_copies(source, target, *finders, links))
@@ -163,7 +162,7 @@ def _copies(
                 if taken is None:
                     continue
                 read = taken if straight else common if taken == offered else link.to_source(taken)
-                # most copies of a large model are of whole shards
+                # fast path: most copies of a large model are of whole shards
                 yield Copy(
                     s,
                     _whole(read.extent) if read == source_box else read.relative_to(source_box.offset),
@@ -174,7 +173,7 @@ def _copies(
 
 
 _whole = functools.lru_cache(maxsize=4096)(Box.whole)
-"""Boxes that cover a shard; shards of a model have few extents."""
+"""Boxes that cover a shard, cached because shards of a model have few different extents."""
 
 
 def _parts(layout: Layout, boxes: Iterable[tuple[str, Box]]) -> Iterator[tuple[int, Box]]:
@@ -217,7 +216,7 @@ def _prove(layout: Layout, parts: Iterable[tuple[int, Box]], gap: str, overlap: 
 
 
 def _check_disjoint(layout: Layout) -> None:
-    """Refuse a layout in which shards overlap: whatever else is wrong with it follows from that."""
+    """Raise LayoutError if shards overlap, since other problems of the layout follow from that."""
     problems = []
     for tensor, indexes in layout.by_tensor.items():
         common = first_overlap([layout.placements[index].shard.box for index in indexes])
@@ -261,23 +260,23 @@ def share_out(
     *,
     by_box: bool = False,
 ) -> dict[int, tuple[int, ...]]:
-    """Which rank pushes which of its shards, so that each box is pushed once and the bytes are spread evenly.
+    """Assign shards to ranks, so that each box is pushed once and the bytes are spread evenly.
 
-    Boxes that several ranks hold go to the one that has least to push so far, the largest boxes first. The answer
-    depends on nothing but the arguments.
+    A box that several ranks hold goes to the rank with the fewest bytes so far; the largest boxes are assigned first. The result depends only
+    on the arguments.
 
     Args:
-        layouts: what each rank holds.
-        prefer: whether a box of a tensor had better be pushed by this rank; it is, or by another one that had better push
-            it, if there is one among those who hold it.
-        by_box: whether ranks that hold one box hold replicas of it, whichever of them calls itself the main one.
+        layouts: layout of each rank.
+        prefer: returns whether a rank is preferred for a box of a tensor. If some of the ranks that hold a box are preferred, one of them
+            pushes it.
+        by_box: whether all ranks that hold the same box hold replicas of it, regardless of which one is marked as main.
 
     Returns:
-        For each rank, the indexes of its shards, ascending.
+        For each rank, the indexes of the shards that it pushes, ascending.
 
     Raises:
-        LayoutError: shards overlap without being replicas of each other, or of shards with one box not exactly one is
-            the main replica (with ``by_box``: a rank holds one box twice).
+        LayoutError: shards overlap without being replicas of each other, or a box does not have exactly one main replica (with ``by_box``: a
+            rank holds one box twice).
     """
     specs = merge_specs(layouts.values())
     holders: dict[str, dict[Box, list[tuple[int, int]]]] = {name: {} for name in specs}
@@ -333,7 +332,7 @@ def share_out(
             nbytes = layouts[rank].placements[index].nbytes
             if len(held) > 1:
                 shared.append((nbytes, held))
-            else:  # no choice: counted before the others are given out
+            else:  # only one rank has the box, so its bytes are counted before shared boxes are assigned
                 load[rank] += nbytes
                 chosen[rank].append(index)
     for nbytes, held in sorted(shared, key=lambda item: -item[0]):

@@ -1,4 +1,4 @@
-"""Plan of a push, from the layouts of all ranks: who pushes what, and where every byte goes."""
+"""Plan of a push, from the layouts of all ranks: the shards that each rank pushes, and the place of every byte in the files."""
 
 from __future__ import annotations
 
@@ -20,20 +20,19 @@ from weighbridge_service.plan.transfers import Transfer
 
 @dataclass(frozen=True)
 class PreparedPush:
-    """What a set of layouts leads to; the same for every version that is pushed with them.
+    """Plan of a push for a set of layouts; the same for every version that is pushed with them.
 
     Attributes:
-        assigned: for each rank, the indexes of the shards it pushes.
+        assigned: for each rank, the indexes of the shards that it pushes.
         streams: for each rank, the layout of its stream.
-        transfer: from the streams, in buffers named like the ranks, to the files.
-        fills: how many bytes the streams bring to each file.
-        grantable: for each rank, the parts of its stream that its own process may write to the image of its replica: all that
-            belongs to files of that replica and of no other. The rest is streamed.
-        spread: who writes which file, if the ranks push to several replicas of the service; None otherwise.
-        shared: for each rank, its shards whose boxes other ranks hold, too, by index, where nobody knows whether they are replicas.
-        placed: for each rank, the parts of its stream that do not lie in exactly one place of the files, sorted; ranks without any
-            are not there.
-        shifts: what ranks add to each element of some of their tensors, by their names, before they push them.
+        transfer: transfer from the streams, in buffers named like the ranks, to the files.
+        fills: bytes of the streams that go to each file.
+        grantable: for each rank, the parts of its stream that its own process may write to the image of its replica: those that belong only to
+            files of that replica. The rest is streamed.
+        spread: placement of files on replicas, if the ranks push to several replicas of the service; else None.
+        shared: for each rank, its shards whose boxes other ranks also hold, by index, if the tensor space does not mark replicas.
+        placed: for each rank, the parts of its stream that are not in exactly one place of the files, sorted; ranks without any are left out.
+        shifts: constants that ranks add to each element of some tensors, by name, before they push them.
     """
 
     assigned: Mapping[int, tuple[int, ...]]
@@ -54,7 +53,7 @@ class PreparedPush:
 _HELD_IN = {TensorSpace.MEGATRON: "sharded_state_dict()", TensorSpace.HUGGING_FACE: "state dict or folder"}
 
 Relate = Callable[[Mapping[str, TensorSpec]], WeightMap]
-"""Gives the map between the ranks' tensor space and the files'."""
+"""Returns the map between the ranks' tensor space and that of the files, for the ranks' tensors."""
 
 
 def prepare_push(
@@ -65,18 +64,18 @@ def prepare_push(
     *,
     space: TensorSpace = TensorSpace.MEGATRON,
 ) -> PreparedPush:
-    """Share the shards out, plan the copies into the files, and prove that they cover every byte exactly once.
+    """Assign the shards to ranks, plan the copies into the files, and prove that they cover every byte exactly once.
 
     Args:
-        layouts: of all ranks, in their order.
-        files: what is to be written.
-        relate: gives the map between the ranks' tensor space and the files'.
+        layouts: layouts of all ranks, in their order.
+        files: layout of the files to write.
+        relate: returns the map between the ranks' tensor space and that of the files.
         homes: for each rank the number of the replica of the service that it pushes to; empty if there is only one.
-        space: the ranks' tensor space. Megatron-core says which shard is the main replica. In Hugging Face's nobody knows: a DTensor is
-            not aware of meshes that it is not on.
+        space: tensor space of the ranks. Megatron-core marks the main replica of each shard. Hugging Face's space has no such mark, because a
+            DTensor does not know meshes other than its own.
 
     Raises:
-        LayoutError: names the tensors and boxes that are wrong, missing or there twice.
+        LayoutError: tensors or boxes are wrong, missing or duplicated; names them.
     """
     by_rank = dict(enumerate(layouts))
 
@@ -108,7 +107,7 @@ def prepare_push(
     streams, plan, relation = plan_for(assigned)
     spread = None
     if len(set(homes)) > 1:
-        # where a box goes is only known from a plan; of those who hold it, the one next to its file is to push it
+        # the file of a box is only known from a plan; then a rank on the replica that owns the file should push the box
         fillable = FillableBytes(layouts, homes, plan)
         assigned = share_out(by_rank, fillable.prefer, by_box=by_box)
         streams, plan, relation = plan_for(assigned)
@@ -128,7 +127,7 @@ def prepare_push(
 
 
 def _shared(layouts: Mapping[int, Layout]) -> dict[int, dict[int, Shard]]:
-    """The shards of each rank whose boxes other ranks hold, too."""
+    """The shards of each rank whose boxes other ranks also hold."""
     holders = Counter(
         (placement.shard.tensor, placement.shard.box)
         for layout in layouts.values()
@@ -145,12 +144,12 @@ def _shared(layouts: Mapping[int, Layout]) -> dict[int, dict[int, Shard]]:
 
 
 def nothing_to_push(files: FilesLayout, ranks: int, spread: Spread | None = None) -> PreparedPush:
-    """The plan of a push whose bytes are all in their files: no rank has anything to push any more.
+    """The plan of a push whose bytes are all in their files, so that no rank pushes anything more.
 
     Args:
-        files: what was written.
-        ranks: how many ranks have pushed it.
-        spread: who writes which file, if several replicas do.
+        files: layout of the files.
+        ranks: number of ranks that have pushed it.
+        spread: placement of files on replicas, if there are several.
     """
     empty = Layout.stream((), ())
     fills = {file.name: 0 for file in files.files}

@@ -1,7 +1,7 @@
-"""Scales of quantised weights: which tensors are factors and tables of packed ones, so that a cast would change every weight made of them. Pure.
+"""Scales of quantised weights: factors and tables of packed tensors. A cast of them would change all weights that are computed from them. Pure.
 
-bitsandbytes has ``weight.absmax`` and ``weight.quant_map`` beside 4-bit weights and ``SCB`` beside 8-bit ones; GPTQ and AWQ ``scales``, compressed-tensors
-``weight_scale``, FP8 in blocks ``weight_scale_inv``, MXFP4 ``..._scales``. Most are floating-point numbers as other tensors are.
+bitsandbytes has ``weight.absmax`` and ``weight.quant_map`` beside 4-bit weights and ``SCB`` beside 8-bit ones; GPTQ and AWQ have ``scales``,
+compressed-tensors ``weight_scale``, FP8 in blocks ``weight_scale_inv``, MXFP4 ``..._scales``. Most have floating-point dtypes like other tensors.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ _BIAS = "bias"
 
 
 def scales_of(specs: Iterable[TensorSpec], *, quantised: bool) -> frozenset[str]:
-    """Names of the floating-point tensors among these that are scales.
+    """Names of the floating-point tensors that are scales.
 
     Args:
-        specs: all tensors of a model.
-        quantised: whether its config says that its weights are quantised. If not, it takes both, the name of a scale and packed numbers
-            beside it; if so, either, but for biases.
+        specs: specs of all tensors of a model.
+        quantised: whether the config declares quantised weights. If it does, a tensor is a scale if it has the name of one, or if it is beside
+            packed tensors and not a bias. If it does not, it must have the name of a scale and be beside packed tensors.
     """
     found = list(specs)
     packed = {spec.name for spec in found if spec.dtype.name in _PACKED or spec.dtype.name.startswith("F8_")}

@@ -1,4 +1,4 @@
-"""Relation of two tensor spaces: boxes of the one to boxes of the other, as data."""
+"""Relation of two tensor spaces, as data: links from boxes of one to boxes of the other."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from weighbridge._core.layouts import Layout, TensorSpec
 
 @dataclass(frozen=True)
 class WeightMap:
-    """How the tensors of a trainer in megatron-core's space relate to the tensors of Hugging Face.
+    """Relation of a trainer's tensors in Megatron-core's space to the model's tensors in Hugging Face's.
 
     Attributes:
-        megatron: the trainer's tensors.
-        hugging_face: the model's tensors.
-        links: from megatron-core to Hugging Face.
-        copies: the same for tensors that Hugging Face has a second time: they are written, and not read on the way back.
-        padding: parts of the trainer's tensors that have no counterpart (padded vocabulary), as name and box. Dropped
-            on the way to Hugging Face, zero on the way back.
-        seen: shapes of the model's tensors of which links have the last axis as two, because rows of different origin take turns
-            along it: so two boxes say what would take one for each row.
-        shifts: what is added to each element of some of the trainer's tensors, by their names, on the way to Hugging Face, copies
-            included, and subtracted on the way back.
+        megatron: tensors of the trainer.
+        hugging_face: tensors of the model.
+        links: links from Megatron-core to Hugging Face.
+        copies: links to further tensors of Hugging Face with the same elements, which are written on a push, and not read on a restore.
+        padding: parts of the trainer's tensors without a counterpart (padded vocabulary), as name and box. Dropped on the way to Hugging Face,
+            zero on the way back.
+        seen: shapes of the model's tensors whose last axis is split into two in links, because elements of different origin alternate along
+            it. With the split, two boxes suffice instead of one for each row.
+        shifts: constants that are added to each element of some of the trainer's tensors, by name, on the way to Hugging Face, including
+            copies, and subtracted on the way back.
     """
 
     megatron: Mapping[str, TensorSpec]
@@ -36,7 +36,7 @@ class WeightMap:
     shifts: Mapping[str, float] = field(default_factory=dict)
 
     def as_seen(self, files: Layout) -> Layout:
-        """A layout of the model's tensors, each of them whole, with the axes that the links have. The bytes are where they were."""
+        """A layout of the model's whole tensors with the axes of the links (`seen`). The places of the bytes are unchanged."""
         if not self.seen:
             return files
         tensors = {
@@ -52,27 +52,27 @@ class WeightMap:
 
     @property
     def unevenly_placed(self) -> frozenset[str]:
-        """The trainer's tensors of which a part lies in no place of the model, or in several."""
+        """Names of the trainer's tensors with parts that have no place in the model, or several."""
         return frozenset((*(name for name, _ in self.padding), *(link.source for link in self.copies)))
 
     @cached_property
     def inverse_links(self) -> tuple[Link, ...]:
-        """From Hugging Face to megatron-core."""
+        """Links from Hugging Face to Megatron-core."""
         return tuple(link.inverse() for link in self.links)
 
     @cached_property
     def shifts_there(self) -> Mapping[str, float]:
-        """The shifts by the names of the model's tensors, which get them."""
+        """The shifts, by the names of the model's tensors."""
         links = (link for link in (*self.links, *self.copies) if link.source in self.shifts)
         return {link.target: self.shifts[link.source] for link in links}
 
     @cached_property
     def inverse_shifts(self) -> Mapping[str, float]:
-        """What is added to each element of the trainer's tensors on the way back."""
+        """Constants that are added to each element of the trainer's tensors on the way back."""
         return {name: -shift for name, shift in self.shifts.items()}
 
 
 def identity_links(tensors: Iterable[TensorSpec]) -> tuple[Link, ...]:
-    """The links of a tensor space with itself."""
+    """Links of a tensor space to itself."""
     boxes = ((t, Box.whole(t.shape)) for t in tensors)
     return tuple(Link(t.name, box, t.name, box, tuple(range(len(t.shape)))) for t, box in boxes)

@@ -1,8 +1,8 @@
-"""Placement of a push that is shared among several replicas of the service: who writes which file, and what goes to whom.
+"""Placement of a push that several replicas of the service receive: the owner of each file, and the routes of all bytes.
 
-Each trainer rank declares to the replica on its own node. A file has one owner, the replica that can fill most of it from its own
-ranks. What other replicas' ranks hold of the file they push to its owner, and nothing else leaves their node. Everything here is
-pure: replicas that know the same declarations come to the same answer without asking each other.
+Each trainer rank declares to the replica on its own node. A file has one owner: the replica that can fill most of it from its own ranks. Ranks of
+other replicas push their parts of the file to its owner, and nothing else leaves their node. Everything here is pure: replicas with the same
+declarations compute the same placement without communication.
 
 Replicas are numbered in the order of the lowest rank that pushes to them.
 """
@@ -21,12 +21,12 @@ from weighbridge_service.plan.planning import Plan
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """A push shared among replicas.
+    """Placement of a push on replicas.
 
     Attributes:
         homes: for each rank, the number of its own replica.
         owners: for each file, the number of the replica that writes it.
-        routes: for each rank, which parts of its stream are meant for which replica.
+        routes: for each rank, the parts of its stream by the number of the replica that needs them.
     """
 
     homes: Sequence[int]
@@ -38,7 +38,7 @@ class Spread:
         return [file for file, owner in self.owners.items() if owner == replica]
 
     def crossing(self, rank: int) -> RangeSet:
-        """The parts of a rank's stream that other replicas than its own need, be it that its own needs them, too."""
+        """The parts of a rank's stream that replicas other than its own need, including parts that its own also needs."""
         home = self.homes[rank]
         return RangeSet(
             each for replica, meant in self.routes.get(rank, {}).items() if replica != home for each in meant
@@ -46,7 +46,7 @@ class Spread:
 
 
 def numbered(names: Sequence[str]) -> tuple[int, ...]:
-    """For each rank the number of its replica, from the replicas' names."""
+    """For each rank the number of its replica, from the name of the replica of each rank."""
     numbers: dict[str, int] = {}
     return tuple(numbers.setdefault(name, len(numbers)) for name in names)
 
@@ -55,9 +55,9 @@ class FillableBytes:
     """Bytes of each file that each replica could fill from its own ranks.
 
     Args:
-        layouts: of all ranks, in their order.
+        layouts: layouts of all ranks, in their order.
         homes: for each rank, the number of the replica that it pushes to.
-        plan: from the streams of a push, in which each box is pushed by any one of those who hold it, to the files.
+        plan: plan from the streams of a push to the files. Any rank that holds a box may push it in this plan.
     """
 
     def __init__(self, layouts: Sequence[Layout], homes: Sequence[int], plan: Plan) -> None:
@@ -83,7 +83,7 @@ class FillableBytes:
         self.owners = _owners(could, sorted(set(homes)))
 
     def prefer(self, tensor: str, box: Box, rank: int) -> bool:
-        """Whether a rank pushes to the replica that owns most of what a box goes to."""
+        """Whether a rank pushes to the replica whose files get most bytes of a box."""
         by_owner: dict[int, int] = defaultdict(int)
         for file, nbytes in self._to_files[tensor, box].items():
             by_owner[self.owners[file]] += nbytes
@@ -93,7 +93,7 @@ class FillableBytes:
 
 
 def _owners(could: Mapping[str, Mapping[int, int]], replicas: Sequence[int]) -> dict[str, int]:
-    """For each file the replica that can fill most of it; among those that can fill equally much, the one with least to write."""
+    """For each file the replica that can fill most of it; among equals, the one with the fewest bytes to write so far."""
     load = dict.fromkeys(replicas, 0)
     owners = {}
     for file, by_replica in sorted(could.items(), key=lambda item: (-sum(item[1].values()), item[0])):
@@ -104,10 +104,10 @@ def _owners(could: Mapping[str, Mapping[int, int]], replicas: Sequence[int]) -> 
 
 
 def routes_of(plan: Plan, owners: Mapping[str, int]) -> dict[int, dict[int, RangeSet]]:
-    """Which parts of each rank's stream are meant for the owners of which files.
+    """Parts of each rank's stream, by rank and by the number of the replica that needs them.
 
     Args:
-        plan: from streams in buffers named like the ranks to the files.
+        plan: plan from the streams, in buffers named like the ranks, to the files.
         owners: for each file, the number of the replica that writes it.
     """
     routes: dict[int, dict[int, RangeSet]] = defaultdict(dict)
@@ -123,7 +123,7 @@ def routes_of(plan: Plan, owners: Mapping[str, int]) -> dict[int, dict[int, Rang
 
 
 def _span(box: Box, extent: Sequence[int]) -> tuple[int, int]:
-    """From the first element of a box to one past its last, in the row-major order of what it is a part of."""
+    """Index of the first element of a box and one past its last, in the row-major order of a shard of this extent."""
     first = last = 0
     for start, count, whole in zip(box.offset, box.extent, extent, strict=True):
         first = first * whole + start

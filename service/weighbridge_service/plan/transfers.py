@@ -1,8 +1,7 @@
-"""Transfer: a plan carried out, range by range of a stream.
+"""Transfer: execution of a plan, range by range of a stream.
 
-Of the two sides of a plan, one is a stream that crosses the wire in messages cut anywhere, and the other the files of
-an image. A range of the stream becomes a list of strided copies; the list is kept, because the same layouts cut into
-the same messages come again with every version.
+One side of the plan is a stream, which is sent in messages that may end anywhere. The other side is the files of an image. Each range of the
+stream is compiled to a list of strided copies. The list is cached, because every version with the same layouts has the same messages.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ from weighbridge_storage.memory.file_bytes import FileBytes
 
 Bytes = NDArray[np.uint8]
 _KEPT_RANGES = 16_384
-"""Compiled ranges kept for each transfer: 16 GiB of stream in messages of 1 MiB."""
+"""Maximum number of cached ranges per transfer: 16 GiB of stream in messages of 1 MiB."""
 
 
 class _Part(NamedTuple):
-    """What a plan's copy means for the shard on the stream's side."""
+    """A copy of the plan, seen from the shard on the stream's side."""
 
     box: Box
     other: int
@@ -37,20 +36,20 @@ class _Part(NamedTuple):
 
 
 class _Range(NamedTuple):
-    """What a range of the stream compiles to: its copies, and the bytes of each file that they fill or read."""
+    """A compiled range of the stream: its copies, and the number of bytes of each file that they fill or read."""
 
     pieces: tuple[ByteCopy[str], ...]
     filled: Mapping[str, int]
 
 
 class StreamShards(NamedTuple):
-    """Shards of one stream, in the order of their bytes; those without any are left out.
+    """Shards of one stream, in the order of their bytes; empty shards are left out.
 
     Attributes:
-        starts, ends: of each, in the stream.
-        first: of each, where its parts begin among all; and the count of all.
-        places: of each part, the index of the placement in the files that it goes to.
-        nbytes: of each part.
+        starts, ends: first byte in the stream, and one past the last, of each shard; ``[shards]``.
+        first: index of each shard's first part, and the number of all parts; ``[shards + 1]``.
+        places: index of the placement in the files, of each part; ``[parts]``.
+        nbytes: bytes of each part; ``[parts]``.
     """
 
     starts: NDArray[np.int64]
@@ -61,16 +60,16 @@ class StreamShards(NamedTuple):
 
 
 class Transfer:
-    """A plan ready to be carried out.
+    """A plan, ready for execution.
 
     Args:
-        plan: what to copy.
+        plan: the plan.
         scatter: whether the stream is the plan's source (a push) or its target (a pull, a restore).
 
     Attributes:
-        files: layout of the plan's side that is no stream.
-        parts: copies in the plan.
-        identity: tells it from all other transfers of all processes.
+        files: layout of the files.
+        parts: number of copies in the plan.
+        identity: id that is unique among all transfers of all processes.
     """
 
     def __init__(self, plan: Plan, *, scatter: bool) -> None:
@@ -100,13 +99,13 @@ class Transfer:
         """Copy a range of a stream to its places in the files.
 
         Args:
-            data: the bytes, any buffer.
-            offset: where in the stream they stand.
-            files: writable bytes of each file; what belongs to files that are not among them is left out.
-            buffer: which stream, where there are several.
+            data: bytes of the range, any buffer.
+            offset: offset of the range in the stream.
+            files: writable bytes of each file; bytes for other files are skipped.
+            buffer: name of the stream, if there are several.
 
         Returns:
-            How many bytes of each file the range fills, also of those that are left out.
+            Number of bytes that the range fills in each file, including skipped files.
         """
         stream = np.frombuffer(data, dtype=np.uint8)
         compiled = self._range(buffer, offset, offset + len(stream))
@@ -123,7 +122,7 @@ class Transfer:
         return compiled.filled
 
     def gather(self, offset: int, length: int, files: Mapping[str, FileBytes]) -> memoryview:
-        """A range of the stream, read from its places in the files; a view of them where it lies there in one run.
+        """Read a range of the stream from its places in the files; a view of the file if the range is contiguous there.
 
         Raises:
             DataLoss, Unavailable, ResourceExhausted: as `FileBytes`.
@@ -140,16 +139,16 @@ class Transfer:
     def collect(
         self, start: int, stop: int, files: Mapping[str, Bytes], buffer: str = STREAM
     ) -> Bytes | None:
-        """The inverse of `scatter`: a range of a stream, gathered from its places in the files.
+        """Gather a range of a stream from its places in the files; the inverse of `scatter`.
 
         Args:
             start: first byte of the range.
-            stop: one past its last.
+            stop: one past its last byte.
             files: bytes of each file.
-            buffer: which stream, where there are several.
+            buffer: name of the stream, if there are several.
 
         Returns:
-            The bytes, a view of them where they lie in one run; None if some of them have no place in these files.
+            The bytes, as a view if they are contiguous in a file; None if some of them have no place in these files.
         """
         pieces = self._range(buffer, start, stop).pieces
         if any(piece.file not in files for piece in pieces):
@@ -164,17 +163,17 @@ class Transfer:
         return stream if covered.all() else None
 
     def pieces(self, start: int, stop: int, buffer: str = STREAM) -> list[ByteCopy[str]]:
-        """The copies that belong to a range of a stream, for one who carries them out elsewhere.
+        """The copies of a range of a stream, for execution by the caller.
 
         Args:
             start: first byte of the range.
-            stop: one past its last.
-            buffer: which stream, where there are several.
+            stop: one past its last byte.
+            buffer: name of the stream, if there are several.
         """
         return list(self._compile(buffer, start, stop))
 
     def shards(self, buffer: str = STREAM) -> StreamShards:
-        """The shards of a stream, and where their bytes go. Made once: a plan serves many versions."""
+        """The shards of a stream, and the places of their bytes. Cached, since a plan serves many versions."""
         found = self._shards.get(buffer)
         if found is None:
             order = self._order.get(buffer, [])
@@ -196,11 +195,11 @@ class Transfer:
         )
 
     def filled(self, start: int, stop: int, buffer: str = STREAM) -> Mapping[str, int]:
-        """How many bytes of each file a range of a stream fills; as `scatter`, and nothing is copied."""
+        """Number of bytes that a range of a stream fills in each file; the result of `scatter` without the copies."""
         found = self._filled.get((buffer, start, stop))
         if found is None:
             known = self._ranges.get((buffer, start, stop))
-            # the copies of a whole stream are many, and not needed again
+            # compiled copies are not cached here: those of a whole stream are many, and not needed again
             found = _fills(self._compile(buffer, start, stop)) if known is None else known.filled
             if len(self._filled) < _KEPT_RANGES:
                 self._filled[buffer, start, stop] = found
@@ -218,12 +217,12 @@ class Transfer:
     def _compile(self, buffer: str, start: int, stop: int) -> Iterator[ByteCopy[str]]:
         order = self._order.get(buffer, [])
         first = bisect.bisect_right(self._starts.get(buffer, []), start) - 1
-        for position in range(max(first, 0), len(order)):  # a slice would copy all that follows
+        for position in range(max(first, 0), len(order)):  # a slice would copy the rest of the list
             index = order[position]
             placement = self._stream.placements[index]
             if placement.offset >= stop:
                 break
-            # bytes become one more axis, so that a range may begin and end inside an element
+            # the bytes of an element are an additional axis, so that a range may begin and end inside of an element
             itemsize = self._stream.tensors[placement.shard.tensor].dtype.itemsize
             extent = (*placement.shard.box.extent, itemsize)
             begin = max(start - placement.offset, 0)
@@ -281,7 +280,7 @@ def _row_major(extent: tuple[int, ...]) -> tuple[int, ...]:
 def _merged(
     shape: tuple[int, ...], ours: tuple[int, ...], theirs: list[int]
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """The same elements with as few axes as possible: those of extent one go, those that are dense together merge."""
+    """The same elements with as few axes as possible: axes of extent one are dropped, and axes that are dense together are merged."""
     merged: list[tuple[int, int, int]] = []
     for extent, a, b in zip(shape, ours, theirs, strict=True):
         if extent == 1:

@@ -1,6 +1,6 @@
-"""Prefetch of the next part of a stream from the store while one part is being sent.
+"""Prefetch of the next parts of a stream from the store while one part is being sent.
 
-A single GET takes tens of milliseconds before its first byte comes: a stream that waited for each would be slow.
+A GET has a latency of tens of milliseconds, so a stream that waits for each one would be slow.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from weighbridge_service.plan.transfers import Transfer
 from weighbridge_storage.memory.file_bytes import FileBytes, Kept
 
 AHEAD_BYTES = 64 << 20
-"""Blocks that one reader has asked for, and not come to yet, take so much at most."""
+"""Maximum bytes of blocks that one reader has requested but not yet reached."""
 STEP_BYTES = 8 << 20
-"""Bytes of the stream that are looked at together: those that lie next to each other are fetched together."""
+"""Bytes of a step of the stream. Neighbouring blocks of one step are fetched together."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReadStep:
-    """A part of a stream: the position at which it ends, and what it needs."""
+    """A part of a stream: the position of its end, and the copies that it needs."""
 
     end: int
     needs: Sequence[ByteCopy[str]]
 
 
 class ReadAhead:
-    """A window that moves along a stream, of which the files are asked for all they need. For one thread.
+    """A window that moves along a stream and requests all blocks that it needs from the files. Not thread-safe.
 
     Args:
         files: the sources, by name.
-        steps: the stream from where reading begins, in order.
-        room: bytes of the window, both of the stream and of the blocks that it is made of.
+        steps: steps of the stream, in order from the start of the reading.
+        room: maximum bytes of the window, both in the stream and in requested blocks.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class ReadAhead:
         self._nbytes = 0
 
     def advance(self, position: int) -> None:
-        """All before ``position`` is done with, what comes behind it is needed soon."""
+        """Release blocks that are only needed before ``position``, and request those that are needed soon after it."""
         for kept, end in list(self._kept.values()):
             if end <= position:
                 self._release(kept)
@@ -59,13 +59,13 @@ class ReadAhead:
             self._next = next(self._steps, None)
 
     def close(self) -> None:
-        """Nothing more is needed."""
+        """Release all blocks."""
         for kept, _ in list(self._kept.values()):
             self._release(kept)
         self._next = None
 
     def _prepare(self, step: ReadStep) -> bool:
-        """Ask for what a step needs; whether there was room for all of it."""
+        """Request the blocks that a step needs. Returns False if a source had no room for them."""
         for need in step.needs:
             found = self._files[need.file].prepare(need.file_offset, need.extent, need.file_strides)
             if found is None:
@@ -86,11 +86,11 @@ class ReadAhead:
 
 
 class StreamReader:
-    """Reads a stream of slices out of a version's files, front to back. For one thread.
+    """Reads a stream of slices from a version's files, front to back. Not thread-safe.
 
     Args:
-        transfer: what lies where.
-        files: the files' bytes, by name.
+        transfer: transfer between the stream and the files.
+        files: bytes of the files, by name.
         nbytes: length of the stream.
     """
 
@@ -102,7 +102,7 @@ class StreamReader:
         self._ahead: ReadAhead | None = None
 
     def gather(self, offset: int, length: int) -> Buffer:
-        """A range of the stream. Raises as `FileBytes`."""
+        """Read a range of the stream. Raises as `FileBytes`."""
         if self._remote:
             if self._ahead is None:
                 self._ahead = ReadAhead(self._files, self._steps(offset))
@@ -110,7 +110,7 @@ class StreamReader:
         return self._transfer.gather(offset, length, self._files)
 
     def close(self) -> None:
-        """Bring nothing more."""
+        """Stop the prefetch."""
         if self._ahead is not None:
             self._ahead.close()
 

@@ -1,4 +1,4 @@
-"""A visible version that is open, and the stream of pieces that is read from it."""
+"""An open version, and the stream of pieces that is read from it."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class OpenedVersion:
     """A version whose bytes can be read until it is closed.
 
     Attributes:
-        version: which one.
-        files: how its tensors lie in its files.
-        sources: where the bytes of each file are, by its name.
+        version: the version.
+        files: layout of its tensors in its files.
+        sources: bytes of each file, by name.
     """
 
     version: Version
@@ -34,11 +34,11 @@ class OpenedVersion:
     _hold: Hold
 
     def partly_from(self, sources: Mapping[str, FileBytes], hold: Hold) -> OpenedVersion:
-        """The same, with some of its files from elsewhere; closing it ends the hold on these, too."""
+        """The same version with other sources for some of its files. Closing it also releases ``hold``."""
         return replace(self, sources={**self.sources, **sources}, _hold=together(self._hold, hold))
 
     def close(self) -> None:
-        """Let go of the image, or end the reading from the store."""
+        """Release the image, or end the reading from the store."""
         self._hold.release()
 
 
@@ -47,9 +47,9 @@ class Piece:
     """A piece of a stream to a client.
 
     Attributes:
-        offset: where in the stream it stands.
-        data: its bytes; only valid until the next piece is taken.
-        checksum: XXH3, 64 bits.
+        offset: offset in the stream.
+        data: the bytes; only valid until the next piece is taken.
+        checksum: 64-bit XXH3 of the bytes.
     """
 
     offset: int
@@ -62,10 +62,13 @@ class Reading:
     """A stream that is about to be sent.
 
     Attributes:
-        version: which version it comes from.
-        layout: what is in it.
-        offset: the byte at which it begins.
-        striping: which part of it is sent.
+        version: the version that it is read from.
+        layout: layout of the stream.
+        offset: first byte to send.
+        striping: part of the stream to send.
+
+    Raises:
+        InvalidArgument: the offset is beyond the end of the stream.
     """
 
     version: Version
@@ -84,15 +87,15 @@ class Reading:
             )
 
     def close(self) -> None:
-        """Let go of the version, if not all pieces are taken."""
+        """Close the version. Only needed if not all pieces were taken."""
         self._reader.close()
         self._opened.close()
 
     def pieces(self, make_room: Callable[[int], None] = lambda _: None) -> Iterator[Piece]:
-        """The rest of the stream from its offset on; the version stays open until the last piece is taken.
+        """The pieces of the stream from `offset` on. The version stays open until the last piece is taken.
 
         Args:
-            make_room: is called with the size of each piece before it is read.
+            make_room: called with the size of each piece before it is read.
         """
         with closing(self):
             for start, stop in self.striping.messages(self.offset, self.layout.nbytes):

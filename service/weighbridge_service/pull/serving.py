@@ -40,23 +40,23 @@ from weighbridge_storage.memory.images import Hold
 from weighbridge_storage.versions.reading import open_version
 
 _KEPT_CASTS = 250_000
-"""Slices of pulls in another dtype, and shards of restores to which constants are added, that are remembered, over all models."""
+"""Maximum number of slices and shards in cached casts, over all models: pulls in another dtype, and restores that add constants."""
 _LATELY_SECONDS = 1.0
-"""How long a head that was read, for the plan of a pull or for anybody else, holds for versions in memory. What another replica takes out of
-history can be read for far longer."""
+"""Maximum age of a head that is reused for versions in memory. A version that another replica removes from history stays readable for far
+longer."""
 _KEPT_OPEN = 16
-"""Durable versions whose files stay open, or in the read cache, after a pull."""
+"""Number of durable versions whose files stay open, or in the read cache, after a pull."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LentVersion:
-    """Slices of a version that another process of this machine reads where they lie.
+    """Slices of a version that another process of this machine reads in place.
 
     Attributes:
-        opened: the version; to be closed when they are no longer read.
-        layout: the slices.
-        transfer: where their bytes lie in the files.
-        places: where the files lie.
+        opened: the open version; to be closed when the slices are no longer read.
+        layout: layout of the slices.
+        transfer: transfer between the slices and the files.
+        places: places of the files on this machine.
     """
 
     opened: OpenedVersion
@@ -65,24 +65,24 @@ class LentVersion:
     places: Mapping[str, Place]
 
     def leave_open(self) -> None:
-        """Who reads it has gone without a word: use its memory for nothing else before it is mapped nowhere any more."""
+        """Record that the reader has disconnected without releasing the slices. Their memory is not reused while a process still maps it."""
         for place in self.places.values():
             place.leave_open()
 
 
 class Serving:
-    """Versions on their way out. Thread-safe.
+    """Pulls and restores of versions. Thread-safe.
 
     Args:
-        catalog: which versions there are.
-        cache: what the bytes of a remote store go through.
-        readers: who is reading from the store.
-        shared: versions that other replicas take part in.
-        peer_files: files that these own.
+        catalog: catalog of versions.
+        cache: cache for bytes of a remote store.
+        readers: registry of reads from the store.
+        shared: push sessions that other replicas take part in.
+        peer_files: files that other replicas own.
 
     Attributes:
-        bytes_out: bytes of weights that were sent, or lent.
-        bytes_out_locally: of these, bytes that were lent to processes of this machine.
+        bytes_out: bytes of weights that were sent to clients, or read by them in place.
+        bytes_out_locally: the part of these bytes that processes of this machine read in place.
     """
 
     def __init__(
@@ -105,12 +105,12 @@ class Serving:
         self._counting = threading.Lock()
 
     def count(self, nbytes: int) -> None:
-        """Bytes of weights are being sent."""
+        """Count bytes of weights that are sent."""
         with self._counting:
             self.bytes_out += nbytes
 
     def count_lent(self, nbytes: int) -> None:
-        """Bytes of weights are being read where they lie."""
+        """Count bytes of weights that a process of this machine reads in place."""
         with self._counting:
             self.bytes_out += nbytes
             self.bytes_out_locally += nbytes
@@ -118,7 +118,7 @@ class Serving:
     def plan_pull(
         self, name: str, version: str, request: LayoutRequest, dtype: str = ""
     ) -> tuple[Version, Layout]:
-        """Which version a pull would read, and which slices it would bring; cast, if a dtype is named."""
+        """The version that a pull would read, and the layout of its slices, after a cast if a dtype is given."""
         model_name = ModelName.parse(name)
         found = self._catalog.resolve(model_name, version)
         model, _ = self._model_of(model_name, str(found.number))
@@ -134,7 +134,7 @@ class Serving:
         dtype: str = "",
         striping: Striping = WHOLE,
     ) -> Reading:
-        """Slices of a version as a stream, from byte ``offset`` on, or a part of it; cast, if a dtype is named."""
+        """Open slices of a version as a stream, or one stripe of it, from byte ``offset`` on, with a cast if a dtype is given."""
         model_name = ModelName.parse(name)
         model, version = self._model_of(model_name, version)
         layout = model.pull_layout(request)
@@ -143,10 +143,10 @@ class Serving:
         return self._reading(opened, layout, (offset, striping), casting, model.pull_transfer)
 
     def lend(self, name: str, version: str, request: LayoutRequest) -> LentVersion:
-        """Slices of a version where they lie, for a process of this machine.
+        """Open slices of a version for reads in place, by a process of this machine.
 
         Raises:
-            FailedPrecondition: they do not lie on this machine.
+            FailedPrecondition: the version's files are not on this machine.
         """
         model_name = ModelName.parse(name)
         model, version = self._model_of(model_name, version)
@@ -155,7 +155,9 @@ class Serving:
     def lend_arriving(
         self, version: Version, arriving: ArrivingVersion, request: LayoutRequest
     ) -> LentVersion:
-        """Slices of a version that is still being received, for a process of this machine; closing them ends the hold on the image.
+        """Open slices of a version that is still being received, for reads in place by a process of this machine.
+
+        Closing the result releases the hold on the image.
 
         Raises:
             InvalidArgument: the slices do not fit the version.
@@ -166,7 +168,7 @@ class Serving:
         )
 
     def _lent(self, model: RegisteredModel, opened: OpenedVersion, request: LayoutRequest) -> LentVersion:
-        """Slices of an open version where they lie, which is closed if they cannot be lent."""
+        """Slices of an open version for reads in place. Closes the version on an error."""
         try:
             layout = model.pull_layout(request)
             transfer = model.pull_transfer(opened.files.layout, layout)
@@ -180,7 +182,7 @@ class Serving:
             raise
 
     def cast(self, name: str, specs: Iterable[TensorSpec], dtype: DType) -> list[TensorSpec]:
-        """What tensors of a model are after a cast. Raises InvalidArgument if one cannot be cast."""
+        """Specs of tensors of a model after a cast. Raises InvalidArgument if one cannot be cast."""
         model = self._catalog.model(ModelName.parse(name))
         return cast_specs(specs, dtype, model.keep_in_fp32, model.scales)
 
@@ -190,7 +192,7 @@ class Serving:
         return self._casts.get_or_make(key, lambda: Casting(layout, target, kept, model.scales))
 
     def _shifting(self, model: RegisteredModel, layout: Layout) -> Casting | None:
-        """What adds constants to elements of shards that are restored; None if nothing does."""
+        """The casting that adds constants to elements of restored shards; None if no constants are added."""
         shifts = model.restore_shifts(layout)
         if not shifts:
             return None
@@ -200,7 +202,7 @@ class Serving:
     def restore(
         self, name: str, version: str, layout: Layout, offset: int, striping: Striping = WHOLE
     ) -> Reading:
-        """The shards of a trainer rank as a stream, from byte ``offset`` on, or a part of it."""
+        """Open the shards of a trainer rank as a stream, or one stripe of it, from byte ``offset`` on."""
         model_name = ModelName.parse(name)
         model = self._mapped(model_name)
         shifting = self._shifting(model, layout)
@@ -208,38 +210,38 @@ class Serving:
         return self._reading(opened, layout, (offset, striping), shifting, model.restore_transfer)
 
     def close_gone(self, name: ModelName, history: History) -> None:
-        """Close files of versions that history does not have any more: a folder keeps their room as long as they are open."""
+        """Close files of versions that are not in the history any more, because open files keep their disk space."""
         numbers = {number for model, number, _ in self._opened.keys if model == name}
         gone = {number for number in numbers if history.find(number) is None}
         self._opened.drop_if(lambda key: key[0] == name and key[1] in gone)
 
     def open(self, name: str, version: str) -> OpenedVersion:
-        """A visible version's bytes; close it after use."""
+        """Open a visible version. The caller closes it."""
         return self._open(ModelName.parse(name), version)
 
     def describe_shards(self, name: str, rank: MegatronRank) -> Layout:
-        """The shards that a Megatron-core rank holds, with a key for each layer and expert."""
+        """The shards of a Megatron-core rank, with a key for each layer and expert."""
         model = self._mapped(ModelName.parse(name))
         return megatron_layout(model.bridge, model.tensors, rank, experts_apart=True)
 
     def registered_tensors(self, name: str, declared: Layout) -> Layout:
-        """Tensors of a trainer that are of the model, by Megatron-core's names, in the dtypes that it is registered with."""
+        """The declared tensors of a trainer that belong to the model, by Megatron-core's names, in the registered dtypes."""
         model = self._mapped(ModelName.parse(name))
         found = registered_specs(model.bridge, model.tensors, declared.tensors.values())
         return Layout.stream(found, [])
 
     def weight_map(self, name: str, declared: Layout) -> WeightMap:
-        """Where the elements of a trainer's tensors are in those of the model; of those that are the model's, as by `registered_tensors`."""
+        """The weight map from a trainer's tensors to the model's, for the tensors of `registered_tensors`."""
         model = self._mapped(ModelName.parse(name))
         found = registered_specs(model.bridge, model.tensors, declared.tensors.values())
         return derive_weight_map(model.bridge, model.tensors, {spec.name: spec for spec in found})
 
     def describe_tensors(self, name: str) -> Layout:
-        """All tensors of a registered model, whole, by their names in its safetensors files."""
+        """All whole tensors of a registered model, by their names in its safetensors files."""
         return self._mapped(ModelName.parse(name)).pull_layout(FullTensors())
 
     def _mapped(self, name: ModelName) -> RegisteredModel:
-        """A model whose versions all have the same tensors, and all that it computes with."""
+        """A model whose versions all have the same tensors, and which is not an adapter. Raises InvalidArgument for others."""
         model = self._catalog.model(name)
         if model.by_version:
             raise InvalidArgument(
@@ -255,7 +257,10 @@ class Serving:
         return model
 
     def _model_of(self, name: ModelName, version: str) -> tuple[RegisteredModel, str]:
-        """A model with the tensors of a version, and that version; by its number, if each has its own: a ref may move."""
+        """A model with the tensors of a version, and the version as text.
+
+        If each version has its own tensors, the text is the version's number, because a ref may move until the version is opened.
+        """
         model = self._catalog.model(name)
         if not model.by_version:
             return model, version
@@ -271,14 +276,14 @@ class Serving:
         hold: Hold | None = None
         known = self._catalog.snapshots.get(name, found.number)
         if known is not None and known.image is not None:
-            with suppress(FailedPrecondition):  # it was given back just now
+            with suppress(FailedPrecondition):  # the image was released after the snapshot
                 hold, in_image = known.image.hold(), known.image.file_bytes
         files = None if known is None else known.files
         if files is None and not model.by_version:
             files = model.files
         if hold is not None and files is not None and in_image.keys() == files.file_sizes.keys():
             return OpenedVersion(found, files, in_image, hold)
-        # a version that several replicas have received together: each has some of the files, and reads the others
+        # if several replicas have received the version together, each has some of the files in memory, and reads the others
         try:
             opened = None if files is None else self._open_elsewhere(name, found, files, asked_ms)
             if opened is None:
@@ -290,7 +295,7 @@ class Serving:
         return opened if hold is None else opened.partly_from(in_image, hold)
 
     def _find(self, name: ModelName, version: str) -> tuple[Version, History | None]:
-        """A version, and the history that says so; without it, what lies in memory can be read, and nothing else."""
+        """A version, and the history that has it. Without a history, only versions in memory can be read."""
         heads, here = self._catalog.heads, self._catalog.in_memory(name, version)
         numbered = here is not None and version != REF_LIVE
         head = heads.read_lately(name, _LATELY_SECONDS) if numbered else None
@@ -308,7 +313,7 @@ class Serving:
     def _open_elsewhere(
         self, name: ModelName, found: Version, layout: FilesLayout, asked_ms: int
     ) -> OpenedVersion | None:
-        """Those files of a version that is not durable which other replicas own; None if there are none."""
+        """Open a version that is not durable with its files on other replicas; None if it has none there."""
         elsewhere = self._shared.files_elsewhere(name, found.number)
         if elsewhere is None:
             return None
@@ -324,14 +329,14 @@ class Serving:
                 ),
             ),
         )  # fmt: skip
-        # when it has become durable, the rest comes from the store
+        # register as a reader of the store, since the remaining blocks come from there once the version is durable
         return OpenedVersion(found, files, sources, self._readers.begin(name, number, asked_ms))
 
     def _open_durable(
         self, name: ModelName, found: Version, history: History | None, asked_ms: int
     ) -> OpenedVersion:
         if history is None or not found.state.stored:
-            history = self._catalog.history(name)  # it may have become durable since
+            history = self._catalog.history(name)  # the version may have become durable since the first read
             found = self._catalog.resolve(name, str(found.number), history)
         if not found.state.stored:
             raise FailedPrecondition(
@@ -341,7 +346,7 @@ class Serving:
         open_it = partial(open_version, self._catalog.store, self._cache, name, found.number)
         hold = self._readers.begin(name, found.number, reading_since(entry, asked_ms))
         try:
-            # a model that was removed and registered again may give a number to another version
+            # a model that was deleted and registered again may use the same number for another version
             with self._catalog.unless_deleted(name, found.number):
                 key = name, found.number, entry.write_id if entry else ""
                 opened = self._opened.get_or_make(key, open_it)
@@ -349,7 +354,8 @@ class Serving:
                 damaged = {name: file.identity for name, file in sources.items() if file.damaged}
                 if damaged:
                     again = open_it()
-                    # a part of a damaged file, which nothing could be compared with, is not served either until it was restored
+                    # until all damaged files are restored, keep the old sources: only they know which parts are damaged, and refuse
+                    # reads of these that are too small to be compared with a digest
                     if all(again[1][name].identity != identity for name, identity in damaged.items()):
                         files, sources = self._opened.put_instead(key, opened, again)
         except BaseException:
@@ -365,7 +371,7 @@ class Serving:
         casting: Casting | None,
         transfer_of: Callable[[Layout, Layout], Transfer],
     ) -> Reading:
-        """A stream of an open version, which it closes in the end, or now if there can be no such stream."""
+        """A stream of an open version. The stream closes the version at its end; if it cannot be created, the version is closed at once."""
         try:
             reader = StreamReader(transfer_of(opened.files.layout, layout), opened.sources, layout.nbytes)
         except BaseException:

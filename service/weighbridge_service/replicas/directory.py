@@ -178,7 +178,7 @@ class Directory:
             for other in self.others():
                 if other not in greeted and not self._closing.is_set():
                     greeted.add(other)
-                    with suppress(WeighbridgeError):  # the other replica finds this one in the store within a minute
+                    with suppress(WeighbridgeError):  # it reads the store within a minute
                         self._greet(other)
             if self._closing.wait(_RENEW_SECONDS):
                 break

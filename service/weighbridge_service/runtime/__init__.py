@@ -4,8 +4,8 @@ May import: `weighbridge_storage`, `weighbridge`.
 
 - `config`: settings of a service.
 - `tls_files`: files of TLS.
-- `clock`: time as heads, leases and versions count it.
-- `memory_plan`: budget of memory, and what it means for a push.
-- `process_memory`: allocator and garbage collector of a process that carries weights.
-- `descriptors`: file descriptors, and their share for each port.
+- `clock`: the wall clock of heads, leases and versions.
+- `memory_plan`: memory budget, and its consequences for pushes.
+- `process_memory`: settings of the allocator and the garbage collector.
+- `descriptors`: file descriptors, and the share of each port.
 """

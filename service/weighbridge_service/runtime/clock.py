@@ -1,4 +1,4 @@
-"""Time as heads, leases and versions count it."""
+"""The wall clock of heads, leases and versions."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import time
 
 
 def unix_ms() -> int:
-    """The time in milliseconds since 1970 UTC."""
+    """Current time in milliseconds since 1970 UTC."""
     return time.time_ns() // 1_000_000

@@ -18,63 +18,62 @@ class ServiceConfig:
     """Settings of one service process.
 
     Attributes:
-        store: where versions are kept: a folder, or a location such as ``s3://bucket/prefix``
-            (`weighbridge_storage.opening`).
-        scratch: folder on this machine for what may be lost: images that do not fit into memory, the read cache. By
-            default the store's folder, or ``weighbridge-data`` in the current one if the store is not a folder.
-        exports: folder under which exports that are asked for over HTTP are written; by default ``exports`` in the
-            scratch folder.
-        memory_budget: most bytes of shared memory for images; None for what the machine allows
-            (`weighbridge_service.runtime.memory_plan.choose_budget`). What does not fit goes to files in the scratch folder.
-        spill_budget: most bytes of these files; None for as many as the disk has room for, 0 to let pushes wait for memory instead.
-        byte_budget: most bytes of weights in flight over gRPC: being gathered or sent, or received and not yet in their place.
+        store: store of versions: a folder, or a location such as ``s3://bucket/prefix`` (`weighbridge_storage.opening`).
+        scratch: folder on this machine for files that may be lost: images that do not fit into memory, and the read cache. By default the
+            store's folder, or ``weighbridge-data`` in the current folder if the store is not a folder.
+        exports: folder for exports that are requested over HTTP; by default ``exports`` in the scratch folder.
+        memory_budget: maximum bytes of shared memory for images; None for as much as the machine allows
+            (`weighbridge_service.runtime.memory_plan.choose_budget`). Further images go to files in the scratch folder.
+        spill_budget: maximum bytes of these files; None for as much as the disk has room for, 0 to let pushes wait for memory instead.
+        byte_budget: maximum bytes of weights in flight over gRPC: being gathered or sent, or received and not yet stored.
         budget_wait: seconds that a stream without a deadline waits for room in the byte budget.
-        read_cache: most bytes on disk, in the scratch folder, of what pulls have brought from a store that is no folder.
-        redirect_downloads: whether clients of the Hub's protocol are sent to the store itself for large files, if it can sign
-            URLs.
-        bulk_port: for streams of weights over gRPC; ``auto`` for the one behind that of all calls, or any if that is taken; ``off`` if they
-            share it (`weighbridge_service.api.grpc.server.bulk_ports`).
-        local_socket: path of the Unix socket by which processes of this machine get at weights in shared memory; ``auto`` for one
-            that only this user's processes can reach, ``off`` for none.
-        lane_trust_uids: users, besides the service's own, whose processes memory is lent to for writing
+        read_cache: maximum bytes on disk, in the scratch folder, of the cache for pulls from a store that is not a folder.
+        redirect_downloads: whether clients of the Hub's protocol are redirected to the store for large files, if it can sign URLs.
+        bulk_port: port for streams of weights over gRPC; ``auto`` for the one after the port for all calls, or any if that is taken; ``off``
+            to share the port for all calls (`weighbridge_service.api.grpc.server.bulk_ports`).
+        local_socket: path of the Unix socket through which processes of this machine access weights in shared memory; ``auto`` for one that
+            only this user's processes can reach, ``off`` for none.
+        lane_trust_uids: ids of users, in addition to the service's own, whose processes may map memory for writing
             (`weighbridge_service.api.lane.trust`).
-        receive_timeout: seconds without a word from any rank after which a version being received is given up.
-        advertise: ``host:port`` under which other replicas of the service, and trainer ranks on other nodes, reach this one's gRPC face;
-            empty if ranks of one version do not push to several replicas.
-        open_lease: seconds after which a version that is being received is taken for abandoned if no replica renews that; each does
-            at half of it. Clocks of replicas must differ by less.
-        store_patience: seconds that a control call waits for the store, and of silence after which such calls fail at once
+        receive_timeout: seconds without a message from any rank after which a version that is being received fails.
+        advertise: ``host:port`` at which other replicas of the service, and trainer ranks on other nodes, reach this one's gRPC port; empty if
+            ranks of one version do not push to several replicas.
+        open_lease: seconds after which a version that is being received counts as abandoned unless a replica renews its lease, which each
+            does after half of this time. The clocks of replicas must differ by less.
+        store_patience: seconds that a control call waits for the store, and seconds without a response after which such calls fail at once
             (`weighbridge_storage.stores.guarded`).
-        peer_patience: seconds without a word from another replica after which it counts as gone.
+        peer_patience: seconds without an answer from another replica after which it counts as lost.
         opening_wait: seconds that a call waits for its turn to open a version.
         image_wait: seconds that a push waits for its turn and for room while all room for images is taken.
-        unmap_wait: seconds that processes may take to unmap memory that they were asked to, with a rank waiting; they do it in milliseconds.
-        max_receiving: versions of all models together that may be received at one time.
-        drain_seconds: how long shutting down waits for pushes and publications that are under way.
-        collect_every: seconds between two collections of what need not be kept, on average; 0 for none.
-        grace_seconds: how long a version can still be read after it was taken out of history; the same for all replicas.
-        report_every: seconds between two reports of an agent of whose engine nothing changes; after three times as long without one the engine is
-            stale, after twelve times as long it is gone.
-        http_hosts: names by which the HTTP face may be asked, besides addresses, this machine's own name, and names that no public DNS server
-            answers for; ``*`` for any.
-        policy: file that says who may do what (`weighbridge_service.access.policy`); None if whoever reaches the service may do everything.
-        policy_look: seconds between two looks at whether that file has changed.
-        standing_look: seconds between two questions whether what let a long call in counts still.
-        count_rest: how many times as long as it took to count what a namespace holds it is not counted again.
-        otlp: OTLP address of a collector to which traces are sent; empty for what OpenTelemetry's own variables say.
-        audit: file to which is appended who did what (`weighbridge_service.access.audit`); None for none.
-        tls: certificate of both faces; None to answer without TLS.
-        insecure: whether to answer without TLS at addresses that other machines reach.
-        sha256: whether SHA-256 of each file is made when a version is pushed, so that nothing is read again when it is signed
+        unmap_wait: seconds that processes may take to unmap memory on request, while a rank waits; they normally take milliseconds.
+        max_receiving: maximum number of versions, of all models together, that are received concurrently.
+        drain_seconds: seconds for which a shutdown waits for pushes and publications under way.
+        collect_every: average seconds between two garbage collections of the store; 0 for none.
+        grace_seconds: seconds for which a version can still be read after it was removed from history; must be the same for all replicas.
+        report_every: seconds between two reports of an agent whose engine does not change. After three times as long without a report the
+            engine is stale, after twelve times as long it is gone.
+        http_hosts: host names that requests to the HTTP port may use, in addition to addresses, this machine's own name, and names that no
+            public DNS server resolves; ``*`` for any.
+        policy: policy file (`weighbridge_service.access.policy`). With None, and if clients are not asked for certificates, every caller may
+            do everything.
+        policy_look: seconds between two checks of that file for changes.
+        standing_look: seconds between two authorization checks of a long call.
+        count_rest: after a count of a namespace's stored bytes, no new count begins for this many times the duration of that count.
+        otlp: OTLP address of a collector for traces; empty to use OpenTelemetry's own environment variables.
+        audit: audit log to append to (`weighbridge_service.access.audit`); None for none.
+        tls: certificate of the gRPC and HTTP ports; None to serve without TLS.
+        insecure: whether to serve without TLS at addresses that other machines can reach.
+        sha256: whether to compute the SHA-256 of each file when a version is pushed, so that signing need not read the files again
             (docs/signing.md).
-        most_streams: most pushes, pulls and restores over gRPC at one time, each of which takes a thread; what replicas read from each other
-            may be as many again.
-        kept_models: models that the process remembers; of others the store is asked. Those that it receives versions of come on top.
-        kept_shards: shards of the layouts that ranks have declared lately that are remembered of each model, so that ranks need not send them
-            again. Those of a version that is being received are known until it is planned.
-        kept_images: images of durable versions that are kept so that they can be read in memory. Each takes whole pages, two descriptors and
-            a mapping, and with it stays the push's session.
-        kept_pushes: ended pushes of all models together that are remembered, so that whoever pushed learns what became of them.
+        most_streams: maximum number of concurrent pushes, pulls and restores over gRPC, each of which takes a thread. Replicas may read as
+            many streams from each other in addition.
+        kept_models: number of models that the process caches; others are read from the store. Models with versions being received are cached
+            in addition.
+        kept_shards: number of shards, of layouts that ranks have declared lately, that are cached per model, so that ranks need not send them
+            again. Layouts of a version that is being received are kept until it is planned.
+        kept_images: number of images of durable versions that are kept for reads from memory. Each takes whole pages, two descriptors and a
+            mapping, and keeps the push's session.
+        kept_pushes: number of ended pushes, of all models together, that are remembered, so that their clients can learn the outcomes.
     """
 
     store: Path | str
@@ -120,20 +119,20 @@ class ServiceConfig:
 
     @property
     def grace(self) -> Grace:
-        """The grace time. Raises InvalidArgument if it cannot be one."""
+        """The grace time. Raises InvalidArgument if it is out of range."""
         return Grace(round(self.grace_seconds * 1000))
 
     @property
     def scratch_folder(self) -> Path:
-        """Where what may be lost goes."""
+        """Folder for files that may be lost."""
         return self.scratch or (_DEFAULT_SCRATCH if is_remote(self.store) else Path(self.store))
 
     @property
     def exports_folder(self) -> Path:
-        """Where exports go."""
+        """Folder for exports."""
         return self.exports or self.scratch_folder / "exports"
 
     @property
     def store_shown(self) -> str:
-        """The store for people: without options, and a folder from the root on."""
+        """The store in a form for messages: without options, and with an absolute path if it is a folder."""
         return shown(self.store)

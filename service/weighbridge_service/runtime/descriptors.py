@@ -1,7 +1,7 @@
-"""File descriptors of a service: as many as the system lets it have, and shared out among its doors.
+"""File descriptors of a service: as many as the system allows, divided between its ports.
 
-A door that took all of them would shut the others, and keep the service from its store. So each has a part, which is fixed, and the
-rest is for objects, images and what replicas say to each other.
+Connections to one port must not take all descriptors, or the other ports and the store would be unreachable. So each port has a fixed share, and
+the rest is for objects, images and connections between replicas.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from dataclasses import dataclass
 log = logging.getLogger(__name__)
 
 _MOST = 1 << 16
-"""More are of no use."""
+"""Maximum number of descriptors that a service uses."""
 
 
 @dataclass(frozen=True, slots=True)
 class Descriptors:
-    """How many connections each door may have.
+    """Maximum number of connections by port.
 
     Attributes:
-        grpc: of clients and replicas, to each of the two ports.
-        http: of people and programs.
-        lane: to the Unix socket.
+        grpc: connections of clients and replicas, to each of the two gRPC ports.
+        http: connections to the HTTP port.
+        lane: connections to the Unix socket.
     """
 
     grpc: int
@@ -32,12 +32,12 @@ class Descriptors:
 
     @staticmethod
     def of(limit: int) -> Descriptors:
-        """The parts of a process that may have so many descriptors in all."""
+        """The shares of a process that may have ``limit`` descriptors in total."""
         return Descriptors(grpc=max(limit // 16 * 3, 8), http=max(limit // 8, 8), lane=max(limit // 4, 8))
 
 
 def raise_limit() -> int:
-    """Let this process have as many descriptors as it may, and as are of use; how many that is."""
+    """Raise this process's limit of descriptors as far as allowed, but not above `_MOST`. Returns the limit to use."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MOST if hard == resource.RLIM_INFINITY else min(hard, _MOST)
     if soft == resource.RLIM_INFINITY or soft >= wanted:

@@ -1,6 +1,6 @@
-"""Memory plan of one service: its budget, what it keeps for itself, and what both mean for a push.
+"""Memory plan of one service: the budget for images, the service's own needs, and the consequences for pushes.
 
-Pure: it decides on readings of the machine and figures of the pool, which others bring.
+Pure: the caller passes readings of the machine and figures of the image pool.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from weighbridge_storage.memory.memory_limits import HOST, UNLIMITED, DiskReadin
 from weighbridge_storage.memory.regions import PAGE
 
 PROCESS_BYTES = 1 << 30
-"""What a service takes besides images and weights in flight: 0.35 GB at rest, and the plans of some of the largest models."""
+"""Memory of a service without images and weights in flight: 0.35 GB at rest, and the plans of some of the largest models."""
 _LEAST_RESERVE = 128 << 20
-"""Is kept free even if the process has grown beyond what it was expected to."""
+"""Memory that is kept free even if the process has grown beyond its expected size."""
 _ROUND = 1 << 20
 _HEADER_BYTES_PER_TENSOR = 256
-"""In a safetensors header: name, dtype, shape and offsets."""
+"""Bytes of a tensor's name, dtype, shape and offsets in a safetensors header."""
 _FILE_BYTES = 4 << 30
-"""Files of a version are about this large; each begins on a page of its own."""
+"""Approximate size of a version's files; each begins on a new page."""
 MAKE_ROOM = "make room, or let fewer versions be kept: weighbridge retention MODEL --keep-last N"
-"""What to do about a disk that is full."""
+"""Remedy for a full disk."""
 _LONG_SECONDS = 300.0
-"""Who reads a version that nothing else keeps for longer than this probably needs it no more."""
+"""A reader that keeps an otherwise unused version for longer than this probably does not need it any more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What a service needs besides images. In bytes.
+    """Memory in bytes that a service needs in addition to images.
 
     Attributes:
-        process: memory of the process alone: code, plans, weights in flight.
-        cache: memory that the read cache may still come to take: what it lacks of its budget if its folder is in memory, else 0.
+        process: memory of the process itself: code, plans, weights in flight.
+        cache: memory that the read cache may still take: the unused part of its budget if its folder is in memory, else 0.
     """
 
     process: int
@@ -53,11 +53,11 @@ class Needs:
 
 
 def room_for_images(reading: MemoryReading, needs: Needs) -> Headroom:
-    """What the machine has for images when the service keeps what it needs.
+    """Memory of the machine that is left for images after the service's own needs.
 
     Args:
-        reading: the machine's limits now.
-        needs: of the service.
+        reading: current limits of the machine.
+        needs: needs of the service.
     """
     still = max(needs.process - reading.private, _LEAST_RESERVE) + needs.cache
     return Headroom(
@@ -70,12 +70,12 @@ def room_for_images(reading: MemoryReading, needs: Needs) -> Headroom:
 
 @dataclass(frozen=True, slots=True)
 class MemoryBudget:
-    """How much memory images may take.
+    """Memory budget of images.
 
     Attributes:
-        nbytes: the budget.
-        chosen: whether somebody has named it; else it was found from the machine's limits.
-        why: how it came about, as a clause.
+        nbytes: the budget in bytes.
+        chosen: whether an operator has set it; else it was computed from the machine's limits.
+        why: origin of the budget, as a clause for messages.
     """
 
     nbytes: int
@@ -84,16 +84,16 @@ class MemoryBudget:
 
 
 def choose_budget(asked: int | None, reading: MemoryReading, needs: Needs) -> MemoryBudget:
-    """The memory budget of a service that starts.
+    """The memory budget of a starting service.
 
-    All that its control group leaves, less what the service needs itself. Where only the machine is the limit, which others
-    use too, half of that. A budget that somebody names is taken as it is, also one that is more than the machine could
-    give: limits of containers can be raised while they run, and no memory is taken that is not there.
+    By default it is the memory that the control group leaves, less the service's own needs. If the whole machine is the tightest limit, it is
+    half of that, because other programs use the machine, too. A budget from the operator is used unchanged, even if it exceeds the machine's
+    memory: limits of containers can be raised while they run, and memory is taken only if it is available.
 
     Args:
-        asked: what somebody has named; None if nobody has.
-        reading: the machine's limits.
-        needs: of the service.
+        asked: budget from the operator; None if there is none.
+        reading: limits of the machine.
+        needs: needs of the service.
     """
     if asked is not None:
         return MemoryBudget(asked, True, "as --memory-budget says")
@@ -105,26 +105,26 @@ def choose_budget(asked: int | None, reading: MemoryReading, needs: Needs) -> Me
 
 
 def image_bytes(tensor_bytes: int, tensor_count: int) -> int:
-    """Bytes of a version's image, a little more than it will take: tensors, headers, and whole pages for each file."""
+    """Bytes of a version's image, slightly overestimated: tensors, headers, and whole pages for each file."""
     files = tensor_bytes // _FILE_BYTES + 1
     return tensor_bytes + tensor_count * _HEADER_BYTES_PER_TENSOR + files * 2 * PAGE
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryReport:
-    """How a service stands with memory.
+    """State of a service's memory.
 
     Attributes:
-        budget: how much images may take.
-        needs: what the service keeps for itself.
-        reading: the limits of the machine, the process and its control groups.
+        budget: budget of images.
+        needs: needs of the service itself.
+        reading: limits of the machine, the process and its control groups.
         memory: room for images in memory.
-        disk: likewise in the scratch folder.
-        scratch: the scratch folder's file system.
+        disk: room for images in the scratch folder.
+        scratch: file system of the scratch folder.
         read_cache: bytes of blocks in the read cache.
-        read_cache_budget: most of them; 0 if the store is a folder, which needs none.
-        holdings: who has which image.
-        waiting: who waits for one.
+        read_cache_budget: maximum of these bytes; 0 if the store is a folder, which needs no cache.
+        holdings: images and their holders.
+        waiting: pushes that wait for an image.
     """
 
     budget: MemoryBudget
@@ -145,7 +145,7 @@ class ModelSize:
 
     Attributes:
         name: ``namespace/name``.
-        nbytes: of a version's image.
+        nbytes: bytes of a version's image.
     """
 
     name: str
@@ -153,7 +153,7 @@ class ModelSize:
 
 
 def check_limits(reading: MemoryReading, needs: Needs) -> Check:
-    """Whether the machine leaves the service what it needs."""
+    """Check that the machine leaves enough memory for the service's own needs."""
     limit = reading.tightest
     what = (
         f"of what is known, {limit.name} leaves least: {readable_size(limit.used)} of {readable_size(limit.limit)} are in use, "
@@ -171,7 +171,7 @@ def check_limits(reading: MemoryReading, needs: Needs) -> Check:
 
 
 def check_budget(budget: MemoryBudget, memory: Space) -> Check:
-    """Whether the memory budget is there."""
+    """Check that the memory for the budget is available."""
     what = f"{readable_size(budget.nbytes)}, {budget.why}"
     if budget.nbytes == 0:
         return Check.warn(
@@ -197,7 +197,7 @@ def check_budget(budget: MemoryBudget, memory: Space) -> Check:
 
 
 def check_scratch(scratch: DiskReading, disk: Space) -> Check:
-    """Whether versions for which memory has no room can go to disk."""
+    """Check that versions can go to disk when memory has no room for them."""
     what = str(scratch)
     if scratch.in_memory:
         return Check.warn(
@@ -214,7 +214,7 @@ def check_scratch(scratch: DiskReading, disk: Space) -> Check:
 
 
 def check_read_cache(scratch: DiskReading, used: int, budget: int) -> Check:
-    """Whether the read cache can grow to its budget."""
+    """Check that the disk has room for the read cache to grow to its budget."""
     missing = budget - used
     what = f"{readable_size(used)} of {readable_size(budget)} are in use"
     if missing > scratch.available:
@@ -227,7 +227,7 @@ def check_read_cache(scratch: DiskReading, used: int, budget: int) -> Check:
 
 
 def check_images(waiting: Sequence[Waiting], holdings: Sequence[Holding]) -> Check:
-    """Whether a push waits for memory, and for whose; or memory is held that no version needs."""
+    """Check that no push waits for memory, and that readers do not hold images for long that no version needs."""
     held = "; ".join(map(str, holdings)) or "nothing"
     if waiting:
         return Check.warn(
@@ -240,9 +240,9 @@ def check_images(waiting: Sequence[Waiting], holdings: Sequence[Holding]) -> Che
         return Check.warn(
             "images",
             "; ".join(map(str, late)),
-            "let go of tensors that were pulled without a copy once a newer version is loaded",
+            "release tensors that were pulled without a copy once a newer version is loaded",
         )
-    return Check.ok("images", f"nobody waits; held now: {held}")
+    return Check.ok("images", f"no push waits; held now: {held}")
 
 
 def _seconds_unneeded(holding: Holding) -> float:
@@ -252,7 +252,7 @@ def _seconds_unneeded(holding: Holding) -> float:
 
 
 def check_model(model: ModelSize, report: MemoryReport) -> Check:
-    """What a push of a model needs, what would become of one now, and whether two fit at a time."""
+    """Check that two pushes of a model fit into memory. The message has the size of a version, and where a push now would put it."""
     memory, disk, nbytes = report.memory, report.disk, model.nbytes
     others = sum(h.nbytes for h in report.holdings if h.in_memory and h.owner.model != model.name)
     room = max(memory.ceiling - others, 0)
@@ -272,7 +272,7 @@ def check_model(model: ModelSize, report: MemoryReport) -> Check:
 
 
 def _how_many(nbytes: int, room: int) -> str:
-    """How many pushes of a model fit into memory beside the version that is live."""
+    """Number of pushes of a model that fit into memory beside the live version, as a clause."""
     fitting = room // nbytes
     if fitting == 0:
         return "not even one fits there"
@@ -289,10 +289,10 @@ def _now(nbytes: int, report: MemoryReport) -> str:
 
 
 def check_store_disk(store: DiskReading, largest: int) -> Check:
-    """Whether a version of the largest model could become durable in a store that is a folder.
+    """Check that a version of the largest model could become durable in a store that is a folder.
 
     Args:
-        store: the file system of the store's folder.
+        store: file system of the store's folder.
         largest: bytes of a version of the largest model; 0 if there is no model.
     """
     if store.available < largest:
@@ -305,7 +305,7 @@ def check_store_disk(store: DiskReading, largest: int) -> Check:
 
 
 def check_memory(report: MemoryReport) -> list[Check]:
-    """All that can be said of a service's memory as such; `check_model` says what it means for a model."""
+    """All checks of a service's memory that are independent of a model; `check_model` checks one model."""
     checks = [
         check_limits(report.reading, report.needs),
         check_budget(report.budget, report.memory),

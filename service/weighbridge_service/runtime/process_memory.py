@@ -1,4 +1,4 @@
-"""Memory settings of a process that plans and carries weights: allocator, and garbage collector."""
+"""Memory settings of a process that plans and transfers weights: allocator and garbage collector."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from pathlib import Path
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # <malloc.h>
 _KEEP_BYTES = 256 << 20
 _KEEP_AT_END_BYTES = 32 << 20
-"""At the end of each of the allocator's arenas: of those of threads, nothing but this threshold gives that back."""
+"""Free bytes that stay at the top of each of the allocator's arenas. For arenas of threads, only this threshold returns memory to the system."""
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _COLLECT_AFTER = (50_000, 20, 100)
 
 
 def keep_freed_memory() -> None:
-    """Let the allocator keep what messages of a megabyte free, instead of handing it back after each.
+    """Make the allocator keep the memory of freed messages of a megabyte instead of returning it to the system after each.
 
-    Otherwise each message is copied into pages that are fresh, which costs more than the copy. Only glibc has this.
+    Otherwise each message is copied into fresh pages, whose allocation costs more than the copy. Only glibc supports this.
     """
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL("libc.so.6")
@@ -28,14 +28,14 @@ def keep_freed_memory() -> None:
 
 
 def give_back(kept: int, growth: int) -> int:
-    """Hand what was freed back to the system, if it has grown: to look for it in all arenas takes a while.
+    """Return freed memory to the system if it has grown. Trimming searches all arenas, which is slow.
 
     Args:
-        kept: what this gave the last time; 0 at first.
-        growth: bytes by which freed memory must have grown since.
+        kept: return value of the previous call; 0 at first.
+        growth: bytes by which freed memory must have grown since then.
 
     Returns:
-        Bytes that are free now. Pages of them may have gone back.
+        Free bytes of the allocator before the trim, or ``kept`` if that is less and nothing was trimmed.
     """
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL("libc.so.6")
@@ -49,19 +49,19 @@ def give_back(kept: int, growth: int) -> int:
 
 
 def trim() -> None:
-    """Hand what was freed back to the system; 1 to 20 ms for some hundred MiB."""
+    """Return freed memory to the system. Takes 1 to 20 ms for some hundred MiB."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def settle() -> None:
-    """Look for garbage once among what starting and importing has made, and never again among what is left: it stays."""
+    """Collect garbage of startup and imports once, and exclude the objects that are left from later collections, because they stay."""
     gc.collect()
     gc.freeze()
 
 
 class _Mallinfo2(ctypes.Structure):
-    """What the allocator says of itself: ``struct mallinfo2`` of <malloc.h>."""
+    """Statistics of the allocator: ``struct mallinfo2`` of <malloc.h>."""
 
     _fields_ = tuple(
         (name, ctypes.c_size_t)
@@ -72,15 +72,15 @@ class _Mallinfo2(ctypes.Structure):
 
 
 def private_bytes() -> int:
-    """Bytes of memory that this process has for itself: without what it shares, as images of versions are."""
+    """Bytes of resident memory of this process without shared memory, such as images of versions."""
     with Path("/proc/self/statm").open("rb") as file:
         _, resident, shared, *_ = file.read().split()
     return (int(resident) - int(shared)) * _PAGE
 
 
 def collect_rarely() -> None:
-    """Look for garbage less often: the plan of a large model is a million small objects, none of them in a cycle.
+    """Make garbage collections rarer: the plan of a large model is a million small objects without cycles.
 
-    By default, a third of the time of planning goes into looking through them.
+    With the default thresholds, traversing them takes a third of the planning time.
     """
     gc.set_threshold(*_COLLECT_AFTER)

@@ -1,4 +1,4 @@
-"""Files of TLS: where a service's certificate lies."""
+"""Files of TLS: paths of a service's certificate, key and client authorities."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ class TlsFiles:
     """Files of TLS (PEM).
 
     Attributes:
-        certificate: the service's certificate, and what leads to its authority.
-        key: its private key.
-        client_ca: authorities that issue certificates of clients; None if clients are not asked for any.
+        certificate: certificate of the service, with the chain to its authority.
+        key: private key of the certificate.
+        client_ca: authorities that issue certificates of clients; None if clients are not asked for certificates.
     """
 
     certificate: Path

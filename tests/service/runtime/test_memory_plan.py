@@ -178,7 +178,7 @@ def test_who_waits_is_named_with_those_who_have_the_memory() -> None:
     assert "acme/b@1 has waited 12 s: 8.0 GB do not fit" in found.what
     assert "acme/a@7: 30.0 GB of memory, kept by 2 readers, for 6 min" in found.what
     late = by_name(check_memory(report(memory, holdings=(held,))))["images"]
-    assert (late.status, "let go of tensors" in late.fix) == (CheckStatus.WARN, True)
+    assert (late.status, "release tensors" in late.fix) == (CheckStatus.WARN, True)
     early = replace(held, reading_seconds=10.0)
     assert by_name(check_memory(report(memory, holdings=(early,))))["images"].status is CheckStatus.OK
 
