@@ -1,8 +1,8 @@
-"""Books of blocks of files: which are there, who needs them, and which goes when there is no more room.
+"""Books of blocks of files: the blocks that are cached, their pins, and the order of eviction.
 
-Nothing here does I/O, waits or locks: `block_cache` calls it under a lock. A block that somebody reads, or will read soon, is
-**pinned** and stays; of the others, the one that was not used for longest goes first. A block counts against the budget from
-the moment it is asked for.
+Nothing here does I/O, waits or locks: `block_cache` calls it under a lock. A block that a reader copies from, or will read soon,
+is **pinned** and stays; of the others, the least recently used is evicted first. A block counts against the budget from the moment
+it is asked for.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ class Block(Generic[Owner]):
     """One block, from the moment it is asked for.
 
     Args:
-        owner: whose it is.
-        among: the owner's blocks that are there.
+        owner: files of the version that the block belongs to.
+        among: the owner's cached blocks, by key.
         key: file and number.
         offset: of its first byte in the file.
         nbytes: its length; at least one.
 
     Attributes:
         room: bytes that it takes on disk.
-        pins: how many want it to stay.
-        ahead: how many of these have only asked for it ahead.
-        begun: somebody brings it, or nobody ever will.
-        arrived: its bytes are on disk, and may be looked at by those who check them.
-        ended: is set when it can be read, or has failed.
-        error: why it has failed.
-        suspect: its bytes may be wrong: it goes as soon as nobody has it pinned.
+        pins: number of its pins.
+        ahead: number of these pins that only prefetch it.
+        begun: whether a thread fetches it or has fetched it, or it was struck off unfetched.
+        arrived: whether its bytes are on disk; they may be compared with a digest from then on, before readers may use them.
+        ended: set when the block can be read, or has failed.
+        error: the error with which it failed.
+        suspect: whether its bytes may be wrong; the block is then evicted with its last pin.
     """
 
     __slots__ = (
@@ -67,14 +67,14 @@ class BlockBooks(Generic[Owner]):
     """All blocks of a cache, within a budget.
 
     Args:
-        budget: most bytes of all blocks together. At most half of it goes to blocks that are only asked for ahead.
-        discard: gives back a block's room on disk. It is called before anybody can ask for the block anew, so what comes then
-            does not fall into the hole.
+        budget: most bytes of all blocks together. At most half of it goes to prefetched blocks.
+        discard: gives back a block's room on disk. It is called before any reader can ask for the block anew, so that new bytes
+            do not fall into the hole.
 
     Attributes:
         used: bytes of all blocks.
-        hits: blocks that were wanted and there, and that nobody had pinned.
-        misses: blocks that had to be brought.
+        hits: requested blocks that were cached and had no pin.
+        misses: requested blocks that had to be fetched.
     """
 
     def __init__(self, budget: int, discard: Callable[[Block[Owner]], None]) -> None:
@@ -90,11 +90,11 @@ class BlockBooks(Generic[Owner]):
         self.misses = 0
 
     def pin(self, wanted: Sequence[Block[Owner]], *, ahead: bool) -> list[Block[Owner]] | None:
-        """All of some blocks, pinned; None, and nothing is changed, if there is no room for them now.
+        """Pin all of some blocks and return them; if there is no room for them now, change nothing and return None.
 
         Args:
-            wanted: as they would be if they were new; each is replaced by the one that is there, if one is.
-            ahead: whether they are only asked for ahead.
+            wanted: new blocks; each is replaced by the cached one of the same key, if there is one.
+            ahead: whether they are only prefetched.
         """
         blocks = [block.among.get(block.key, block) for block in wanted]
         if ahead and self._ahead_bytes + sum(b.room for b in blocks if not b.ahead) > self._budget // 2:
@@ -122,14 +122,14 @@ class BlockBooks(Generic[Owner]):
         return blocks
 
     def pin_arrived(self, blocks: Iterable[Block[Owner]]) -> None:
-        """Pin blocks that are there, to check them."""
+        """Pin cached blocks, to check them."""
         for block in blocks:
             if block in self._idle:
                 self._wake(block)
             block.pins += 1
 
     def unpin(self, block: Block[Owner], *, ahead: bool) -> None:
-        """Take a pin away. A block that nobody wants any more before it was begun is struck off."""
+        """Remove a pin. A block that loses its last pin before a thread has begun to fetch it is struck off."""
         block.pins -= 1
         if ahead:
             block.ahead -= 1
@@ -143,19 +143,19 @@ class BlockBooks(Generic[Owner]):
             self.strike_off(block)
 
     def rest(self, block: Block[Owner]) -> None:
-        """A block that can be read has no pins."""
+        """Note that a block that can be read has no pins: it may be evicted."""
         self._idle[block] = None
         self._idle_bytes += block.room
         if block.suspect:
             self._evict(block)
 
     def first_to_go(self, block: Block[Owner]) -> None:
-        """Give up a block before all others, if it is there and not pinned."""
+        """Make a block the first to be evicted, if it is cached and not pinned."""
         if block in self._idle:
             self._idle.move_to_end(block, last=False)
 
     def strike_off(self, block: Block[Owner]) -> None:
-        """A block has no bytes on disk any more."""
+        """Remove a block that has no bytes on disk any more."""
         del block.among[block.key]
         self.used -= block.room
 

@@ -1,8 +1,8 @@
-"""Cache through which a part of a file in a remote store is read as if the file were here.
+"""Cache for reads of parts of files in a remote store, as if the files were local.
 
-Files are brought in blocks, into one sparse file on disk for each version. Two rules keep readers from waiting for each other
-without end. Who copies pins all the blocks of one copy at once or none of them, and lets them go after the copy. And blocks that
-are only asked for ahead take at most half of the budget, so that there is always room for copies.
+Files are fetched in blocks, into one sparse file on disk for each version. Two rules keep readers from deadlock. A copy pins all of
+its blocks at once or none of them, and releases them when it ends. And prefetched blocks take at most half of the budget, so that
+there is always room for copies.
 """
 
 from __future__ import annotations
@@ -33,28 +33,28 @@ from weighbridge_storage.stores.objects import ByteArray, error_for
 log = logging.getLogger(__name__)
 
 BLOCK_BYTES = 1 << 20
-"""Small enough that what is fetched around the edges of a slice costs little."""
+"""Bytes of a block: small enough that the bytes fetched around the edges of a slice cost little."""
 _RUN_BLOCKS = 8
-"""Most blocks next to each other that one GET brings: for so many, the wait for its first byte matters little."""
+"""Most adjacent blocks of one GET: with so many, the wait for its first byte matters little."""
 FEWEST_BLOCKS = 4
-"""Of a budget: two for a copy, and two to be asked for ahead."""
+"""Least blocks of a budget: two for a copy, and two for prefetching."""
 _COPY_BLOCKS = 64
-"""Most blocks that one copy pins; what touches more is copied in parts."""
+"""Most blocks that one copy pins; a copy that touches more is split."""
 _THREADS = 16
 
 Fetch = Callable[[str, int, int], bytes]
-"""Brings so many bytes of the file of a name, from an offset on."""
+"""Fetch a range of a file: called with its name, offset and number of bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheUsage:
-    """What a cache holds and has done so far.
+    """Contents of a cache, and totals since it was made.
 
     Attributes:
-        nbytes: of the blocks that it has, those on their way included.
+        nbytes: bytes of its blocks, those being fetched included.
         fetched: bytes that came from the store.
-        hits: blocks that were wanted and there, and that nobody had pinned.
-        misses: blocks that had to be brought.
+        hits: requested blocks that were cached and had no pin.
+        misses: requested blocks that had to be fetched.
     """
 
     nbytes: int
@@ -81,11 +81,11 @@ class _Files:
         self.fetch = fetch
         self.digests = digests
         self.checked: set[str] = set()
-        self.lacking: dict[str, int] = {}  # of what is not checked, a block that was not there
+        self.lacking: dict[str, int] = {}  # by part that is not checked yet, a block that had not arrived
         self.blocks: dict[Key, _Block] = {}
 
     def place(self, block: _Block) -> int:
-        """Where a block begins in the sparse file."""
+        """Offset of a block in the sparse file."""
         return self.offsets[block.key[0]] + block.offset
 
 
@@ -97,14 +97,14 @@ def _discard(block: _Block) -> None:
 
 
 class _Use:
-    """Lives as long as anybody has one of a version's files."""
+    """Owner of a version's files: is collected with the last `CachedBytes` of the version."""
 
 
 class BlockCache:
     """Blocks of files, in a folder, within a budget. Safe to use from many threads.
 
     Args:
-        folder: where to keep them; is made when it is first needed.
+        folder: folder of the sparse files; is made when it is first needed.
         budget: most bytes on disk.
         block: bytes of a block; a multiple of the page size.
 
@@ -134,15 +134,15 @@ class BlockCache:
         fetch: Fetch,
         digests: Mapping[str, Sequence[DigestedRange]],
     ) -> dict[str, CachedBytes]:
-        """The files of a version, none of which is brought yet. When nobody has them any more, their blocks are
-        the first to go.
+        """The files of a version, with no block fetched yet. When all `CachedBytes` of the version are gone, its blocks are the
+        first to be evicted.
 
         Args:
             title: of the version, for messages.
             sizes: of the files in bytes, by name.
-            fetch: brings bytes; what it raises, the readers get that need them.
-            digests: by file, parts of it, sorted by offset, that are compared with their digest as soon as all of them is
-                there for the first time.
+            fetch: fetches bytes; its errors are raised to the readers that need the bytes.
+            digests: by file, parts of it, sorted by offset. A part is compared with its digest as soon as all of it has arrived for
+                the first time.
 
         Raises:
             ResourceExhausted, Unavailable: a cache file cannot be made.
@@ -156,12 +156,12 @@ class BlockCache:
         return {name: CachedBytes(self, files, use, name) for name in sizes}
 
     def usage(self) -> CacheUsage:
-        """What it holds now."""
+        """Present contents and totals."""
         with self._changed:
             return CacheUsage(self._books.used, self._fetched, self._books.hits, self._books.misses)
 
     def close(self) -> None:
-        """Bring nothing more ahead. Blocks go with those who read them."""
+        """Stop prefetching. A file's blocks stay until its readers are gone."""
         self._pool.shutdown(cancel_futures=True)
 
     def copy(
@@ -193,23 +193,23 @@ class BlockCache:
         return [_KeptBlock(self, block) for block in blocks]
 
     def release(self, block: _Block, *, ahead: bool) -> None:
-        """Take a pin away."""
+        """Remove a pin."""
         with self._changed:
             self._books.unpin(block, ahead=ahead)
             self._changed.notify_all()
 
     @contextmanager
     def _present(self, files: _Files, file: str, numbers: Sequence[int]) -> Iterator[None]:
-        """For as long as blocks are there and stay there."""
+        """Keep blocks pinned and readable inside the context."""
         with self._changed:
             while (blocks := self._pin(files, file, numbers, ahead=False)) is None:
-                # others have the room for copies, which end whatever becomes of this one
+                # other copies have the room, and they end whatever becomes of this one
                 self._changed.wait()
         try:
             runs = _runs(block for block in blocks if not block.begun)
             self._begin(runs[1:])
             for run in runs:
-                # here, if it is not under way yet: nobody waits for what others have asked for before
+                # in this thread, unless another thread fetches it already: a copy does not queue behind earlier prefetches
                 self._bring(run)
             for block in blocks:
                 block.ended.wait()
@@ -236,12 +236,12 @@ class BlockCache:
                 self._books.first_to_go(block)
 
     def _begin(self, runs: Sequence[Sequence[_Block]]) -> None:
-        with suppress(RuntimeError):  # closed: who needs them brings them
+        with suppress(RuntimeError):  # closed: readers that need the blocks fetch them themselves
             for run in runs:
                 self._pool.submit(self._bring, run)
 
     def _bring(self, run: Sequence[_Block]) -> None:
-        """Fetch blocks that lie next to each other, but for those that somebody fetches already."""
+        """Fetch adjacent blocks, except those that another thread fetches already."""
         with self._changed:
             mine = [block for block in run if not block.begun]
             for block in mine:
@@ -265,7 +265,7 @@ class BlockCache:
                 self._finish(block)
 
     def _finish(self, block: _Block) -> None:
-        """Let a block be read whose bytes are there, if nothing is known to be wrong with them."""
+        """Make a block readable whose bytes have arrived, unless they are known to be wrong."""
         file = block.key[0]
         try:
             for part in parts_between(
@@ -298,17 +298,17 @@ class BlockCache:
             self._changed.notify_all()
 
     def _check(self, files: _Files, file: str, part: DigestedRange) -> None:
-        """Compare bytes with their digest, if they are all there for the first time.
+        """Compare a part with its digest when all of its bytes have arrived for the first time.
 
         Raises:
-            DataLoss: they are others. Which of their blocks are to blame is not known, so all of them are brought anew.
+            DataLoss: they differ. It is not known which of its blocks are wrong, so all of them are fetched anew.
         """
         with self._changed:
             if part.name in files.checked:
                 return
             blocks: list[_Block] = []
             first, last = part.offset // self._block, (part.offset + part.nbytes - 1) // self._block
-            # from what was missing the last time, or else the end: most tensors come in order, and this is done for each block
+            # begin with the block that was missing last time, or else the last: most tensors arrive in order, and each block comes here
             for number in itertools.chain([files.lacking.get(part.name, last)], range(last, first - 1, -1)):
                 found = files.blocks.get((file, number))
                 if found is None or not found.arrived:
@@ -350,7 +350,7 @@ class _KeptBlock:
 
 
 class CachedBytes(FileBytes):
-    """A file in a remote store, of which the cache holds blocks. Made by `BlockCache.open`."""
+    """A file in a remote store, with some of its blocks cached. Made by `BlockCache.open`."""
 
     def __init__(self, cache: BlockCache, files: _Files, use: _Use, name: str) -> None:
         self._cache = cache
@@ -365,11 +365,11 @@ class CachedBytes(FileBytes):
 
     @property
     def disk_bytes(self) -> int:
-        """Room on disk for blocks of this file and the version's others."""
+        """Bytes on disk of the cached blocks of all files of the version."""
         return self._files.disk.disk_bytes
 
     def copy_to(self, target: ByteArray, offset: int, strides: tuple[int, ...]) -> None:
-        """See `FileBytes.copy_to`. Brings what is missing, several blocks at a time."""
+        """See `FileBytes.copy_to`. Fetches missing blocks, several at a time."""
         self._cache.copy(self._files, self._name, target, offset, strides)
 
     def prepare(
@@ -380,7 +380,7 @@ class CachedBytes(FileBytes):
 
 
 def _runs(blocks: Iterable[_Block]) -> list[list[_Block]]:
-    """Blocks of one file, in order, put together where they lie next to each other; not too many in one."""
+    """Runs of adjacent blocks of one file, each of at most `_RUN_BLOCKS`; the blocks come in order."""
     runs: list[list[_Block]] = []
     for block in blocks:
         last = runs[-1] if runs else None

@@ -1,8 +1,8 @@
-"""File on disk that holds some blocks of a much larger range of bytes, and gives back the room of others.
+"""File on disk that holds some blocks of a much larger range of bytes, and frees the room of the others.
 
-It is sparse: blocks that were not written take no room, and a block that is no longer wanted becomes a hole again. So every
-byte lies at its own place, however many blocks there are. Nothing is read or written through a mapping: where the disk fails, or is full,
-that would be a SIGBUS.
+It is sparse: blocks that were not written take no room, and a discarded block becomes a hole again. So every byte lies at its own
+place, however many blocks there are. Nothing is read or written through a mapping: where the disk fails, or is full, that would
+raise SIGBUS.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _UNIT_OF_ST_BLOCKS = 512
 
 
 class BlockFile:
-    """A sparse file without a name, which goes when nobody has it any more. Safe to use from many threads.
+    """A sparse file without a name, deleted with its last user. Safe to use from many threads.
 
     Args:
-        folder: where to make it; must be there.
+        folder: folder of the file; must exist.
         nbytes: its size; a multiple of the page size, at least one page.
 
     Raises:
@@ -40,7 +40,7 @@ class BlockFile:
         try:
             with tempfile.TemporaryFile(dir=folder, prefix=".blocks-", buffering=0) as file:
                 os.truncate(file.fileno(), nbytes)
-                self._map = mmap.mmap(file.fileno(), nbytes)  # for making holes
+                self._map = mmap.mmap(file.fileno(), nbytes)  # only to make holes
                 self._fd = os.dup(file.fileno())
         except OSError as error:
             raise error_for(error, f"making a cache file in {folder}") from error
@@ -48,11 +48,11 @@ class BlockFile:
 
     @property
     def disk_bytes(self) -> int:
-        """Room that it takes on disk now."""
+        """Bytes that it takes on disk now."""
         return os.fstat(self._fd).st_blocks * _UNIT_OF_ST_BLOCKS
 
     def write(self, data: bytes, offset: int) -> None:
-        """Put bytes in their place.
+        """Write bytes at an offset.
 
         Raises:
             OSError: they could not all be written.
@@ -63,7 +63,7 @@ class BlockFile:
             view, offset = view[count:], offset + count
 
     def read_into(self, target: ByteArray, offset: int, strides: tuple[int, ...]) -> None:
-        """Fill an array with bytes; where nothing was written there are zeros.
+        """Fill an array with bytes; ranges that were not written read as zeros.
 
         Raises:
             OSError: they cannot be read.
@@ -71,7 +71,7 @@ class BlockFile:
         read_into(self._fd, target, offset, strides)
 
     def xxh3_128(self, offset: int, nbytes: int) -> str:
-        """The digest of bytes, as 32 hex digits.
+        """XXH3-128 of a range of bytes, as 32 hex digits.
 
         Raises:
             OSError: they cannot be read.
@@ -84,16 +84,16 @@ class BlockFile:
         return digest.hexdigest()
 
     def discard(self, offset: int, nbytes: int) -> None:
-        """Make a hole, from the beginning of a page up to the end of one. Nobody may be reading there.
+        """Make a hole of whole pages. No thread may be reading there.
 
         Raises:
-            OSError: the file system cannot.
+            OSError: the file system cannot make holes.
         """
         self._map.madvise(mmap.MADV_REMOVE, offset, nbytes)
 
 
 def check_holes(folder: Path) -> None:
-    """Find out whether files in a folder can give room back.
+    """Check that files in a folder can give room back.
 
     Raises:
         FailedPrecondition: the file system cannot do that.

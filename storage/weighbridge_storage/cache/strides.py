@@ -8,7 +8,7 @@ import numpy as np
 def blocks_touched(
     offset: int, shape: tuple[int, ...], strides: tuple[int, ...], block: int
 ) -> tuple[int, ...]:
-    """The numbers of the blocks that at least one byte may lie in, ascending.
+    """Numbers of the blocks that at least one byte may lie in, ascending.
 
     Axes whose bytes are less than a block apart are taken as one run: no block within it can be left out.
 

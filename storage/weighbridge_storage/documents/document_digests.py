@@ -1,8 +1,8 @@
-"""Digests of stored documents, by which damage is told from what was written.
+"""Digests of stored documents, which show damage.
 
-A node of a history has the digest of its text in its name, and is named by what leads to it. Heads and manifests have names that say
-nothing of what is in them, so their texts end with the digest of what comes before. Either digest is over bytes and not over
-values: whoever writes a document is free in how it writes JSON, and whoever reads one checks it before it parses it.
+A history node's name contains the digest of its text, and its parent names it. The names of heads and manifests say nothing of
+their content, so their texts end with the digest of the bytes before it. Both digests are over bytes and not over values: a writer
+is free in how it formats JSON, and a reader checks a document before it parses it.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from blake3 import blake3
 from weighbridge.errors import DataLoss
 from weighbridge_storage.documents import strict_json
 
-REPAIR = "stop all services of the store, then run `weighbridge fsck STORE --repair`, which goes by manifests"
-"""What to do about a damaged or missing head or node."""
+REPAIR = (
+    "stop all services of the store, then run `weighbridge fsck STORE --repair`, which reads the manifests"
+)
+"""Remedy for a damaged or missing head or node, for messages."""
 _FIELD = "digest"
 _END = re.compile(rb',"digest":"([0-9a-f]{64})"}\Z')
 _END_LENGTH = 77
@@ -34,15 +36,15 @@ def encode(document: dict[str, Any]) -> bytes:
 
 
 def decode(data: bytes, where: str, current: int) -> strict_json.Fields:
-    """The fields of a document that ends with its digest; `format` and the digest are taken.
+    """The fields of a document that ends with its digest; `format` and the digest are checked and removed.
 
     Args:
         data: its text.
-        where: what to call it in errors.
+        where: its name in errors.
         current: the format that it should have.
 
     Raises:
-        DataLoss: it does not agree with its digest, or is malformed.
+        DataLoss: it does not match its digest, or is malformed.
         FailedPrecondition: it has another format.
     """
     ends = _END.match(data, max(len(data) - _END_LENGTH, 0))

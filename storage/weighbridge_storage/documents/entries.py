@@ -1,4 +1,4 @@
-"""Entries of a model's head and history: versions in each of their states, refs, and what is asked of those that are protected.
+"""Entries of a model's head and history: versions in each of their states, refs, and the protection of refs.
 
 An entry keeps the fields of its object that this release does not know, and writes them back (`extra`).
 """
@@ -29,13 +29,13 @@ _NUMBER = (1, MAX_VERSION)
 
 @dataclass(frozen=True, slots=True)
 class Approval:
-    """The approval of a version that was held, or of a request to change a protected ref.
+    """Approval of a version that was held, or of a request to change a protected ref.
 
     Attributes:
-        by: the identity that approves; of a version, in their own words, and may be empty.
-        approved_ms: when, in milliseconds since 1970 UTC; of a version, when it was approved last.
-        note: what they noted; may be empty.
-        reasons: of a version, those for which it is not held any more; empty for a request.
+        by: identity of the approver; for a version, a free text that the approver gave, which may be empty.
+        approved_ms: time of the approval in milliseconds since 1970 UTC; for a version, of the last one.
+        note: the approver's note; may be empty.
+        reasons: for a version, the reasons for which it is no longer held; empty for a request.
         extra: the fields that this release does not know.
 
     Raises:
@@ -55,7 +55,7 @@ class Approval:
 
 @dataclass(frozen=True, slots=True)
 class VersionEntry:
-    """A version that is part of history, or was and whose objects may still be there.
+    """A version that is part of history, or a retired one whose objects may still exist.
 
     Attributes:
         number: unique and increasing within the model, from 1.
@@ -64,19 +64,19 @@ class VersionEntry:
         created_ms: when the version was opened, in milliseconds since 1970 UTC.
         nbytes: size of its safetensors files together, in bytes.
         tensor_count: number of its tensors.
-        files_id: which registered side files it was written with.
-        write_id: the claim of those who wrote it (`OpenEntry.claim`).
+        files_id: identifier of the registered side files that it was written with.
+        write_id: claim of the replica that wrote it (`OpenEntry.claim`).
         retired_ms: when it was taken out of history, in milliseconds since 1970 UTC; 0 as long as it is part of it.
-        ranks: how many trainer ranks have pushed it; 0 where that is not known, as in the times that follow.
+        ranks: number of trainer ranks that pushed it; 0 if not known, as in the times that follow.
         ready_ms: when it was complete in memory, in milliseconds since 1970 UTC.
-        verified_ms: when its digests were made and a sample was compared, likewise.
-        durable_ms: when it was made part of history, likewise.
+        verified_ms: when its digests were made and a sample was compared, in milliseconds since 1970 UTC.
+        durable_ms: when it became part of history, in milliseconds since 1970 UTC.
         nonfinite_elements: elements of all tensors that are NaN or infinite.
-        tensor_bytes: bytes of all tensors, of a training state; 0 of a version of weights, which has those that are registered.
-        held: why ``latest`` passes it by; empty if it does not.
-        approval: what was said for it when it was held for other reasons; None if nothing was.
-        metadata: what was pushed with it.
-        traceparent: of the push, by W3C Trace Context; empty if it was not traced.
+        tensor_bytes: bytes of all tensors, of a training state; 0 of a version of weights, which has the registered tensors.
+        held: reasons why ``latest`` skips it; empty if it does not.
+        approval: its last approval since it was held; None if there was none.
+        metadata: metadata that was pushed with it.
+        traceparent: W3C Trace Context of the push; empty if it was not traced.
         extra: the fields that this release does not know.
 
     Raises:
@@ -113,7 +113,7 @@ class VersionEntry:
 
     @property
     def retired(self) -> bool:
-        """Whether it was taken out of history; its objects are there only for those who are reading them."""
+        """Whether it was taken out of history; its objects remain only for readers that have begun."""
         return self.retired_ms > 0
 
     @property
@@ -124,29 +124,29 @@ class VersionEntry:
 
 @dataclass(frozen=True, slots=True)
 class OpenEntry:
-    """A version that is being received, by one replica of the service or by several.
+    """A version that is being received, by one or more replicas of the service.
 
     Attributes:
         number: unique and increasing within the model, from 1.
-        request_id: which request opened it; all ranks of a push send the same.
+        request_id: identifier of the request that opened it; all ranks of a push send the same.
         step: the trainer's step.
         run: the trainer's name for its run; may be empty.
-        ranks: how many trainer ranks push it.
+        ranks: number of trainer ranks that push it.
         created_ms: when it was opened, in milliseconds since 1970 UTC.
-        until_ms: when it may be taken for abandoned, unless this time is moved on before.
-        files_id: which registered side files it will have.
+        until_ms: deadline after which it counts as abandoned, in milliseconds since 1970 UTC; its replica moves it on.
+        files_id: identifier of the registered side files that it will have.
         parent: the latest version when it was opened; 0 if there was none.
-        claim: who writes its folder; empty as long as nobody does. Nobody else may write to the folder or publish.
+        claim: identifier of the writer that owns its folder; empty if there is none. No other writer may write to the folder or publish.
         holder: ``host:port`` of the replica that has taken the version over, under the same claim, from the one that the claim names;
             empty if none has.
-        held: why it is held, as far as that was said when it was opened; `approval` may stand against it.
+        held: reasons for which it is held, as named when it was opened; `approval` may remove some of them.
         allow_nonfinite: whether it is not held for elements that are NaN or infinite.
-        metadata: what is pushed with it.
-        approval: what was said for it since it was complete; None if nothing was.
-        nbytes: size that its safetensors files will have together, in bytes; 0 if that was not said.
-        by: who opened it, as the service knows them; empty if it knows nobody by name.
+        metadata: metadata that is pushed with it.
+        approval: its approval since it was complete; None if there is none.
+        nbytes: total size that its safetensors files will have, in bytes; 0 if not announced.
+        by: identity of the caller that opened it, as the service knows it; empty if the service knows no name.
         cast_from: dtypes that its tensors have in the trainer and that are cast to the model's, in order.
-        traceparent: of the push, by W3C Trace Context; empty if it is not traced.
+        traceparent: W3C Trace Context of the push; empty if it is not traced.
         extra: the fields that this release does not know.
 
     Raises:
@@ -182,21 +182,21 @@ class OpenEntry:
         checked_metadata(self.metadata)
 
     def holding(self, reasons: Iterable[str] = ()) -> tuple[str, ...]:
-        """Why it is held now, if it is held for these reasons beside those of its opening."""
+        """Reasons for which it is held now: those of its opening and these, without the approved ones."""
         approved = () if self.approval is None else self.approval.reasons
         return tuple(sorted({*self.held, *reasons}.difference(approved)))
 
 
 @dataclass(frozen=True, slots=True)
 class FailedEntry:
-    """A version that was given up before anybody could see it.
+    """A version that failed or was aborted before it was visible.
 
     Attributes:
-        number: which version.
-        reason: why.
-        failed_ms: when, in milliseconds since 1970 UTC.
-        state: `FAILED`, or `ABORTED` if somebody asked for it; one that this release does not know counts as `FAILED`.
-        step, run, ranks, created_ms: as the open version had them; 0 or empty where that is not known.
+        number: number of the version.
+        reason: why it failed.
+        failed_ms: when it failed, in milliseconds since 1970 UTC.
+        state: `FAILED`, or `ABORTED` if a caller asked for it; a state that this release does not know counts as `FAILED`.
+        step, run, ranks, created_ms: those of the open version; 0 or empty where not known.
         extra: the fields that this release does not know.
 
     Raises:
@@ -218,13 +218,13 @@ class FailedEntry:
 
     @property
     def aborted(self) -> bool:
-        """Whether it was given up because somebody asked for it."""
+        """Whether it was aborted at a caller's request."""
         return self.state == ABORTED
 
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """What a ref says.
+    """Target of a ref.
 
     Attributes:
         version: the number of the version that it names.
@@ -240,13 +240,13 @@ class Ref:
 
 @dataclass(frozen=True, slots=True)
 class PinEntry:
-    """A pin of a version by an adapter: versions of the adapter are, or are about to be, on this one.
+    """A pin of a version by an adapter: versions of the adapter are based on this one, or are about to be.
 
     Attributes:
         version: the number of the version that is kept.
         adapter: ``namespace/name`` of the adapter.
-        by: the identity that has pinned it first; empty if it has no name.
-        doubt: the mark of a collection that looks whether a version of the adapter is still on this one; empty if none does.
+        by: identity that pinned it first; empty if it has no name.
+        doubt: mark of a collection that checks whether a version of the adapter is still based on this one; empty if none does.
         extra: the fields that this release does not know.
     """
 
@@ -263,10 +263,10 @@ class PinEntry:
 
 @dataclass(frozen=True, slots=True)
 class ProtectionEntry:
-    """What it takes to change a ref that is protected.
+    """Conditions for changes of a protected ref.
 
     Attributes:
-        approvals: of how many identities besides the one that asks; 0 if it takes none.
+        approvals: number of approvals needed, by identities other than the requesting one; 0 if none is.
         extra: the fields that this release does not know.
     """
 
@@ -279,22 +279,22 @@ class ProtectionEntry:
 
 @dataclass(frozen=True, slots=True)
 class RequestEntry:
-    """A request to change a ref that is protected, and what has become of it.
+    """A request to change a protected ref, and its outcome.
 
     Attributes:
-        request_id: which one; approvals name it.
+        request_id: its identifier; approvals name it.
         ref: the ref.
-        action: what is asked, one of `REQUEST_MOVE` and so on, or what a later release adds.
-        by: the identity that asks.
-        asked_ms: when it did, in milliseconds since 1970 UTC.
+        action: the requested change, one of `REQUEST_MOVE` and so on, or one that a later release adds.
+        by: the requesting identity.
+        asked_ms: when it was made, in milliseconds since 1970 UTC.
         until_ms: when it expires.
         version: the version that the ref shall name; 0 if none.
-        note: what they noted; may be empty.
-        approvals: those given so far.
-        state: pending, or how it ended: `REQUEST_DONE` and so on, or what a later release adds.
+        note: the requester's note; may be empty.
+        approvals: the approvals given so far.
+        state: pending, or how it ended: `REQUEST_DONE` and so on, or one that a later release adds.
         closed_ms: when it ended; 0 if it has not.
-        closed_by: whose call ended it; empty if that was time.
-        previous: what the ref named before it was carried out; 0 if nothing.
+        closed_by: identity whose call ended it; empty if it expired.
+        previous: the version that the ref named before the change; 0 if none.
         extra: the fields that this release does not know.
 
     Raises:
@@ -325,12 +325,12 @@ class RequestEntry:
 
     @property
     def pending(self) -> bool:
-        """Whether it waits for approvals, unless it has expired since."""
+        """Whether it waits for approvals; it may have expired since."""
         return self.state == REQUEST_PENDING
 
 
 def check_fields(entry: object, **bounds: tuple[int, ...]) -> None:
-    """Raise InvalidArgument if a number of an entry is not an integer within its bounds, by default from 0 on, or a text not as `check_text` says."""
+    """Raise InvalidArgument if an entry's number is no integer within its bounds (by default from 0 on), or a text fails `check_text`."""
     of: Any = type(entry)
     for name, kind in _checked(of):
         value = getattr(entry, name)
@@ -365,7 +365,7 @@ def _check_held(held: Iterable[str], approval: Approval | None) -> None:
 
 
 def check_reasons(reasons: Iterable[str]) -> None:
-    """Raise InvalidArgument if these are not up to `MAX_REASONS` different names, in order, for which a version can be held."""
+    """Raise InvalidArgument if these are not up to `MAX_REASONS` different reasons for holding a version, in order."""
     found = tuple(reasons)
     if len(found) > MAX_REASONS or list(found) != sorted({*found}):
         raise InvalidArgument(f"{shown(found)} are not up to {MAX_REASONS} different reasons in order")

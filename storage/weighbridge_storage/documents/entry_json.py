@@ -1,4 +1,4 @@
-"""JSON of entries: objects of stored text, by the fields of their kinds. A field that has a default is left out where it has that value."""
+"""JSON of entries: stored objects, by the fields of their kinds. A field that has its default is left out."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Stored(Protocol):
 
 
 class Entry(Stored, Protocol):
-    """One that keeps what a later release has put in."""
+    """A stored dataclass that keeps fields of later releases."""
 
     @property
     def extra(self) -> Mapping[str, Any]:
@@ -39,7 +39,7 @@ def to_json(entry: Entry) -> dict[str, Any]:
 
 
 def fields_to_json(value: Stored, *, whole: bool = False) -> dict[str, Any]:
-    """The fields of a dataclass by name, without those that have their defaults, unless all of it is wanted."""
+    """The fields of a dataclass by name; without those that have their defaults, unless ``whole``."""
     found = {name: (getattr(value, name), default) for name, default, _ in _fields(type(value))}
     return {name: _value_to_json(got) for name, (got, default) in found.items() if whole or got != default}
 
@@ -52,7 +52,7 @@ def _value_to_json(value: Any) -> Any:
 
 @cache
 def _fields(kind: type[Any]) -> tuple[tuple[str, Any, Reader], ...]:
-    """The fields of a kind of entry that are stored: name, the value with which it is left out or `MISSING`, and what reads it."""
+    """The stored fields of a kind of entry: name, default or `MISSING`, and reader."""
     return tuple(
         (item.name, _default(item), _READERS[str(item.type)]) for item in fields(kind) if item.name != "extra"
     )
@@ -72,23 +72,23 @@ _READERS: dict[str, Reader] = {
         from_json(Approval, each, f"{found.where}, {name}[{i}]") for i, each in enumerate(found.array(name))
     ),
 }
-"""How a field is read, by its type."""
+"""Reader of a field, by its type."""
 
 
 def nested(kind: type[E]) -> type[E]:
-    """Let entries have one of this kind, or none."""
+    """Class decorator: let entries have a field of this kind or None."""
     _READERS[f"{kind.__name__} | None"] = partial(nullable, kind)
     return kind
 
 
 def nullable(kind: type[E], found: strict_json.Fields, name: str) -> E | None:
-    """The entry that is a field of others; None if that is null. Raises as `from_json`."""
+    """The entry in a field; None if the field is null. Raises as `from_json`."""
     value = found.nullable_table(name)
     return None if value is None else from_json(kind, value, f"{found.where}, {name}")
 
 
 def from_json(kind: type[E], value: object, where: str) -> E:
-    """What `to_json` gave; ``where`` names it in errors.
+    """The entry that a JSON object of `to_json` holds; ``where`` names the object in errors.
 
     Raises:
         DataLoss: a field is missing, or has the wrong type.
@@ -100,7 +100,7 @@ def from_json(kind: type[E], value: object, where: str) -> E:
 
 
 def fields_from_json(kind: type[Stored], found: strict_json.Fields, *, whole: bool = False) -> dict[str, Any]:
-    """What `fields_to_json` gave, taken from an object; of a ``whole`` value every field has to be there. Raises as `from_json`."""
+    """Field values of a JSON object of `fields_to_json`; with ``whole``, every field has to be there. Raises as `from_json`."""
     return {
         name: read(found, name)
         for name, default, read in _fields(kind)
@@ -114,7 +114,7 @@ def named_to_json(entries: Mapping[str, Entry]) -> dict[str, dict[str, Any]]:
 
 
 def named_from_json(kind: type[E], items: Mapping[str, object], where: str) -> dict[str, E]:
-    """What `named_to_json` gave; raises as `from_json`."""
+    """The entries by name of a JSON object of `named_to_json`. Raises as `from_json`."""
     return {name: from_json(kind, item, f"{where} {shown(name)}") for name, item in items.items()}
 
 
@@ -124,7 +124,7 @@ def list_to_json(entries: Mapping[int, Numbered]) -> list[dict[str, Any]]:
 
 
 def list_from_json(kind: type[N], items: Iterable[object], where: str) -> dict[int, N]:
-    """What `list_to_json` gave; raises as `from_json`, and if a number occurs twice."""
+    """The entries by number of a JSON array of `list_to_json`. Raises as `from_json`, and DataLoss if a number occurs twice."""
     found: dict[int, N] = {}
     for i, item in enumerate(items):
         entry = from_json(kind, item, f"{where}[{i}]")

@@ -1,6 +1,6 @@
-"""Names of models, refs, files and versions, and the keys under which they lie in a store.
+"""Names of models, refs, files and versions, and their keys in a store.
 
-Whatever passes these checks is safe as one component of a path, of a URL and of an object key.
+A name that passes these checks is safe as one component of a path, of a URL and of an object key.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ from weighbridge.errors import InvalidArgument
 
 MANIFEST_FILE = "weighbridge.json"
 BLOCKS_SUFFIX = ".blake3"
-"""What is behind a file's name in that of its block digests, which are no file of the version."""
+"""Suffix of the name of a file's block digests, which are no file of the version."""
 HEAD_FILE = "head.json"
 REPLICAS = "replicas/"
-"""What the keys begin with under which replicas of the service find each other."""
+"""Prefix of the keys by which replicas of the service find each other."""
 RESERVED_REFS = frozenset({REF_LATEST, REF_LIVE})
-"""Refs that move by themselves."""
+"""Refs that the service moves."""
 MAX_VERSION = 10**12 - 1
 """Version folders have names of twelve digits, so that they sort by number."""
 
 NUMBERED_FOLDERS = ("versions", "incoming", "leases", "signatures")
-"""Folders of a model that have a folder for each version: its files, what is known of it while it is received, who reads it, who has
-signed it."""
+"""Folders of a model that have a folder for each version: its files, its state while it is received, the leases of its readers, and
+its signatures."""
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _NODE = re.compile(r"([0-9]{16,19})-[0-9a-f]{64}")
 _NUMBER = re.compile(r"(?!0{12})[0-9]{12}")
 _PART = "[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9_])?"
 MODEL_PART_PATTERN = rf"^(?!.*--)(?!.*\.\.)(?!.*\.git$){_PART}$"
-"""Of either half of a model's name, as JSON Schema and regular expressions write it."""
+"""Pattern of either half of a model's name, for JSON Schema and regular expressions."""
 MODEL_NAME_PATTERN = rf"^(?!.*--)(?!.*\.\.)(?!.*\.git(?::|$)){_PART}(?::{TRAINING})?$"
-"""Of the second half, and a part of the model behind it."""
+"""Pattern of the second half, with the part of the model behind it."""
 MODEL_PATTERN = rf"^(?!.*--)(?!.*\.\.)(?!.*\.git(?:[/:]|$)){_PART}/{_PART}(?::{TRAINING})?$"
-"""Of a model's name, or that of a part of it."""
+"""Pattern of the name of a model or of a part of it."""
 REF_PATTERN = "^[A-Za-z0-9_][A-Za-z0-9._-]{0,63}$"
-"""Of refs; numbers of versions are such names too."""
+"""Pattern of refs; version numbers match it too."""
 REQUEST_PATTERN = "^[A-Za-z0-9_-]{1,64}$"
-"""Of what names a request to change a ref."""
+"""Pattern of the identifier of a request to change a ref."""
 
 _MODEL_PART = re.compile(MODEL_PART_PATTERN)
 _TWO_PARTS = re.compile(r"[^/]*/[^/]*")
@@ -54,7 +54,7 @@ _GIVER_DIGITS = 16
 
 
 def _is(pattern: re.Pattern[str], value: object) -> bool:
-    """Whether ``value`` is a text, which what comes out of JSON need not be, and all of it matches."""
+    """Whether ``value`` is a string, which a value from JSON need not be, and all of it matches."""
     return isinstance(value, str) and pattern.fullmatch(value) is not None
 
 
@@ -69,7 +69,7 @@ class ModelName:
         part: `TRAINING` for the training states of the model; empty for the model itself, whose versions are its weights.
 
     Raises:
-        InvalidArgument: says which half breaks the rules, or that there is no such part.
+        InvalidArgument: a half breaks the rules (the message says which), or there is no such part.
     """
 
     namespace: str
@@ -111,7 +111,7 @@ class ModelName:
 
     @property
     def model(self) -> ModelName:
-        """The model itself, of a part; otherwise this one."""
+        """The model that a part belongs to; the name itself, if it is no part."""
         return ModelName(self.namespace, self.name)
 
     @property
@@ -121,12 +121,12 @@ class ModelName:
 
     @property
     def second(self) -> str:
-        """What is behind the slash: ``smol``, or ``smol:training``."""
+        """The name after the slash: ``smol``, or ``smol:training``."""
         return f"{self.name}:{self.part}" if self.part else self.name
 
     @property
     def prefix(self) -> str:
-        """What the keys of all of its objects begin with: ``models/acme/smol/``, or ``training/acme/smol/``."""
+        """Prefix of the keys of all of its objects: ``models/acme/smol/``, or ``training/acme/smol/``."""
         return f"{self.part or 'models'}/{self.namespace}/{self.name}/"
 
     @property
@@ -144,7 +144,7 @@ def ledger_key(namespace: str) -> str:
 
 
 def version_prefix(model: ModelName, number: int) -> str:
-    """What the keys of a version's objects begin with, e.g. ``models/acme/smol/versions/000000000017/``.
+    """Prefix of the keys of a version's objects, e.g. ``models/acme/smol/versions/000000000017/``.
 
     Raises:
         InvalidArgument: ``number`` is not from 1 to `MAX_VERSION`.
@@ -156,13 +156,14 @@ def lease_key(model: ModelName, number: int, reader: str) -> str:
     """Key of the lease by which a reader keeps a version's objects from being deleted.
 
     Raises:
-        InvalidArgument: no such number can be, or the reader's name is not of 1 to 128 letters, digits, ``-``, ``_`` or ``.``.
+        InvalidArgument: ``number`` is not from 1 to `MAX_VERSION`, or the reader's name is not of 1 to 128 letters, digits, ``-``, ``_``
+            or ``.``.
     """
     return _numbered_prefix(model, "leases", number) + check_component(reader)
 
 
 def signatures_prefix(model: ModelName, number: int) -> str:
-    """What the keys of a version's signatures begin with, e.g. ``models/acme/smol/signatures/000000000017/``.
+    """Prefix of the keys of a version's signatures, e.g. ``models/acme/smol/signatures/000000000017/``.
 
     Raises:
         InvalidArgument: ``number`` is not from 1 to `MAX_VERSION`.
@@ -174,12 +175,12 @@ def signature_key(model: ModelName, number: int, digest: str) -> str:
     """Key of a signature, e.g. ``models/acme/smol/signatures/000000000017/<digest>.sig``.
 
     Args:
-        model: whose version is signed.
-        number: which version.
+        model: model of the signed version.
+        number: number of the version.
         digest: SHA-256 of the signature, as 64 hex digits.
 
     Raises:
-        InvalidArgument: no such number can be, or that is no digest.
+        InvalidArgument: ``number`` is not from 1 to `MAX_VERSION`, or ``digest`` is no SHA-256.
     """
     if not _is(_SHA256, digest):
         raise InvalidArgument(f"{shown(digest)} is no SHA-256 of a signature")
@@ -193,13 +194,13 @@ def digest_of_signature(key: str) -> str | None:
 
 
 def signature_giver_key(model: ModelName, number: int, digest: str, by: str) -> str:
-    """Key of the note that says who has put a signature to a version, e.g. ``models/acme/smol/signatures/000000000017/<digest>.by-<digits>``.
+    """Key of the note of who signed a version, e.g. ``models/acme/smol/signatures/000000000017/<digest>.by-<digits>``.
 
     Args:
-        model: whose version is signed.
-        number: which version.
+        model: model of the signed version.
+        number: number of the version.
         digest: as in `signature_key`.
-        by: name of an identity, which the key holds as the first 16 hex digits of its SHA-256.
+        by: name of the signer's identity, which the key holds as the first 16 hex digits of its SHA-256.
 
     Raises:
         InvalidArgument: as `signature_key`.
@@ -209,7 +210,7 @@ def signature_giver_key(model: ModelName, number: int, digest: str, by: str) -> 
 
 
 def numbered_key(model: ModelName, key: str) -> tuple[str, int] | None:
-    """Which of `NUMBERED_FOLDERS` an object lies in, and which version's it is; None if it lies in none of them."""
+    """Folder of `NUMBERED_FOLDERS` and version number of an object; None if it lies in no such folder."""
     folder, _, rest = key.removeprefix(model.prefix).partition("/")
     number, slash, _ = rest.partition("/")
     if not key.startswith(model.prefix) or folder not in NUMBERED_FOLDERS or not slash:
@@ -224,7 +225,7 @@ def _numbered_prefix(model: ModelName, folder: str, number: int) -> str:
 
 
 def incoming_prefix(model: ModelName, number: int) -> str:
-    """What the keys begin with under which replicas of the service tell each other of a version that they receive together.
+    """Prefix of the keys by which replicas of the service coordinate a version that they receive together.
 
     Raises:
         InvalidArgument: ``number`` is not from 1 to `MAX_VERSION`.
@@ -233,21 +234,21 @@ def incoming_prefix(model: ModelName, number: int) -> str:
 
 
 def layout_key(model: ModelName, digest: str, first_version: int = 1) -> str:
-    """Where replicas of the service find a layout that was declared to another one.
+    """Key of a layout that was declared to one replica of the service, for the others.
 
     Args:
         model: the model.
-        digest: of the layout.
-        first_version: as of `files_id_of`.
+        digest: digest of the layout.
+        first_version: as in `files_id_of`.
 
     Raises:
-        InvalidArgument: no layout has such a digest.
+        InvalidArgument: ``digest`` cannot be part of a key.
     """
     return f"{model.prefix}layouts/{files_id_of(first_version, check_component(digest))}"
 
 
 def replica_key(boot: str) -> str:
-    """Where a replica of the service says that it is there, e.g. ``replicas/<boot>``.
+    """Key of the presence of a replica of the service, e.g. ``replicas/<boot>``.
 
     Raises:
         InvalidArgument: the boot is not of 1 to 128 letters, digits, ``-``, ``_`` or ``.``.
@@ -260,11 +261,11 @@ def tensor_list_key(model: ModelName, digest: str, first_version: int = 1) -> st
 
     Args:
         model: the model.
-        digest: of the list.
-        first_version: as of `files_id_of`.
+        digest: digest of the list.
+        first_version: as in `files_id_of`.
 
     Raises:
-        InvalidArgument: no list has such a digest.
+        InvalidArgument: ``digest`` cannot be part of a key.
     """
     return f"{model.prefix}tensors/{files_id_of(first_version, check_component(digest))}.json"
 
@@ -272,11 +273,12 @@ def tensor_list_key(model: ModelName, digest: str, first_version: int = 1) -> st
 def files_id_of(first_version: int, digest: str) -> str:
     """Name of the folder of registered files.
 
-    It is another one after a model was deleted, so that what is left of the files of before can be told apart and deleted at any time.
+    It changes when a model is deleted and registered again, so that files of the deleted model can be recognised and deleted at any
+    time.
 
     Args:
         first_version: the lowest number that a version can have since the model was registered.
-        digest: of the files.
+        digest: digest of the files.
     """
     return digest if first_version == 1 else f"{first_version}-{digest}"
 
@@ -288,7 +290,7 @@ def first_version_of(files_id: str) -> int:
 
 
 def registered_files_of(model: ModelName, key: str) -> int | None:
-    """Of a key of a registered file, list of tensors or layout, the ``first_version`` of `files_id_of`; None of others."""
+    """The ``first_version`` of `files_id_of` in the key of a registered file, list of tensors or layout; None for other keys."""
     if not key.startswith(model.prefix):
         return None
     match key.removeprefix(model.prefix).split("/"):
@@ -303,8 +305,8 @@ def node_name(generation: int, digest: str) -> str:
     """Name of a node of a model's history (`weighbridge_storage.head.history_nodes`).
 
     Args:
-        generation: that of the head for which the node is written.
-        digest: of its text, 64 hexadecimal digits.
+        generation: generation of the head for which the node is written.
+        digest: digest of its text, 64 hexadecimal digits.
     """
     return check_node_name(f"{generation:016d}-{digest}")
 
@@ -322,7 +324,7 @@ def node_key(model: ModelName, name: str) -> str:
 
 
 def node_of_key(model: ModelName, key: str) -> tuple[str, int] | None:
-    """The name of the node of a model's history that lies under a key, and its generation; None if none does."""
+    """Name and generation of the history node that lies under a key; None if the key is not that of a node."""
     name = key.removeprefix(f"{model.prefix}history/").removesuffix(".json")
     found = _NODE.fullmatch(name)
     return (name, int(found[1])) if found and key == node_key(model, name) else None
@@ -332,7 +334,7 @@ def version_key(model: ModelName, number: int, file_name: str) -> str:
     """Key of one file of a version.
 
     Raises:
-        InvalidArgument: no such number or file name can be.
+        InvalidArgument: no version can have this number, or no file this name.
     """
     return version_prefix(model, number) + check_version_file_name(file_name)
 
@@ -341,16 +343,16 @@ def blocks_key(model: ModelName, number: int, file_name: str) -> str:
     """Key of the block digests of one file of a version.
 
     Raises:
-        InvalidArgument: no such number or file name can be.
+        InvalidArgument: no version can have this number, or no file this name.
     """
     return version_key(model, number, file_name + BLOCKS_SUFFIX)
 
 
 def check_ref_name(name: str) -> str:
-    """``name``, if a caller may set a ref called so: 1 to 64 letters, digits, ``-``, ``_`` or ``.``.
+    """``name``, if a caller may set a ref of this name: 1 to 64 letters, digits, ``-``, ``_`` or ``.``.
 
     Raises:
-        InvalidArgument: it is malformed, reads like a version number, or moves by itself (`RESERVED_REFS`).
+        InvalidArgument: it is malformed, reads like a version number, or is a ref that the service moves (`RESERVED_REFS`).
     """
     if not _is(_REF, name):
         raise InvalidArgument(
@@ -371,7 +373,7 @@ def check_ref_name(name: str) -> str:
 
 
 def check_request_id(request_id: str) -> str:
-    """``request_id``, if a request to change a ref may be called so: 1 to 64 letters, digits, ``-`` or ``_``. Raises InvalidArgument."""
+    """``request_id``, if it is of 1 to 64 letters, digits, ``-`` or ``_``. Raises InvalidArgument."""
     if not _is(_REQUEST, request_id):
         raise InvalidArgument(
             f"{shown(request_id)} cannot name a request",
@@ -381,7 +383,7 @@ def check_request_id(request_id: str) -> str:
 
 
 def check_component(name: str) -> str:
-    """``name``, if one component of a key may be called so: 1 to 128 letters, digits, ``-``, ``_`` or ``.``.
+    """``name``, if it can be one component of a key: 1 to 128 letters, digits, ``-``, ``_`` or ``.``.
 
     Raises:
         InvalidArgument: it is malformed, or starts with ``-`` or ``.``.
@@ -395,7 +397,7 @@ def check_component(name: str) -> str:
 
 
 def check_version_file_name(name: str) -> str:
-    """``name``, if a file of a version may have it: a path within the version's folder, as `is_file_name` says.
+    """``name``, if a file of a version may have it: a path within the version's folder, as in `is_file_name`.
 
     Raises:
         InvalidArgument: it is malformed, or a component starts with ``-`` or ``.``.
@@ -406,7 +408,7 @@ def check_version_file_name(name: str) -> str:
 
 
 def check_files_id(files_id: str) -> str:
-    """``files_id``, if the folder of registered files may be called so: as a file of a version, or empty if there is none.
+    """``files_id``, if it can name the folder of registered files: one component of a key, or empty if there is none.
 
     Raises:
         InvalidArgument: it is malformed.
@@ -420,7 +422,7 @@ def check_file_name(name: str) -> str:
     """``name``, if a file that comes with a model (config, tokenizer) may have it.
 
     Raises:
-        InvalidArgument: as `check_version_file_name`, or the service writes files with such names itself.
+        InvalidArgument: as `check_version_file_name`, or a file of this name is written by the service.
     """
     check_version_file_name(name)
     lowered = name.lower()

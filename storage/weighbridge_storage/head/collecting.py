@@ -1,21 +1,21 @@
-"""Collection of what a model no longer needs: versions that are not kept, and what nobody can use any more.
+"""Collection of the objects that a model no longer needs: versions that are not kept, and objects that no reader can use any more.
 
-It is a few steps, each of which may be done by several replicas at a time, be broken off anywhere, and be done again:
+It consists of steps; several replicas may run each at a time, stop anywhere, and repeat it:
 
-1. List what lies in the model's numbered folders, without the files of versions that are part of history.
-2. One change of the head: abandoned open versions are given up, and versions that the retention does not keep are retired. From
-   then on lists and refs do not have them.
+1. List the model's numbered folders, without the files of versions that are part of history.
+2. Change the head once: abandoned open versions fail, and versions that the retention does not keep are retired. Lists and refs no
+   longer show them.
 3. Delete the objects of versions that were retired longer ago than the grace time, if no reader has a lease (`leases`), and then
-   their entries. A version's manifest goes first and stays away: wherever there is one, the folder is complete.
-4. Delete what lies under numbers that stand for nothing; under those of a model that was deleted only once the grace time is over and no
-   reader has a lease, and the files and layouts that were registered with it. They never will again: a number is given once, and nobody can publish what
-   was given up. A writer that was stalled meanwhile may still put objects there; the next collection finds them.
-5. Remove what is left of uploads under numbers that are not open any more, and of any upload of the model that is older than a day.
-6. Delete nodes of the history that nobody needs any more. Where some are below no root, a **mark** notes the root and the time; once it
-   is older than the grace time, those go that were below no root by then, and the next mark is made. Whoever reads with a head that is
-   older than that has had the grace time for it, and finds the rest with a newer head.
+   their entries. A version's manifest is deleted first and not written again: a folder with a manifest is complete.
+4. Delete the objects under numbers without a version. Under numbers of a deleted model, and for its registered files and layouts, only
+   once the grace time is over; a version that has a lease stays. None of these objects is needed again: a number is given once, and a
+   failed version cannot be published. A stalled writer may still write objects there; the next collection finds them.
+5. Remove unfinished uploads under numbers that are not open any more, and all of the model's that are older than a day.
+6. Delete unreachable nodes of the history. If there are any, a **mark** records the root and the time. Once the mark is older than the
+   grace time, the nodes are deleted that were unreachable when it was made, and the next mark is made. A reader with a head older than
+   the mark has had the grace time to read these nodes, and otherwise reads a newer head.
 
-The list is one for the whole model and not one for each folder: some servers go on naming folders in which nothing is left.
+The model is listed as a whole and not folder by folder: some servers go on listing empty folders.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ from weighbridge_storage.head.retention import NOBODY, Decision, retire
 from weighbridge_storage.stores.objects import ObjectStore
 
 _DELETIONS = 8
-"""Requests at a time."""
+"""Concurrent requests."""
 _VERSIONS_AT_ONCE = 32
-"""Versions whose entries go with one change of the head."""
+"""Versions whose entries are removed with one change of the head."""
 _OLD_UPLOAD_S = 86_400.0
 
 T = TypeVar("T")
@@ -75,28 +75,28 @@ def collect(
     stopping: Callable[[], bool] = lambda: False,
     served: Callable[[], Mapping[int, Sequence[str]]] = lambda: NOBODY,
 ) -> Collection:
-    """Carry a model's retention out.
+    """Apply a model's retention, and delete what it no longer needs.
 
     Args:
-        store: where its versions lie.
+        store: store of its versions.
         heads: the heads in that store.
-        model: which model.
+        model: the model.
         grace: how long objects of retired versions stay; the same for all replicas.
         clock: gives the time in milliseconds since 1970 UTC.
-        dry_run: only say what would be done; nothing is written.
-        stopping: is asked again and again; if it says so, the rest is left to the next collection.
-        served: says which engines serve which versions, by number.
+        dry_run: only report what would be done; nothing is written.
+        stopping: polled; if true, the rest is left to the next collection.
+        served: gives the names of the engines that serve each version, by its number.
 
     Returns:
-        What was done. Deletions that failed are in it; the others were done nevertheless.
+        Report of the collection. It lists deletions that failed; all others were done nevertheless.
 
     Raises:
         NotFound: there is no such model.
-        Unavailable: it was to stop before it could delete anything.
+        Unavailable: ``stopping`` was true before anything could be deleted.
         WeighbridgeError: as `HeadStore.update` and `ObjectStore.list`.
     """
     run = _Run(store, heads, model, dry_run, stopping)
-    # before the leases are listed: what is due by then had leases by then
+    # before the leases are listed: a version that is due at this time had its leases written by this time
     now_ms = clock()
     listed, nodes = run.list_objects()
     given_up, decision, history = run.retire(clock, served)
@@ -166,7 +166,7 @@ class _Run:
         self._lock = threading.Lock()
 
     def list_objects(self) -> tuple[dict[int, list[str]], dict[str, int]]:
-        """What lies under the model's name.
+        """List the objects under the model's name.
 
         Returns:
             The keys in its numbered folders, by number, but for the files of versions that are part of history; and the nodes
@@ -190,10 +190,10 @@ class _Run:
     def retire(
         self, clock: Callable[[], int], served: Callable[[], Mapping[int, Sequence[str]]]
     ) -> tuple[tuple[int, ...], Decision, History]:
-        """Change the head as time and retention want it: what was given up, what was decided, and the history after that."""
+        """Change the head by time and retention. Returns the failed versions, the decision, and the history after it."""
 
         def change(history: History) -> tuple[Head, tuple[tuple[int, ...], Decision, Head]]:
-            # the grace time begins now, however long it took to come here
+            # read the clock here: the grace time begins now, however long the steps before took
             after, decision = retire(history, clock(), served())
             return after, (tuple(sorted(history.head.open.keys() - after.open.keys())), decision, after)
 
@@ -201,7 +201,7 @@ class _Run:
         return given_up, decision, self.heads.history_of(self.model, after)
 
     def _edit(self, change: Callable[[History], tuple[Head, T]]) -> T:
-        """Change the head; in a dry run, as if it were so."""
+        """Change the head; in a dry run, only return the result of the change."""
         if self.dry_run:
             return change(self._history())[1]
         return self.heads.edit(self.model, change, deleted=True)
@@ -213,7 +213,7 @@ class _Run:
         return found
 
     def leases(self, listed: dict[int, list[str]]) -> list[ReadLease]:
-        """The leases among the keys. One that cannot be read keeps its version until it can."""
+        """The leases among the keys. An unreadable lease keeps its version until it can be read."""
         found = []
         for number, keys in listed.items():
             for key in keys:
@@ -232,7 +232,7 @@ class _Run:
     def delete_versions(
         self, due: Mapping[int, VersionEntry], listed: Mapping[int, list[str]]
     ) -> tuple[DeletedVersion, ...]:
-        """Delete all objects of retired versions, then their entries; gives those whose entries this run removed."""
+        """Delete all objects of retired versions, then their entries. Returns the versions whose entries this run removed."""
         numbers = [number for number in due if number not in self.unreadable]
         done: list[int] = []
         for batch in _batches(numbers, _VERSIONS_AT_ONCE):
@@ -244,7 +244,7 @@ class _Run:
         return tuple(DeletedVersion(number, due[number].nbytes) for number in done)
 
     def _forget(self, numbers: AnyCollection[int]) -> list[int]:
-        """Remove the entries of retired versions; gives the numbers of those that were there."""
+        """Remove the entries of retired versions. Returns the numbers that had one."""
 
         def change(history: History) -> tuple[Head, list[int]]:
             after = forget_versions(history, numbers)
@@ -256,7 +256,7 @@ class _Run:
     def sweep(
         self, history: History, gone: AnyCollection[int], listed: Mapping[int, list[str]]
     ) -> tuple[SweptVersion, ...]:
-        """Delete what lies under numbers that stand for nothing, and what was said about versions that are not open any more."""
+        """Delete the objects under numbers without a version, and the incoming state of versions that are not open any more."""
         rubbish = {
             key: number
             for number, keys in listed.items()
@@ -268,14 +268,14 @@ class _Run:
         return tuple(SweptVersion(number, count) for number, count in sorted(counts.items()))
 
     def sweep_files(self, below: int) -> None:
-        """Delete the files that were registered with a model of this name before it was deleted, and the layouts that were declared.
+        """Delete files that were registered, and layouts that were declared, before a model of this name was deleted.
 
-        Those that are registered since have another key, also if they are the same: nobody is about to write to these.
+        Files and layouts of the present registration have other keys, even if they are equal: no writer uses these any more.
         """
         self.delete(key for key in self._files if (registered_files_of(self.model, key) or 0) < below)
 
     def sweep_nodes(self, nodes: Mapping[str, int], grace: Grace, clock: Callable[[], int]) -> None:
-        """Delete nodes of the history that have been below no root for the grace time, and mark the present root if others will be."""
+        """Delete nodes of the history that were unreachable for the grace time, and mark the present root if others are unreachable now."""
         if self.dry_run or not nodes:
             return
         head = self._history().head
@@ -292,12 +292,12 @@ class _Run:
             self.heads.update(self.model, lambda head: (mark_history(head, clock()), None), deleted=True)
 
     def discard_uploads(self, head: Head) -> int:
-        """Remove what is left of uploads under numbers that are not open any more, and of old ones."""
+        """Remove unfinished uploads under numbers that are not open any more, and old ones."""
         if self.dry_run or self.stopping():
             return 0
 
         def is_dead(key: str) -> bool:
-            # what became durable was uploaded by an attempt after this one
+            # a durable version was uploaded by a later attempt than this unfinished one
             place = numbered_key(self.model, key)
             return place is not None and place[1] < head.next_version and place[1] not in head.open
 
@@ -309,7 +309,7 @@ class _Run:
             return 0
 
     def delete(self, keys: Iterable[str]) -> set[str]:
-        """Delete objects side by side; gives the keys at which there is none any more. In a dry run, as if it were so."""
+        """Delete objects concurrently. Returns the keys that have no object any more; in a dry run, all."""
 
         def delete(key: str) -> bool:
             if not self.dry_run:

@@ -1,8 +1,8 @@
 """Head of a model: the content of its `head.json`, the only object that several writers ever rewrite.
 
-`Head` is a value; `head_changes` and `open_versions` say what may change in it, `head_store` how writers take turns, and `docs/formats.md` how it is
-written. Its size does not grow with the number of versions: it holds the entries of the newest few, and a reference to the root of a
-tree that holds the others (`history`).
+`Head` is a value. `head_changes` and `open_versions` hold its transitions, `head_store` the concurrency of writers, and `docs/formats.md`
+its format. Its size does not grow with the number of versions: it holds the entries of the newest few, and a reference to the root of
+a tree that holds the others (`history`).
 """
 
 from __future__ import annotations
@@ -50,33 +50,39 @@ FEATURES: frozenset[str] = frozenset(
         PINNED,
     )
 )
-"""The features that a head may require here. `HELD_VERSIONS`: there are versions that are, or will be, held; who does not know it would
-take them for the newest. `DELETED`: a model of this name was deleted, and its numbers go on; who does not know it would go on
-receiving versions of it, or take what is left of them for rubbish of now. `LISTED_TENSORS`: the registration names a list of tensors; who does not know it would derive others from the config. `PROTECTED_REFS`:
-refs are protected; who does not know it would move them for whoever asks. `KEPT_STEPS`: the retention counts steps; a program that does not know
-it would delete what that keeps. `FILE_FOLDERS`: registered files lie in folders; a program that does not know it could not publish a
-version that has them. `ADAPTER`: the model is an adapter; a program that does not know it would receive versions of it without a base. `PINNED`: adapters
-pin versions; a program that does not know it would delete them."""
+"""The features that a head may require here, each with what a program would do that does not know it.
+
+- `HELD_VERSIONS`: versions are held, or will be. It would take a held one for the newest.
+- `DELETED`: a model of this name was deleted, and its numbers go on. It would go on receiving versions of it, or delete the files of the
+  present model.
+- `LISTED_TENSORS`: the registration names a list of tensors. It would derive others from the config.
+- `PROTECTED_REFS`: refs are protected. It would move them for any caller.
+- `KEPT_STEPS`: the retention counts steps. It would delete versions that this rule keeps.
+- `FILE_FOLDERS`: registered files lie in folders. It could not publish a version that has them.
+- `ADAPTER`: the model is an adapter. It would receive versions of it without a base.
+- `PINNED`: adapters pin versions. It would delete them.
+"""
 REMEMBERED_WRITES = 64
-"""How many write ids a head remembers: a writer whose response was lost finds its own among them."""
+"""Number of write ids that a head remembers: a writer whose response was lost finds its own among them."""
 REMEMBERED_FAILURES = 32
 REMEMBERED_REQUESTS = 32
-"""How many requests to change refs a head remembers that have ended."""
+"""Number of ended requests to change refs that a head remembers."""
 _KEPT: Mapping[str, bool] = {"whole": False}
-"""Metadata of a field of `Head` whose value is a member of its own in the text, without what has its default."""
+"""Metadata of a field of `Head` whose value is a member of its own in the text, without fields that have their defaults."""
 _KEPT_WHOLE: Mapping[str, bool] = {"whole": True}
-"""Likewise, with all that the value says, and the reader refuses a head that lacks any of it."""
+"""As `_KEPT`, but with all fields of the value; the reader refuses a head that lacks any of them."""
 V = TypeVar("V")
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A root that the history had at some time, by which nodes that nobody needs any more are told from others.
+    """An earlier root of the history, by which nodes that are no longer needed are recognised.
 
     Attributes:
         root: the root at that time; None if there was none.
-        generation: that of the head then. A node written for that head or one before is below ``root``, or below no root any more.
-        marked_ms: when that was, in milliseconds since 1970 UTC.
+        generation: generation of the head then. A node written for that head or an earlier one is below ``root``, or below no root any
+            more.
+        marked_ms: when it was marked, in milliseconds since 1970 UTC.
         extra: the fields that this release does not know.
     """
 
@@ -94,10 +100,10 @@ class Deletion:
     """The last deletion of a model. The name may have been registered again since.
 
     Attributes:
-        deleted_ms: when that was, in milliseconds since 1970 UTC.
-        below: the number that the next version had got then: those below are of the model that was deleted.
-        request_id: which request deleted it; empty if it said nothing.
-        versions: how many were part of its history.
+        deleted_ms: when it was deleted, in milliseconds since 1970 UTC.
+        below: the next version's number then: lower numbers belong to the deleted model.
+        request_id: identifier of the request that deleted it; empty if it had none.
+        versions: number of versions in its history.
         extra: the fields that this release does not know.
     """
 
@@ -115,30 +121,31 @@ class Deletion:
 class Head:
     """The state of a model; an instance is always consistent.
 
-    The entries of versions that are part of history, or were and whose objects may still be there, are in ``recent`` or in the tree
-    below ``root``: what ``recent`` says of a number goes before what the tree says. `history.History` looks in both.
+    The entries of versions that are part of history, and of retired ones whose objects may still exist, are in ``recent`` or in the
+    tree below ``root``; an entry in ``recent`` replaces that in the tree. `history.History` reads both.
 
     Attributes:
         generation: how often the head was written; 0 before the first time.
         next_version: the number that the next version gets, above all numbers given so far.
-        files_id: which side files (config, tokenizer) are registered now; empty before the first registration.
-        registration: what else was registered with the model, as JSON; of it, this module looks at ``listed``, ``files`` and ``adapter`` alone.
-        recent: entries that the tree does not have, or has as they were before, by number.
+        files_id: identifier of the side files (config, tokenizer) that are registered now; empty before the first registration.
+        registration: everything else that was registered with the model, as JSON; this module reads only ``listed``, ``files`` and
+            ``adapter`` of it.
+        recent: entries by number that the tree does not have, or has in an earlier state.
         removed: numbers whose entries in the tree count as removed.
         root: the root of the tree; None as long as there is no tree.
-        mark: a root of before, if nodes may be left of it.
+        mark: an earlier root, if nodes of it may remain.
         open: the versions that are being received, by number.
-        failed: the last `REMEMBERED_FAILURES` versions that were given up, by number.
-        refs: what each ref says. ``latest`` names the highest version that was ever part of history and not held.
-        retention: which versions are to be kept.
-        gate: which versions are held.
-        kept_extra: by their names, the fields of these values (`KEPT`) that this release does not know.
-        protected: what it takes to change those refs that are protected, whether they exist or not. Stored with the gate.
+        failed: the last `REMEMBERED_FAILURES` versions that failed or were aborted, by number.
+        refs: target of each ref. ``latest`` names the highest version that was ever part of history and not held.
+        retention: rules by which versions are kept.
+        gate: rules by which versions are held.
+        kept_extra: by field name, the fields of these values (`KEPT`) that this release does not know.
+        protected: conditions for changes of protected refs, whether these exist or not. Stored with the gate.
         requests: requests to change them: one at most for each that is pending, and the last `REMEMBERED_REQUESTS` that have ended,
-            in the order in which they were asked.
+            in the order in which they were made.
         writes: ids of the last `REMEMBERED_WRITES` writes, the newest last.
         deletion: the last deletion of a model of this name; None if there was none.
-        pins: which adapters are on which versions, in the order of versions and names; these versions are kept.
+        pins: pins of versions by adapters, in the order of versions and names; these versions are kept.
         extra: the fields that this release does not know.
 
     Raises:
@@ -194,7 +201,7 @@ class Head:
 
     @property
     def latest(self) -> int:
-        """The number that ``latest`` names; 0 if no version was ever published that was not held."""
+        """The number that ``latest`` names; 0 if every version published so far was held."""
         there = self.refs.get(REF_LATEST)
         return there.version if there is not None else 0
 
@@ -204,11 +211,11 @@ class Head:
         return {name: ref.version for name, ref in self.refs.items()}
 
     def kept(self, kind: type[V]) -> V:
-        """The value of a kind that it keeps, such as the `Retention`."""
+        """The stored value of a type, such as `Retention`."""
         return cast(V, getattr(self, KEPT[kind].name))
 
     def requested(self, now_ms: int) -> dict[str, int]:
-        """The number that each ref is asked to name, of requests that have not expired."""
+        """The number that each ref is requested to name, by pending requests that have not expired."""
         return {
             each.ref: each.version
             for each in self.requests
@@ -217,7 +224,7 @@ class Head:
 
     @property
     def requires(self) -> tuple[str, ...]:
-        """The features without which it would be misread. Held versions below the root are held no more if `recent` says so."""
+        """The features without which it would be misread. Counts held versions below the root, even if `recent` has released them since."""
         held = (
             self.gate.approval_required
             or (self.root is not None and self.root.held > 0)
@@ -238,7 +245,7 @@ class Head:
         return tuple(feature for feature, is_wanted in wanted.items() if is_wanted)
 
     def in_tree(self, number: int) -> bool:
-        """Whether it takes the tree to say what a number stands for."""
+        """Whether the tree has to be read to know the state of a number."""
         return (
             self.root is not None
             and self.root.first <= number <= self.root.last
@@ -246,7 +253,7 @@ class Head:
         )
 
     def _check_numbers(self) -> None:
-        """Each number stands for one version, in one state, and was given before."""
+        """Check that each number was given before, and is that of one version in one state."""
         states: dict[int, str] = {}
         for state, listed in (
             ("there", self.recent),
@@ -275,7 +282,7 @@ class Head:
                 )
 
     def _check_deletion(self) -> None:
-        """Nothing of a model that was deleted is left."""
+        """Check that no version of a deleted model remains."""
         if self.deletion is None:
             return
         first = min((*self.recent, *self.removed, *self.open, *self.failed), default=self.first_version)
@@ -294,13 +301,13 @@ class Head:
             if there.retired if there is not None else not self.in_tree(ref.version):
                 raise InvalidArgument(f"ref {name} names version {shown(ref.version)}, which is not there")
         released = [number for number, entry in self.recent.items() if entry.released]
-        # what is not held in the tree was named by it, whatever has become of that since
+        # the versions in the tree that are not held were named by it once, even if they are retired now
         published = self.root is not None and self.root.durable > self.root.held
         if self.latest < max(released, default=0) or (published and not self.latest):
             raise InvalidArgument(f"{REF_LATEST} is not the highest version that is not held")
 
     def _check_requests(self) -> None:
-        """No request stands there twice, and at most one for a ref is pending."""
+        """Check that no request is listed twice, and that at most one per ref is pending."""
         for name in self.protected:
             check_ref_name(name)
         pending = [each.ref for each in self.requests if each.pending]
@@ -317,7 +324,7 @@ class Head:
         """The head as the text of `head.json`, which ends with its digest.
 
         Raises:
-            InvalidArgument: the registration holds something that JSON does not have.
+            InvalidArgument: the registration holds a value that JSON cannot express.
         """
         return document_digests.encode(
             {
@@ -348,7 +355,7 @@ class Head:
         )
 
     def _kept_to_json(self) -> dict[str, Any]:
-        """Values that are kept, as fields of the text, without those of which nothing was ever said. Protected refs are part of the gate's."""
+        """The values in `KEPT` as fields of the text; values without any field are left out. Protected refs are part of the gate's."""
         found = {
             each.name: {
                 **self.kept_extra.get(each.name, {}),
@@ -365,8 +372,8 @@ class Head:
         """Read the text of a `head.json`; ``where`` names it in errors.
 
         Raises:
-            DataLoss: it is not what was written, is malformed, or contradicts itself; says how it is rebuilt.
-            FailedPrecondition: it has another format, or requires a feature that is lacking here; says what to use.
+            DataLoss: it is damaged, is malformed, or contradicts itself; the message says how to rebuild it.
+            FailedPrecondition: it has another format, or requires a feature that is unknown here; the message says what to use.
         """
         try:
             document = document_digests.decode(data, where, FORMAT)
@@ -431,4 +438,4 @@ class Head:
 KEPT: Mapping[type, Field[Any]] = {
     type(each.default): each for each in fields(Head) if "whole" in each.metadata
 }
-"""The fields of a head that are values of a model, each written as a member of its own, by the type of the value."""
+"""Fields of a head whose values are members of their own in the text, by the type of the value."""

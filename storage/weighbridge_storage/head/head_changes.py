@@ -1,6 +1,6 @@
-"""Transitions of a model's history, refs and rules. Everything here is pure: a function takes a head and gives the next one.
+"""Transitions of a model's history, refs and rules. All functions are pure: each takes a head and returns the next one.
 
-What needs to know versions that the head itself may not list takes the `History` that the head leads to.
+A function that reads versions which the head itself may not list takes the `History` of the head.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ MAX_REFS = 1024
 def publish(history: History, entry: VersionEntry) -> Head:
     """Make a version part of history. ``latest`` moves to it unless it names a higher one, or the version is held.
 
-    It is held for the reasons that ``entry`` has and for those of its opening, without those that were approved meanwhile. Metadata and
-    approval are those of the open version. Publishing what is already there with the same write id changes nothing.
+    It is held for the reasons of ``entry`` and those of its opening, without those that were approved since. Metadata and approval are
+    those of the open version. Publishing a version again with the same write id changes nothing.
 
     Raises:
-        VersionFailed: the version is not open: it was given up, was deleted, or never was.
+        VersionFailed: the version is not open: it failed, was deleted, or never was opened.
         AlreadyExists: another claim than ``entry.write_id`` holds, or has published it.
     """
     head, number = history.head, entry.number
@@ -55,13 +55,13 @@ def publish(history: History, entry: VersionEntry) -> Head:
 
 
 def with_entry(head: Head, entry: VersionEntry) -> Head:
-    """A head with an entry of its history; ``latest`` names that, unless the version is held or ``latest`` names a higher one."""
+    """A head with an entry of its history. ``latest`` moves to it, unless the version is held or ``latest`` names a higher one."""
     refs = head.refs if entry.held else _moved(head, REF_LATEST, max(entry.number, head.latest))
     return replace(head, recent={**head.recent, entry.number: entry}, refs=refs)
 
 
 def set_ref(history: History, name: str, number: int) -> Head:
-    """Let a ref name a version, whatever it named before.
+    """Point a ref at a version.
 
     Raises:
         InvalidArgument: the name is malformed or reserved.
@@ -72,7 +72,9 @@ def set_ref(history: History, name: str, number: int) -> Head:
     check_there(history, number)
     head = history.head
     if name not in head.refs and len(head.refs) >= MAX_REFS:
-        raise ResourceExhausted(f"the model has {len(head.refs)} refs", fix="delete one that nobody needs")
+        raise ResourceExhausted(
+            f"the model has {len(head.refs)} refs", fix="delete one that is no longer needed"
+        )
     return replace(head, refs=_moved(head, name, number))
 
 
@@ -103,22 +105,22 @@ def delete_versions(
     forced: bool = False,
     sees: Callable[[str], bool] = sees_all,
 ) -> Head:
-    """Take versions out of history; their objects may be deleted once nobody reads them any more.
+    """Take versions out of history; their objects may be deleted once no reader has a lease.
 
-    Deleting what is already deleted changes nothing.
+    Deleting a deleted version changes nothing.
 
     Args:
-        history: before.
-        numbers: of the versions.
-        retired_ms: milliseconds since 1970 UTC.
+        history: the history before.
+        numbers: numbers of the versions.
+        retired_ms: present time in milliseconds since 1970 UTC.
         model: the model's name, for errors.
-        forced: whether versions are deleted that adapters are on. Their pins go with them, and the adapters stay without a base.
-        sees: whether the caller may know of an adapter of this name; errors count the others.
+        forced: whether to delete even versions that adapters are based on. Their pins are removed, and the adapters stay without a base.
+        sees: whether the caller may know of an adapter of this name; errors only count the others.
 
     Raises:
-        NotFound: one of them is not there.
-        FailedPrecondition: an adapter is on one, and it is not ``forced``; one is still being received, or a ref names it or is asked to. ``latest`` always names one, so the newest version
-            that is not held cannot be deleted.
+        NotFound: one of them does not exist.
+        FailedPrecondition: one is the base of an adapter, and it is not ``forced``; one is still being received; or a ref names one, or is
+            requested to. ``latest`` always names a version, so the newest version that is not held cannot be deleted.
     """
     head = history.head
     for number in head.open.keys() & set(numbers):
@@ -150,7 +152,7 @@ def delete_versions(
         if adapters := pinned_by(head, number):
             raise FailedPrecondition(
                 f"version {number} is the base of {adapters_text(adapters, sees)}",
-                fix="delete the adapters' versions first, and collect; or delete it all the same with --force: they cannot be loaded by it any more",
+                fix="delete the adapters' versions first, and collect; or delete it anyway with --force: they cannot be loaded by it any more",
             )
     return replace(
         head,
@@ -160,7 +162,7 @@ def delete_versions(
 
 
 def forget_versions(history: History, numbers: Collection[int]) -> Head:
-    """Remove the entries of retired versions, once their objects are deleted. Nothing changes for those that are not retired."""
+    """Remove the entries of retired versions, once their objects are deleted. Versions that are not retired are ignored."""
     head = history.head
     gone = {number for number in numbers if (entry := history.find(number)) is not None and entry.retired}
     if not gone:
@@ -171,12 +173,13 @@ def forget_versions(history: History, numbers: Collection[int]) -> Head:
 
 
 def mark_history(head: Head, now_ms: int) -> Head:
-    """Note the present root, so that nodes that are not below it now can be told apart later."""
+    """Record the present root, so that nodes that are not below it now can be recognised later."""
     return replace(head, mark=Mark(head.root, head.generation, now_ms))
 
 
 def keep(head: Head, value: Any) -> Head:
-    """Keep a value in the place of the one of its type: a `Retention`, by which alone nothing is deleted, or a `Gate`, for versions that are opened from now on."""
+    """Replace the head's value of this type: a `Retention`, which deletes nothing until a collection runs, or a `Gate`, for versions that are
+    opened later."""
     return replace(head, **{KEPT[type(value)].name: value})
 
 
@@ -189,20 +192,21 @@ def delete_model(
     forced: bool = False,
     sees: Callable[[str], bool] = sees_all,
 ) -> Head:
-    """Take a model away with all of its versions, refs and rules. Its numbers go on if the name is registered again.
+    """Delete a model with all of its versions, refs and rules. Its numbers go on if the name is registered again.
 
-    The objects go with a collection: those of versions once nobody reads them any more.
+    A collection deletes the objects: those of a version once no reader has a lease.
 
     Args:
-        head: before.
-        now_ms: milliseconds since 1970 UTC.
-        request_id: which request deletes it.
-        versions: how many were part of its history.
-        forced: whether it is deleted although adapters are on versions of it, which stay without a base.
+        head: the head before.
+        now_ms: present time in milliseconds since 1970 UTC.
+        request_id: identifier of the request that deletes it.
+        versions: number of versions in its history.
+        forced: whether to delete it even if adapters are based on its versions; they stay without a base.
         sees: as for `delete_versions`.
 
     Raises:
-        FailedPrecondition: versions are being received, refs are protected, or adapters are on versions of the model, and it is not ``forced``.
+        FailedPrecondition: versions are being received, refs are protected, or adapters are based on its versions and it is not
+            ``forced``.
     """
     if head.protected:
         raise FailedPrecondition(
@@ -213,7 +217,7 @@ def delete_model(
         adapters = sorted({pin.adapter for pin in head.pins})
         raise FailedPrecondition(
             f"versions of the model are the base of {adapters_text(adapters, sees)}",
-            fix="delete these adapters first, and collect the model; or delete it all the same with --force: they cannot be loaded by it any more",
+            fix="delete these adapters first, and collect the model; or delete it anyway with --force: they cannot be loaded by it any more",
         )
     if head.open:
         numbers = ", ".join(map(str, sorted(head.open)[:5]))
@@ -231,12 +235,12 @@ def delete_model(
 
 
 def register(head: Head, files_id: str, registration: Mapping[str, Any]) -> Head:
-    """Replace what is registered with the model. Versions that are there keep the files they were written with."""
+    """Replace the registration of a model. Existing versions keep the files that they were written with."""
     return replace(head, files_id=files_id, registration=dict(registration))
 
 
 def stamp(changed: Head, base: Head, write_id: str) -> Head:
-    """``changed`` as the successor of ``base``, carrying the id of the write that makes it so."""
+    """``changed`` as the successor of ``base``, with the id of the write that stores it."""
     return replace(
         changed,
         generation=base.generation + 1,

@@ -1,7 +1,7 @@
 """Reader and writer of the heads of models, with their histories.
 
-`HeadStore` reads a head, applies a change, and writes it back only if nobody else has meanwhile. If the head has become too long, a
-part of it goes into the tree of its history, whose new nodes are written before the head (`history`).
+`HeadStore` reads a head, applies a change, and writes it back with compare-and-swap. If the head has become too long, it moves a part of
+it to the tree of its history, whose new nodes are written before the head (`history`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from weighbridge_storage.stores.objects import IfMatch, ObjectStore, PutMode
 from weighbridge_storage.stores.outcomes import outcome, unknown
 
 _CACHED_BYTES = 8 << 20
-"""Text of the heads that are remembered; parsed, it takes about four times as much."""
+"""Most bytes of text of the cached heads; parsed, they take about four times as much."""
 _PAUSES = Pauses(first=0.002, longest=0.25)
 
 T = TypeVar("T")
@@ -51,9 +51,9 @@ class _Known:
 
     Attributes:
         head: the head.
-        etag: the store's.
+        etag: its ETag in the store.
         nbytes: length of its text.
-        asked, read: when the last reading of it began and ended, in seconds of the monotonic clock.
+        asked, read: when its last read began and ended, in seconds of the monotonic clock.
     """
 
     head: Head
@@ -67,9 +67,9 @@ class HeadStore:
     """The heads of all models in a store.
 
     Args:
-        store: where they lie. It must keep its promises about conditional writes.
-        patience_s: for how long an update goes on trying against other writers and a failing store, in seconds.
-        most_recent: how many entries and removals a head that is written here holds at most.
+        store: the store that holds them. Its conditional writes must be atomic.
+        patience_s: how long an update is retried while other writers win or the store fails, in seconds.
+        most_recent: most entries and removals in a head that is written here.
     """
 
     def __init__(
@@ -89,11 +89,11 @@ class HeadStore:
         return None if found is None or found[0].deleted else found
 
     def read_any(self, model: ModelName) -> tuple[Head, str] | None:
-        """As `read`, also of a model that is deleted.
+        """As `read`, but also for a deleted model.
 
         Raises:
-            DataLoss: the head is damaged; says how it is rebuilt.
-            FailedPrecondition: it has another format, or requires a feature that is lacking here; says what to use.
+            DataLoss: the head is damaged; the message says how to rebuild it.
+            FailedPrecondition: it has another format, or requires a feature that is unknown here; the message says what to use.
             WeighbridgeError: as `ObjectStore.get`.
         """
         asked = time.monotonic()
@@ -110,7 +110,7 @@ class HeadStore:
         return head, etag
 
     def _remember(self, model: ModelName, found: _Known) -> None:
-        """Of two reads that overlap, the one that ends last may have found the older head: it does not take the newer one's place."""
+        """Keep the newer one of two heads: of two reads that overlap, the one that ends last may have read the older head."""
         with self._remembering:
             known = self._known.get(model)
             after = known is None or found.asked >= known.read
@@ -118,28 +118,28 @@ class HeadStore:
                 self._known.put(model, found)
 
     def last_read(self, model: ModelName) -> Head | None:
-        """The head that was read last, without asking the store; None if none was, or it was forgotten since."""
+        """The head that was read last, without a request to the store; None if there is none, or it was evicted."""
         known = self._known.get(model)
         return None if known is None else known.head
 
     def read_lately(self, model: ModelName, seconds: float) -> Head | None:
-        """The head, if it was read within so many seconds, and no head of any model was written here since. The store is not asked."""
+        """The head, if it was read within so many seconds and this replica has written no head since. Makes no request to the store."""
         known = self._known.get(model)
         since = max(time.monotonic() - seconds, self._changed)
         return None if known is None or known.asked < since else known.head
 
     def history(self, model: ModelName) -> History | None:
-        """The versions that a model's head leads to; None if there is no such model. Raises as `read`."""
+        """The history of a model; None if there is no such model. Raises as `read`."""
         found = self.read(model)
         return None if found is None else self.history_of(model, found[0])
 
     def history_of_any(self, model: ModelName) -> History | None:
-        """As `history`, also of a model that is deleted."""
+        """As `history`, but also for a deleted model."""
         found = self.read_any(model)
         return None if found is None else self.history_of(model, found[0])
 
     def history_of(self, model: ModelName, head: Head) -> History:
-        """The versions that a model's head leads to, or a newer one, if nodes are missing because it is so old."""
+        """The history of a head, or of a newer head, if nodes of the older one are deleted by then."""
         return History(head, partial(self.load_node, model), partial(self._newer, model))
 
     def load_node(self, model: ModelName, ref: NodeRef) -> Node:
@@ -154,7 +154,7 @@ class HeadStore:
         create: bool = False,
         deleted: bool = False,
     ) -> T:
-        """As `edit`, for a change that needs to know no more than what the head itself says."""
+        """As `edit`, for a change that needs only the head itself."""
         return self.edit(model, lambda history: change(history.head), create=create, deleted=deleted)
 
     def edit(
@@ -165,18 +165,17 @@ class HeadStore:
         create: bool = False,
         deleted: bool = False,
     ) -> T:
-        """Change a model's head exactly once, whoever else changes it at the same time.
+        """Change a model's head exactly once, also if other writers change it at the same time.
 
-        A write whose response is lost or misleading counts as done if its id stands in the head afterwards; no
-        change is ever applied twice.
+        A write whose response is lost or wrong counts as done if its id is in the head afterwards; no change is ever applied twice.
 
         Args:
-            model: which model.
-            change: gives the new head and a result. May be called several times, so it must have no effects of its
-                own. What it raises ends the update, but for Unavailable and DeadlineExceeded, with which the store refuses
-                to give a part of the history: then it is called again. A head that it returns unchanged is not written.
-            create: start from ``Head()`` if there is no such model, or from what is left of one that is deleted.
-            deleted: change also what is left of a model that is deleted.
+            model: the model.
+            change: returns the new head and a result. May be called several times, so it must have no side effects. Its errors end the
+                update, except Unavailable and DeadlineExceeded from reads of the history, after which it is called again. A head that it
+                returns unchanged is not written.
+            create: whether to start from ``Head()`` if there is no such model, or from the head of a deleted one.
+            deleted: whether to change the head of a deleted model too.
 
         Returns:
             The result of the call of ``change`` that was written.
@@ -185,8 +184,8 @@ class HeadStore:
             NotFound: there is no such model, and ``create`` is not set.
             Conflict: other writers were faster for all of `patience_s`; nothing was changed.
             DataLoss: a node of the history is missing.
-            DeadlineExceeded: the store failed, and whether the change was made could not be found out.
-            Unavailable: the store cannot be read, or takes no nodes; nothing was changed.
+            DeadlineExceeded: the store failed, and it is unknown whether the change was made.
+            Unavailable: the store cannot be read, or does not accept nodes; nothing was changed.
             WeighbridgeError: as `ObjectStore.put`.
         """
         deadline = time.monotonic() + self._patience_s
@@ -220,7 +219,7 @@ class HeadStore:
                     return result
                 except (Conflict, Unavailable, DeadlineExceeded) as error:
                     failure = error
-                    # A store that says Conflict has made sure of it: however often others change the head, ours is not in it.
+                    # A store that raises Conflict has verified it: however often others change the head, our write is not in it.
                     doubtful = doubtful or not isinstance(error, Conflict)
                     unsure = unsure or isinstance(error, DeadlineExceeded)
             # Look at once, while the head remembers this write if it landed, and again after a pause, for a head as
@@ -252,7 +251,7 @@ class HeadStore:
             attempt += 1
 
     def _read_back(self, model: ModelName, deadline: float) -> tuple[Head, str] | None:
-        """As `read_any`, but tries until the time ``deadline`` while the store fails."""
+        """As `read_any`, but retry until ``deadline`` while the store fails."""
         attempt = 0
         while True:
             try:
@@ -264,11 +263,11 @@ class HeadStore:
             attempt += 1
 
     def settle(self, model: ModelName, head: Head) -> Head:
-        """A head that leads to the same history and is not too long; the nodes that it takes are in the store on return.
+        """A head with the same history that is not too long; the nodes that it needs are in the store on return.
 
         Args:
-            model: which model.
-            head: what is to be written next, with its generation.
+            model: the model.
+            head: the head to be written next, with its generation.
 
         Raises:
             NodeMissing: a node of the history is missing.
@@ -279,7 +278,7 @@ class HeadStore:
         return after
 
     def models(self, after: str = "") -> Iterator[ModelName]:
-        """Models by namespace and name, from the one behind ``after`` on; no head is read.
+        """Models after ``after``, by namespace and name; no head is read.
 
         A name whose head was never written, or is lost, may be among them.
 
@@ -295,7 +294,7 @@ class HeadStore:
                     yield model
 
     def everything(self) -> Iterator[ModelName]:
-        """What has a head, or had one: all models, then all parts of models. Raises as `models`."""
+        """All models, then all parts of models, that have a head or had one. Raises as `models`."""
         yield from self.models()
         for namespace in sorted(self._store.folders(f"{TRAINING}/")):
             yield from self._names(namespace, TRAINING)
@@ -310,7 +309,7 @@ class HeadStore:
         return [name for name in found if name is not None]
 
     def examined(self) -> Iterator[tuple[ModelName, DataLoss | FailedPrecondition | None]]:
-        """Each model or part of one, and why its head cannot be read here: damaged, or of another release; None if it can be.
+        """Each model or part of one, with the error that its head cannot be read (damaged, or of another release), or None.
 
         Raises:
             WeighbridgeError: as `ObjectStore.folders` and `ObjectStore.get`.
@@ -324,7 +323,7 @@ class HeadStore:
                 yield model, None
 
     def _newer(self, model: ModelName, head: Head) -> Head:
-        """A newer head, for whoever finds that a node is missing. Raises DataLoss if there is none."""
+        """A newer head, after a node was found missing. Raises DataLoss if there is none."""
         found = self.read_any(model)
         if found is None or found[0].generation == head.generation:
             raise _missing(f"the history of {model}")
@@ -332,7 +331,7 @@ class HeadStore:
 
 
 def _pause_s(attempt: int) -> float:
-    """A random pause, the longer the more attempts have failed, so that writers fall out of step."""
+    """Random pause in seconds, which grows with the failed attempts, so that writers get out of step."""
     return _PAUSES.after(attempt, DICE.random())
 
 

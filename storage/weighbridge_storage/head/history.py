@@ -1,22 +1,22 @@
-"""History of a model: the versions that can be read, as one head has them.
+"""History of a model: the versions that can be read, by one head.
 
 The head holds the entries of the newest few versions, and changes of older ones; the rest is in a tree of immutable nodes
-(`history_tree`), of which the head names the root. So what a push reads and writes does not grow with the number of versions.
+(`history_tree`), and the head names its root. So the bytes that a push reads and writes do not grow with the number of versions.
 
-What holds at any time, whoever writes or dies:
+These invariants hold at any time, with any number of writers, which may crash:
 
-1. *A head says everything.* Which versions there are follows from one head and the tree below its root; `settled` moves entries from
-   the head into the tree and changes nothing of that.
-2. *Nodes come first.* All nodes of a new root are in the store before the head that names it is written. That write is conditional
-   on the head from which the new tree was made, so the root in the store is always the one that was edited. A writer that loses makes
-   its edit again, from the new head; the nodes that it wrote are below no root, and never will be.
+1. *A head is complete.* One head and the tree below its root determine all versions. `settled` moves entries from the head into the
+   tree and does not change the versions.
+2. *Nodes come first.* All nodes of a new root are in the store before the head that names it is written. That write is a
+   compare-and-swap on the head from which the new tree was made, so the root in the store is always the one that was edited. A writer
+   that loses repeats its edit from the new head; the nodes that it wrote are below no root, and never will be.
 3. *A node never changes.* Its name has the generation of the head for which it was written, and the digest of its text. So nodes can be
-   cached for good, and whoever reads one finds out whether it is damaged.
-4. *A node of the past stays in the past.* A head of generation g names nodes of generations up to g only, and a writer that made
+   cached without limit, and a reader notices a damaged one.
+4. *An unreachable node stays unreachable.* A head of generation g names nodes of generations up to g only, and a writer that made
    nodes of generation g can only write the head of generation g. So a node of a generation up to that of the present head that is
-   not below its root will never be below any. `unreachable` goes by that, and `collecting` leaves such nodes for the grace time to
-   those who read with an older head.
-5. *A reader is never stuck.* Whoever has an older head and finds a node gone reads the head again and asks that one.
+   not below its root will never be below any. `unreachable` relies on this, and `collecting` keeps such nodes for the grace time,
+   for readers with an older head.
+5. *A reader is never stuck.* A reader with an older head that finds a node deleted reads the head again and repeats its query.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from weighbridge_storage.head.history_nodes import Node, NodeRef
 from weighbridge_storage.head.history_tree import Load
 
 MOST_RECENT = 32
-"""Most entries and removals that a head holds; if there are more, all but the entries of the highest half as many go into the tree."""
+"""Most entries and removals that a head holds. If there are more, only the entries of the highest numbers stay in it, half as many."""
 
 T = TypeVar("T")
 
@@ -44,18 +44,18 @@ class NodeMissing(Exception):
 
 
 class History:
-    """The versions that a model's head leads to.
+    """The versions in a head and the tree below it.
 
     Args:
-        head: the model's.
-        load: reads a node; raises NodeMissing if it is not there.
-        newer: gives a head to go on with if a node is missing, or raises. Without it NodeMissing is raised.
+        head: the model's head.
+        load: reads a node; raises NodeMissing if it is not in the store.
+        newer: returns a newer head after a node was found missing, or raises. Without it NodeMissing is raised.
 
     Attributes:
-        head: as given; answers may come from a newer one.
+        head: the given head; results may come from a newer one.
 
     Raises:
-        WeighbridgeError: from every query, as ``load`` and ``newer``.
+        WeighbridgeError: from every query, as ``load`` and ``newer`` raise it.
     """
 
     def __init__(self, head: Head, load: Load, newer: Callable[[Head], Head] | None = None) -> None:
@@ -64,11 +64,11 @@ class History:
         self._newer = newer
 
     def under(self, head: Head) -> History:
-        """The versions that another head leads to, which was made from this one's."""
+        """The history of another head that was made from this one's."""
         return History(head, self._load, self._newer)
 
     def find(self, number: int) -> VersionEntry | None:
-        """The entry of a version that is durable, or was and whose objects may still be there; None if it is neither."""
+        """The entry of a version that is part of history, or of a retired one whose objects may still exist; None for any other."""
 
         def ask(head: Head) -> VersionEntry | None:
             if head.in_tree(number):
@@ -83,15 +83,15 @@ class History:
         return None if entry is None or entry.retired else entry
 
     def is_gone(self, number: int) -> bool:
-        """Whether a number was given and stands for nothing any more: its version was given up, or deleted and forgotten.
+        """Whether a number was given and is no longer in use: its version failed, or was deleted and forgotten.
 
-        That is for good, so whatever lies under such a number is nobody's.
+        This is permanent, so no writer or reader uses objects under such a number.
         """
         given = number < self.head.next_version and number not in self.head.open
         return given and self.find(number) is None
 
     def newest(self, limit: int, below: int | None = None) -> list[VersionEntry]:
-        """The highest ``limit`` versions that are part of history, of those below a number if one is given; the highest first."""
+        """The highest ``limit`` versions that are part of history, of those below a number if it is given; the highest first."""
         return self._ask(
             lambda head: list(
                 islice(
@@ -111,15 +111,15 @@ class History:
         return {entry.number: entry for entry in reversed(found) if not entry.retired}
 
     def retired(self) -> dict[int, VersionEntry]:
-        """All versions that were taken out of history, by number in ascending order; reads only nodes that have some."""
+        """All retired versions, by number in ascending order; reads only nodes above some."""
         found = self._ask(lambda head: list(self._descending(head, None, lambda ref: ref.retired > 0)))
         return {entry.number: entry for entry in reversed(found) if entry.retired}
 
     def nbytes(self, known: Cache[int]) -> int:
-        """Bytes of the weights of all versions that are durable, or were and whose objects may still be there, or are being received.
+        """Bytes of the weights of all versions: durable ones, retired ones whose objects may still exist, and open ones.
 
         Args:
-            known: bytes below nodes of the tree; see `history_tree.nbytes`.
+            known: cache of the bytes below nodes of the tree; see `history_tree.nbytes`.
         """
 
         def ask(head: Head) -> int:
@@ -134,11 +134,11 @@ class History:
     def _descending(
         self, head: Head, below: int | None, wanted: Callable[[NodeRef], bool]
     ) -> Iterator[VersionEntry]:
-        """What the head says and, where it says nothing, the tree; from the highest number on."""
+        """Entries of the head and, for all other numbers, of the tree; the highest number first."""
         tree = history_tree.descending(head.root, self._load, below, wanted)
         rest = (entry for entry in tree if head.in_tree(entry.number))
         ahead: VersionEntry | None = None
-        bound = 0 if head.root is None else head.root.last  # the tree has no higher number to come
+        bound = 0 if head.root is None else head.root.last  # highest number that the tree may still yield
         for number in sorted(head.recent, reverse=True):
             if below is not None and number >= below:
                 continue
@@ -165,12 +165,12 @@ class History:
 
 
 def settled(head: Head, load: Load, most: int = MOST_RECENT) -> tuple[Head, Mapping[str, Node]]:
-    """A head that leads to the same history, and does not hold too many of its entries itself.
+    """A head with the same history that holds at most ``most`` entries and removals itself.
 
     Args:
-        head: what is to be written next, with its generation.
+        head: the head to be written next, with its generation.
         load: reads a node.
-        most: how many entries and removals are not too many.
+        most: most entries and removals of the head.
 
     Returns:
         The head, and the nodes to be written before it, by name.
@@ -188,18 +188,18 @@ def settled(head: Head, load: Load, most: int = MOST_RECENT) -> tuple[Head, Mapp
 
 
 def unreachable(head: Head, nodes: Mapping[str, int], load: Load) -> set[str]:
-    """The nodes that no head from this one on leads to.
+    """The nodes that are reachable neither from this head nor from any later one.
 
     Args:
-        head: the model's.
-        nodes: generation by name.
+        head: the model's head.
+        nodes: generations of nodes, by name.
         load: reads a node.
     """
     return _not_below(head.root, head.generation, nodes, load)
 
 
 def unreachable_since_mark(head: Head, nodes: Mapping[str, int], load: Load) -> set[str]:
-    """The nodes that no head from the one on leads to that the mark was made of; none if there is no mark."""
+    """The nodes that were unreachable already when the mark was made; none if there is no mark."""
     if head.mark is None:
         return set()
     return _not_below(head.mark.root, head.mark.generation, nodes, load)

@@ -5,8 +5,8 @@ multiple of `FANOUT` on. An **inner node** of level k has up to `FANOUT` childre
 numbers, from a multiple of that on. Nodes without entries are not stored. The root is the lowest node that covers everything.
 
 A node is an object of the store that never changes: its name has the digest of its text. An edit writes the nodes on the way from the
-changed leaves to the root anew (`history_tree`), and the head names the new root. So a head with a right digest says of each byte
-of the history whether it is as it was written.
+changed leaves to the root anew (`history_tree`), and the head names the new root. So an intact head verifies every byte of the
+history.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MAX_LEVEL = 6
 
 
 def span(level: int) -> int:
-    """How many numbers a node of this level covers."""
+    """Count of the numbers that a node of this level covers."""
     return int(FANOUT ** (level + 1))
 
 
@@ -42,13 +42,13 @@ class NodeRef:
         name: the node's name (`names.node_name`).
         level: 0 for a leaf.
         last: the highest number below it.
-        durable: how many of the entries below it are part of history.
-        retired: how many were taken out of it.
-        held: how many of those that are part of it are held.
+        durable: number of entries below it that are part of history.
+        retired: number of entries below it that were taken out of history.
+        held: number of its durable entries that are held.
         extra: the fields that this release does not know. A reference to another node does not inherit them.
 
     Raises:
-        InvalidArgument: a number is out of bounds, or the name is none.
+        InvalidArgument: a number is out of bounds, or the name is malformed.
     """
 
     name: str
@@ -80,7 +80,7 @@ class Leaf:
     """Entries of up to `FANOUT` consecutive numbers.
 
     Attributes:
-        entries: by number.
+        entries: entries by number.
         extra: the fields that this release does not know; they stay when the node is edited.
     """
 
@@ -100,7 +100,7 @@ class Inner:
 
     Attributes:
         level: above 0.
-        children: by the lowest number that each covers.
+        children: references by the lowest number that each covers.
         extra: the fields that this release does not know; they stay when the node is edited.
     """
 
@@ -136,7 +136,7 @@ def to_json(node: Node) -> bytes:
 
 
 def named(node: Node, generation: int) -> NodeRef:
-    """A reference to a node, under the name that it has if it is written for the head of this generation."""
+    """A reference to a node, under its name if it is written for the head of this generation."""
     return node.reference(node_name(generation, document_digests.digest_of(to_json(node))))
 
 
@@ -144,8 +144,8 @@ def from_json(data: bytes, ref: NodeRef, where: str) -> Node:
     """Read the text of the node that ``ref`` names; ``where`` names it in errors.
 
     Raises:
-        DataLoss: it is malformed, or not what the reference says; says how the history is repaired.
-        FailedPrecondition: it has another format, or requires a feature that is lacking here; says what to use.
+        DataLoss: it is malformed, or differs from the reference; the message says how to repair the history.
+        FailedPrecondition: it has another format, or requires a feature that is unknown here; the message says what to use.
     """
     try:
         if not ref.name.endswith(f"-{document_digests.digest_of(data)}"):

@@ -14,15 +14,15 @@ from weighbridge_storage.head.history_nodes import Node, NodeRef
 from weighbridge_storage.stores.objects import ObjectStore
 
 _CACHED_BYTES = 4 << 20
-"""Text of the nodes that are remembered, some 300 bytes for each version; parsed, it takes about three times as much."""
+"""Most bytes of text of the cached nodes, some 300 for each version; parsed, they take about three times as much."""
 _WRITES_AT_ONCE = 8
 
 
 class NodeStore:
-    """The nodes of all models' histories. Thread-safe; what was read or written last is remembered, as it never changes.
+    """The nodes of all models' histories. Thread-safe. It caches the nodes that were read or written last, as they never change.
 
     Args:
-        store: where they lie.
+        store: the store that holds them.
     """
 
     def __init__(self, store: ObjectStore) -> None:
@@ -30,10 +30,10 @@ class NodeStore:
         self._cache: Cache[tuple[Node, int]] = Cache(_CACHED_BYTES, lambda cached: cached[1])
 
     def load(self, model: ModelName, ref: NodeRef) -> Node:
-        """A node.
+        """Read a node.
 
         Raises:
-            NodeMissing: it is not there.
+            NodeMissing: it is not in the store.
             DataLoss, FailedPrecondition: as `history_nodes.from_json`.
             WeighbridgeError: as `ObjectStore.get`.
         """
@@ -50,7 +50,7 @@ class NodeStore:
         return node
 
     def write(self, model: ModelName, nodes: Mapping[str, Node]) -> None:
-        """Write nodes; some may be there after an error.
+        """Write nodes; after an error, some of them may be in the store.
 
         Raises:
             WeighbridgeError: as `ObjectStore.put`.

@@ -1,7 +1,7 @@
-"""Queries and edits of the tree of a model's history. Everything here is pure but for ``load``, which reads immutable nodes.
+"""Queries and edits of the tree of a model's history. All functions are pure except for ``load``, which reads immutable nodes.
 
-An edit is planned, not carried out: it gives the new nodes and the reference to the new root. What it leaves alone is shared between
-the old tree and the new one, so both can be read for as long as the nodes of both are there.
+An edit is planned, not carried out: it returns the new nodes and the reference to the new root. The old tree and the new one share all
+other nodes, so both can be read as long as their nodes are in the store.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from weighbridge_storage.head.history_nodes import Inner, Leaf, Node, NodeRef, s
 Load: TypeAlias = Callable[[NodeRef], Node]
 """Reads a node."""
 Changes: TypeAlias = Mapping[int, VersionEntry | None]
-"""The new entry of each number; None where the one that is there, if any, is to be removed."""
+"""The new entry of each number; None to remove the present one, if any."""
 
 
 def find(root: NodeRef | None, number: int, load: Load) -> VersionEntry | None:
@@ -39,13 +39,13 @@ def descending(
     below: int | None = None,
     wanted: Callable[[NodeRef], bool] = lambda _ref: True,
 ) -> Iterator[VersionEntry]:
-    """Entries from the highest number on. Nodes are read when their turn comes.
+    """Entries in descending order of their numbers. Each node is read when the iteration gets to it.
 
     Args:
-        root: the tree's.
+        root: root of the tree.
         load: reads a node.
         below: leave out this number and all above it.
-        wanted: whether anything below a node is wanted; if not, the node is not read.
+        wanted: whether any entry below a node is wanted; if not, the node is not read.
     """
     if root is None or not wanted(root) or (below is not None and root.first >= below):
         return
@@ -60,12 +60,12 @@ def descending(
 
 
 def nbytes(root: NodeRef | None, load: Load, known: Cache[int]) -> int:
-    """Bytes of all entries of a tree together.
+    """Total bytes of all entries of a tree.
 
     Args:
-        root: the tree's.
+        root: root of the tree.
         load: reads a node.
-        known: what is below each node, by name: nodes never change, so of a tree that was summed before only what is new is read.
+        known: cache of the bytes below each node, by name. Nodes never change, so only nodes that are new since the last sum are read.
     """
     if root is None:
         return 0
@@ -93,10 +93,10 @@ def names(root: NodeRef | None, load: Load) -> set[str]:
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """What an edit comes to.
+    """Plan of an edit.
 
     Attributes:
-        root: the new root; None if nothing is left.
+        root: the new root; None if no entry is left.
         nodes: the nodes to be written before anything refers to the new root, by name.
     """
 
@@ -113,10 +113,10 @@ def edited(
     """Add, replace and remove entries.
 
     Args:
-        root: the tree's.
-        changes: what becomes of which numbers.
+        root: root of the tree.
+        changes: the changes by number.
         load: reads a node.
-        generation: that of the head for which it is made.
+        generation: generation of the head for which the edit is made.
     """
     nodes: dict[str, Node] = {}
 
@@ -131,7 +131,7 @@ def edited(
         return ref
 
     def apply(ref: NodeRef | None, level: int, changes: Changes) -> NodeRef | None:
-        """The subtree of this level that covers these numbers, and what is there, which may be of a lower level."""
+        """Apply changes to the subtree of ``level`` that covers these numbers; ``ref`` is its present node, maybe of a lower level."""
         if level == 0:
             leaf = Leaf({}) if ref is None else _leaf(ref, load)
             after = {n: entry for n, entry in {**leaf.entries, **changes}.items() if entry is not None}

@@ -1,23 +1,22 @@
-"""Leases of those who are still reading a version that was taken out of history.
+"""Leases of readers that still read a version after it was taken out of history.
 
 Objects of a retired version stay for a **grace time**, which is enough for most readers. A reader that takes longer keeps a
-**lease**: an object ``leases/<number>/<reader>`` beside the versions, with the time at which it ends, written again before it does.
-While a version has a lease that has not ended, nobody deletes its objects.
+**lease**: an object ``leases/<number>/<reader>`` beside the versions, with the time at which it expires, which the reader renews.
+While a version has a lease that has not expired, no collection deletes its objects.
 
-Why no reader that keeps to this loses a version under its hands: let G be the grace time, and let clocks differ, and each write of a
-head or a lease take, less than G/4. A reader begins at a time s with reading the head, which lists the version. So the version is
-retired by a write that takes effect at some r >= s, and whose ``retired_ms`` says r - G/4 at the least. A reader that has been at it for
-G/4 writes its lease, so it is there by s + G/2. Whoever deletes looks for leases when ``retired_ms`` is longer ago than G by its own
-clock, which is after r - G/4 + G - G/4 = r + G/2 >= s + G/2. The lease is written for G each time and again after every G/4, and
-is taken as ended only G/4 later than it says, so different clocks do not end it either.
+Proof that no version is deleted under a reader that follows this protocol: let G be the grace time. Let clocks differ by less than
+G/4, and let each write of a head or a lease take less than G/4. A reader begins at a time s by reading the head, which lists the
+version. So the version is retired by a write that takes effect at some r >= s, and whose ``retired_ms`` is at least r - G/4. A reader
+that has been reading for G/4 writes its lease, so the lease is in the store by s + G/2. A collection looks for leases when
+``retired_ms`` is longer ago than G by its own clock, which is after r - G/4 + G - G/4 = r + G/2 >= s + G/2. The lease is written for G
+each time and again after every G/4, and counts as expired only G/4 after its time, so different clocks do not end it either.
 
-Who begins to read a version when it is retired already (a stream that broke is resumed, a file of a snapshot is asked for) counts
-as one that began at ``retired_ms``: it writes its lease when that is G/4 ago, so at once if need be. If the deletion has begun
-by then, it is told that there is no such version.
+A reader that begins after the version was retired (it resumes a broken stream, or requests a file of a snapshot) counts as one that
+began at ``retired_ms``: it writes its lease when ``retired_ms`` is G/4 ago, so at once if that has passed. If the deletion has begun by
+then, the reader gets `NotFound`.
 
-Who is stalled for longer than its lease, or cannot write one, finds that objects are not there. Keys are never given to other
-content, so nobody ever reads wrong bytes. The lease of a reader that has died ends by itself. All replicas of a store must
-be given the same grace time.
+A reader that stalls for longer than its lease, or cannot write one, finds objects missing. Keys are never reused for other content, so
+no reader ever gets wrong bytes. The lease of a crashed reader expires. All replicas of a store must be given the same grace time.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ from weighbridge_storage.stores.objects import ObjectStore
 
 @dataclass(frozen=True, slots=True)
 class Grace:
-    """The times that a grace time makes, in milliseconds.
+    """A grace time and the durations derived from it, in milliseconds.
 
     Attributes:
-        ms: for how long objects stay after their version was retired, and how long a lease holds from its writing on.
+        ms: how long objects stay after their version was retired, and how long a lease holds after it is written.
 
     Raises:
         InvalidArgument: it is less than four milliseconds, or more than JSON can hold.
@@ -49,26 +48,26 @@ class Grace:
 
     @property
     def quarter_ms(self) -> int:
-        """How long a reader needs no lease, how often it writes it again, and what clocks differ by less than."""
+        """Time for which a reader needs no lease, interval of renewals, and bound on the difference of clocks, in milliseconds."""
         return self.ms // 4
 
     def holds(self, lease: ReadLease, now_ms: int) -> bool:
-        """Whether a lease may still be counted on, by whatever clock."""
+        """Whether a lease may not have expired yet, by any replica's clock."""
         return lease.until_ms + self.quarter_ms >= now_ms
 
     def is_left_behind(self, lease: ReadLease, now_ms: int) -> bool:
-        """Whether a lease has ended so long ago that its reader will not write it again."""
+        """Whether a lease expired so long ago that its reader will not renew it."""
         return lease.until_ms + self.ms < now_ms
 
 
 @dataclass(frozen=True, slots=True)
 class ReadLease:
-    """A lease as it lies in the store.
+    """A lease as stored.
 
     Attributes:
-        key: where.
+        key: its key.
         number: the version that it keeps.
-        until_ms: when it ends, in milliseconds since 1970 UTC.
+        until_ms: when it expires, in milliseconds since 1970 UTC.
     """
 
     key: str
@@ -77,10 +76,10 @@ class ReadLease:
 
 
 def write_lease(store: ObjectStore, model: ModelName, number: int, reader: str, until_ms: int) -> None:
-    """Keep a version's objects until then; ``reader`` tells this lease from those of others.
+    """Keep a version's objects until ``until_ms``; ``reader`` distinguishes this lease from others.
 
     Raises:
-        InvalidArgument: no such number or reader can be.
+        InvalidArgument: the number or the reader's name cannot be part of a key.
         WeighbridgeError: as `ObjectStore.put`.
     """
     text = strict_json.encode({"until_ms": until_ms})
@@ -88,7 +87,7 @@ def write_lease(store: ObjectStore, model: ModelName, number: int, reader: str, 
 
 
 def read_lease(store: ObjectStore, model: ModelName, key: str) -> ReadLease | None:
-    """The lease at a key; None if there is none any more.
+    """The lease at a key; None if it no longer exists.
 
     Raises:
         DataLoss: it is malformed.

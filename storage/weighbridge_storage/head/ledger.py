@@ -1,9 +1,9 @@
-"""Ledger of a namespace: how many bytes its models hold, known without reading their heads.
+"""Ledger of a namespace: the bytes that each of its models holds, so that their heads need not be read.
 
-It follows from the heads: each amount is that of a model's head of some generation, and a newer one takes its place. Whoever opens a
-version writes the amount of its model, so of two that open versions at one time, at whatever replicas, one sees what both hold. What is
-deleted or given up may be noted late; until then the ledger says too much. Whoever is about to refuse something because of it counts the
-heads first (`counted`).
+It is derived from the heads: each amount is that of a model's head of some generation, and an amount of a later generation replaces
+it. A replica that opens a version writes the amount of its model, so of two replicas that open versions concurrently, one sees both
+amounts. Deletions and failures may be recorded late; until then the ledger is too high. A replica that is about to refuse a request
+because of it counts the heads first (`counted`).
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _PAUSES = Pauses(first=0.002, longest=0.25)
 
 @dataclass(frozen=True, slots=True)
 class Amount:
-    """What a model holds.
+    """Amount of one model.
 
     Attributes:
-        generation: that of the head which says so.
+        generation: generation of the head that it was computed from.
         nbytes: bytes of the weights of its versions (`History.nbytes`).
         extra: the fields that this release does not know.
     """
@@ -46,11 +46,11 @@ class Amount:
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """What the models of a namespace hold.
+    """Amounts of the models of a namespace.
 
     Attributes:
-        amounts: by the second halves of their names.
-        counted_ms: when all heads were counted last, in milliseconds since 1970 UTC; 0 if they never were.
+        amounts: amounts by the second halves of the models' names.
+        counted_ms: when all heads were last counted, in milliseconds since 1970 UTC; 0 if they never were.
         extra: the fields that this release does not know.
     """
 
@@ -60,23 +60,23 @@ class Ledger:
 
     @property
     def nbytes(self) -> int:
-        """What all of them hold together."""
+        """Total bytes of all models."""
         return sum(amount.nbytes for amount in self.amounts.values())
 
     def noted(self, name: str, amount: Amount) -> Ledger:
-        """After a model's head was read; an older one than the ledger knows changes nothing."""
+        """The ledger with the amount of a model's head; the same ledger if it has the amount of this generation or a later one."""
         there = self.amounts.get(name)
         if there is not None and there.generation >= amount.generation:
             return self
         return replace(self, amounts={**self.amounts, name: amount})
 
     def counted(self, before: Ledger, found: Mapping[str, Amount], now_ms: int) -> Ledger:
-        """After all heads of the namespace were read.
+        """The ledger after all heads of the namespace were read.
 
         Args:
-            before: the ledger before they were read. What has been noted meanwhile stays.
-            found: what the models hold.
-            now_ms: milliseconds since 1970 UTC.
+            before: the ledger before they were read. Amounts that were noted since then stay.
+            found: amounts of the models.
+            now_ms: present time in milliseconds since 1970 UTC.
         """
         meanwhile = {name: each for name, each in self.amounts.items() if before.amounts.get(name) != each}
         after = replace(self, amounts=dict(found), counted_ms=now_ms)
@@ -98,11 +98,11 @@ class Ledger:
 
     @staticmethod
     def from_json(data: bytes, where: str) -> Ledger:
-        """What `to_json` gave; ``where`` names it in errors.
+        """Read the text that `to_json` returned; ``where`` names it in errors.
 
         Raises:
-            DataLoss: it is not what was written, or malformed.
-            FailedPrecondition: it has another format, or requires a feature that is lacking here; says what to use.
+            DataLoss: it is damaged or malformed.
+            FailedPrecondition: it has another format, or requires a feature that is unknown here; the message says what to use.
         """
         document = document_digests.decode(data, where, FORMAT)
         document.required(FEATURES)
@@ -118,8 +118,8 @@ class LedgerStore:
     """The ledgers in a store. Thread-safe.
 
     Args:
-        store: where they lie.
-        patience_s: for how long an update goes on trying against other writers and a failing store, in seconds.
+        store: the store that holds them.
+        patience_s: how long an update is retried while other writers win or the store fails, in seconds.
     """
 
     def __init__(self, store: ObjectStore, *, patience_s: float = 10.0) -> None:
@@ -127,23 +127,23 @@ class LedgerStore:
         self._patience_s = patience_s
 
     def read(self, namespace: str) -> Ledger:
-        """The ledger of a namespace; an empty one, which was never counted, if there is none, or it is damaged.
+        """The ledger of a namespace; an empty one, with ``counted_ms`` 0, if there is none or it is damaged.
 
         Raises:
-            FailedPrecondition: a newer release has written it.
+            FailedPrecondition: it was written by a newer release.
             WeighbridgeError: as `ObjectStore.get`.
         """
         return self._read(namespace)[0]
 
     def update(self, namespace: str, change: Callable[[Ledger], Ledger]) -> Ledger:
-        """Change a ledger, whoever else changes it at the same time; what it is then.
+        """Change a ledger with compare-and-swap, retried against other writers, and return it.
 
         Args:
-            namespace: whose.
-            change: gives the new ledger; doing it again changes nothing. One that it returns unchanged is not written.
+            namespace: the namespace.
+            change: returns the new ledger. It must be idempotent. A ledger that it returns unchanged is not written.
 
         Raises:
-            Conflict: other writers were faster all the time.
+            Conflict: other writers won every attempt.
             WeighbridgeError: as `read` and `ObjectStore.put`.
         """
         give_up, attempt = time.monotonic() + self._patience_s, 0
@@ -169,5 +169,5 @@ class LedgerStore:
             return Ledger(), "create"
         try:
             return Ledger.from_json(data, key), IfMatch(etag)
-        except DataLoss:  # it follows from the heads
+        except DataLoss:  # it can be rebuilt from the heads
             return Ledger(), IfMatch(etag)

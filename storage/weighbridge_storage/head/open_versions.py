@@ -1,4 +1,4 @@
-"""Transitions of open versions in a model's head: opened, claimed, renewed, given up. Pure."""
+"""Transitions of open versions in a model's head: opened, claimed, renewed, failed. Pure."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from weighbridge_storage.documents.names import MAX_VERSION
 from weighbridge_storage.head.head import REMEMBERED_FAILURES, Head
 
 MAX_OPEN = 1024
-"""Most versions of one model that are received at one time."""
+"""Most versions of one model that are received at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """What a rank says of a version when it opens it, beside its step and run. All ranks say the same, or only some of them anything.
+    """Properties of a version that a rank states when it opens it, besides step and run. Ranks that state any state the same.
 
     Attributes:
-        candidate: that it is held until it is approved.
-        allow_nonfinite: that it is not held for elements that are NaN or infinite.
-        metadata: what is kept with it.
+        candidate: whether the version is held until it is approved.
+        allow_nonfinite: whether it is not held for elements that are NaN or infinite.
+        metadata: metadata that is kept with it.
         cast_from: dtypes, by safetensors' names, of tensors that the rank casts to the model's.
-        traceparent: of its push; that of the rank which opens the version is kept.
+        traceparent: W3C Trace Context of its push; that of the rank which opens the version is kept.
     """
 
     candidate: bool = False
@@ -51,17 +51,17 @@ class Asked:
     """A request to open a version.
 
     Attributes:
-        request_id: all ranks of a push send the same; not empty.
+        request_id: identifier of the push, not empty; all of its ranks send the same.
         step: the trainer's step.
         run: the trainer's name for its run.
-        ranks: how many ranks will push.
-        lease_ms: how long the version stays open unless it is renewed.
-        said: what else is said of it; is added to what was said before.
-        nbytes: size that its safetensors files will have together; 0 if that is not known.
-        by: who opens it, as the service knows them; stays who came first.
-        at_least: the lowest number that a new version gets; those that are passed by are never given.
-        other: which version another job has pushed since the one that opens this one has; kept in the metadata of a new version.
-        base: the version that a version of an adapter is on; likewise.
+        ranks: number of ranks that will push.
+        lease_ms: how long the version stays open unless it is renewed, in milliseconds.
+        said: further properties; they are added to those of earlier ranks.
+        nbytes: total size that its safetensors files will have, in bytes; 0 if not known.
+        by: identity of the caller, as the service knows it; the first rank's is kept.
+        at_least: the lowest number that a new version gets; numbers that are skipped are never given.
+        other: the version that another job has pushed since the last push of this one; kept in the metadata of a new version.
+        base: the base of a version of an adapter; kept in the metadata of a new version.
     """
 
     request_id: str
@@ -78,14 +78,14 @@ class Asked:
 
 
 def open_version(head: Head, asked: Asked, now_ms: int) -> tuple[Head, OpenEntry]:
-    """Take the next number for a version, or find the one that this request has opened before and that is still open.
+    """Give a new version the next number, or return the open version that this request has opened before.
 
-    A number is given once, whatever becomes of the version.
+    A number is given only once, even if its version fails.
 
     Args:
-        head: the model's.
-        asked: what is asked for.
-        now_ms: milliseconds since 1970 UTC.
+        head: the model's head.
+        asked: the request.
+        now_ms: present time in milliseconds since 1970 UTC.
 
     Raises:
         InvalidArgument: the request has opened a version of another step or run, with another number of ranks, or with other metadata.
@@ -131,7 +131,7 @@ def open_version(head: Head, asked: Asked, now_ms: int) -> tuple[Head, OpenEntry
 
 
 def check_same_request(number: int, there: tuple[int, str, int], asked: tuple[int, str, int]) -> None:
-    """Raise InvalidArgument if what was said at a version's opening, step, run and ranks, is not what is asked for now."""
+    """Raise InvalidArgument if step, run and ranks of a version's opening are not those of a later request."""
     if there[2] != asked[2]:
         raise InvalidArgument(
             f"version {number} was opened with {there[2]} ranks, and now with {asked[2]}",
@@ -146,7 +146,7 @@ def check_same_request(number: int, there: tuple[int, str, int], asked: tuple[in
 
 
 def _with_said(there: OpenEntry, said: Said) -> OpenEntry:
-    """An open version of which a further rank says something. What was approved meanwhile stays so."""
+    """An open version with the properties that a further rank states. Reasons that were approved stay approved."""
     check_same_metadata(there.number, there.metadata, said.metadata)
     base = BaseVersion.of(there.metadata)
     metadata = _with_base(by_trainer(there.metadata) or said.metadata, base)
@@ -161,12 +161,12 @@ def _with_said(there: OpenEntry, said: Said) -> OpenEntry:
 
 
 def _with_base(metadata: Metadata, base: BaseVersion | None) -> Metadata:
-    """Metadata and the base of a version of an adapter. Raises InvalidArgument if there is no room for both."""
+    """Metadata with the base of an adapter's version added. Raises InvalidArgument if there is no room for both."""
     return metadata if base is None else checked_metadata({**base.metadata, **metadata})
 
 
 def check_same_metadata(number: int, there: Metadata, asked: Metadata) -> None:
-    """Raise InvalidArgument if a rank gives other metadata than another one has given; one that gives none contradicts nobody."""
+    """Raise InvalidArgument if two ranks give different metadata; a rank may give none."""
     there, asked = by_trainer(there), by_trainer(asked)
     differing = [key for key in sorted(there.keys() | asked.keys()) if there.get(key) != asked.get(key)]
     if there and asked and differing:
@@ -178,17 +178,17 @@ def check_same_metadata(number: int, there: Metadata, asked: Metadata) -> None:
 
 
 def claim_version(head: Head, number: int, claim: str, holder: str = "") -> Head:
-    """Say who writes an open version's folder. Claiming it again with the same claim changes nothing.
+    """Record the writer of an open version's folder. Repeating it with the same claim changes nothing.
 
     Args:
-        head: before.
-        number: which version.
-        claim: names the agreement under which it is written.
-        holder: where the replica is that has taken it over under that claim; empty for the one that the claim names.
+        head: the head before.
+        number: number of the version.
+        claim: identifier of the agreement under which it is written.
+        holder: ``host:port`` of the replica that has taken it over under that claim; empty for the replica that the claim names.
 
     Raises:
         VersionFailed: it is no longer open.
-        AlreadyExists: somebody else has claimed it.
+        AlreadyExists: another writer has claimed it.
     """
     there = still_open(head, number)
     if there.claim not in ("", claim):
@@ -198,7 +198,7 @@ def claim_version(head: Head, number: int, claim: str, holder: str = "") -> Head
 
 
 def renew_version(head: Head, number: int, until_ms: int) -> Head:
-    """Move on the time at which an open version may be taken for abandoned.
+    """Extend the time after which an open version counts as abandoned.
 
     Raises:
         VersionFailed: it is no longer open.
@@ -208,23 +208,23 @@ def renew_version(head: Head, number: int, until_ms: int) -> Head:
 
 
 def give_up_ended(head: Head, ended: Version, now_ms: int) -> Head:
-    """Close an open version as a process has ended it: failed or aborted, with its error. See `give_up_version`."""
+    """Close an open version that its process has ended: failed or aborted, with its error. See `give_up_version`."""
     return give_up_version(
         head, ended.number, ended.error, now_ms, aborted=ended.state is VersionState.ABORTED
     )
 
 
 def give_up_version(head: Head, number: int, reason: str, now_ms: int, *, aborted: bool = False) -> Head:
-    """Close an open version for good: nobody can publish it any more, and its objects may be deleted.
+    """Close an open version permanently: it can no longer be published, and its objects may be deleted.
 
     Nothing changes if it is not open.
 
     Args:
-        head: before.
-        number: which version.
-        reason: why.
-        now_ms: milliseconds since 1970 UTC.
-        aborted: whether somebody asked for it.
+        head: the head before.
+        number: number of the version.
+        reason: why it failed.
+        now_ms: present time in milliseconds since 1970 UTC.
+        aborted: whether a caller asked for it.
     """
     there = head.open.get(number)
     if there is None:
@@ -248,7 +248,7 @@ def give_up_version(head: Head, number: int, reason: str, now_ms: int, *, aborte
 
 
 def give_up_abandoned(head: Head, now_ms: int) -> Head:
-    """Close the open versions of which nothing was heard for longer than they were to stay open."""
+    """Close the open versions that were not renewed in time."""
     for number, entry in head.open.items():
         if entry.until_ms < now_ms:
             head = give_up_version(head, number, "it was abandoned: nothing more was heard of it", now_ms)
@@ -259,7 +259,7 @@ def still_open(head: Head, number: int) -> OpenEntry:
     """An open version.
 
     Raises:
-        VersionFailed: it is not open; says why, where that is known.
+        VersionFailed: it is not open; the message gives the reason, where known.
     """
     there = head.open.get(number)
     if there is not None:

@@ -1,16 +1,19 @@
-"""Pins of a model's versions by adapters: those that are on a version keep it. Pure.
+"""Pins of a model's versions by adapters: a pin keeps the version that an adapter is based on. Pure.
 
-A version of an adapter names its base from its opening on, in the adapter's head; the pin is in the base's head. No write changes both, so
-the order of reads and writes has to do:
+A version of an adapter names its base in the adapter's head from its opening on; the pin is in the base's head. No write changes both, so
+the order of reads and writes has to ensure consistency:
 
 1. The version is opened: the adapter's head names its number and its base.
-2. The base's head is read. If it has a pin that no collection doubts, that is the pin; otherwise one is written, without doubt (`pin`). Nothing is received before.
-3. It is received and published, or given up.
+2. The base's head is read. If it has a pin that no collection doubts, that pin is used; otherwise one is written, without doubt (`pin`).
+   Nothing is received before.
+3. The version is received and published, or fails.
 
-A collection removes a pin in three steps: it marks it with a doubt of its own (`doubt`), then reads the adapter's head, and, if no version there is on the base,
-removes the pin if it still has that mark (`unpin`). A version whose step 2 comes before the mark was opened before the adapter's head was read, which therefore names it; one whose step 2
-comes later finds the doubt, or no pin, and writes. Its write takes the mark away, so the pin stays. All are changes of the base's head, which compare and swap. So no version is published
-whose base has no pin, unless the base was deleted by force; and a push to a base that is pinned already reads one head, and writes none but its own.
+A collection removes a pin in three steps. It marks the pin with a doubt of its own (`doubt`), then reads the adapter's head, and, if no
+version there is based on the pinned one, removes the pin if it still has that mark (`unpin`). A version whose step 2 comes before the mark
+was opened before the adapter's head was read, so the head names it. A version whose step 2 comes later finds the doubt, or no pin, and
+writes the pin without the mark, so the pin stays. All are compare-and-swap changes of the base's head. So no version is published whose
+base has no pin, unless the base was deleted by force; and a push to a base that is pinned already reads one more head, and writes none but
+its own.
 """
 
 from __future__ import annotations
@@ -26,19 +29,19 @@ from weighbridge_storage.head.head import Head
 from weighbridge_storage.head.history import History
 
 _NAMED = 5
-"""Adapters that an error names."""
+"""Most adapters that an error names."""
 
 
 def pin(history: History, asked: PinEntry, most: int) -> Head:
     """Keep a version for an adapter.
 
     Args:
-        history: of the base.
-        asked: the pin. One that is there and that no collection doubts changes nothing.
-        most: pins that the identity ``asked.by`` may have in this head.
+        history: history of the base.
+        asked: the pin. If it is there and no collection doubts it, nothing changes.
+        most: most pins that the identity ``asked.by`` may have in this head.
 
     Raises:
-        NotFound: the version is not part of history: it was never, or was deleted.
+        NotFound: the version is not part of history: it never was, or it was deleted.
         ResourceExhausted: the identity has as many pins as it may.
     """
     head = history.head
@@ -61,22 +64,22 @@ def pin(history: History, asked: PinEntry, most: int) -> Head:
 
 
 def doubt(head: Head, places: Collection[tuple[int, str]], mark: str) -> Head:
-    """Mark pins of which it will be looked whether they are still needed.
+    """Mark pins that a collection is about to check.
 
     Args:
-        head: of the base.
-        places: number of the base's version and name of the adapter of each.
-        mark: of this look alone. It takes the place of another one's, which then removes nothing.
+        head: head of the base.
+        places: `place` of each pin.
+        mark: a new mark for this check. It replaces the mark of another collection, which then does not remove the pin.
     """
     marked = tuple(replace(each, doubt=mark) if place(each) in places else each for each in head.pins)
     return replace(head, pins=marked)
 
 
 def unpin(head: Head, places: Collection[tuple[int, str]], mark: str) -> Head:
-    """Keep versions for adapters no more that were on none of them when their heads were read after the mark was set. Pins without the mark stay.
+    """Remove pins that still have the mark: no version of their adapters was based on the pinned version when the adapter's head was read.
 
     Args:
-        head: of the base.
+        head: head of the base.
         places: as for `doubt`.
         mark: the mark that was set.
     """
@@ -86,17 +89,17 @@ def unpin(head: Head, places: Collection[tuple[int, str]], mark: str) -> Head:
 
 
 def pinned_by(head: Head, number: int) -> tuple[str, ...]:
-    """The adapters that are on a version."""
+    """The adapters that are based on a version."""
     return tuple(each.adapter for each in head.pins if each.version == number)
 
 
 def sees_all(_adapter: str) -> bool:
-    """True of each adapter: where there is no policy, or no caller."""
+    """True for each adapter: where there is no policy, or no caller."""
     return True
 
 
 def adapters_text(adapters: Collection[str], sees: Callable[[str], bool]) -> str:
-    """Adapters in an error: the names of some of those that the caller ``sees``, and how many others there are."""
+    """Adapters in an error: the names of some that the caller ``sees``, and the number of the others."""
     known = [each for each in adapters if sees(each)]
     hidden = len(adapters) - len(known)
     others = [counted(hidden, "adapter") + " that you may not look at"] if hidden else []
@@ -104,7 +107,7 @@ def adapters_text(adapters: Collection[str], sees: Callable[[str], bool]) -> str
 
 
 def is_on(adapter: History, base: str, number: int) -> bool:
-    """Whether a version of an adapter is on a version of a model: one that is being received, is part of history, or was and can be read."""
+    """Whether a version of an adapter that is open, durable, or retired and maybe still readable, is based on this version of a model."""
 
     def on(metadata: Metadata) -> bool:
         found = BaseVersion.of(metadata)

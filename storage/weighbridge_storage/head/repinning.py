@@ -15,12 +15,12 @@ from weighbridge_storage.head.pins import pin
 
 
 def repin(heads: HeadStore, adapter: ModelName, history: History) -> None:
-    """Pin the bases of an adapter's versions that are not pinned. One that was deleted stays so.
+    """Pin the bases of an adapter's versions that are not pinned. Deleted bases are skipped.
 
     Args:
-        heads: of all models.
+        heads: the heads of all models.
         adapter: the adapter's name.
-        history: its versions.
+        history: its history.
 
     Raises:
         WeighbridgeError: as `HeadStore.edit`.

@@ -1,12 +1,12 @@
-"""Requests that take the approval of others, and their approvals: of versions that are held, and of refs that are protected. All of it is pure.
+"""Requests that need approval by other identities, and their approvals: of held versions, and of protected refs. Pure.
 
-A held version needs no request: it waits for an approval of each reason for which it is held. One approval of a reason is enough, and the
-scopes of the caller say whether it may give one.
+A held version needs no request: it waits for an approval of each reason for which it is held. One approval of a reason is enough, and
+the caller's scopes decide whether it may give one.
 
-A protected ref is changed for those alone of whose scopes one names it. If that takes approvals, the change is a request, of which there
-is one at a time for each ref: a newer one supersedes it. An approval names the request that it answers, so one that is repeated or late
-approves nothing else. The last approval that it takes carries the request out, in the same write of the head. What counts is who may then: a scope
-that was taken away since takes the request and the approvals along that were made by it.
+Only a caller with a scope that names a protected ref may change it. If the change needs approvals, it becomes a request. A ref has at
+most one pending request: a newer one supersedes it. An approval names its request, so a repeated or late approval approves nothing else.
+The last approval that a request needs carries it out, in the same write of the head. The scopes at that time count: once an identity has
+lost its scope, its requests cannot be approved and its approvals do not count.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from weighbridge_storage.head.head_changes import check_there, delete_ref, set_r
 from weighbridge_storage.head.history import History
 
 LIFETIME_MS = 7 * 86_400_000
-"""How long a request waits for approvals."""
+"""Time for which a request waits for approvals, in milliseconds."""
 MAX_PROTECTED = 64
 """Most protected refs of one model."""
 
@@ -58,13 +58,13 @@ _SEPARATOR = "-"
 
 @dataclass(frozen=True, slots=True)
 class Asker:
-    """Who wants to change a ref, or approves that.
+    """A caller that changes a ref, or approves a change.
 
     Attributes:
-        name: their identity.
-        proven: whether they have shown something that others have not; otherwise anybody could be somebody else.
-        names_ref: whether a scope of theirs names this ref, instead of all refs.
-        scope: the scope that would.
+        name: its identity.
+        proven: whether it has authenticated; otherwise one caller could pose as two.
+        names_ref: whether one of its scopes names this ref, instead of all refs.
+        scope: the scope that names the ref.
     """
 
     name: str
@@ -75,10 +75,10 @@ class Asker:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """Who may take part in changes of a ref now, whatever they might when they did.
+    """Present rights of identities to change a ref, whatever rights they had earlier.
 
     Attributes:
-        asks: whether an identity of this name may ask for one.
+        asks: whether the identity of this name may request a change.
         approves: whether it may approve one.
     """
 
@@ -87,14 +87,14 @@ class Standing:
 
 
 def approve_version(history: History, number: int, approval: Approval) -> Head:
-    """Hold a version no longer for reasons for which it was held. ``latest`` moves to it if it is part of history and the highest one.
+    """Remove reasons for which a version is held. ``latest`` moves to it if it is then not held, is part of history, and is the highest.
 
     Nothing changes if it is held for none of these reasons.
 
     Args:
-        history: before.
-        number: which version; it is part of history, or open and complete.
-        approval: says for which reasons, by whom and when. Others for which it is held stay.
+        history: the history before.
+        number: number of the version; it is part of history, or open and complete.
+        approval: the reasons, the approver and the time. Other reasons stay.
 
     Raises:
         NotFound: it is neither open nor part of history.
@@ -102,7 +102,7 @@ def approve_version(history: History, number: int, approval: Approval) -> Head:
     head = history.head
     there = head.open.get(number) or check_there(history, number)
     before = () if there.approval is None else there.approval.reasons
-    # the last of two approvals, for the reasons of both
+    # the later of two approvals, with the reasons of both
     merged = replace(approval, reasons=tuple(sorted({*before, *approval.reasons})))
     if there.approval is not None:
         merged = replace(merged, extra=there.approval.extra)
@@ -114,14 +114,14 @@ def approve_version(history: History, number: int, approval: Approval) -> Head:
 
 
 def request_name(key: str, by: str, nonce: str) -> str:
-    """The name of a new request.
+    """Identifier of a new request.
 
-    Ended requests are forgotten after a while, and whoever asks could use their names again: for something else than what somebody is about
-    to approve by that name. So repetitions of a call are known by the first part of a name, and the second part is not for the caller to say.
+    Ended requests are forgotten after a while, and a caller could then reuse an identifier for another change than the one that an approver
+    is about to approve. So the first part of an identifier recognises repetitions of a call, and the caller cannot choose the second part.
 
     Args:
-        key: by which the caller names all repetitions of its call.
-        by: the identity that asks.
+        key: the caller's key for all repetitions of its call.
+        by: the requesting identity.
         nonce: hex digits that were never used before.
     """
     digest = hashlib.sha256(f"{by}\0{key}".encode()).hexdigest()
@@ -131,21 +131,21 @@ def request_name(key: str, by: str, nonce: str) -> str:
 def ask(
     history: History, wanted: RequestEntry, asker: Asker, *, may_wait: bool = True
 ) -> tuple[Head, RequestEntry]:
-    """Change a ref, or ask for it, if it takes the approval of others. Asking again for what is asked already changes nothing.
+    """Change a ref, or request the change if it needs approval. Repeating a request changes nothing.
 
     Args:
-        history: before.
+        history: the history before.
         wanted: a new request of ``asker``.
-        asker: who asks.
-        may_wait: whether to ask if it cannot be done at once.
+        asker: the caller.
+        may_wait: whether to request the change if it cannot be made at once.
 
     Returns:
-        The head after that, and the request as it stands: done or pending.
+        The head after that, and the request: done or pending.
 
     Raises:
         PermissionDenied: the ref is protected, and no scope of ``asker`` names it.
-        FailedPrecondition: it takes approvals, and ``may_wait`` is not set, or nobody knows who asks; or the request has ended before.
-        AlreadyExists: another request has its name.
+        FailedPrecondition: it needs approvals, and ``may_wait`` is false, or the caller has not authenticated; or the request has ended.
+        AlreadyExists: another request has its identifier.
         NotFound, InvalidArgument, ResourceExhausted: as `set_ref` and `delete_ref`.
     """
     check_ref_name(wanted.ref)
@@ -167,7 +167,7 @@ def ask(
             return head, pending
         if pending is not None:
             head = _with(head, _closed(pending, REQUEST_SUPERSEDED, asker.name, wanted.asked_ms))
-    # also says what could never be done
+    # before the request waits for approvals: raises if the change can never be made
     after, done = _carried_out(history.under(head), wanted, asker.name, wanted.asked_ms)
     if protection is None or not protection.approvals:
         return after, done
@@ -190,24 +190,25 @@ def approve_request(
     now_ms: int,
     note: str = "",
 ) -> tuple[Head, RequestEntry]:
-    """Approve a request. With the last approval that it takes it is carried out. Approving it again adds none.
+    """Approve a request, and carry it out with the last approval that it needs. Approving it again adds no approval.
 
     Args:
-        history: before.
-        ref: which one it would change.
-        request_id: of the request.
-        asker: who approves.
-        standing: who may ask for this and approve it now.
-        now_ms: in milliseconds since 1970 UTC.
-        note: why.
+        history: the history before.
+        ref: the ref that it would change.
+        request_id: identifier of the request.
+        asker: the approver.
+        standing: present rights to request and approve the change.
+        now_ms: present time in milliseconds since 1970 UTC.
+        note: the approver's note.
 
     Returns:
-        The head after that, and the request as it stands: done or pending.
+        The head after that, and the request: done or pending.
 
     Raises:
-        PermissionDenied: ``asker`` has asked for it, or has no scope that names the ref.
-        FailedPrecondition: it was withdrawn, superseded, or has expired; or nobody knows who approves; or who has asked may not any longer.
-        NotFound: there is no such request for this ref, or what it names is gone.
+        PermissionDenied: ``asker`` has made the request, or has no scope that names the ref.
+        FailedPrecondition: the request was withdrawn or superseded, or has expired; the approver has not authenticated; or the requester
+            has lost its scope.
+        NotFound: there is no such request for this ref, or the version that it names is gone.
     """
     history = history.under(expire(history.head, now_ms))
     head = history.head
@@ -224,7 +225,7 @@ def approve_request(
     if not standing.asks(there.by):
         raise FailedPrecondition(
             f"{there.by} has asked for this, and has no scope any longer that names the ref {ref}",
-            fix="let somebody ask for it who has one: weighbridge tag MODEL@VERSION REF",
+            fix="have an identity that has one request it: weighbridge tag MODEL@VERSION REF",
         )
     if all(each.by != asker.name for each in there.approvals):
         there = replace(there, approvals=(*there.approvals, Approval(asker.name, now_ms, note)))
@@ -254,17 +255,17 @@ def withdraw_request(
 
 
 def protect(head: Head, wanted: RequestEntry, approvals: int, asker: Asker) -> Head:
-    """Protect a ref, whether it exists or not. Its protection can be raised by this, and not lowered.
+    """Protect a ref, whether it exists or not. This can raise its protection, but not lower it.
 
     Args:
-        head: before.
-        wanted: says who protects it and when, and is remembered.
-        approvals: of how many identities besides the one that asks a change takes the approval.
-        asker: who protects it.
+        head: the head before.
+        wanted: record of the caller and the time; it is remembered.
+        approvals: number of other identities whose approval a change needs.
+        asker: the caller.
 
     Raises:
         InvalidArgument: the ref's name is malformed or reserved, or there are too many approvals.
-        FailedPrecondition: it takes more approvals now, or nobody knows who asks.
+        FailedPrecondition: the ref needs more approvals now, or the caller has not authenticated.
         ResourceExhausted: the model has `MAX_PROTECTED` others.
     """
     check_ref_name(wanted.ref)
@@ -290,7 +291,7 @@ def protect(head: Head, wanted: RequestEntry, approvals: int, asker: Asker) -> H
 
 
 def expire(head: Head, now_ms: int) -> Head:
-    """End the requests whose time is over."""
+    """End the requests that have expired."""
     late = [each for each in head.requests if each.pending and each.until_ms < now_ms]
     for each in late:
         head = _with(head, _closed(each, REQUEST_EXPIRED, "", each.until_ms))
@@ -298,7 +299,7 @@ def expire(head: Head, now_ms: int) -> Head:
 
 
 def missing(head: Head, request: RequestEntry, standing: Standing) -> int:
-    """How many more approvals a request takes, of those who may approve it now; 0 if it does not wait for any."""
+    """Number of approvals that a pending request still needs; approvals by identities that may no longer approve do not count."""
     protection = head.protected.get(request.ref)
     if protection is None or not request.pending:
         return 0
@@ -306,7 +307,7 @@ def missing(head: Head, request: RequestEntry, standing: Standing) -> int:
 
 
 def _carried_out(history: History, request: RequestEntry, by: str, now_ms: int) -> tuple[Head, RequestEntry]:
-    """The head after a request is carried out by a call of ``by``, and the request."""
+    """The head after a call of ``by`` carries a request out, and the request."""
     previous = history.head.ref_numbers.get(request.ref, 0)
     done = replace(_closed(request, REQUEST_DONE, by, now_ms), previous=previous)
     return _effect(history.under(_with(history.head, done)), done), done
@@ -330,8 +331,8 @@ def _effect(history: History, request: RequestEntry) -> Head:
 
 
 def _with(head: Head, request: RequestEntry) -> Head:
-    """A head with a request, in place of what stood under its name, or behind all others; the oldest that have ended go for it. Those of refs
-    that are not protected are not kept."""
+    """A head with a request: it replaces the one of the same identifier, or is added last, and the oldest ended ones are forgotten. Requests
+    for refs that are not protected are not kept."""
     if request.ref not in head.protected:
         return head
     there = [request if each.request_id == request.request_id else each for each in head.requests]
@@ -347,12 +348,12 @@ def _closed(request: RequestEntry, state: str, by: str, now_ms: int) -> RequestE
 
 
 def _meaning(request: RequestEntry) -> tuple[str, str, int, str]:
-    """What a request asks for, and who: two of which this is the same are one."""
+    """Content of a request and its requester: requests with the same are one."""
     return request.ref, request.action, request.version, request.by
 
 
 def _repeated(head: Head, request_id: str) -> RequestEntry | None:
-    """The request that a call has made of which this would be a repetition; see `request_name`."""
+    """The request of an earlier attempt of the same call; see `request_name`."""
     key = _key(request_id)
     return next((each for each in head.requests if _key(each.request_id) == key), None)
 
@@ -404,7 +405,7 @@ def _check_named(asker: Asker, ref: str) -> None:
 def _check_proven(asker: Asker) -> None:
     if not asker.proven:
         raise FailedPrecondition(
-            "nobody knows who asks, so nobody can be told from a second identity",
+            "the caller is not identified, so it cannot be distinguished from a second identity",
             fix="start the service with identities (weighbridge serve --policy), and show a token or a certificate",
         )
 

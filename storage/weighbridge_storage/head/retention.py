@@ -1,18 +1,18 @@
-"""Decision which versions of a model are kept, and by what. Everything here is pure.
+"""Decision which versions of a model are kept, with the reasons. Pure.
 
-A version is kept if a ref names it, if an engine serves it, if an adapter is on it, or if one of the rules of the model's retention speaks for it. ``latest`` names the highest
-version that is not held, so that one is always kept.
+A version is kept if a ref names it, an engine serves it, an adapter is based on it, or a rule of the model's retention selects it.
+``latest`` names the highest version that is not held, so that one is always kept.
 
-A version that is held never takes the place of one that is not. `Retention.keep_last` speaks for so many of the newest that are not
-held and, of those newer than the oldest of these, for as many of the newest that are held: somebody may still look at them or approve
-them. A trainer that pushes nothing but NaN any more so loses none of its good versions, and does not fill the store.
+A held version never displaces one that is not held. `Retention.keep_last` selects that many of the newest versions that are not held,
+and, among the versions newer than the oldest of these, as many of the newest that are held: they may still be approved. So a trainer
+that pushes only NaN from some step on loses none of its good versions, and does not fill the store.
 
-`Retention.keep_every` speaks for one version of each slot of so many consecutive numbers: the lowest that is part of history and not
-held. What is decided later changes that only if it has to: a version that is kept for this reason is never deleted for another, higher
-numbers do not take its place, and numbers are never given twice. Only a lower number of the same slot that is still being
-received, or held, takes it when it is published or approved; from then on that one is kept. So a slot that had a version once has one for good, unless
-somebody deletes it by hand. `Retention.keep_every_steps` does the same for slots of so many consecutive steps of one run: versions of two runs
-never share a slot, and versions that were pushed without a step are of step 0.
+`Retention.keep_every` selects one version of each slot of that many consecutive numbers: the lowest that is part of history and not
+held. Later decisions change this only if they must: a version that is kept for this reason is never deleted in favour of another, higher
+numbers do not replace it, and numbers are never reused. Only a lower number of the same slot that was still being received, or held,
+replaces it when it is published or approved, and is kept in its place. So a slot that once had a version always has one, unless it is
+deleted by hand. `Retention.keep_every_steps` does the same for slots of that many consecutive steps of one run: versions of two runs never
+share a slot, and versions that were pushed without a step are of step 0.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from weighbridge_storage.head.open_versions import give_up_abandoned
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What is to become of the versions in a head.
+    """Retention's decision about the versions in a head.
 
     Attributes:
-        kept: those that stay, by number, and why.
-        retired: those that no rule, no ref and no engine speaks for, by number.
+        kept: versions that stay, by number, with the reasons.
+        retired: numbers of the versions that no rule, ref, engine or adapter keeps.
     """
 
     kept: tuple[KeptVersion, ...]
@@ -52,7 +52,7 @@ class Decision:
 
 
 NOBODY: Mapping[int, Sequence[str]] = {}
-"""No version that an engine serves."""
+"""Versions served by engines, where there is no engine."""
 
 
 def decide(
@@ -61,13 +61,13 @@ def decide(
     now_ms: int,
     served: Mapping[int, Sequence[str]] = NOBODY,
 ) -> Decision:
-    """Which versions a model's retention keeps.
+    """Decide which versions a model's retention keeps.
 
     Args:
-        head: the model's, with its rules and refs.
-        versions: those that are part of its history, by number in ascending order.
-        now_ms: milliseconds since 1970 UTC.
-        served: which engines serve which versions, by number.
+        head: the model's head, with its rules and refs.
+        versions: versions that are part of its history, by number in ascending order.
+        now_ms: present time in milliseconds since 1970 UTC.
+        served: names of the engines that serve each version, by its number.
     """
     rules = _rules(head.retention, versions, now_ms)
     refs: defaultdict[int, list[str]] = defaultdict(list)
@@ -88,7 +88,7 @@ def decide(
 
 
 def _rules(retention: Retention, versions: Mapping[int, VersionEntry], now_ms: int) -> dict[str, set[int]]:
-    """The versions that each rule speaks for."""
+    """The versions that each rule selects."""
     if retention.keeps_everything:
         return {RULE_KEEP_EVERYTHING: set(versions)}
     released = [number for number, entry in versions.items() if not entry.held]
@@ -121,12 +121,12 @@ def _firsts(released: Sequence[int], slot_of: Callable[[int], Hashable]) -> set[
 
 
 def _last(released: Sequence[int], numbers: Iterable[int], count: int) -> set[int]:
-    """The newest versions that are not held, and of those newer than the oldest of these as many of the newest that are held.
+    """The newest versions that are not held and, among those newer than the oldest of these, as many of the newest held ones.
 
     Args:
-        released: those that are not held, in ascending order.
-        numbers: all, likewise.
-        count: how many of either.
+        released: numbers of versions that are not held, in ascending order.
+        numbers: numbers of all versions, in ascending order.
+        count: most versions of either kind.
     """
     if not count:
         return set()
@@ -139,10 +139,10 @@ def _last(released: Sequence[int], numbers: Iterable[int], count: int) -> set[in
 def retire(
     history: History, now_ms: int, served: Mapping[int, Sequence[str]] = NOBODY
 ) -> tuple[Head, Decision]:
-    """Take the versions that are not to be kept out of history, and give abandoned open versions up. Arguments are those of `decide`.
+    """Retire the versions that are not kept, and close abandoned open versions. Arguments are those of `decide`.
 
     Returns:
-        The head after that, and what was decided.
+        The head after that, and the decision.
     """
     history = history.under(give_up_abandoned(history.head, now_ms))
     decision = decide(history.head, history.versions(), now_ms, served)

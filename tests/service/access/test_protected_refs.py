@@ -275,9 +275,15 @@ def test_an_approval_counts_no_longer_than_its_giver_may_approve(fleet: Fleet) -
 
 def test_whoever_shows_nothing_is_nobodys_second_identity(fleet: Fleet) -> None:
     request = asked(fleet)
-    with client(fleet.two, "") as guest, pytest.raises(FailedPrecondition, match="nobody knows who asks"):
+    with (
+        client(fleet.two, "") as guest,
+        pytest.raises(FailedPrecondition, match="the caller is not identified"),
+    ):
         guest.approve_ref(MODEL, "prod", request.request_id)
-    with client(fleet.one, "") as guest, pytest.raises(FailedPrecondition, match="nobody knows who asks"):
+    with (
+        client(fleet.one, "") as guest,
+        pytest.raises(FailedPrecondition, match="the caller is not identified"),
+    ):
         guest.request_ref(MODEL, "prod", 3)
     assert fleet.refs()["prod"] == 1
 
@@ -285,7 +291,7 @@ def test_whoever_shows_nothing_is_nobodys_second_identity(fleet: Fleet) -> None:
 def test_without_a_policy_nothing_is_protected_and_what_is_stays_so(tmp_path: Path, fleet: Fleet) -> None:
     store = fleet.one.service.config.store
     with running_service(Path(str(store))) as open_to_all, Client(open_to_all.address) as anybody:
-        with pytest.raises(FailedPrecondition, match="nobody knows who asks") as refused:
+        with pytest.raises(FailedPrecondition, match="the caller is not identified") as refused:
             anybody.protect_ref(MODEL, "other", approvals=1)
         assert "--policy" in refused.value.fix
         for act in (

@@ -287,10 +287,10 @@ def test_a_scope_has_to_name_the_ref(act: Callable[[Head, Asker], object]) -> No
 
 @pytest.mark.parametrize("act", ACTS[:4])
 def test_whoever_is_not_known_is_nobodys_second_identity(act: Callable[[Head, Asker], object]) -> None:
-    with pytest.raises(FailedPrecondition, match="nobody knows who asks") as refused:
+    with pytest.raises(FailedPrecondition, match="the caller is not identified") as refused:
         act(asked(protected(1), "q", "ann", 3), who("anonymous", proven=False))
     assert "--policy" in refused.value.fix
-    with pytest.raises(FailedPrecondition, match="nobody knows who asks"):
+    with pytest.raises(FailedPrecondition, match="the caller is not identified"):
         protect(Head(generation=1), wanted("p", "x", action="protect"), 0, who("x", proven=False))
 
 
