@@ -1,7 +1,7 @@
-"""Pool of threads that are made as work comes, and end when none has come for a while.
+"""Pool of threads that are started as work comes, and end after some idle time.
 
-They are daemons: `concurrent.futures` joins its threads when the interpreter ends, and work that hangs, say in a call of a store, would keep
-the process from ending.
+They are daemons: `concurrent.futures` joins its threads when the interpreter exits, and work that hangs, say in a call of a store, would
+keep the process from exiting.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _CLOSED = Unavailable("the service is shutting down", fix="try again when it is 
 
 
 class Line(Generic[T]):
-    """A queue in the order of arrival. A subclass may serve in another order. Not thread-safe."""
+    """A FIFO queue. A subclass may serve in another order. Not thread-safe."""
 
     def __init__(self) -> None:
         self._items: deque[T] = deque()
@@ -34,7 +34,7 @@ class Line(Generic[T]):
         return len(self._items)
 
     def add(self, key: Any, item: T) -> None:
-        """Enter an item; ``key`` says for whom."""
+        """Add an item; ``key`` names its client."""
         self._items.append(item)
 
     def take(self) -> T:
@@ -42,7 +42,7 @@ class Line(Generic[T]):
         return self._items.popleft()
 
     def discard(self, key: Any, item: T) -> bool:
-        """Remove an item; whether it was there."""
+        """Remove an item. Returns whether it was in the queue."""
         if item not in self._items:
             return False
         self._items.remove(item)
@@ -50,7 +50,7 @@ class Line(Generic[T]):
 
 
 class Work(Future[T]):
-    """Work of a pool, and its result. Cancelling it drops what it holds, at once."""
+    """Work of a pool, and its result. Cancelling it releases the work's references at once."""
 
     def __init__(self, work: Callable[[], T], drop: Callable[[Work[T]], object]) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Work(Future[T]):
         return cancelled
 
     def do(self) -> None:
-        """Do it, in this thread, unless it has been cancelled."""
+        """Run it in this thread, unless it was cancelled."""
         work, self._work = self._work, None
         if work is None or not self.set_running_or_notify_cancel():
             return
@@ -81,10 +81,10 @@ class ThreadPool:
     """A bounded number of daemon threads. Thread-safe.
 
     Args:
-        name: of the threads.
-        most: threads at one time.
-        line: the order in which waiting work is done; by default that in which it came.
-        most_waiting: work that may wait for a thread.
+        name: name of the threads.
+        most: most threads at a time.
+        line: queue of waiting work; by default a FIFO queue.
+        most_waiting: most work that may wait for a thread.
         idle_seconds: how long a thread waits for work before it ends.
     """
 
@@ -107,11 +107,11 @@ class ThreadPool:
         self._closed = False
 
     def submit(self, work: Callable[[], T], key: Any = None) -> Future[T]:
-        """Do some work; it can be cancelled until it begins.
+        """Queue some work; it can be cancelled until it begins.
 
         Args:
-            work: is called in one of the threads.
-            key: for whom, where the line distinguishes them.
+            work: called in one of the threads.
+            key: its client, where the queue distinguishes them.
 
         Raises:
             ResourceExhausted: too much work waits, or the system has no thread for it.
@@ -130,7 +130,7 @@ class ThreadPool:
                 return found
             try:
                 threading.Thread(target=self._run, name=self._name, daemon=True).start()
-            except RuntimeError as error:  # the system has no more
+            except RuntimeError as error:  # the system cannot start another thread
                 if not self._threads:
                     self._waiting.discard(key, found)
                     raise _exhausted("the system has no thread for this call") from error
@@ -140,14 +140,15 @@ class ThreadPool:
         return found
 
     async def run(self, work: Callable[[], T], key: Any = None) -> T:
-        """Do some work, in the context of this task. If the task is cancelled, work that has begun goes on and its result is dropped.
+        """Run some work in a thread, in the context of this task. If the task is cancelled, work that has begun goes on and its result is
+        dropped.
 
         Args and errors are those of `submit`.
         """
         return await asyncio.wrap_future(self.submit(partial(copy_context().run, work), key))
 
     def close(self, seconds: float | None = 0.0) -> None:
-        """Refuse further work and what waits, then wait for what has begun, at most for so many seconds; None waits to the end."""
+        """Refuse new and waiting work, then wait up to so many seconds for running work; None waits until it ends."""
         with self._changed:
             self._closed = True
             refused = [self._waiting.take() for _ in range(len(self._waiting))]
@@ -170,7 +171,7 @@ class ThreadPool:
             more = 1
 
     def _take(self, more: int) -> Work[Any] | None:
-        """The next work; None to end. ``more``: threads that have become idle by this call."""
+        """The next work; None to end the thread. ``more``: threads that this call makes idle."""
         with self._changed:
             self._idle += more
             self._changed.wait_for(lambda: self._waiting or self._closed, self._idle_seconds)

@@ -1,6 +1,6 @@
-"""Bytes of one file of a version: where they are, and how some of them are had.
+"""Bytes of one file of a version, wherever they lie.
 
-Every file of a version has a source of its own: of two files that a pull reads, one may lie in an image and the other in a
+Every file of a version has its own source: of two files that a pull reads, one may lie in an image and the other in a
 remote store.
 """
 
@@ -22,11 +22,11 @@ from weighbridge_storage.stores.objects import ByteArray, error_for
 
 
 class Kept(Protocol):
-    """Bytes that were asked for ahead, and stay until they are released.
+    """Prefetched bytes, which stay until they are released.
 
     Attributes:
-        key: what they are; asking twice for the same bytes gives equal keys.
-        nbytes: how many they are.
+        key: identifies the bytes; two requests for the same bytes have equal keys.
+        nbytes: number of the bytes.
     """
 
     @property
@@ -36,23 +36,23 @@ class Kept(Protocol):
     def nbytes(self) -> int: ...  # noqa: D102
 
     def release(self) -> None:
-        """They are no longer needed. To be called once."""
+        """Release the bytes. To be called once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where another process of this machine finds a file's bytes.
+    """Location of a file's bytes for another process of this machine.
 
     Attributes:
-        key: names the memory or the file that they lie in.
+        key: identifies the memory or the file that they lie in.
         nbytes: its size.
-        offset: of the file's first byte in it.
-        open: gives a descriptor for reading it, which the caller closes. Raises OSError or NotFound if it is gone.
-        lasting: whether it is memory that is used again for later versions, and not a file.
-        leave_open: says that a process that was given a descriptor has gone without a word.
-        digests: of parts of the file, for whoever reads them there.
-        kept_by_readers: whether no version needs it any more, and only those who read it keep it.
-        is_left_open: whether `leave_open` was said of it, and that process is not known to have closed it.
+        offset: offset of the file's first byte in it.
+        open: returns a descriptor for reading it, which the caller closes. Raises OSError or NotFound if it is gone.
+        lasting: whether it is memory that is reused for later versions, and not a file.
+        leave_open: reports that a process with a descriptor disconnected without releasing it.
+        digests: digests of parts of the file, for processes that read them there.
+        kept_by_readers: whether no version needs it any more, and only readers keep it.
+        is_left_open: whether `leave_open` was called, and that process may still have it open.
     """
 
     key: str
@@ -69,26 +69,26 @@ class Place:
 class FileBytes(ABC):
     """The bytes of one file, read-only. All methods may be called from any thread.
 
-    Which bytes are meant is said as in a strided array: one byte for each index, at the sum of the offset and the index on
-    each axis times the stride of that axis. Strides are not negative.
+    Arguments describe bytes as in a strided array: one byte for each index, at the offset plus the sum over the axes of index times
+    stride. Strides are not negative.
 
-    Errors of all methods: DataLoss (the file is gone, or is not what the manifest says it is), Unavailable (it cannot be
-    reached) and ResourceExhausted (no room to put its bytes).
+    Errors of all methods: DataLoss (the file is gone, or differs from the manifest), Unavailable (it cannot be reached) and
+    ResourceExhausted (no room for its bytes).
     """
 
     @property
     def is_near(self) -> bool:
-        """Whether it lies in memory, or in a file of this machine; otherwise it is worth to `prepare` what will be read."""
+        """Whether it lies in memory, or in a file of this machine; otherwise it pays to `prepare` bytes before they are read."""
         return True
 
     @property
     def damaged(self) -> bool:
-        """Whether bytes of it did not agree with their digest."""
+        """Whether bytes of it did not match their digest."""
         return False
 
     @property
     def identity(self) -> Hashable:
-        """Tells the file from others that take its name later; None if it is not of this machine."""
+        """Identity of the file, different from that of a later file of the same name; None if it is not of this machine."""
         return None
 
     @abstractmethod
@@ -96,39 +96,39 @@ class FileBytes(ABC):
         """Fill ``target``, of any shape and strides of its own, with bytes of the file.
 
         Args:
-            target: where to; one stride for each of its axes is given.
-            offset: of the first byte in the file.
-            strides: distances in the file.
+            target: array to fill.
+            offset: offset of the first byte in the file.
+            strides: distances in the file, one for each axis of ``target``.
         """
 
     def prepare(self, offset: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> Sequence[Kept] | None:
-        """Begin to bring bytes that will be copied soon, and keep them; None if there is no room for that.
+        """Begin to fetch bytes that will be copied soon, and keep them; None if there is no room for that.
 
         Args:
-            offset: of the first byte in the file.
-            shape: how many bytes on each axis.
+            offset: offset of the first byte in the file.
+            shape: number of bytes on each axis.
             strides: distances in the file.
         """
         return ()
 
     @property
     def place(self) -> Place | None:
-        """Where another process can map it; None if it cannot."""
+        """Location from which another process can map it; None if it cannot."""
         return None
 
     def read(self, offset: int, nbytes: int) -> ByteArray:
-        """Bytes next to each other: where they lie if that is memory, and a copy otherwise."""
+        """Contiguous bytes: a view if they lie in memory, otherwise a copy."""
         target = np.empty(nbytes, np.uint8)
         self.copy_to(target, offset, (1,))
         return target
 
 
 class MappedBytes(FileBytes):
-    """A file that lies in memory.
+    """A file in memory.
 
     Args:
         data: all its bytes.
-        place: where another process can map it.
+        place: location from which another process can map it.
     """
 
     def __init__(self, data: ByteArray, place: Place | None = None) -> None:
@@ -150,15 +150,15 @@ class MappedBytes(FileBytes):
 
 
 class FileOnDisk(FileBytes):
-    """A file of this machine, or a part of one, that is read by pread: what cannot be read is an error, and not the end of the process.
+    """A file of this machine, or a part of one, read by pread: a failed read raises an error, where a mapping would end the process.
 
     Args:
-        descriptor: of the file; closed with this object.
-        name: of the file of the version.
-        title: of the version, for messages.
-        base: where the file of the version begins in it.
-        place: where another process can open it.
-        digests: of parts of it, disjoint and sorted by offset: they are compared as they are read.
+        descriptor: descriptor of the file; closed with this object.
+        name: name of the version's file.
+        title: name of the version, for messages.
+        base: offset in the descriptor's file at which the version's file begins.
+        place: location from which another process can open it.
+        digests: digests of parts of it, disjoint and sorted by offset: the parts are compared as they are read.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ class FileOnDisk(FileBytes):
 
     @property
     def identity(self) -> Hashable:
-        """See `FileBytes.identity`. It is also another one once the file was written again in its place."""
+        """See `FileBytes.identity`. It also changes when the file is written again in place."""
         found = os.fstat(self._descriptor)
         return found.st_dev, found.st_ino, found.st_size, self._written_ns
 
@@ -200,7 +200,7 @@ class FileOnDisk(FileBytes):
         """See `FileBytes.copy_to`.
 
         Raises:
-            DataLoss: bytes cannot be read, or do not agree with their digest.
+            DataLoss: bytes cannot be read, or do not match their digest.
         """
         self._read(target, offset, strides, self._took)
 
@@ -221,13 +221,13 @@ class FileOnDisk(FileBytes):
 
 
 def unreadable(error: OSError | EOFError, name: str, title: str, where: str) -> WeighbridgeError:
-    """The error of bytes of a version's file that cannot be read.
+    """The error to raise when bytes of a version's file cannot be read.
 
     Args:
-        error: what went wrong.
-        name: of the file.
-        title: of the version.
-        where: the bytes are.
+        error: error of the read.
+        name: name of the file.
+        title: name of the version.
+        where: location of the bytes, for the message.
     """
     what = f"reading {name} of {title}"
     if isinstance(error, EOFError):

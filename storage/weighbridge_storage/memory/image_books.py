@@ -1,6 +1,6 @@
-"""Books of a pool of images: which regions there are, who has them, and what is reserved and not made yet.
+"""Books of a pool of images: its regions, their holders, and the reservations for regions that are not made yet.
 
-Its user holds a lock: nothing here waits, and only asking whether a region is still mapped elsewhere goes to the kernel.
+The caller holds a lock: nothing here waits, and the only system calls ask whether another process still has a region mapped.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from weighbridge_storage.memory.regions import Region
 
 @dataclass(frozen=True, slots=True)
 class ImageOwner:
-    """What an image is for.
+    """Purpose of an image.
 
     Attributes:
-        model: ``namespace/name``; empty where nobody said.
-        number: of the version; 0 if it is made ahead of the model's next one.
+        model: ``namespace/name``; empty if not known.
+        number: number of the version; 0 if the image is made ahead of the model's next one.
     """
 
     model: str = ""
@@ -35,32 +35,32 @@ class ImageOwner:
 
 
 class HeldFor(StrEnum):
-    """Why an image is held."""
+    """Reason why an image is held."""
 
     MAKING = "making"
-    """Reserved; the system is being asked for its pages."""
+    """Reserved; the system is allocating its pages."""
     RECEIVING = "receiving"
     """Being filled by a push."""
     READY = "ready"
     """Complete: kept until it is durable and a newer version is ready."""
     READERS = "readers"
-    """No longer kept for the version itself, but somebody still reads it."""
+    """No longer kept for the version itself, but readers still hold it."""
     MAPPED = "mapped"
-    """Nobody's any more, but a process of this machine still has it mapped."""
+    """Without a holder in this process, but another process of this machine still has it mapped."""
 
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """A region that somebody has.
+    """A region that is held.
 
     Attributes:
-        owner: what it is or was for.
+        owner: its present or last purpose.
         nbytes: its size.
         in_memory: whether it is shared memory, and not a file.
         use: why it is held.
-        seconds: for how long it has been that owner's.
-        readers: holds on it, of those who read or write it.
-        reading_seconds: for how long the oldest of these has been there; 0 without.
+        seconds: how long it has had that owner, or for `HeldFor.MAPPED`, how long it has been without a holder.
+        readers: number of holds of readers and writers.
+        reading_seconds: age of the oldest of these holds; 0 if there is none.
     """
 
     owner: ImageOwner
@@ -86,13 +86,13 @@ class Holding:
 
 @dataclass(frozen=True, slots=True)
 class PoolUsage:
-    """What a pool holds, in bytes of regions, and what it has done so far.
+    """Contents of a pool, in bytes of regions, and totals since it was made.
 
     Attributes:
-        memory_in_use: shared memory of images that somebody holds.
-        memory_free: shared memory of regions that wait to be used again.
-        disk_in_use: likewise on disk.
-        disk_free: likewise on disk.
+        memory_in_use: shared memory of regions that are held.
+        memory_free: shared memory of regions that wait to be reused.
+        disk_in_use: disk space of regions that are held.
+        disk_free: disk space of regions that wait to be reused.
         made: regions made.
         reused: images that got a region made for an earlier one.
     """
@@ -106,25 +106,25 @@ class PoolUsage:
 
 
 class ImageBooks:
-    """The regions of one pool, by what they are doing. Not thread-safe."""
+    """The regions of one pool, by state. Not thread-safe."""
 
     def __init__(self) -> None:
         self._free: list[Region] = []  # the longest unused first
-        # nobody's image any more, but other processes still use them: what they were, and since when they are not
+        # regions without a holder that other processes still use: the region, its last holding, and the time of release
         self._mapped: list[tuple[Region, Holding, float]] = []
         self._regions = {True: 0, False: 0}  # bytes in memory and on disk, with those being made
-        self._unmade = {True: 0, False: 0}  # bytes of those that the system has not been asked for yet
+        self._unmade = {True: 0, False: 0}  # bytes of these that are not allocated yet
         self._made = 0
         self._reused = 0
 
     def space(self, *, in_memory: bool, budget: int, room: Headroom, model: str = "") -> Space:
-        """What can be had of one kind of room.
+        """Room of one kind, memory or disk.
 
         Args:
-            in_memory: which kind.
+            in_memory: whether memory is meant.
             budget: most bytes of all regions.
-            room: what the machine has.
-            model: for whose image.
+            room: headroom of the machine.
+            model: model of the image.
         """
         regions = self._of(in_memory)
         free = tuple(region.capacity for region in regions)
@@ -138,25 +138,25 @@ class ImageBooks:
         )
 
     def ahead(self, nbytes: int, model: str) -> int:
-        """Free regions in memory that a model's next image can have without taking them from another model."""
+        """Number of free regions in memory that a model's next image can have without taking them from another model."""
         free = self._of(in_memory=True)
         return sum(fits(nbytes, region.capacity) and region.model in ("", model) for region in free)
 
     def reserve(self, nbytes: int, *, in_memory: bool) -> None:
-        """A region is about to be made."""
+        """Reserve bytes for a region that is about to be made."""
         self._regions[in_memory] += nbytes
         self._unmade[in_memory] += nbytes
 
     def allocated(self, nbytes: int, *, in_memory: bool) -> None:
-        """So many bytes of a region being made are the system's to count from now on."""
+        """Note that bytes of a region being made are allocated: the machine's headroom is smaller by them from now on."""
         self._unmade[in_memory] -= nbytes
 
     def made(self) -> None:
-        """A region is there."""
+        """Note that a region is made."""
         self._made += 1
 
     def forget(self, nbytes: int, *, in_memory: bool) -> None:
-        """A region is given back to the system, or could not be made."""
+        """Remove a region that is returned to the system, or could not be made."""
         self._regions[in_memory] -= nbytes
 
     def reuse(self, index: int, *, in_memory: bool) -> Region:
@@ -167,15 +167,15 @@ class ImageBooks:
         return region
 
     def strike_off(self, count: int, *, in_memory: bool) -> list[Region]:
-        """Strike the longest unused free regions off the books; closing them takes time, and is left to the caller."""
+        """Remove the least recently used free regions; the caller closes them, which takes time."""
         return [self._strike_off(region) for region in self._of(in_memory)[:count]]
 
     def strike_surplus_off(self, most: int) -> list[Region]:
-        """Strike those off the books that were not used for longest, until no more than so many are free."""
+        """Remove the least recently used free regions until at most ``most`` are left; the caller closes them."""
         return [self._strike_off(region) for region in self._free[: max(len(self._free) - most, 0)]]
 
     def strike_all_off(self) -> list[Region]:
-        """Strike all free regions off the books."""
+        """Remove all free regions; the caller closes them."""
         return [self._strike_off(region) for region in list(self._free)]
 
     def _strike_off(self, region: Region) -> Region:
@@ -184,31 +184,31 @@ class ImageBooks:
         return region
 
     def put_back(self, region: Region, holding: Holding) -> bool:
-        """A region is nobody's any more; whether it can be used again already.
+        """Note that a region has no holder any more. Returns whether it can be reused already.
 
         Args:
             region: the region.
-            holding: what it was.
+            holding: its last holding.
         """
         self._mapped.append((region, holding, time.monotonic()))
         self.look_again()
         return region in self._free
 
     def take_back(self, region: Region) -> None:
-        """A region that was struck off cannot be given back to the system yet: other processes still have it mapped."""
+        """Put back a region that was removed, but cannot be returned to the system yet: other processes still have it mapped."""
         self._regions[region.in_memory] += region.capacity
         holding = Holding(ImageOwner(region.model), region.capacity, region.in_memory, HeldFor.MAPPED, 0.0)
         self._mapped.append((region, holding, time.monotonic()))
 
     def look_again(self) -> None:
-        """Use those regions again that no other process has mapped any more."""
+        """Free those regions that no other process has mapped any more."""
         used = {id(region) for region, _, _ in self._mapped if region.in_use_elsewhere()}
         self._free += [region for region, _, _ in self._mapped if id(region) not in used]
         self._mapped = [entry for entry in self._mapped if id(entry[0]) in used]
 
     @property
     def mapped(self) -> list[Holding]:
-        """Regions that are nobody's, and that other processes still have mapped."""
+        """Regions without a holder that other processes still have mapped."""
         now = time.monotonic()
         return [
             replace(holding, use=HeldFor.MAPPED, seconds=now - since, readers=0, reading_seconds=0.0)
@@ -216,7 +216,7 @@ class ImageBooks:
         ]
 
     def usage(self) -> PoolUsage:
-        """The sums."""
+        """Present contents and totals."""
         memory, disk = (sum(region.capacity for region in self._of(kind)) for kind in (True, False))
         return PoolUsage(
             memory_in_use=self._regions[True] - memory,

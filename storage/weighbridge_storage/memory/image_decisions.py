@@ -1,7 +1,7 @@
-"""Decision on an image: in memory, on disk, later, or never.
+"""Placement of an image: in memory, on disk, later, or never.
 
-Room is of two kinds, memory and disk, and each is bounded twice: by a budget, and by what the machine can give. What is decided
-here from figures, `image_pool` carries out, under the lock that guards the figures: room is reserved before it is made.
+Room is of two kinds, memory and disk, and each is bounded twice: by a budget, and by the headroom of the machine. This module decides
+from figures; `image_pool` acts on the decision under the lock that guards the figures: it reserves room before it makes a region.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from weighbridge._core.text.sizes import readable_size
 from weighbridge_storage.memory.memory_limits import UNLIMITED
 
 _MOST_WASTE = 4
-"""A free region is used for an image if less than a quarter of it would lie idle."""
+"""A free region is reused for an image if less than a quarter of it would stay unused."""
 
 
 @dataclass(frozen=True, slots=True)
 class Headroom:
-    """What the machine has for images.
+    """Bytes of the machine that images can have.
 
     Attributes:
         available: bytes that it can give now.
-        most: bytes that it could give if nobody else took any.
+        most: bytes that it could give if no other process used any.
     """
 
     available: int
@@ -31,16 +31,16 @@ class Headroom:
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """Memory, or the disk of the scratch folder, as far as images are concerned. In bytes.
+    """Room for images in memory or on the disk of the scratch folder, in bytes.
 
     Attributes:
-        budget: most for all regions together.
-        in_use: of regions that somebody has.
-        free: of each region that waits to be used again, the longest unused first.
-        available: what the machine can give now, beyond the regions that there are; what is reserved and not made yet is taken
-            off.
-        most: what the machine could give to images if nobody else took any.
-        own: indexes of those free regions that lay under an image of the same model before: its trainers may have them mapped.
+        budget: most bytes of all regions together.
+        in_use: bytes of regions that are held.
+        free: bytes of each region that waits to be reused, the least recently used first.
+        available: bytes that the machine can give now, beyond the present regions; reservations for regions that are not made yet are
+            subtracted.
+        most: bytes that the machine could give to images if no other process used any.
+        own: indexes of the free regions that an image of the same model used last: its trainers may have them mapped.
     """
 
     budget: int
@@ -57,7 +57,7 @@ class Space:
 
     @property
     def ceiling(self) -> int:
-        """The largest image that could ever be had."""
+        """Size of the largest image that there can ever be room for."""
         return min(self.budget, self.most)
 
     def has_room_for(self, nbytes: int) -> bool:
@@ -70,7 +70,7 @@ NO_SPACE = Space(0, 0, (), 0, 0)
 
 @dataclass(frozen=True, slots=True)
 class Reuse:
-    """Take a region that is there: the one at ``index`` of the free ones."""
+    """Reuse the free region at ``index``."""
 
     in_memory: bool
     index: int
@@ -85,7 +85,7 @@ class Make:
 
 @dataclass(frozen=True, slots=True)
 class GiveBack:
-    """Give the ``count`` longest unused free regions back to the system, then decide again."""
+    """Return the ``count`` least recently used free regions to the system, then decide again."""
 
     in_memory: bool
     count: int
@@ -93,26 +93,26 @@ class GiveBack:
 
 @dataclass(frozen=True, slots=True)
 class Later:
-    """There is no room now; there may be when others are done."""
+    """There is no room now; there may be when other images are released."""
 
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """There would be no room if everybody else was done."""
+    """There would be no room even if all other images were released."""
 
 
 Decision: TypeAlias = Reuse | Make | GiveBack | Later | Refuse
 
 
 def decide(nbytes: int, memory: Space, disk: Space) -> Decision:
-    """What becomes of an image.
+    """Place an image.
 
-    In this order: a free region in memory; a new one there, for which free ones are given up if need be; the same on disk.
+    In this order: reuse a free region in memory; make a new one there, after returning free ones if need be; the same on disk.
 
     Args:
         nbytes: bytes of its region.
         memory: room in memory.
-        disk: room on disk; `NO_SPACE` if it may not lie there.
+        disk: room on disk; `NO_SPACE` if the image may not lie there.
     """
     found = offer(nbytes, memory, in_memory=True) or offer(nbytes, disk, in_memory=False)
     if found is not None:
@@ -121,7 +121,7 @@ def decide(nbytes: int, memory: Space, disk: Space) -> Decision:
 
 
 def offer(nbytes: int, space: Space, *, in_memory: bool) -> Reuse | Make | GiveBack | None:
-    """How an image is had in one kind of room; None if it is not now."""
+    """Way to place an image in one kind of room; None if there is none now."""
     fitting = [
         (index not in space.own, capacity, index)
         for index, capacity in enumerate(space.free)
@@ -143,13 +143,13 @@ def fits(nbytes: int, capacity: int) -> bool:
 
 
 def without_free(space: Space, count: int) -> Space:
-    """The room when the ``count`` longest unused free regions have been given back."""
+    """The room after the ``count`` least recently used free regions are returned."""
     gone = sum(space.free[:count])
     return replace(space, free=space.free[count:], available=space.available + gone, own=frozenset())
 
 
 def shortage(nbytes: int, memory: Space, disk: Space) -> str:
-    """Why an image is not had now, with the figures."""
+    """Reason why there is no room for an image now, with the figures."""
     return f"{readable_size(nbytes)} do not fit: {_figures('memory', memory)}; {_figures('disk', disk)}"
 
 
@@ -165,7 +165,7 @@ def _figures(name: str, space: Space) -> str:
 
 
 def remedy(nbytes: int, memory: Space, disk: Space, *, beside: int = 0) -> str:
-    """What to change so that there is room for an image, in memory or on disk.
+    """Advice on how to get room for an image, in memory or on disk.
 
     Args:
         nbytes: bytes of its region.
@@ -179,7 +179,7 @@ def remedy(nbytes: int, memory: Space, disk: Space, *, beside: int = 0) -> str:
 
 
 def more_memory(nbytes: int, memory: Space) -> str:
-    """What to change so that images can have so much memory."""
+    """Advice on how to let images have so much memory."""
     if nbytes <= memory.most:
         return f"serve with --memory-budget {-(-nbytes >> 20)}MiB or more"
     missing = readable_size(nbytes - memory.most)

@@ -1,7 +1,7 @@
-"""Pool of images: makes them, uses their memory again, and admits those who ask for one.
+"""Pool of images: makes them, reuses their memory, and admits requests for them.
 
-Fresh pages cost far more than the copy into them, so a pool makes regions once and uses them again. It promises only what is
-there: a request for an image is queued, is admitted by `image_decisions`, and has its room in the books before any of it is made.
+Fresh pages cost far more than the copy into them, so a pool makes regions once and reuses them. It promises only room that exists:
+a request for an image is queued, is admitted by `image_decisions`, and has its room in the books before any of it is made.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ log = logging.getLogger(__name__)
 
 _NOBODY = ImageOwner()
 _LOOK_SECONDS = 0.25
-"""How often who waits looks again: what other processes let go of, nothing here hears of."""
+"""Interval at which a waiting request checks again: the pool is not notified when other processes unmap regions."""
 _MOST_FREE = 64
-"""Free regions that wait to be used again, whatever their sizes: each takes a descriptor and a mapping."""
+"""Most free regions, whatever their sizes: each takes a descriptor and a mapping."""
 _LET_GO_SECONDS = 0.5
-"""How long other processes have to let go of memory that is given back to the system, before it is counted as theirs: they do it in
+"""Time for other processes to unmap memory that is returned to the system, before it counts as used by them. They usually take
 milliseconds."""
 _LET_GO_PAUSE = 0.001
 _NAMED = 20
-"""Holders that an error names."""
+"""Most holders that an error names."""
 
 
 def _unlimited() -> Headroom:
@@ -47,13 +47,13 @@ def _unlimited() -> Headroom:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """An image that somebody waits for.
+    """A request for an image that waits.
 
     Attributes:
-        owner: what it is for.
+        owner: purpose of the image.
         nbytes: bytes of its region.
-        seconds: for how long.
-        reason: what it waits for, with the figures.
+        seconds: how long it has waited.
+        reason: why it waits, with the figures.
     """
 
     owner: ImageOwner
@@ -66,13 +66,13 @@ class Waiting:
 
 
 class ImageRequest:
-    """A place in the line for images. Made by `ImagePool.queue`; a context manager that leaves the line at its end.
+    """A place in the queue for images. Made by `ImagePool.queue`; a context manager that leaves the queue at its end.
 
     Attributes:
-        owner: what the image is for.
+        owner: purpose of the image.
         nbytes: bytes of its region.
-        reason: why it was not admitted when that was last looked at; empty if it was not.
-        ahead: whether nobody needs it yet.
+        reason: why the last attempt did not admit it; empty before.
+        ahead: whether the image is made in advance.
     """
 
     def __init__(
@@ -93,18 +93,18 @@ class ImageRequest:
 
     @property
     def seconds(self) -> float:
-        """How long ago the request was made."""
+        """Seconds since the request was made."""
         return time.monotonic() - self._since
 
     def take(self, patience: float = 0.0) -> Image:
-        """The image, once it is this request's turn and there is room. Makes it, which takes time, outside of the line.
+        """The image, once the request is first in the queue and there is room. Makes it, which takes time, outside of the queue.
 
         Args:
-            patience: how many seconds to wait for that. Who would rather not wait here asks again: the request keeps its place.
+            patience: seconds to wait for that. A caller that does not want to wait here can call again: the request keeps its place.
 
         Raises:
-            ResourceExhausted: there was no room in time; says how much is missing, and who has it. Or, without a `retry_after`:
-                there never will be.
+            ResourceExhausted: there was no room in time; the message says how much is missing, and the details name the holders.
+                Without a `retry_after`, there never will be room.
         """
         return self._pool.fulfil(self, self._sizes, patience)
 
@@ -116,21 +116,21 @@ class ImageRequest:
 
 
 class ImagePool:
-    """Makes images, and uses their regions again. Thread-safe.
+    """Makes images, and reuses their regions. Thread-safe.
 
-    A region is not zeroed between two uses. That is safe because nobody sees an image before it is complete, and complete
-    means that headers and tensors were written over every byte of every file. One that a process may still be writing to
-    (`Region.may_change`) is not used again before that is over.
+    A region is not zeroed between two uses. That is safe because no reader gets an image before it is complete, and complete
+    means that headers and tensors were written over every byte of every file. A region that another process may still write to
+    (`Region.may_change`) is not reused before that process is done.
 
-    Requests are admitted in the order in which they came: one that is small does not overtake a large one that waits.
+    Requests are admitted in the order of arrival: a small one does not overtake a large one that waits.
 
     Args:
         budget_bytes: most shared memory for all images together, free regions included.
-        spill_folder: where images go for which memory has no room; None to make them wait. It must be there.
-        recall: is called with each region that other processes may have mapped and that another model is to have, or that is given back
-            to the system.
+        spill_folder: folder for images that do not fit into memory; None to make them wait. It must exist.
+        recall: called with each region that other processes may have mapped before it goes to another model or is returned to the
+            system.
         spill_bytes: most bytes of all images there.
-        memory_room: what the machine has for images; is asked before each region is made.
+        memory_room: reads the headroom of the machine; called before each region is made.
 
     Raises:
         InvalidArgument: a budget is negative.
@@ -157,14 +157,14 @@ class ImagePool:
         self._books = ImageBooks()
         self._images: weakref.WeakSet[Image] = weakref.WeakSet()
         self._line: deque[ImageRequest] = deque()
-        self._making: dict[ImageRequest, bool] = {}  # what is reserved and not there yet; whether in memory
+        self._making: dict[ImageRequest, bool] = {}  # reserved and not made yet; whether in memory
 
     def queue(self, file_sizes: Mapping[str, int], owner: ImageOwner = _NOBODY) -> ImageRequest:
-        """Stand in line for an image with room for these files.
+        """Queue a request for an image with room for these files.
 
         Args:
             file_sizes: size of each file in bytes, by name.
-            owner: what it is for.
+            owner: purpose of the image.
 
         Raises:
             InvalidArgument: a size is negative.
@@ -191,7 +191,7 @@ class ImagePool:
         return self._image(region, sizes, request.owner)
 
     def _enter(self, admitted: Reuse | Make, request: ImageRequest) -> Region | None:
-        """Enter what was decided into the books; gives the region if it is there already."""
+        """Enter a decision into the books. Returns the region if it exists already."""
         if isinstance(admitted, Reuse):
             return self._books.reuse(admitted.index, in_memory=admitted.in_memory)
         self._books.reserve(request.nbytes, in_memory=admitted.in_memory)
@@ -199,7 +199,7 @@ class ImagePool:
         return None
 
     def _admit(self, request: ImageRequest, deadline: float) -> Reuse | Make | GiveBack:
-        """Wait until it is a request's turn and there is room for it, or until free regions can make that room."""
+        """Wait until a request is first in the queue and there is room for it, or returning free regions would make room."""
         while True:
             memory, disk = self._spaces(request)
             decision = image_decisions.decide(request.nbytes, memory, disk)
@@ -227,28 +227,28 @@ class ImagePool:
         return ResourceExhausted(
             f"{request.owner} found no room within {readable_duration(request.seconds, rough=True)}: {request.reason}",
             details=[str(holding) for holding in self._holdings()[:_NAMED]],
-            fix="wait until another version is done, abort one, or let go of tensors that were pulled without a copy; if that goes on, "
+            fix="wait until another version is done, abort one, or release tensors that were pulled without a copy; if that goes on, "
             + image_decisions.remedy(request.nbytes, memory, disk, beside=memory.in_use),
             retry_after=_LOOK_SECONDS,
         )
 
     def leave(self, request: ImageRequest) -> None:
-        """Take a request out of the line. Doing it again does nothing."""
+        """Remove a request from the queue. Repeating it does nothing."""
         with self._changed:
             if request in self._line:
                 self._line.remove(request)
                 self._changed.notify_all()
 
     def make_ahead(self, file_sizes: Mapping[str, int], owner: ImageOwner, count: int) -> int:
-        """Have memory for so many images of a model, those that it has included, as long as that takes nothing from others.
+        """Make memory for ``count`` images of a model, including those that it has, as long as that takes nothing from others.
 
         Args:
-            file_sizes: of the images.
+            file_sizes: sizes of the images' files in bytes, by name.
             owner: names the model.
-            count: how many.
+            count: number of images.
 
         Returns:
-            How many there are.
+            Number of images that there is memory for.
         """
         request = ImageRequest(self, file_sizes, owner, ahead=True)
         while True:
@@ -260,7 +260,7 @@ class ImagePool:
             self._image(self._make(request, in_memory=True), file_sizes, owner).release()
 
     def images_of(self, model: str, file_sizes: Mapping[str, int]) -> int:
-        """How many images of a model there is memory for, those that it has included."""
+        """Number of images of a model that there is memory for, including those that it has."""
         with self._changed:
             return self._images_of(model, place_files(file_sizes)[1])
 
@@ -270,26 +270,26 @@ class ImagePool:
         return self._books.ahead(nbytes, model) + len(held)
 
     def trim(self) -> int:
-        """Give all free regions back to the system; returns their bytes."""
+        """Return all free regions to the system. Returns their bytes."""
         with self._changed:
             self._books.look_again()
             struck = self._books.strike_all_off()
         return self._close_all(struck)
 
     def usage(self) -> PoolUsage:
-        """What the pool holds now."""
+        """Present contents and totals of the pool."""
         with self._changed:
             self._books.look_again()
             return self._books.usage()
 
     def holdings(self) -> list[Holding]:
-        """Who has which image, the longest held first."""
+        """All images with their holders, the longest held first."""
         with self._changed:
             self._books.look_again()
             return self._holdings()
 
     def waiting(self) -> list[Waiting]:
-        """Who waits for an image, the first in line first; those that have just come are not among them."""
+        """Requests that wait for an image, in the order of the queue; requests that were not tried yet are left out."""
         with self._changed:
             return [
                 Waiting(request.owner, request.nbytes, request.seconds, request.reason)
@@ -301,7 +301,7 @@ class ImagePool:
         """Room for images in memory and on disk.
 
         Raises:
-            WeighbridgeError: the spill folder cannot be asked.
+            WeighbridgeError: the spill folder's file system cannot be read.
         """
         with self._changed:
             self._books.look_again()
@@ -324,12 +324,12 @@ class ImagePool:
         if image_decisions.offer(nbytes, memory, in_memory=True):
             return memory, image_decisions.NO_SPACE
         if nbytes <= memory.ceiling and any(making.ahead for making in self._making):
-            # it is there in a moment, and can be had or given up: memory is worth that wait
+            # a region made ahead is done in a moment, and can then be reused or returned: memory is worth that wait
             return memory, image_decisions.NO_SPACE
         return memory, self._disk()
 
     def _memory_for(self, request: ImageRequest) -> Space:
-        """Room in memory for an image. A free region asks nothing of the machine, whose limits take a millisecond to read."""
+        """Room in memory for an image. Reuse of a free region needs no headroom, whose limits take a millisecond to read."""
         self._books.look_again()
         there = self._books.space(
             in_memory=True, budget=self._budget, room=Headroom(0, 0), model=request.owner.model
@@ -352,7 +352,7 @@ class ImagePool:
     def _image(self, region: Region, sizes: Mapping[str, int], owner: ImageOwner) -> Image:
         if region.model != owner.model:
             if region.model:
-                self._recall(region)  # those who write one model's versions have no business in another's
+                self._recall(region)  # writers of one model's versions must not write to another's
             region.model = owner.model
         image = Image(region, sizes, owner, self._give_back)
         with self._changed:
@@ -360,7 +360,7 @@ class ImagePool:
         return image
 
     def _make(self, request: ImageRequest, *, in_memory: bool) -> Region:
-        """A region for which room is reserved already. Takes the lock only for the books."""
+        """Make a region for which room is reserved already. Takes the lock only for the books."""
         left = request.nbytes
 
         def allocated(nbytes: int) -> None:
@@ -386,7 +386,7 @@ class ImagePool:
     def _give_back(self, image: Image, region: Region) -> None:
         holding = image.holding
         if region.was_left_open and not region.in_memory:
-            # not every file system can say who has a file open; its room comes back when the last reader has gone
+            # not every file system knows which processes have a file open; its room is freed when the last reader closes it
             with self._changed:
                 self._books.forget(region.capacity, in_memory=False)
                 self._changed.notify_all()
@@ -401,7 +401,7 @@ class ImagePool:
         self._close_all(surplus)
 
     def _close_all(self, regions: list[Region]) -> int:
-        """Close regions; returns their bytes. One that other processes do not let go of stays in the books until they do."""
+        """Close regions. Returns their bytes. A region that other processes keep mapped stays in the books until they unmap it."""
         for region in regions:
             self._recall(region)
         until = time.monotonic() + _LET_GO_SECONDS
@@ -418,7 +418,7 @@ class ImagePool:
     @staticmethod
     def _is_let_go(region: Region, until: float) -> bool:
         if not region.in_memory:
-            return True  # not every file system can say who has a file open; its room comes back with the last reader
+            return True  # not every file system knows which processes have a file open; its room is freed with the last reader
         region.left_open()
         while region.in_use_elsewhere():
             if time.monotonic() > until:

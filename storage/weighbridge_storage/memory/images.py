@@ -1,7 +1,7 @@
-"""Images: the buffers in which versions are put together, and who may still be using them.
+"""Images: the buffers in which versions are assembled, with the holds of their users.
 
-An image holds the bytes of a version's files as they will finally stand, each file from a page boundary on, in one region
-of shared memory or of an unlinked file on local disk. `image_pool` makes them.
+An image holds the final bytes of a version's files, each file from a page boundary on, in one region of shared memory or of an
+unlinked file on local disk. `image_pool` makes them.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from weighbridge_storage.stores.objects import ByteArray
 
 
 class Hold:
-    """Keeps what somebody reads as it is until it is released; a context manager."""
+    """A reader's hold: keeps what it reads unchanged until it is released. A context manager."""
 
     def __init__(self, end: Callable[[], None]) -> None:
         self._end: Callable[[], None] | None = end
         self._lock = threading.Lock()
 
     def release(self) -> None:
-        """End the hold. Doing it again does nothing."""
+        """End the hold. Repeating it does nothing."""
         with self._lock:
             end, self._end = self._end, None
         if end is not None:
@@ -43,7 +43,7 @@ class Hold:
 
 
 def together(*holds: Hold) -> Hold:
-    """Several holds as one."""
+    """One hold that releases several."""
 
     def end() -> None:
         for hold in holds:
@@ -55,8 +55,8 @@ def together(*holds: Hold) -> Hold:
 class Image:
     """Buffers for the files of one version. Made by an `ImagePool`.
 
-    Whoever acquired it holds it until `release`; others take a `hold` for as long as they use it. When the last of them is
-    done, the region goes back to the pool, and arrays over it that somebody kept will show another version's bytes.
+    The caller that acquired it holds it until `release`; other users take a `hold` as long as they use it. When the last hold ends,
+    the region goes back to the pool, and arrays over it that a caller has kept will show another version's bytes.
 
     Attributes:
         sizes: size of each file in bytes.
@@ -76,7 +76,7 @@ class Image:
         self._nbytes, self._in_memory = region.capacity, region.in_memory
         self._done = done
         self._lock = threading.Lock()
-        self._holds: dict[int, float] = {}  # when each began, by its number; that of the acquirer is 1
+        self._holds: dict[int, float] = {}  # start of each hold, by its number; that of the acquirer is 1
         self._count = 0
         self._frozen = False
         self._used_at = time.monotonic()
@@ -85,10 +85,10 @@ class Image:
 
     @property
     def buffers(self) -> Mapping[str, ByteArray]:
-        """A writable array of bytes for each file. What it holds at first is undefined.
+        """A writable array of bytes for each file; its initial content is undefined.
 
         Raises:
-            FailedPrecondition: the image is frozen, or was given back.
+            FailedPrecondition: the image is frozen, or was returned to the pool.
         """
         if self._frozen:
             raise FailedPrecondition("the image is complete and can no longer be written")
@@ -96,28 +96,28 @@ class Image:
 
     @property
     def read_only_buffers(self) -> Mapping[str, ByteArray]:
-        """An array of bytes for each file that cannot be written through.
+        """A read-only array of bytes for each file.
 
         Raises:
-            FailedPrecondition: the image was given back.
+            FailedPrecondition: the image was returned to the pool.
         """
         return self._cut(self._live().readable)
 
     @property
     def region(self) -> Region:
-        """Where it lies; valid as long as the image is held.
+        """The region that it lies in; valid as long as the image is held.
 
         Raises:
-            FailedPrecondition: the image was given back.
+            FailedPrecondition: the image was returned to the pool.
         """
         return self._live()
 
     @property
     def file_bytes(self) -> dict[str, FileBytes]:
-        """Each file, for reading.
+        """Reader of each file, by name.
 
         Raises:
-            FailedPrecondition: the image was given back.
+            FailedPrecondition: the image was returned to the pool.
         """
         region = self._live()
 
@@ -138,7 +138,7 @@ class Image:
 
     @property
     def holding(self) -> Holding:
-        """Who has it, and why."""
+        """Its holder, and the reason why it is held."""
         with self._lock:
             readers = [since for number, since in self._holds.items() if number > 1]
             if 1 not in self._holds:
@@ -152,18 +152,18 @@ class Image:
 
     @property
     def used_at(self) -> float:
-        """When a hold on it last began or ended, in seconds of the monotonic clock."""
+        """Time at which a hold on it last began or ended, in seconds of the monotonic clock."""
         return self._used_at
 
     def freeze(self) -> None:
-        """Refuse `buffers` from now on. Writable arrays that were handed out before stay writable."""
+        """Refuse `buffers` from now on. Writable arrays that were handed out earlier stay writable."""
         self._frozen = True
 
     def hold(self) -> Hold:
-        """Keep the image from going back to the pool.
+        """Keep the image from being returned to the pool.
 
         Raises:
-            FailedPrecondition: it already has.
+            FailedPrecondition: it already was.
         """
         with self._lock:
             self._live()
@@ -172,7 +172,7 @@ class Image:
             return Hold(functools.partial(self._drop, self._count))
 
     def release(self) -> None:
-        """End the acquirer's own hold. Doing it again does nothing."""
+        """End the acquirer's own hold. Repeating it does nothing."""
         self._acquirers.release()
 
     def _is_kept_by_readers(self, region: Region) -> bool:
@@ -200,7 +200,7 @@ class Image:
 
 
 def place_files(sizes: Mapping[str, int]) -> tuple[dict[str, int], int]:
-    """Where files start when each begins on a page of its own, and the bytes needed for all: whole pages, at least one.
+    """Offset of each file if each begins on its own page, and the bytes needed for all: whole pages, at least one.
 
     Raises:
         InvalidArgument: a size is negative.

@@ -1,9 +1,8 @@
 """Memory limits of this process: its control groups, its address space, and the machine it runs on.
 
-Images are shared memory, which the kernel charges to the control group that touches it first and takes from nobody else: over
-the limit, it ends a process. So a limit is read before memory is taken. Each of them counts: a control group, every one that
-it is part of, and what is left on the machine. Page cache can be taken back and is not counted as used, unless it waits to be
-written.
+Images are shared memory, which the kernel charges to the first control group that touches it and does not reclaim: over the limit,
+it kills a process. So a limit is read before memory is taken. All limits count: the process's control group, each of its ancestors,
+and the memory left on the machine. Page cache can be reclaimed and does not count as used, unless it waits to be written.
 
 Sources: Linux, Documentation/admin-guide/cgroup-v2.rst ("Memory") and cgroup-v1/memory.rst; proc(5).
 """
@@ -20,7 +19,7 @@ from weighbridge._core.text.sizes import readable_size
 from weighbridge_storage.stores.objects import error_for
 
 UNLIMITED = 1 << 62
-"""More than any machine has. The first version of control groups writes a number near 2**63 where there is no limit."""
+"""More than any machine has. Control groups of version 1 give a number near 2**63 where there is no limit."""
 HOST = "this machine"
 _MEMORY_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
 _ESCAPED = re.compile(r"\\([0-7]{3})")
@@ -30,12 +29,12 @@ _KIB = 1024
 
 @dataclass(frozen=True, slots=True)
 class MemoryLimit:
-    """One limit on what this process may use, alone or together with others.
+    """One limit on memory, of this process alone or together with others.
 
     Attributes:
-        name: what sets it.
+        name: name of the limit, for messages.
         limit: most bytes.
-        used: bytes in use that cannot be taken back.
+        used: bytes in use that cannot be reclaimed.
     """
 
     name: str
@@ -54,7 +53,7 @@ class MemoryReading:
 
     Attributes:
         limits: each of them; at least one.
-        private: bytes of memory that this process and its helpers alone have.
+        private: bytes of private memory of this process and its helpers.
     """
 
     limits: tuple[MemoryLimit, ...]
@@ -67,12 +66,12 @@ class MemoryReading:
 
     @property
     def available(self) -> int:
-        """Bytes that all limits leave."""
+        """Bytes that are left under all limits."""
         return self.tightest.available
 
     @property
     def most(self) -> int:
-        """Bytes that this process could have if nobody else used any."""
+        """Bytes that this process could have if no other process used any."""
         return min(limit.limit for limit in self.limits)
 
 
@@ -83,7 +82,7 @@ class DiskReading:
     Attributes:
         folder: a folder on it.
         size: its bytes.
-        available: of these, bytes that this user can still have.
+        available: bytes of it that this user can still have.
         in_memory: whether it keeps its files in memory.
     """
 
@@ -101,10 +100,10 @@ class Mount:
     """A line of ``/proc/self/mountinfo``.
 
     Attributes:
-        root: which folder of the file system is mounted.
-        point: where.
+        root: the folder of the file system that is mounted.
+        point: mount point.
         kind: the file system's type.
-        options: of the file system; for control groups of the first version, the controllers.
+        options: options of the file system; for control groups of version 1, the controllers.
     """
 
     root: PurePosixPath
@@ -114,7 +113,7 @@ class Mount:
 
 
 def parse_mounts(text: str) -> list[Mount]:
-    """The mounts in ``/proc/self/mountinfo``, in its order. Lines that are not understood are left out."""
+    """The mounts in ``/proc/self/mountinfo``, in its order. Malformed lines are left out."""
     found = []
     for line in text.splitlines():
         before, separator, after = line.partition(" - ")
@@ -130,14 +129,14 @@ def _unescaped(text: str) -> str:
 
 
 def group_folders(cgroup: str, mounts: Iterable[Mount]) -> list[tuple[int, list[PurePosixPath]]]:
-    """Folders of the memory control groups that a process is in, for each version of them that is mounted.
+    """Folders of the memory control groups that a process is in, for each mounted version.
 
     Args:
         cgroup: content of ``/proc/self/cgroup``.
-        mounts: what is mounted.
+        mounts: all mounts.
 
     Returns:
-        The version, 1 or 2, and the folders: the process's own group first, then what it is part of, as far as can be seen.
+        The version, 1 or 2, and the folders: the process's own group first, then its ancestors, as far as they are visible.
     """
     found = []
     for line in cgroup.splitlines():
@@ -160,7 +159,7 @@ def group_folders(cgroup: str, mounts: Iterable[Mount]) -> list[tuple[int, list[
 
 
 def _upwards(mount: Mount, path: PurePosixPath) -> list[PurePosixPath]:
-    """A group's folder and those above it. Of a group outside of what is mounted, only the mount itself can be seen."""
+    """A group's folder and its ancestors. Of a group outside of the mount, only the mount itself is visible."""
     inside = path.relative_to(mount.root) if path.is_relative_to(mount.root) else PurePosixPath()
     if ".." in inside.parts:
         inside = PurePosixPath()
@@ -172,9 +171,9 @@ def group_limit(version: int, name: str, files: Mapping[str, str]) -> MemoryLimi
     """The limit of one control group; None if it has none.
 
     Args:
-        version: of control groups, 1 or 2.
+        version: version of control groups, 1 or 2.
         name: the group's path.
-        files: content of those of its files that there are, by name.
+        files: content of its files by name; missing ones are left out.
     """
     usage = _number(files.get("memory.current" if version == 2 else "memory.usage_in_bytes", ""))
     stat = parse_fields(files.get("memory.stat", ""))
@@ -192,7 +191,7 @@ def group_limit(version: int, name: str, files: Mapping[str, str]) -> MemoryLimi
 
 
 def _reclaimable(version: int, stat: Mapping[str, int]) -> int:
-    """Page cache that can be dropped at once. Shared memory is not part of these lists."""
+    """Page cache that can be reclaimed at once. Shared memory is not part of these lists."""
     prefix = "" if version == 2 else "total_"
     dirty, writing = ("file_dirty", "file_writeback") if version == 2 else ("total_dirty", "total_writeback")
     clean = stat.get(f"{prefix}inactive_file", 0) + stat.get(f"{prefix}active_file", 0)
@@ -210,13 +209,13 @@ def parse_fields(text: str) -> dict[str, int]:
 
 
 def _number(text: str) -> int | None:
-    """The number in a control group's file; None for ``max`` and for what is no number."""
+    """The number in a control group's file; None for ``max`` and anything else that is no number."""
     text = text.strip()
     return int(text) if text.isdigit() else None
 
 
 def host_limit(meminfo: str) -> MemoryLimit | None:
-    """What the machine has, from ``/proc/meminfo``; None if that does not say it."""
+    """Limit of the machine, from ``/proc/meminfo``; None if a field is missing."""
     fields = parse_fields(meminfo)
     if "MemTotal" not in fields or "MemAvailable" not in fields:
         return None
@@ -236,20 +235,20 @@ _helpers: set[int] = set()
 
 
 def count_helper(pid: int) -> None:
-    """From now on, count the memory of a process that works for this one as this one's own."""
+    """Count the memory of a helper process as part of this one's from now on."""
     _helpers.add(pid)
 
 
 def forget_helper(pid: int) -> None:
-    """Count it no more: it has ended."""
+    """Stop counting a helper process, which has ended."""
     _helpers.discard(pid)
 
 
 def read_memory(root: Path = Path("/")) -> MemoryReading:
-    """All limits as they are now.
+    """Read all limits.
 
     Args:
-        root: folder that stands for ``/``.
+        root: folder to use as ``/``.
     """
     process = root / "proc" / "self"
     status = _read(process / "status")
@@ -281,7 +280,7 @@ def _group_files(root: Path, folder: PurePosixPath) -> dict[str, str]:
 
 
 def _read(path: Path) -> str:
-    """A file's content; nothing if it is not there or cannot be read."""
+    """A file's content; empty if it cannot be read."""
     try:
         return path.read_text("utf-8", "replace")
     except OSError:
@@ -289,14 +288,14 @@ def _read(path: Path) -> str:
 
 
 def read_disk(folder: str | os.PathLike[str], root: Path = Path("/")) -> DiskReading:
-    """The file system of a folder as it is now.
+    """Read the size and the free space of a folder's file system.
 
     Args:
-        folder: a folder that is there.
-        root: folder that stands for ``/`` in looking for mounts.
+        folder: an existing folder.
+        root: folder to use as ``/`` when looking for mounts.
 
     Raises:
-        WeighbridgeError: it cannot be asked.
+        WeighbridgeError: the file system cannot be read.
     """
     path = os.path.realpath(folder)
     try:
@@ -314,12 +313,12 @@ def read_disk(folder: str | os.PathLike[str], root: Path = Path("/")) -> DiskRea
 
 
 def kind_of_file_system(path: PurePosixPath, mounts: Iterable[Mount]) -> str:
-    """The type of the file system that a path lies on; empty if that is not known."""
+    """The type of the file system that a path lies on; empty if not known."""
     return max(_holding(path, mounts), default=(0, 0, ""))[2]
 
 
 def _holding(path: PurePosixPath, mounts: Iterable[Mount]) -> Iterator[tuple[int, int, str]]:
-    """The mounts above a path: the deepest, and of those at one point the last, is the one that it lies on."""
+    """Depth, index and type of the mounts above a path: the largest is the mount that the path lies on."""
     for number, mount in enumerate(mounts):
         if path.is_relative_to(mount.point):
             yield len(mount.point.parts), number, mount.kind

@@ -1,7 +1,7 @@
 """Comparison of stored bytes with their digests while they are read.
 
-XXH3-128 takes bytes in order, and readers take them as they like: several connections share one stream, ranks of an engine take parts of
-tensors. So what comes next is hashed as it passes by; what comes before its turn is noted, and read once more when its turn is there. A
+XXH3-128 takes bytes in order, and readers read them in any order: several connections share one stream, ranks of an engine read parts of
+tensors. So bytes that come next are hashed as they are read; the ranges of others are noted, and read once more when it is their turn. A
 digest is compared each time all of its bytes have been read.
 """
 
@@ -21,22 +21,22 @@ from weighbridge.errors import DataLoss
 
 Data: TypeAlias = bytes | memoryview
 Again = Callable[[int, int], Data]
-"""Reads so many bytes of the file once more, from an offset on."""
+"""Read a range of the file once more: called with offset and number of bytes."""
 
 _STEP_BYTES = 1 << 20
 _STALE_SECONDS = 5.0
-"""After how long without a read it is begun anew with the next one that begins with the first byte."""
+"""Seconds without a read after which a read of the first byte restarts the hash."""
 
 
 @dataclass(frozen=True, slots=True)
 class DigestedRange:
-    """Bytes of a file of which the digest is known.
+    """A range of a file with its digest.
 
     Attributes:
-        name: what they are, for messages.
-        offset: of the first one in the file.
-        nbytes: how many; at least one.
-        xxh3_128: as 32 hex digits.
+        name: name of the range, for messages.
+        offset: offset of its first byte in the file.
+        nbytes: number of bytes; at least one.
+        xxh3_128: its digest, as 32 hex digits.
     """
 
     name: str
@@ -46,17 +46,17 @@ class DigestedRange:
 
     @property
     def end(self) -> int:
-        """One past the last byte."""
+        """Offset after the last byte."""
         return self.offset + self.nbytes
 
 
 def differs(what: str, file: str, title: str) -> DataLoss:
-    """The error of bytes that do not agree with their digest.
+    """The error to raise for bytes that do not match their digest.
 
     Args:
-        what: they are, such as a tensor's name; the file's name for all of it.
-        file: of the version.
-        title: of the version.
+        what: name of the bytes, such as a tensor's name; the file's name for the whole file.
+        file: name of the version's file.
+        title: name of the version.
     """
     named = f"{file} of {title}" if what == file else f"{what} in {file} of {title}"
     return DataLoss(
@@ -67,7 +67,7 @@ def differs(what: str, file: str, title: str) -> DataLoss:
 
 
 def parts_between(parts: Sequence[DigestedRange], start: int, end: int) -> Iterator[DigestedRange]:
-    """Those of some parts of a file, disjoint and sorted by offset, that have bytes in a range of it."""
+    """The parts, disjoint and sorted by offset, that have bytes between ``start`` and ``end``."""
     first = max(bisect.bisect_right(parts, start, key=lambda part: part.offset) - 1, 0)
     for index in range(first, len(parts)):
         part = parts[index]
@@ -78,14 +78,14 @@ def parts_between(parts: Sequence[DigestedRange], start: int, end: int) -> Itera
 
 
 class ReadChecks:
-    """Comparison of one file's bytes, as they are read by any number of readers. Thread-safe.
+    """Comparison of one file's bytes as any number of readers read them. Thread-safe.
 
-    A part that did not agree once is refused from then on: other readers may have the rest of it still to come.
+    A part that did not match once is refused from then on: other readers may have read only some of its bytes yet.
 
     Args:
         file: name of the file.
-        title: of its version.
-        parts: of the file, disjoint and sorted by offset.
+        title: name of its version.
+        parts: digested parts of the file, disjoint and sorted by offset.
         again: reads bytes once more; None where that costs too much: then only parts that are read in order are compared.
     """
 
@@ -101,19 +101,19 @@ class ReadChecks:
 
     @property
     def damaged(self) -> bool:
-        """Whether a part did not agree."""
+        """Whether a part did not match its digest."""
         return bool(self._damaged)
 
     @property
     def damaged_at(self) -> float:
-        """When a part did not agree the last time, in seconds of the monotonic clock."""
+        """When a part last did not match, in seconds of the monotonic clock."""
         return self._damaged_at
 
     def took(self, start: int, data: Data) -> None:
-        """Bytes were read, from ``start`` on.
+        """Hash bytes that were read from ``start`` on.
 
         Raises:
-            DataLoss: they are the last of a part, and it does not agree with its digest; or it did not once.
+            DataLoss: they complete a part that does not match its digest; or a part of them did not match earlier.
         """
         view = memoryview(data)
         self._check(start, start + len(view))
@@ -142,7 +142,7 @@ class ReadChecks:
 
 
 class _Passing:
-    """A part of which some bytes have been read since it was compared the last time."""
+    """A part with some bytes read since it was last compared."""
 
     def __init__(self, part: DigestedRange) -> None:
         self._part = part
@@ -157,14 +157,14 @@ class _Passing:
         self._taken_at = time.monotonic()
 
     def take(self, start: int, data: memoryview, again: Again | None) -> bool | None:
-        """Take bytes; whether all of them agree, once, when the last have come, and None before."""
+        """Hash bytes. Returns whether the part matches, once, when its last bytes have come, and None otherwise."""
         with self._lock:
             if self._ended:
                 return None
             end = start + len(data)
             now = time.monotonic()
             if start == self._part.offset and now - self._taken_at > _STALE_SECONDS:
-                self._begin()  # who read before has broken off, and the bytes may have changed since
+                self._begin()  # an earlier reader broke off, and the bytes may have changed since
             self._taken_at = now
             if start > self._position:
                 if again is not None:

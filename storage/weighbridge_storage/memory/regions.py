@@ -1,8 +1,8 @@
-"""Regions of memory or disk that images lie in: who else may write to them, and how another process gets at them.
+"""Regions of memory or disk that images lie in, and their descriptors in other processes.
 
-A region is a piece of shared memory, or of a file on local disk that has no name. Other processes are given descriptors of their
-own, opened anew, so that the kernel counts them: it can be asked whether any process but this one could still write. A
-descriptor that was only duplicated would not be told from ours. It is asked where a process has not said itself that it writes no more.
+A region is a piece of shared memory, or of an unlinked file on local disk. Each other process gets a descriptor that was opened anew, so
+that the kernel counts it: the kernel can then tell whether any other process could still write. It could not distinguish a duplicated
+descriptor from ours. The kernel is asked only about processes that have not reported the end of their writes themselves.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ log = logging.getLogger(__name__)
 
 PAGE = mmap.PAGESIZE
 _STEP_BYTES = 256 << 20
-"""How much is allocated at a time."""
+"""Bytes that are allocated at a time."""
 
 _serials = itertools.count(1)
 _BOOT = uuid.uuid4().hex
-"""Clients may have seen keys of an earlier process."""
+"""Part of the keys: clients may remember keys of an earlier process."""
 
 
 class _PlainPages:
-    """Whether memory is made in small pages on this machine; told once.
+    """State of the fallback to small pages on this machine, which is logged once.
 
     Attributes:
-        reason: why huge ones are not tried any more; empty if they are.
+        reason: why huge pages are no longer tried; empty if they are.
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class _PlainPages:
         self._told = False
 
     def tell(self, error: OSError) -> None:
-        """Huge pages could not be made: because there are none now, or never."""
+        """Record that huge pages could not be made, now or ever."""
         if error.errno in (errno.EINVAL, errno.ENOSYS, errno.EPERM):
             self.reason = str(error)
         if not self._told:
@@ -70,16 +70,16 @@ class Region:
 
     Args:
         capacity: bytes; a multiple of `PAGE`, at least one.
-        folder: where to make the file; None for shared memory.
-        on_allocated: is told of bytes as they are allocated, which takes time; the last of them before it returns.
+        folder: folder of the file; None for shared memory.
+        on_allocated: called with numbers of bytes as they are allocated, which takes time; for the last ones before this returns.
 
     Raises:
         ResourceExhausted: memory or disk has no room for it.
 
     Attributes:
-        key: names it among all regions of all processes.
+        key: identifies it among all regions of all processes.
         in_memory: whether it is shared memory.
-        model: whose image it was the last time; empty before. To be set by its user.
+        model: model of the image that used it last; empty before. To be set by the caller.
     """
 
     def __init__(
@@ -105,11 +105,11 @@ class Region:
                     nbytes = min(_STEP_BYTES, capacity - start)
                     if self.in_memory:
                         self._make_huge(start, nbytes)
-                    # Without this, a disk that is full would be a SIGBUS in the middle of a copy.
+                    # Without this, a full disk would raise SIGBUS in the middle of a copy.
                     os.posix_fallocate(self.fd, start, nbytes)
                     on_allocated(nbytes)
                 if folder is None:
-                    # Whoever gets the descriptor could cut the memory short under our hands otherwise.
+                    # A process with the descriptor could truncate the memory otherwise.
                     fcntl.fcntl(
                         self.fd,
                         fcntl.F_ADD_SEALS,
@@ -124,20 +124,20 @@ class Region:
         except OSError as error:
             raise error_for(error, what) from error
         if self.in_memory:
-            # A file's pages are not touched: an image there is larger than what memory should hold.
+            # A file's pages are not touched: an image there is larger than memory should hold.
             with suppress(OSError):  # an older kernel: the first copies will fault the pages in
                 advise(self.writable.ctypes.data, capacity, POPULATE_WRITE)
         read_only = memoryview(self._map).toreadonly()
         self.readable: ByteArray = np.frombuffer(read_only, np.uint8, capacity, offset)
 
     def _make_huge(self, start: int, nbytes: int) -> None:
-        """Make a part of shared memory in huge pages, as far as the system has any: that takes a tenth of the time, too."""
+        """Make a part of shared memory in huge pages, as far as the system has any, in a tenth of the time."""
         pages = range(start, start + nbytes - HUGE_PAGE + 1, HUGE_PAGE)
         address = self.writable.ctypes.data
         if not pages or address % HUGE_PAGE or _plain_pages.reason:
             return
         for page in pages:
-            os.posix_fallocate(self.fd, page, PAGE)  # what is empty is not collapsed
+            os.posix_fallocate(self.fd, page, PAGE)  # MADV_COLLAPSE skips empty ranges
         try:
             advise(address + start, len(pages) * HUGE_PAGE, COLLAPSE)
         except OSError as error:
@@ -146,10 +146,10 @@ class Region:
     def reopen(self, *, writable: bool) -> int:
         """A descriptor for another process; to be closed here once it has been sent.
 
-        Whoever has it can map the region, and keeps its memory as long as it does.
+        A process with the descriptor can map the region, and keeps its memory until it closes both.
 
         Args:
-            writable: whether it can be written through, too.
+            writable: whether the descriptor allows writes.
 
         Raises:
             OSError: there is no ``/proc``, or no descriptor left.
@@ -158,18 +158,18 @@ class Region:
         return os.open(f"/proc/self/fd/{self.fd}", flags | os.O_CLOEXEC)
 
     def doubt(self, exited: Callable[[], bool]) -> None:
-        """A process that was writing to it has not said that it writes no more.
+        """Note that a process with write access has not reported the end of its writes.
 
         Args:
-            exited: whether that process is known to have ended.
+            exited: returns whether that process is known to have ended.
         """
         with self._asking:
             self._doubted.append(exited)
 
     def may_change(self) -> bool:
-        """Whether one of those processes may still write to it: it is there, and somebody has the region open for writing.
+        """Whether one of these processes may still write to it: it may be alive, and some process has the region open for writing.
 
-        A region on disk also counts those who can only read it, because the kernel does not tell these apart from its own writer.
+        For a region on disk, processes that can only read count too: the kernel cannot distinguish them because of its own writer.
         """
         with self._asking:
             self._doubted = [exited for exited in self._doubted if not exited()]
@@ -178,16 +178,16 @@ class Region:
             return bool(self._doubted)
 
     def left_open(self) -> None:
-        """A process that was reading it has gone away without a word, and may still have it mapped."""
+        """Note that a process that was reading it has disconnected without releasing it, and may still have it mapped."""
         self._left_open = True
 
     @property
     def was_left_open(self) -> bool:
-        """Whether that was said of it, and not seen to be over."""
+        """Whether `left_open` was called, and that process may still have it mapped."""
         return self._left_open
 
     def in_use_elsewhere(self) -> bool:
-        """Whether it must not be used for something else: it `may_change`, or is still read by one who has `left_open`."""
+        """Whether it must not be reused: it `may_change`, or a process that has `left_open` may still read it."""
         if self.may_change():
             return True
         with self._asking:
@@ -196,21 +196,21 @@ class Region:
             return self._left_open
 
     def _is_open_elsewhere(self, kind: int) -> bool:
-        """Whether others can write to it (F_RDLCK), or have it open at all (F_WRLCK)."""
+        """Whether other processes can write to it (F_RDLCK), or have it open at all (F_WRLCK)."""
         try:
             if not self.in_memory:
                 return not _can_be_leased(self.fd, fcntl.F_WRLCK)
-            # the descriptor that memory was made with is not counted; those that are opened later are
+            # the kernel does not count the descriptor that the memory was made with, only later ones
             fd = os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
             try:
                 return not _can_be_leased(fd, kind)
             finally:
                 os.close(fd)
         except OSError:
-            return True  # who cannot be asked about is taken for being there; it is asked again
+            return True  # assume that a process has it open; callers ask again
 
     def close(self) -> None:
-        """Give it back to the system; an array over it that somebody kept still keeps its memory."""
+        """Return it to the system; an array over it that a caller has kept still keeps its memory."""
         del self.writable, self.readable, self._map
         self._release()
 
@@ -223,18 +223,18 @@ def _open_unlinked(folder: str, capacity: int) -> int:
     """A new file without a name, if there is room for it."""
     status = os.statvfs(folder)
     if status.f_bavail * status.f_frsize < capacity:
-        # Found out before the disk is filled to the last byte, which others may be writing to.
+        # Raise before the disk is full, as other processes may be writing to it.
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), folder)
     with tempfile.TemporaryFile(dir=folder, prefix=".image-", buffering=0) as file:
         return os.dup(file.fileno())
 
 
 def _can_be_leased(fd: int, kind: int) -> bool:
-    """Whether the kernel grants a file lease: F_RDLCK if nobody has the file open for writing, F_WRLCK if nobody else at all.
+    """Whether the kernel grants a file lease: F_RDLCK if no process has the file open for writing, F_WRLCK if no other has it open.
 
     Source: fcntl(2), "Leases".
     """
-    # the signal for a lease that is broken ends a process by default; this one is ignored by default
+    # the default signal for a broken lease ends a process; SIGURG is ignored by default
     fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)
     try:
         fcntl.fcntl(fd, fcntl.F_SETLEASE, kind)
@@ -246,9 +246,9 @@ def _can_be_leased(fd: int, kind: int) -> bool:
 
 @functools.cache
 def why_not_lent() -> str:
-    """Why regions cannot be given to other processes on this machine; empty if they can.
+    """Reason why regions cannot be shared with other processes on this machine; empty if they can.
 
-    Tried out once: a second descriptor has to be noticed, and its end as well, be it for writing or for reading.
+    Tested once: the kernel has to report a second descriptor, for writing and for reading, and its close.
     """
     try:
         region = Region(PAGE, None)

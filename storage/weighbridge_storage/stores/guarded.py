@@ -1,11 +1,10 @@
-"""Store whose small calls have a deadline: what waits for a store that hangs waits for seconds, and no caller's thread hangs with it.
+"""Store whose small calls have a deadline: while a store hangs, callers wait for seconds, and none of their threads hangs with it.
 
-A folder on a network file system hangs in system calls for as long as its server is away, and S3 clients try for minutes. Here the calls are
-made by threads of their own, and a caller that has waited for the patience is told that nothing came. From then on a
-breaker (`breaker`) refuses calls at once. No caller is sent ahead to see whether the store is back: one thread of the guard asks it again
-and again until it answers.
+System calls on a network file system hang as long as its server is away, and S3 clients retry for minutes. Here the calls run in threads
+of their own, and a caller that has waited for the patience gets an error. From then on a breaker (`breaker`) refuses calls at once. No
+call of a user tests whether the store is back: one thread of the guard polls it until it answers.
 
-Nothing is tried again here, and nothing is taken back: a write of which the caller was told that its fate is unknown may still land.
+Nothing is retried or undone here: a write whose caller got `DeadlineExceeded` may still be carried out.
 """
 
 from __future__ import annotations
@@ -35,16 +34,16 @@ from weighbridge_storage.threads import ThreadPool
 log = logging.getLogger(__name__)
 
 DEFAULT_PATIENCE = 5.0
-"""Seconds that a small call may take."""
+"""Default timeout of a small call, in seconds."""
 _THREADS = 32
 _PAGE = 1000
-"""Names of a listing that are brought in one call, as many as S3 gives in one response."""
+"""Names of a listing that one call fetches, as many as S3 returns in one response."""
 _BYTES_PER_SECOND = 1 << 20
-"""A write has a second more for each MiB."""
+"""A write has a further second for each MiB."""
 _ASK_EVERY = 1.0
-"""Seconds between two questions whether a silent store is back."""
+"""Seconds between two polls of a silent store."""
 _NOTHING = "probe/nothing"
-"""A key at which nothing lies."""
+"""A key without an object."""
 _FIX = "see whether the object store can be reached from the service; calls go through again as soon as it answers"
 
 T = TypeVar("T")
@@ -52,19 +51,19 @@ Count = Callable[[str, float, bool], None]
 
 
 class GuardedStore(ObjectStore):
-    """A store with a deadline on small calls, and a breaker. Of a large object, say a file of weights, nothing is asked here.
+    """A store with a deadline on small calls, and a breaker. Transfers of large objects, such as files of weights, are not guarded.
 
-    `get`, `size`, `modified_ms`, `read_range`, `delete`, each page of a listing, and `put` of `bytes` are guarded. What is streamed, opened or
-    copied, and `put` of anything else, is passed to the store in the caller's thread.
+    `get`, `size`, `modified_ms`, `read_range`, `delete`, each page of a listing, and `put` of `bytes` are guarded. Streams, opens, copies,
+    and `put` of anything else are passed to the store in the caller's thread.
 
-    Errors that every guarded call may raise besides those of the store: Unavailable (nothing was asked, or nothing came back that was only
-    to be read), and DeadlineExceeded (nothing came back from `put` or `delete`, which may have been carried out, or still will be).
+    Errors that every guarded call may raise besides those of the store: Unavailable (the call was not made, or a read timed out), and
+    DeadlineExceeded (`put` or `delete` timed out; it may have been carried out, or may still be).
 
     Args:
-        store: is closed with this one.
-        patience: seconds that a call may take, and of silence after which calls fail at once.
-        threads: most calls under way at one time. Those that find no thread wait for one, within their deadline.
-        count: is told of each guarded call whether it was to read, write or list, how many seconds it took, and whether it failed.
+        store: the store; it is closed with this one.
+        patience: timeout of a call, and silence after which calls fail at once, in seconds.
+        threads: most concurrent calls. Further calls wait for a thread, within their deadline.
+        count: called after each guarded call with the operation (read, write or list), the seconds it took, and whether it failed.
     """
 
     def __init__(
@@ -86,7 +85,7 @@ class GuardedStore(ObjectStore):
 
     @property
     def silent_seconds(self) -> float:
-        """For how long the store has not answered, so that calls fail at once; 0 while it answers."""
+        """Seconds for which the store has not answered, so that calls fail at once; 0 while it answers."""
         with self._lock:
             return self._breaker.silence(time.monotonic())
 
@@ -107,7 +106,7 @@ class GuardedStore(ObjectStore):
         return self._read(f"reading a part of {key}", lambda: self._store.read_range(key, start, length))
 
     def put(self, key: str, data: Buffer | Iterable[Buffer], *, mode: PutMode) -> str:
-        """See `ObjectStore.put`. What could change under a write that outlives its caller is passed on unguarded: all but `bytes`."""
+        """See `ObjectStore.put`. Only `bytes` are guarded: other data could change under a write that outlives its caller."""
         if not isinstance(data, bytes):
             return self._store.put(key, data, mode=mode)
         seconds = self._patience + len(data) / _BYTES_PER_SECOND
@@ -160,7 +159,7 @@ class GuardedStore(ObjectStore):
 
     def _pages(self, what: str, begin: Callable[[], Iterator[str]]) -> Iterator[str]:
         names = self._read(what, begin, "list")
-        # an iterator that a thread hangs in is not touched again: the error ends this one, too
+        # if a thread hangs in the iterator, no other thread uses it again: the error ends this iterator, too
         while page := self._read(what, lambda: list(islice(names, _PAGE)), "list"):
             yield from page
 
@@ -184,7 +183,7 @@ class GuardedStore(ObjectStore):
             self._count(operation, time.monotonic() - asked, failed)
 
     def _ask(self, what: str, do: Callable[[], T], seconds: float, *, changes: bool) -> T:
-        """What a call gives within so many seconds; ``changes``: whether it may have done something if it gives nothing."""
+        """Result of a call within so many seconds; ``changes``: whether the call may have an effect even if it times out."""
         asked = time.monotonic()
         with self._lock:
             if self._breaker.is_open:
@@ -216,7 +215,7 @@ class GuardedStore(ObjectStore):
         raise Unavailable(f"{what} failed: {_silent(seconds)}", fix=_FIX)
 
     def _observed(self, do: Callable[[], T], asked: float) -> T:
-        """What a call gives; takes note of how it ends."""
+        """Result of a call; records how it ends in the breaker."""
         away = False
         try:
             return do()
@@ -228,10 +227,10 @@ class GuardedStore(ObjectStore):
                 self._breaker = self._breaker.ended(asked, time.monotonic(), away=away)
 
     def _ask_again(self) -> None:
-        """Begin to ask a silent store whether it is back, unless that is being done. The lock is held."""
+        """Start to poll a silent store, unless a thread does already. The lock is held."""
         if not self._asking and not self._closing.is_set():
             threading.Thread(target=self._watch, name="store-watch", daemon=True).start()
-            self._asking = True  # after that: where no thread can be made now, the next call tries again
+            self._asking = True  # after start(): if no thread can be started now, the next call tries again
 
     def _watch(self) -> None:
         begun = time.monotonic()

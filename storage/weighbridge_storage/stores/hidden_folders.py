@@ -15,7 +15,7 @@ FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class HiddenFolders:
-    """The hidden folders of a store that is written to.
+    """The hidden folders of a store, made with its first write.
 
     Attributes:
         locks: descriptor of the folder of locks.
@@ -33,7 +33,7 @@ class HiddenFolders:
         self._release_temp = weakref.finalize(self, os.close, self.temp)
 
     def close(self, root: int) -> None:
-        """Remove the folder for temporary files, and give the descriptors back."""
+        """Remove the folder for temporary files, and close the descriptors."""
         with suppress(OSError):
             os.rmdir(f"{TEMP}/{self._name}", dir_fd=root)
         self._release_temp()
@@ -48,7 +48,7 @@ def _ensure_folder(parent: int, name: str) -> int:
 
 @contextmanager
 def alone_in(temp_root: int) -> Iterator[None]:
-    """Keep others from seeing a sub-folder between its making and its locking."""
+    """Keep other writers from seeing a sub-folder before it is locked."""
     fcntl.flock(temp_root, fcntl.LOCK_EX)
     try:
         yield
@@ -57,7 +57,7 @@ def alone_in(temp_root: int) -> Iterator[None]:
 
 
 def _claim_temp_folder(temp_root: int) -> tuple[str, int]:
-    """A new locked sub-folder, after those that nobody holds any more are removed."""
+    """Make and lock a new sub-folder, after removing those of dead writers. Returns its name and descriptor."""
     with alone_in(temp_root):
         remove_stale(temp_root)
         own = uuid.uuid4().hex
@@ -68,10 +68,10 @@ def _claim_temp_folder(temp_root: int) -> tuple[str, int]:
 
 
 def remove_stale(temp_root: int) -> int:
-    """Remove the sub-folders that nobody holds; gives the number of files in them."""
+    """Remove the sub-folders that no writer has locked. Returns the number of files in them."""
     removed = 0
     for name in os.listdir(temp_root):
-        # Held by a writer that lives, or removed by somebody else.
+        # Locked by a live writer, or removed by another process.
         with suppress(OSError):
             removed += _remove_if_stale(temp_root, name)
     return removed

@@ -1,12 +1,12 @@
 """Object store in a local folder.
 
-An object is the plain file of the same path, so that anything that reads files reads the store. Next to the objects lie
+An object is the plain file of the same path, so that any program that reads files can read the store. Next to the objects lie
 two hidden folders::
 
     .tmp/<uuid>/<uuid>   files being written; each opened store has its own sub-folder and holds a flock on it
     .locks/<00..ff>      flock files; a key's lock is chosen by its hash
 
-They are made with the first write: a store that is only read is left as it is, and may lie on a read-only file system.
+They are made with the first write: a store that is only read is not changed, and may lie on a read-only file system.
 
 A write fills a temporary file, flushes it to the device, takes the key's lock, checks the condition, renames the file to
 its place and flushes the folder. Readers take no lock. All writers of one folder, in whichever process or on whichever
@@ -56,15 +56,15 @@ from weighbridge_storage.stores.outcomes import refused
 ETAG_BY_CONTENT_LIMIT = 64 << 20
 """Objects of up to this many bytes have an etag made from their content, larger ones from the file's identity.
 
-Conditions go on small objects, and hashing 64 MiB takes some milliseconds. A file's identity (inode, time, size) is what is
-cheap for weights; but inodes are used again and clocks tick slowly, so it is not relied on where writers race.
+Conditions are for small objects, and hashing 64 MiB takes some milliseconds. A file's identity (inode, time, size) is cheap for
+weights; but inodes are reused and clocks tick slowly, so it is not relied on where writers race.
 """
 _LOCK_COUNT = 256
 _COPY_PIECE = 8 << 20
 _STREAM_PIECE = 4 << 20
 _INSTALL_ATTEMPTS = 16
 _NOT_THERE = (FileNotFoundError, NotADirectoryError)
-# Nothing has the name, or something has it that is no object: a file among the folders, a symbolic link, a socket.
+# The name does not exist, or belongs to something that is no object: a file in place of a folder, a symbolic link, a socket.
 _NO_OBJECT = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO}
 _CANNOT_LINK = {errno.EMLINK, errno.EPERM, errno.EXDEV, errno.EOPNOTSUPP, errno.ENOSYS, errno.EACCES}
 # O_NONBLOCK: opening a FIFO that someone left in the folder must not wait for its other end.
@@ -74,8 +74,8 @@ _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 class LocalStore(ObjectStore):
     """An object store in a folder, which is made if it is missing.
 
-    Any number of stores, threads and processes may use one folder. What a killed writer left in ``.tmp`` is removed with
-    the first write of the next store; nobody else's files are.
+    Any number of stores, threads and processes may use one folder. The first write of a store removes files that dead writers left
+    in ``.tmp``, and no file of a live one.
 
     Raises:
         Unavailable: the folder cannot be made or read.
@@ -94,7 +94,7 @@ class LocalStore(ObjectStore):
         self._hiding = threading.Lock()
 
     def close(self) -> None:
-        """See `ObjectStore.close`. The folder for temporary files goes with it."""
+        """See `ObjectStore.close`. Removes the folder for temporary files."""
         if not self._release_root.alive:
             return
         if self._hidden is not None:
@@ -169,17 +169,17 @@ class LocalStore(ObjectStore):
     def put(self, key: str, data: Buffer | Iterable[Buffer], *, mode: PutMode) -> str:
         """See `ObjectStore.put`.
 
-        Others may see the new object a moment before it is durable.
+        Readers may see the new object a moment before it is durable.
 
         Raises:
-            FailedPrecondition: the key continues another object's key, or others continue it.
+            FailedPrecondition: the key continues another object's key, or other keys continue it.
         """
         check_key(key)
         what = f"writing {key}"
         temp = uuid.uuid4().hex
         try:
             folder = self._writing().temp
-            # Objects are never changed in place, so nobody gets permission to; a rename over them needs none.
+            # Objects are never changed in place, so the file is read-only; a rename over it needs no permission on it.
             file = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o444, dir_fd=folder)
         except OSError as error:
             raise error_for(error, what) from error
@@ -206,7 +206,7 @@ class LocalStore(ObjectStore):
         return (name for name, is_folder in self._entries(folder) if is_folder)
 
     def delete(self, key: str) -> None:
-        """See `ObjectStore.delete`. Folders that it leaves empty go with it."""
+        """See `ObjectStore.delete`. Also removes folders that become empty."""
         try:
             with self._folder_of(key) as (folder, name), self._locked(key):
                 os.unlink(name, dir_fd=folder)
@@ -222,7 +222,7 @@ class LocalStore(ObjectStore):
         check_key(target)
         what = f"copying {source} to {target}"
         temp = uuid.uuid4().hex
-        self.size(source)  # refuses what is no object: a link to a symbolic link would be one as well
+        self.size(source)  # refuses anything that is no object: a link to a symbolic link would be one as well
         try:
             own = self._writing().temp
             with self._folder_of(source) as (folder, name):
@@ -245,7 +245,7 @@ class LocalStore(ObjectStore):
     def discard_unfinished(
         self, prefix: str, older_than_s: float, *, only: Callable[[str], bool] | None = None
     ) -> int:
-        """See `ObjectStore.discard_unfinished`. A lock tells who is dead, so neither keys nor ages are looked at."""
+        """See `ObjectStore.discard_unfinished`. Locks show which writers are dead, so keys and ages are ignored."""
         check_prefix(prefix)
         try:
             temp_root = os.open(TEMP, FOLDER_FLAGS, dir_fd=self._root)
@@ -260,7 +260,7 @@ class LocalStore(ObjectStore):
             raise error_for(error, "removing what dead writers left") from error
 
     def _writing(self) -> HiddenFolders:
-        """The hidden folders, for who is about to write."""
+        """The hidden folders, made if needed before a write."""
         with self._hiding:
             if self._hidden is None:
                 self._hidden = HiddenFolders(self._root)
@@ -277,7 +277,7 @@ class LocalStore(ObjectStore):
                     os.fsync(folder)
                 return
             except FileNotFoundError:
-                # A deletion of the last other object in the folder removed it under our hands: make it again.
+                # A concurrent deletion of the last other object in the folder removed the folder: make it again.
                 continue
             except (NotADirectoryError, IsADirectoryError) as error:
                 raise FailedPrecondition(
@@ -301,7 +301,7 @@ class LocalStore(ObjectStore):
                         os.mkdir(folder, dir_fd=current)
                         self._flushed.discard(path)
                     if path not in self._flushed:
-                        # Also when another writer has just made it: it may not have come to flush it yet.
+                        # Also if another writer has just made it: that writer may not have flushed it yet.
                         os.fsync(current)
                         self._flushed.add(path)
                 current, parent = os.open(folder, FOLDER_FLAGS, dir_fd=current), current
@@ -332,7 +332,7 @@ class LocalStore(ObjectStore):
 
     @contextmanager
     def _locked(self, key: str) -> Iterator[None]:
-        """Keep out all others who want to replace or remove this object."""
+        """Exclude all other writers that replace or remove this object."""
         name = f"{xxhash.xxh3_64_intdigest(key.encode()) % _LOCK_COUNT:02x}"
         flags = os.O_RDONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         lock = os.open(name, flags, 0o666, dir_fd=self._writing().locks)
@@ -341,15 +341,15 @@ class LocalStore(ObjectStore):
             try:
                 yield
             finally:
-                # Closing would not do: a child forked meanwhile has the same open file.
+                # Closing would not unlock: a child forked in the meantime has the same open file.
                 fcntl.flock(lock, fcntl.LOCK_UN)
         finally:
             os.close(lock)
 
     def _entries(self, path: str) -> Sequence[tuple[str, bool]]:
-        """Names of the files and folders in a folder of the store, and which are folders; none if it is not there.
+        """Names of the files and folders in a folder of the store, with whether each is a folder; empty if it does not exist.
 
-        Others may have put anything there: what no key can name is no object of the store.
+        Other programs may have put files there: those that no key can name are skipped.
         """
         prefix = f"{path}/" if path else ""
         found = []
@@ -383,7 +383,7 @@ class LocalStore(ObjectStore):
                     yield key
 
     def _prune(self, key: str) -> None:
-        """Remove the folders that an object's deletion left empty: other stores have none."""
+        """Remove folders that a deletion left empty: other stores have no empty folders."""
         path = key
         while "/" in path:
             path = path.rpartition("/")[0]
@@ -421,17 +421,17 @@ def _current_etag(folder: int, name: str) -> str | None:
 
 
 def _etag(status: os.stat_result, content: bytes) -> str:
-    """A file's etag. The content is not looked at if it is over the limit."""
+    """A file's etag. Content over the limit is ignored."""
     if status.st_size <= ETAG_BY_CONTENT_LIMIT:
         return xxhash.xxh3_128_hexdigest(content)
     return f"{status.st_size:x}-{status.st_mtime_ns:x}-{status.st_ino:x}"
 
 
 def _fill(file: int, data: Buffer | Iterable[Buffer], what: str) -> str:
-    """Write all of ``data`` to an open file and flush it to the device; returns its etag."""
+    """Write all of ``data`` to an open file and flush it to the device. Returns its etag."""
     content = xxhash.xxh3_128()
     size = 0
-    # Errors of the caller's iterator pass through unchanged; only our own are translated.
+    # Errors of the caller's iterator pass through unchanged; only errors of the file are translated.
     for view in pieces_of(data):
         size += len(view)
         if size <= ETAG_BY_CONTENT_LIMIT:

@@ -1,7 +1,7 @@
-"""Contract of an object store, whichever it is.
+"""Interface of an object store.
 
 A store maps keys such as ``models/acme/smol/head.json`` to bytes. Objects are written whole: a reader sees the old
-object or the new one, never half of one. A write can be made conditional; that is the only coordination there is.
+object or the new one, never half of one. Conditional writes are the only coordination between writers.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ MAX_KEY_LENGTH = 1024
 MAX_COMPONENT_LENGTH = 255
 """Most bytes between two slashes of a key; the limit of file systems."""
 MOST_WHOLE_BYTES = 1 << 30
-"""Longest object that is read whole, by `ObjectStore.get`. Documents and what is registered are far shorter; weights are read in parts."""
+"""Longest object that `ObjectStore.get` reads whole. Documents and registered files are far shorter; weights are read in parts."""
 
 ByteArray: TypeAlias = NDArray[np.uint8]
 Buffer: TypeAlias = bytes | bytearray | memoryview | NDArray[Any]
-"""Contiguous memory, of which a store takes the bytes."""
+"""Contiguous memory, whose bytes a store writes."""
 
 
 @dataclass(frozen=True, slots=True)
 class IfMatch:
-    """Write only if the object is there and its etag is still this one."""
+    """Condition of a write: the object exists and its etag is still this one."""
 
     etag: str
 
@@ -48,7 +48,7 @@ PutMode: TypeAlias = Literal["create", "overwrite"] | IfMatch
 
 
 class ObjectStore(ABC):
-    """The port. All methods may be called from any thread, and from several processes at a time.
+    """Interface of all stores. All methods may be called from any thread, and from several processes at a time.
 
     Errors that every method may raise besides those it names: InvalidArgument (`check_key` refuses the key),
     ResourceExhausted (no room, quota or file handles left), Unavailable (the store cannot be reached or refuses
@@ -57,7 +57,7 @@ class ObjectStore(ABC):
 
     @property
     def is_near(self) -> bool:
-        """Whether its objects are files of this machine, which cost little to read once more."""
+        """Whether its objects are files of this machine, so that repeated reads cost little."""
         return False
 
     @abstractmethod
@@ -66,7 +66,7 @@ class ObjectStore(ABC):
 
         Raises:
             NotFound: there is no such object.
-            DataLoss: it is longer than `MOST_WHOLE_BYTES`, which nothing is that is read so.
+            DataLoss: it is longer than `MOST_WHOLE_BYTES`, which no object is that Weighbridge reads whole.
         """
 
     @abstractmethod
@@ -74,17 +74,16 @@ class ObjectStore(ABC):
         """Write an object: atomically, and durable on return.
 
         Args:
-            key: where.
-            data: the content, or the pieces that make it up one after another. If the pieces end in an exception,
-                nothing is written.
-            mode: ``"create"`` (there must be no object yet), ``"overwrite"`` (there may be), or `IfMatch`.
+            key: key of the object.
+            data: the content, or its pieces in order. If the iterator of the pieces raises, nothing is written.
+            mode: ``"create"`` (there must be no object yet), ``"overwrite"`` (there may be one), or `IfMatch`.
 
         Returns:
             The new object's etag.
 
         Raises:
             Conflict: the condition does not hold; nothing was written.
-            DeadlineExceeded: whether it was written, or still will be, could not be found out.
+            DeadlineExceeded: it is unknown whether it was written, or still will be.
         """
 
     @abstractmethod
@@ -97,7 +96,7 @@ class ObjectStore(ABC):
 
     @abstractmethod
     def modified_ms(self, key: str) -> int:
-        """When an object was written, by the store's clock: in milliseconds since 1970 UTC. Some stores round down to seconds.
+        """Time at which an object was written, by the store's clock, in milliseconds since 1970 UTC. Some stores round down to seconds.
 
         Raises:
             NotFound: there is no such object.
@@ -114,9 +113,9 @@ class ObjectStore(ABC):
 
     @abstractmethod
     def stream(self, key: str) -> Iterator[bytes | memoryview]:
-        """The whole object, all of one etag, in pieces one after another; each is only valid until the next is taken.
+        """The whole object, all of one etag, in consecutive pieces; each is only valid until the next is taken.
 
-        A remote store brings what comes next meanwhile, and holds a bounded part of the object in memory.
+        A remote store prefetches the next pieces, and holds a bounded part of the object in memory.
 
         Raises:
             NotFound: there is no such object.
@@ -124,9 +123,9 @@ class ObjectStore(ABC):
         """
 
     def open(self, key: str) -> int | None:
-        """A descriptor for reading the object, which the caller closes; None if the objects of this store are no files of this machine.
+        """A descriptor for reading the object, which the caller closes; None if the store's objects are not files of this machine.
 
-        What it reads stays the same even when the object is replaced. A store either opens all its objects or none.
+        Its content stays the same even when the object is replaced. A store either opens all its objects or none.
 
         Raises:
             NotFound: there is no such object, and the store opens objects.
@@ -134,30 +133,30 @@ class ObjectStore(ABC):
         return None
 
     def presigned_url(self, key: str, seconds: int) -> str | None:
-        """A URL by which anybody can GET the object, or a range of it, for a while; None if this store has no such thing.
+        """A URL by which any client can GET the object, or a range of it, for a while; None if this store has no such URLs.
 
-        Nothing is asked of the store: whether there is such an object is not known.
+        Makes no request to the store, so the object may not exist.
 
         Args:
-            key: which object.
-            seconds: how long it is valid.
+            key: key of the object.
+            seconds: how long the URL is valid.
         """
         return None
 
     @abstractmethod
     def list(self, prefix: str) -> Iterator[str]:
-        """All keys that begin with ``prefix``, in no promised order.
+        """All keys that begin with ``prefix``, in no particular order.
 
-        Keys that are written or deleted meanwhile may or may not be among them. What others have put there under names that are no
-        keys (`check_key`) is passed over.
+        Keys that are written or deleted during the iteration may or may not be among them. Objects of other programs whose names are no
+        keys (`check_key`) are skipped.
         """
 
     @abstractmethod
     def folders(self, prefix: str) -> Iterator[str]:
-        """The distinct next components, without slash, of all keys that continue behind ``prefix`` with a component and a slash.
+        """The distinct next components, without slash, of all keys that continue after ``prefix`` with a component and a slash.
 
-        ``folders("models/acme/")`` gives ``smol`` if there is ``models/acme/smol/head.json``. In no promised order. Some
-        servers go on naming a folder after its last object was deleted.
+        ``folders("models/acme/")`` gives ``smol`` if there is ``models/acme/smol/head.json``. In no particular order. Some
+        servers go on listing a folder after its last object was deleted.
 
         Raises:
             InvalidArgument: ``prefix`` is neither empty nor ends with a slash.
@@ -165,11 +164,11 @@ class ObjectStore(ABC):
 
     @abstractmethod
     def delete(self, key: str) -> None:
-        """Remove an object, durably. Nothing happens if it is not there."""
+        """Remove an object, durably. Does nothing if it does not exist."""
 
     @abstractmethod
     def copy(self, source: str, target: str) -> None:
-        """Make ``target`` an object with the content of ``source``; what lay there before is replaced.
+        """Make ``target`` an object with the content of ``source``, replacing any present one.
 
         Atomic and durable like `put`, and cheap where the store can share the bytes.
 
@@ -181,26 +180,26 @@ class ObjectStore(ABC):
     def discard_unfinished(
         self, prefix: str, older_than_s: float, *, only: Callable[[str], bool] | None = None
     ) -> int:
-        """Remove what writers that died left of objects that they never finished; gives the number of these.
+        """Remove unfinished objects of writers that died. Returns their number.
 
         Args:
-            prefix: what the objects' keys would have begun with.
-            older_than_s: age in seconds from which on a write counts as dead where the store cannot tell. One that is
-                still under way fails, and writes nothing.
-            only: of these, those for whose keys this holds, where the store knows the keys; by default all.
+            prefix: prefix of the objects' keys.
+            older_than_s: age in seconds from which on a write counts as dead where the store cannot tell. If such a write is
+                still running, it fails, and writes nothing.
+            only: filter by key, where the store knows the keys; by default all.
         """
 
     def with_time_limit(self, seconds: float) -> ObjectStore:
-        """The same store, giving up requests that bring nothing for so long, and trying fewer times; this one if it makes no requests."""
+        """The same store with a timeout on requests without progress, and fewer attempts; this store if it makes no requests."""
         return self
 
     @abstractmethod
     def close(self) -> None:
-        """Give back connections, threads and files. The store cannot be used afterwards; closing again does nothing."""
+        """Close connections, threads and files. The store cannot be used afterwards; closing again does nothing."""
 
 
 def check_key(key: str) -> str:
-    """``key``, if it is one: components of printable characters between single slashes.
+    """``key``, if it is valid: components of printable characters between single slashes.
 
     Raises:
         InvalidArgument: it is empty, absolute, longer than `MAX_KEY_LENGTH` characters, or has a component that is
@@ -254,7 +253,7 @@ def check_folder_prefix(prefix: str) -> str:
 
 
 def pieces_of(data: Buffer | Iterable[Buffer]) -> Iterator[memoryview]:
-    """The bytes of what `ObjectStore.put` takes, piece by piece; what the caller's iterator raises passes through.
+    """The bytes of an argument of `ObjectStore.put`, piece by piece; errors of the caller's iterator pass through.
 
     Raises:
         InvalidArgument: a piece is not contiguous memory.
@@ -264,7 +263,7 @@ def pieces_of(data: Buffer | Iterable[Buffer]) -> Iterator[memoryview]:
     for piece in pieces:
         try:
             size = len(piece) if isinstance(piece, bytes | bytearray) else piece.nbytes
-            # Through numpy: a memoryview casts neither an empty array nor a format that `struct` does not know.
+            # Through numpy: a memoryview cannot cast an empty array or a format that `struct` does not know.
             view = np.frombuffer(piece, dtype=np.uint8).data if size else memoryview(b"")
         except (TypeError, ValueError, AttributeError, BufferError) as error:
             raise InvalidArgument(
@@ -292,7 +291,7 @@ _NOT_ALLOWED = {
 
 
 def check_whole(nbytes: int, what: str) -> None:
-    """Raise DataLoss if an object of this length is not to be read whole: it would fill the memory of whoever does."""
+    """Raise DataLoss if an object of this length is too long to be read whole: it would fill the reader's memory."""
     if nbytes > MOST_WHOLE_BYTES:
         raise DataLoss(
             f"{what} failed: it has {nbytes} bytes, and Weighbridge puts none of more than {MOST_WHOLE_BYTES} there",
@@ -301,11 +300,11 @@ def check_whole(nbytes: int, what: str) -> None:
 
 
 def error_for(error: OSError, what: str) -> WeighbridgeError:
-    """What an operating system's error means to a caller.
+    """The error to raise to a caller for an error of the operating system.
 
     Args:
-        error: what went wrong.
-        what: what was being done, e.g. ``writing models/acme/smol/head.json``.
+        error: error of the system call.
+        what: the operation, e.g. ``writing models/acme/smol/head.json``.
 
     Returns:
         ResourceExhausted, DataLoss (the device failed) or Unavailable, to be raised from ``error``.

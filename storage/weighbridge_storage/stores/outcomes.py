@@ -1,9 +1,9 @@
 """Outcome of a conditional write whose response is missing, or says that the condition does not hold. Pure.
 
-A write can be carried out although its response is lost, and the client then sends it again: the second response says what the first attempt
-has changed, a conflict with ourselves. So what is written carries an id of its write, and wherever a response leaves doubt, what is
-there is read before anything is decided. `s3.uploads` decides so about objects, which have the id of their last write, and `head.head_store` about
-heads, which have those of the last few.
+A write can be carried out although its response is lost. If the client then retries it, the second response reports the change of the
+first attempt: a conflict with ourselves. So the written data carries an id of its write, and if a response leaves doubt, the data is read
+back before anything is decided. `s3.uploads` decides so about objects, which have the id of their last write, and `head.head_store`
+about heads, which have those of the last few.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ def outcome(*, landed: bool, doubtful: bool, moved: bool, forgotten: bool) -> Ou
     """Outcome of a write that ended in an error, from what was read after it.
 
     Args:
-        landed: whether the write's id stands in what is there.
+        landed: whether the stored data has the write's id.
         doubtful: whether an attempt may have been carried out, or may still be.
-        moved: whether its condition does not hold any more, so that nothing can be carried out now.
-        forgotten: whether the id may be missing although the write was carried out, as others have written since.
+        moved: whether its condition does not hold any more, so that no attempt can be carried out now.
+        forgotten: whether the id may be missing although the write was carried out, because later writes have replaced it.
 
     Returns:
-        ``written``; ``conflict`` (nothing was written, and the condition does not hold); ``nothing`` (it was not written, and may be tried again); or
-        ``unknown``.
+        ``written``; ``conflict`` (nothing was written, and the condition does not hold); ``nothing`` (it was not written, and may be
+        retried); or ``unknown``.
     """
     if landed:
         return "written"
@@ -37,12 +37,12 @@ def outcome(*, landed: bool, doubtful: bool, moved: bool, forgotten: bool) -> Ou
 
 
 def refused(what: str, mode: PutMode, *, there: bool) -> Conflict:
-    """The error of a condition that does not hold.
+    """The error to raise when a condition does not hold.
 
     Args:
-        what: what was being done, e.g. ``writing models/acme/smol/head.json``.
+        what: the operation, e.g. ``writing models/acme/smol/head.json``.
         mode: the condition.
-        there: whether there is an object.
+        there: whether the object exists.
     """
     if mode == "create":
         return Conflict(f"{what} failed: it exists already", fix="read it, or choose another key")
@@ -51,7 +51,7 @@ def refused(what: str, mode: PutMode, *, there: bool) -> Conflict:
 
 
 def unknown(what: str, why: str) -> DeadlineExceeded:
-    """The error of a write whose outcome cannot be found out. Arguments as those of `refused`; ``why`` says why not."""
+    """The error to raise for a write whose outcome is unknown. Arguments are those of `refused`; ``why`` is the reason."""
     return DeadlineExceeded(
         f"{what}: whether it was done could not be found out: {why}", fix="read it, then decide"
     )

@@ -1,6 +1,6 @@
-"""Probe of a store: whether it keeps its promises about conditional writes, or only accepts the conditions.
+"""Probe of a store: whether its conditional writes are atomic, or it only accepts the conditions.
 
-Some servers answer every conditional write as if its condition held, and some look first and write later. Over such a store
+Some servers answer every conditional write as if its condition held, and some check first and write later. With such a store,
 two replicas of the service would each lose versions that the other has published.
 """
 
@@ -18,14 +18,14 @@ _WRITERS = 8
 
 
 def probe(store: ObjectStore) -> None:
-    """Find out, with single and with racing writers, on objects below ``probe/`` that are removed again.
+    """Test conditional writes, with single and with racing writers, on objects below ``probe/`` that are removed again.
 
     Args:
-        store: any; one that several processes share can be probed by all of them at once.
+        store: any store; several processes can probe a shared one at once.
 
     Raises:
-        FailedPrecondition: the store does not keep conditions.
-        WeighbridgeError: as `ObjectStore.put`; the store cannot be used at all.
+        FailedPrecondition: the store does not honour conditions.
+        WeighbridgeError: as `ObjectStore.put`; the store cannot be used.
     """
     single, raced = (f"probe/{uuid.uuid4().hex}" for _ in range(2))
     try:
@@ -58,11 +58,11 @@ def _refuse(store: ObjectStore, key: str, mode: PutMode, condition: str, fact: s
 
 
 def _race(store: ObjectStore, key: str, mode: PutMode) -> str:
-    """Let writers race; gives the etag that the winner was given."""
+    """Let writers race. Returns the etag that the winner got."""
     together = threading.Barrier(_WRITERS)
 
     def write(number: int) -> tuple[bytes, str] | None:
-        # unlike in every other race: equal contents may have equal etags, and then a condition goes on holding
+        # each writes its own content: equal contents may have equal etags, and then a condition goes on holding
         content = f"{mode} {number}".encode()
         together.wait()
         try:

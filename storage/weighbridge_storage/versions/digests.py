@@ -1,14 +1,14 @@
 """Digests of one file of a version, made in one pass over its bytes.
 
 - XXH3-128 (seed 0) of the file and of each tensor: finds accidental damage, and is cheap enough to be compared on every read.
-- BLAKE3-256 of each block of 1 MiB: a cryptographic digest by which any block can be checked alone, whoever sent it. The last block
-  may be shorter; an empty file has no block. All block digests one after another, 32 bytes each, are the object
+- BLAKE3-256 of each block of 1 MiB: a cryptographic digest by which any block can be checked alone, from whatever source it came. The
+  last block may be shorter; an empty file has no block. All block digests in order, 32 bytes each, are the object
   ``<file>.blake3``.
 - The file's **root**: BLAKE3-256 of these block digests, i.e. of the content of ``<file>.blake3``. It is no BLAKE3 of the file.
-- SHA-256 of the file, if that is asked for: what signatures of models name files by. It takes as long as twice all the rest.
+- SHA-256 of the file, on request: signatures of models name files by it. It takes twice as long as all the others together.
 - The number of non-finite elements of each tensor: NaN and, where the dtype has them, infinities.
 
-What each costs is in docs/manifest.md.
+docs/manifest.md has the cost of each.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ asks for the interpreter's lock rarely."""
 
 @dataclass(frozen=True)
 class FileDigests:
-    """What one pass over a file gave.
+    """Digests of a file, made in one pass.
 
     Attributes:
         entry: the file, as the manifest lists it.
         tensors: the tensors in it, as the manifest lists them.
-        blocks: the block digests one after another, `DIGEST_BYTES` each.
+        blocks: the block digests in order, `DIGEST_BYTES` each.
     """
 
     entry: FileEntry
@@ -63,10 +63,10 @@ def digest_file(
     """The digests of one file of a version.
 
     Args:
-        files: how the version's tensors lie in its files.
-        name: of the file.
+        files: layout of the version's tensors in its files.
+        name: name of the file.
         data: its bytes, header included.
-        go_on: is called every few MiB; what it raises ends the pass.
+        go_on: called every few MiB; an error that it raises ends the pass.
         sha256: whether to make SHA-256 of the file as well.
     """
     spans = (
@@ -87,7 +87,7 @@ def digest_bytes(data: bytes) -> FileEntry:
 
 
 def block_digests(data: bytes | memoryview) -> bytes:
-    """The BLAKE3 of each block of a file, one after another."""
+    """The BLAKE3 digests of a file's blocks, in order."""
     blocks = BlockDigester()
     blocks.update(memoryview(data))
     return blocks.finish()
@@ -135,8 +135,8 @@ class FileDigester:
     """All digests of a file whose bytes come in order, in pieces of any size.
 
     Args:
-        name: of the file.
-        spans: its tensors, and the byte of the file where each starts; they do not overlap.
+        name: name of the file.
+        spans: its tensors, with the offset of each in the file; they do not overlap.
         sha256: whether to make SHA-256 of the file as well.
     """
 
@@ -146,7 +146,7 @@ class FileDigester:
         self._sha256 = hashlib.sha256() if sha256 else None
         self._blocks = BlockDigester()
         self._tensors: dict[str, TensorEntry] = {}
-        # one without elements before another that starts at the same byte
+        # a tensor without elements before another at the same offset
         self._rest = iter(sorted(spans, key=lambda span: (span[1], span[0].nbytes)))
         self._position = 0
         self._next()
@@ -169,8 +169,8 @@ class FileDigester:
         self._position = end
 
     def finish(self) -> FileDigests:
-        """The digests of what has come. Nothing can be added any more."""
-        while self._current is not None:  # without elements, behind the last byte
+        """The digests of all bytes so far. No bytes can be added any more."""
+        while self._current is not None:  # tensors without elements, after the last byte
             self._end_tensor(self._current)
         blocks = self._blocks.finish()
         sha256 = "" if self._sha256 is None else self._sha256.hexdigest()
@@ -204,7 +204,7 @@ class FileDigester:
 
 
 class _Tensor(NamedTuple):
-    """The tensor that a `FileDigester` is at."""
+    """The tensor that a `FileDigester` is hashing."""
 
     spec: TensorSpec
     offset: int

@@ -1,8 +1,8 @@
 """Manifest of a version: the content of its `weighbridge.json`, which is written once, after all other files of the version.
 
-It lists the files of the version's folder, every tensor with the bytes that hold it, and where the version comes from. The format, with
-an example, is in docs/manifest.md. Fields and parts that this release does not know are kept and written back (``extra``,
-``other_parts``); a feature in ``requires`` that it lacks is refused by name.
+It lists the files of the version's folder, every tensor with its location, and the origin of the version. The format, with an example, is
+in docs/manifest.md. Fields and parts that this release does not know are kept and written back (``extra``, ``other_parts``); a manifest
+with an unknown feature in ``requires`` is refused, and the error names the feature.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from weighbridge_storage.documents.names import (
 
 FORMAT = 2
 FILE_FOLDERS = "file-folders"
-"""The feature that names of files have folders: who does not know it would take them for damage."""
+"""The feature that names of files have folders: a program that does not know it would report them as damage."""
 FEATURES: frozenset[str] = frozenset((FILE_FOLDERS,))
 """The features that a manifest may require here."""
 WEIGHTS = "weights"
@@ -74,7 +74,7 @@ class FileEntry:
     extra: Mapping[str, Any] = field(default_factory=_nothing, hash=False)
 
     def same_content(self, other: FileEntry) -> bool:
-        """Whether both are of the same bytes."""
+        """Whether both have the same bytes."""
         return (self.size, self.blake3) == (other.size, other.blake3)
 
 
@@ -89,7 +89,7 @@ class TensorEntry:
         offset: byte of the file where the tensor starts.
         nbytes: its length in bytes.
         xxh3_128: digest of these bytes, as 32 hex digits.
-        nonfinite: how many of its elements are NaN or infinite.
+        nonfinite: number of its elements that are NaN or infinite.
         extra: the fields that this release does not know.
     """
 
@@ -108,18 +108,18 @@ class Manifest:
     """The content of a `weighbridge.json`; an instance is always consistent.
 
     Attributes:
-        model: whose version it is.
+        model: the model.
         version: its number.
         step: the trainer's step.
         run: the trainer's name for its run; may be empty.
         created_ms: when the version was opened, in milliseconds since 1970 UTC.
-        files: all files of the folder but the manifest and the block digests.
+        files: all files of the folder except the manifest and the block digests.
         tensors: all tensors by name.
-        lineage: where the version comes from: ``parent``, the number of the version before, and what later releases add.
-        metadata: what the user says of the version: texts, finite numbers and booleans by printable names.
-        held: why the version was held when it was written; what has become of that since is in its entry.
-        provenance: who pushed the version, and how; `provenance_of` says what this release writes.
-        requires: the features without which the version cannot be read rightly.
+        lineage: origin of the version: ``parent``, the number of the version before, and fields of later releases.
+        metadata: the user's metadata: texts, finite numbers and booleans by printable names.
+        held: reasons why the version was held when it was written; its entry has the present ones.
+        provenance: how and by whom the version was pushed; see `provenance_of`.
+        requires: the features without which the version cannot be read correctly.
         weights_extra: the fields of the weights that this release does not know.
         other_parts: the parts that this release does not know, by name.
         extra: the other fields that it does not know.
@@ -169,7 +169,7 @@ class Manifest:
 
     @property
     def weight_files(self) -> frozenset[str]:
-        """Names of the files that hold tensors; beside each lie its block digests."""
+        """Names of the files that hold tensors; each has an object of block digests beside it."""
         return frozenset(tensor.file for tensor in self.tensors.values())
 
     @property
@@ -181,7 +181,7 @@ class Manifest:
         """The manifest as the text of `weighbridge.json`, which ends with its digest.
 
         Raises:
-            InvalidArgument: a field that is kept holds something that JSON does not have.
+            InvalidArgument: an unknown field that was kept holds a value that JSON cannot express.
         """
         weights = {
             **self.weights_extra,
@@ -211,8 +211,8 @@ class Manifest:
         """Read the text of a `weighbridge.json`; ``where`` names it in errors.
 
         Raises:
-            DataLoss: it is not what was written, is malformed, or contradicts itself.
-            FailedPrecondition: it has another format, or requires a feature that is lacking here; says what to use.
+            DataLoss: it is damaged, is malformed, or contradicts itself.
+            FailedPrecondition: it has another format, or requires a feature that is unknown here; the message says what to use.
         """
         fields = document_digests.decode(data, where, FORMAT)
         requires = fields.required(FEATURES)
@@ -282,7 +282,7 @@ def tensors_to_json(tensors: Mapping[str, TensorEntry]) -> dict[str, Any]:
 
 
 def tensors_from_json(table: Mapping[str, Any], where: str) -> dict[str, TensorEntry]:
-    """What `tensors_to_json` gave; ``where`` names it in errors. Raises DataLoss, InvalidArgument."""
+    """Read the JSON object that `tensors_to_json` returned; ``where`` names it in errors. Raises DataLoss, InvalidArgument."""
     return {name: _read_tensor(value, f"{where}, tensor {shown(name)}") for name, value in table.items()}
 
 

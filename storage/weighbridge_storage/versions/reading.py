@@ -24,7 +24,7 @@ def read_manifest(store: ObjectStore, model: ModelName, number: int) -> Manifest
     """A version's manifest.
 
     Raises:
-        DataLoss: it is not there, or malformed, although the version is part of history.
+        DataLoss: it is missing or malformed, although the version is part of history.
     """
     return Manifest.from_json(
         read_manifest_text(store, model, number), version_key(model, number, MANIFEST_FILE)
@@ -35,7 +35,7 @@ def read_manifest_text(store: ObjectStore, model: ModelName, number: int) -> byt
     """A version's manifest as it is stored.
 
     Raises:
-        DataLoss: it is not there, although the version is part of history.
+        DataLoss: it is missing, although the version is part of history.
     """
     try:
         return store.get(version_key(model, number, MANIFEST_FILE))[0]
@@ -46,19 +46,19 @@ def read_manifest_text(store: ObjectStore, model: ModelName, number: int) -> byt
 def open_version(
     store: ObjectStore, cache: BlockCache, model: ModelName, number: int
 ) -> tuple[FilesLayout, dict[str, FileBytes]]:
-    """The weights of a durable version: how they lie in files, and the files' bytes.
+    """The weights of a durable version: their layout in files, and the files' bytes.
 
-    Nothing but the headers is read now. Tensors are compared with their digests as they are read.
+    Only the headers are read now. Tensors are compared with their digests as they are read.
 
     Args:
-        store: where the version lies.
-        cache: what a remote store's bytes go through.
-        model: whose version.
-        number: which version.
+        store: store of the version.
+        cache: cache for reads from a remote store.
+        model: the model.
+        number: number of the version.
 
     Raises:
-        DataLoss: a file is missing, or is not what the manifest says it is.
-        ResourceExhausted, Unavailable: the cache has no place for it.
+        DataLoss: a file is missing, or differs from the manifest.
+        ResourceExhausted, Unavailable: the cache has no room for it.
     """
     manifest = read_manifest(store, model, number)
     tensors = tensors_of_files(manifest)
@@ -83,11 +83,11 @@ def open_version(
 
 
 def _nothing() -> None:
-    """Nobody has to be told that a file is still open elsewhere."""
+    """Do nothing: a file of the store needs no notice that another process still has it open."""
 
 
 class _Reader:
-    """Reads files of a version, and says which of them is not what its manifest says."""
+    """Reader of a version's files, whose errors name the file that differs from the manifest."""
 
     def __init__(self, store: ObjectStore, model: ModelName, number: int, sizes: Mapping[str, int]) -> None:
         self._store = store
@@ -96,11 +96,11 @@ class _Reader:
         self.title = f"{model}@{number}"
 
     def open(self, name: str, digests: Sequence[DigestedRange]) -> FileOnDisk | None:
-        """A file, if the store's are of this machine."""
+        """Open a file; None if the store's objects are not files of this machine."""
         descriptor = self._opened(name)
         if descriptor is None:
             return None
-        # others open it anew: it may have been restored since
+        # other processes open it anew, so that they get a file that was restored since
         place = Place(
             self._key(name), self._sizes[name], 0, partial(self._opened_near, name), False, _nothing, digests
         )
@@ -119,7 +119,7 @@ class _Reader:
         return descriptor
 
     def head(self, name: str, tensors: Sequence[tuple[str, TensorEntry]]) -> ByteArray:
-        """A file's first bytes up to where its first tensor begins."""
+        """A file's bytes before its first tensor."""
         try:
             self._check_size(name, self._store.size(self._key(name)))
         except NotFound as error:
@@ -146,7 +146,7 @@ class _Reader:
 
 
 def tensors_of_files(manifest: Manifest) -> dict[str, list[tuple[str, TensorEntry]]]:
-    """The tensors of each file that has any, in the order in which they lie there."""
+    """The tensors of each file that has any, in the order of their offsets."""
     tensors: dict[str, list[tuple[str, TensorEntry]]] = {}
     for name, entry in sorted(manifest.tensors.items(), key=lambda item: (item[1].file, item[1].offset)):
         tensors.setdefault(entry.file, []).append((name, entry))
@@ -172,7 +172,7 @@ def _check_places(files: FilesLayout, manifest: Manifest) -> None:
 
 
 def side_files(store: ObjectStore, model: ModelName, number: int) -> dict[str, bytes]:
-    """The files besides the weights of a durable version, by name."""
+    """The files of a durable version other than its weights, by name."""
     manifest = read_manifest(store, model, number)
     return {
         name: store.get(version_key(model, number, name))[0]

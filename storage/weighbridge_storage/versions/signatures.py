@@ -1,7 +1,7 @@
 """Signatures of a version in a store: beside its folder, each written once under the digest of its bytes.
 
-So a version's folder stays as it was published, a signature that is there is never replaced, and one that was damaged is known by its name.
-Who has put it there is said by an empty object beside it.
+So a version's folder stays as it was published, a signature is never replaced, and a damaged one is recognised by its name. An empty
+object beside a signature names the identity that added it.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from weighbridge_storage.documents.names import (
 from weighbridge_storage.stores.objects import ObjectStore
 
 MOST_SIGNATURES = 16
-"""Of one version."""
+"""Most signatures of one version."""
 MOST_OF_ONE = 4
-"""Of these, how many one identity may put there: with signatures that nobody asked for it cannot take all places."""
+"""Most of these that one identity may add: so it cannot use up the limit with unwanted signatures."""
 _MOST_READ = 2 * MOST_SIGNATURES
-"""Replicas that add some in one instant exceed the limit by as many: none of these may hide one that was there before."""
+"""Replicas that add signatures concurrently may exceed the limit by as many: these must not hide an older one."""
 
 
 def signature_ids(store: ObjectStore, model: ModelName, number: int) -> list[str]:
-    """The digests that a version's signatures are called by, in order."""
+    """The digests that identify a version's signatures, in order."""
     keys = store.list(signatures_prefix(model, number))
     return sorted(digest for key in keys if (digest := digest_of_signature(key)) is not None)
 
 
 def read_signatures(store: ObjectStore, model: ModelName, number: int) -> tuple[Signature, ...]:
-    """A version's signatures, in the order of their digests. One that is not what its name says counts as none: it proves nothing."""
+    """A version's signatures, in the order of their digests. One that does not match its name is left out: it proves nothing."""
     found = []
     for digest in signature_ids(store, model, number)[:_MOST_READ]:
         try:
@@ -47,14 +47,14 @@ def read_signatures(store: ObjectStore, model: ModelName, number: int) -> tuple[
 
 
 def write_signature(store: ObjectStore, model: ModelName, number: int, content: bytes, by: str = "") -> str:
-    """Put a signature to a version; its digest. Putting it again changes nothing.
+    """Add a signature to a version, and return its digest. Adding it again changes nothing.
 
     Args:
-        store: where the version lies.
-        model: whose version.
-        number: which version.
+        store: store of the version.
+        model: the model.
+        number: number of the version.
         content: the signature.
-        by: the identity that puts it there; empty if there is none to be told from others.
+        by: identity that adds it; empty if callers are not identified.
 
     Raises:
         ResourceExhausted: the version has `MOST_SIGNATURES` others, or `MOST_OF_ONE` others by this identity.

@@ -1,6 +1,6 @@
 """Comparison of a durable version's files with its manifest, in one pass over each.
 
-XXH3-128 says which file and which tensors are damaged, the block digests which bytes.
+XXH3-128 finds the damaged files and tensors, the block digests the damaged bytes.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ def verify_version(
     """Read all files of a durable version once, and compare them with its manifest.
 
     Args:
-        store: where the version lies.
-        model: whose version.
-        number: which version.
-        sha256: whether to make SHA-256 of all files as well; what the manifest has of them is compared.
-        on_progress: is told how many bytes were read so far.
+        store: store of the version.
+        model: the model.
+        number: number of the version.
+        sha256: whether to make SHA-256 of all files as well; it is compared where the manifest has it.
+        on_progress: called with the number of bytes read so far.
 
     Raises:
         DataLoss: the manifest itself is missing or malformed.
@@ -59,7 +59,7 @@ def verify_version(
                 continue
             found = digest_object(store, key, name, tensors, took, sha256=sha256)
         except Unavailable:
-            raise  # says nothing of the file
+            raise  # does not mean that the file is damaged
         except WeighbridgeError as error:
             problems.append(f"{name}: {error.message}")
             continue
@@ -94,15 +94,15 @@ def digest_object(
     """The digests of a file in a store.
 
     Args:
-        store: where it lies.
-        key: under which key.
-        name: of the file.
-        tensors: those in it.
-        took: is told after each piece how many bytes it had.
+        store: the store.
+        key: key of the file.
+        name: name of the file.
+        tensors: tensors in it.
+        took: called after each piece with its number of bytes.
         sha256: whether to make SHA-256 of it as well.
 
     Raises:
-        NotFound: it is not there.
+        NotFound: it does not exist.
     """
     spans = [(TensorSpec(t, e.dtype, e.shape), e.offset) for t, e in tensors]
     digester = FileDigester(name, spans, sha256=sha256)

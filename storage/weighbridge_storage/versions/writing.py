@@ -1,9 +1,9 @@
-"""Writing of a version's objects, in the order in which a crash does no harm.
+"""Writing of a version's objects, in an order that is safe against crashes.
 
-The folder is written file by file, in any order, its manifest last. Only the head, which is changed after that, makes it part of
-history. What a crash leaves behind is in no head, so nobody sees it, and its number is never given again.
+The folder is written file by file, in any order, its manifest last. Only the change of the head after that makes it part of history.
+Objects that a crash leaves behind are in no head, so no reader sees them, and their number is never given again.
 
-Only who holds the version's claim in the head may write to its folder.
+Only the holder of the version's claim in the head may write to its folder.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _PIECE = 16 << 20
 
 @dataclass(frozen=True)
 class Written:
-    """Files of a version that are in the store, and the tensors in them: what a manifest is put together from."""
+    """Files of a version that are in the store, and the tensors in them, from which a manifest is made."""
 
     files: Mapping[str, FileEntry]
     tensors: Mapping[str, TensorEntry]
@@ -63,7 +63,7 @@ class Written:
         )
 
     def to_json(self, claim: str) -> bytes:
-        """As text for other replicas of the service; ``claim`` says under which agreement they were written."""
+        """Text for other replicas of the service; ``claim`` names the agreement under which the files were written."""
         return strict_json.encode(
             {
                 "requires": [],
@@ -75,14 +75,14 @@ class Written:
 
     @staticmethod
     def from_json(data: bytes, where: str) -> tuple[str, Written]:
-        """The claim and the files of a text; ``where`` names it in errors.
+        """The claim and the files in a text of `to_json`; ``where`` names it in errors.
 
-        What a replica of a later release says of a file or a tensor goes into the manifest, known here or not. What else it says
-        is left out, unless the text requires it.
+        Fields of a file or a tensor that only a later release knows go into the manifest as well. Other unknown fields are left out,
+        unless the text requires them.
 
         Raises:
             DataLoss: it is malformed.
-            FailedPrecondition: it requires a feature that is lacking here.
+            FailedPrecondition: it requires a feature that is unknown here.
         """
         fields = strict_json.decode(data, where)
         fields.required(FEATURES)
@@ -93,7 +93,7 @@ class Written:
             )
 
     def __or__(self, other: Written) -> Written:
-        """These files and those."""
+        """Union of both."""
         return Written({**self.files, **other.files}, {**self.tensors, **other.tensors})
 
 
@@ -101,12 +101,13 @@ NOTHING_WRITTEN = Written({}, {})
 
 
 def differs_from(parent: Manifest, name: str, data: ByteArray, go_on: Callable[[], None]) -> bool:
-    """Whether a file is certainly not the same as in another version; quickly, if one of its first tensors is another.
+    """Whether a file certainly differs from that of another version; fast if one of its first tensors differs.
 
     Args:
         parent: the manifest of the other version.
-        name: of the file.
+        name: name of the file.
         data: its bytes, header included.
+        go_on: called from time to time; an error that it raises ends the comparison.
         go_on: is called now and then; what it raises ends this.
     """
     before = parent.files.get(name)
@@ -123,14 +124,14 @@ def differs_from(parent: Manifest, name: str, data: ByteArray, go_on: Callable[[
 def copy_weights(
     store: ObjectStore, model: ModelName, number: int, name: str, digests: FileDigests, parent: Manifest
 ) -> bool:
-    """Have the store copy one file of weights from another version, if it is the same there; whether it has.
+    """Let the store copy one file of weights from another version, if it is the same there. Returns whether it was copied.
 
     Args:
-        store: where to.
-        model: whose version.
-        number: which version.
-        name: of the file.
-        digests: what `digest_file` made of its bytes.
+        store: the store.
+        model: the model.
+        number: number of the version.
+        name: name of the file.
+        digests: digests of its bytes by `digest_file`.
         parent: the manifest of the other version.
     """
     before = parent.files.get(name)
@@ -149,17 +150,17 @@ def write_weights(
     """Write one file of weights.
 
     Args:
-        store: where to.
-        model: whose version.
-        number: which version.
-        name: of the file.
+        store: the store.
+        model: the model.
+        number: number of the version.
+        name: name of the file.
         data: its bytes, header included.
-        go_on: is called now and then; what it raises ends the writing.
+        go_on: called from time to time; an error that it raises ends the write.
 
     Raises:
         ResourceExhausted: no room; the same call can be repeated.
     """
-    # overwrite: an attempt before this one may have got as far as here
+    # overwrite: an earlier attempt may have written it
     store.put(version_key(model, number, name), _pieces(data, go_on), mode="overwrite")
 
 
@@ -180,14 +181,14 @@ def _pieces(data: ByteArray, go_on: Callable[[], None]) -> Iterator[memoryview]:
 def write_side_files(
     store: ObjectStore, model: ModelName, number: int, files: FilesLayout, side_keys: Mapping[str, str]
 ) -> Written:
-    """Write what a version has besides its weights and its manifest: the index, and copies of registered files.
+    """Write the files of a version other than its weights and its manifest: the index, and copies of registered files.
 
     Args:
-        store: where to.
-        model: whose version.
-        number: which version.
-        files: how its weights lie in their files.
-        side_keys: by name, where the other files lie in the store.
+        store: the store.
+        model: the model.
+        number: number of the version.
+        files: layout of its weights in their files.
+        side_keys: keys of the registered files in the store, by name.
     """
     entries: dict[str, FileEntry] = {}
     for name, key in side_keys.items():
@@ -204,21 +205,21 @@ def write_side_files(
 def write_manifest(
     store: ObjectStore, model: ModelName, entry: OpenEntry, written: Written, layouts: str = ""
 ) -> Manifest:
-    """Write a version's manifest, after all its files; the one that is there then.
+    """Write a version's manifest, after all its files, and return the manifest that the store has then.
 
-    The first that is written of these files stays as it is: replicas that publish a version together may be of different releases or make
-    different digests, and one that comes late must not replace what may have been signed by then.
+    The first manifest of these files is not replaced: replicas that publish a version together may run different releases or make
+    different digests, and the manifest may have been signed before a late replica writes its own.
 
     Args:
-        store: where to.
-        model: whose version.
+        store: the store.
+        model: the model.
         entry: the version as it was opened.
         written: its files.
-        layouts: digest of the layouts of all ranks; empty if it is not known.
+        layouts: digest of the layouts of all ranks; empty if not known.
 
     Raises:
-        FailedPrecondition: one is there that requires a feature that is lacking here.
-        Conflict: others were faster all the time.
+        FailedPrecondition: a manifest is there that requires a feature that is unknown here.
+        Conflict: another writer replaced the manifest in the meantime.
     """
     nonfinite = not entry.allow_nonfinite and any(tensor.nonfinite for tensor in written.tensors.values())
     manifest = Manifest(
@@ -246,7 +247,7 @@ def write_manifest(
         if _same_files(found, manifest):
             return found
     except DataLoss:
-        pass  # what an attempt that broke off has left
+        pass  # left by an attempt that broke off
     store.put(key, manifest.to_json(), mode=IfMatch(etag))
     return manifest
 
@@ -261,20 +262,20 @@ def _same_files(one: Manifest, other: Manifest) -> bool:
 
 
 def provenance_of(entry: OpenEntry, layouts: str) -> dict[str, Any]:
-    """What a manifest says of how a version came about, beside step, run, lineage and metadata. What is not known is left out."""
+    """Provenance of a version for its manifest, beside step, run, lineage and metadata. Unknown fields are left out."""
     known = {"by": entry.by, "layouts": layouts, "cast_from": list(entry.cast_from)}
     return {"ranks": entry.ranks, **{name: value for name, value in known.items() if value}}
 
 
 def publish_version(heads: HeadStore, model: ModelName, entry: VersionEntry) -> VersionEntry:
-    """Make a version whose folder is complete part of history, and move ``latest``: one conditional write.
+    """Make a version whose folder is complete part of history, and move ``latest``, in one compare-and-swap.
 
     Returns:
-        What history says of it: ``entry``, unless another replica has published it before, under the same claim.
+        The entry in history: ``entry``, unless another replica has published the version before, under the same claim.
 
     Raises:
-        VersionFailed: it was given up meanwhile.
-        AlreadyExists: somebody else holds its claim.
+        VersionFailed: it failed or was aborted in the meantime.
+        AlreadyExists: another writer holds its claim.
     """
 
     def change(history: History) -> tuple[Head, VersionEntry]:
@@ -285,7 +286,7 @@ def publish_version(heads: HeadStore, model: ModelName, entry: VersionEntry) -> 
 
 
 def discard_version(store: ObjectStore, model: ModelName, number: int) -> None:
-    """Delete what there is of a version that was given up; nobody can publish it any more."""
+    """Delete all objects of a version that failed or was aborted; it can no longer be published."""
     for prefix in (version_prefix(model, number), incoming_prefix(model, number)):
         for key in list(store.list(prefix)):
             store.delete(key)

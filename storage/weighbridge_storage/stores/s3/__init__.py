@@ -7,6 +7,6 @@ May import: `stores.objects`, `documents`, `weighbridge`; boto3 in `client` alon
 - `client`: requests to the server.
 - `reads`: reads of one object.
 - `uploads`: uploads in one request or in parts.
-- `parts`: how an object is cut, within a bound on memory.
-- `errors`: what the server's errors mean.
+- `parts`: parts of an object, within a bound on memory.
+- `errors`: translation of the server's errors.
 """

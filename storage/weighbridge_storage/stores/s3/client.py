@@ -1,6 +1,6 @@
 """Client of an S3 server: the requests that the store makes.
 
-Every method is one request, which botocore tries again where the failure may pass. Errors come out as botocore raises them.
+Every method is one request, which botocore retries if the failure may be transient. Errors are those of botocore.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from weighbridge_storage.stores.objects import PutMode
 from weighbridge_storage.stores.s3.settings import S3Settings
 
 WRITE_ID = "weighbridge-write"
-"""The metadata in which every object holds the id of the write that made it."""
+"""Name of the metadata in which every object holds the id of the write that made it."""
 _DEFAULT_REGION = "us-east-1"
 _CONNECTIONS = 64
 _PAUSES = Pauses(first=0.05, longest=2.0)
@@ -32,12 +32,12 @@ Body: TypeAlias = bytes | bytearray
 
 @dataclass(frozen=True, slots=True)
 class ObjectState:
-    """What a HEAD says of an object.
+    """Properties of an object, from a HEAD.
 
     Attributes:
         size: in bytes.
         etag: opaque; with the quotes that the server puts around it.
-        write_id: of the write that made it; empty if that was not one of ours.
+        write_id: id of the write that made it; empty if Weighbridge did not write it.
         modified_ms: when it was written, by the server's clock, in milliseconds since 1970 UTC; a whole number of seconds.
     """
 
@@ -53,7 +53,7 @@ class UploadedPart:
 
     Attributes:
         number: from 1 on.
-        etag: what the server calls it.
+        etag: the server's etag of the part.
         checksum: CRC32 of its bytes in base64; None for one that was copied on the server.
     """
 
@@ -67,9 +67,9 @@ class Unfinished:
     """An upload that is neither completed nor aborted.
 
     Attributes:
-        name: of the object that it would make.
+        name: name of the object that it would make.
         upload: its id.
-        age_s: in seconds, by the server's clock.
+        age_s: its age in seconds, by the server's clock.
     """
 
     name: str
@@ -84,14 +84,14 @@ class S3Client:
     variables, profiles and roles.
 
     Args:
-        settings: which bucket, where, and within which bounds.
-        session: of another client, with which this one shares credentials and the description of S3, 13 MB; None for a new one.
+        settings: the bucket, the server and the limits.
+        session: session of another client, to share its credentials and the description of S3, 13 MB; None for a new one.
     """
 
     def __init__(self, settings: S3Settings, session: boto3.session.Session | None = None) -> None:
         session = session or boto3.session.Session()
         self.session = session
-        # boto3 does not look at AWS_REGION, which the other SDKs and many containers use
+        # boto3 ignores AWS_REGION, which the other SDKs and many containers use
         region = settings.region or os.environ.get("AWS_REGION") or session.region_name or _DEFAULT_REGION
 
         def make(
@@ -100,11 +100,11 @@ class S3Client:
             config = _config(settings, s3).merge(Config(proxies=proxies))
             return session.client("s3", region_name=region, endpoint_url=endpoint, config=config)
 
-        # without TLS, a proxy of the environment would read weights, which were not sent to it
+        # without TLS, a proxy from the environment could read the weights
         self._s3 = make(proxies={})
         if self._s3.meta.endpoint_url.startswith("https:"):
-            # Our checksum is in a signed header, and nobody can change the bytes inside TLS: hashing them with SHA-256
-            # as well would cost more than all the rest.
+            # Our checksum is in a signed header, and TLS protects the bytes: hashing them with SHA-256 as well would cost more
+            # than all the rest.
             self._s3 = make(payload_signing_enabled=False)
         self._signer = make(settings.public_endpoint) if settings.public_endpoint else self._s3
         self._bucket = settings.bucket
@@ -126,7 +126,7 @@ class S3Client:
         )
 
     def get(self, name: str) -> dict[str, Any]:
-        """An object: ``Body`` is a stream, which compares the bytes with the server's checksum if there is one."""
+        """An object: ``Body`` is a stream that compares the bytes with the server's checksum if there is one."""
         return dict(self._s3.get_object(Bucket=self._bucket, Key=name, ChecksumMode="ENABLED"))
 
     def get_range(self, name: str, start: int, length: int, etag: str | None) -> dict[str, Any]:
@@ -136,7 +136,7 @@ class S3Client:
         return dict(self._s3.get_object(Bucket=self._bucket, Key=name, Range=spread, **condition))
 
     def presigned_url(self, name: str, seconds: int) -> str:
-        """A URL for a GET of an object, valid for so long. Asks nothing of the server."""
+        """A URL for a GET of an object, valid for so many seconds. Makes no request."""
         return str(
             self._signer.generate_presigned_url(
                 "get_object", Params={"Bucket": self._bucket, "Key": name}, ExpiresIn=seconds
@@ -144,7 +144,7 @@ class S3Client:
         )
 
     def put(self, name: str, body: Body, write_id: str, mode: PutMode) -> str:
-        """Write an object in one request; gives its etag."""
+        """Write an object in one request. Returns its etag."""
         response = self._s3.put_object(
             Bucket=self._bucket,
             Key=name,
@@ -156,11 +156,11 @@ class S3Client:
         return str(response["ETag"])
 
     def delete(self, name: str) -> None:
-        """Remove an object, if it is there."""
+        """Remove an object, if it exists."""
         self._s3.delete_object(Bucket=self._bucket, Key=name)
 
     def copy(self, source: str, target: str, write_id: str) -> str:
-        """Copy an object within the bucket; gives the copy's etag, where the server says it."""
+        """Copy an object within the bucket. Returns the copy's etag, if the server's response has it."""
         response = self._s3.copy_object(
             Bucket=self._bucket,
             Key=target,
@@ -176,12 +176,12 @@ class S3Client:
             yield from (entry["Key"] for entry in page.get("Contents", ()))
 
     def folders(self, prefix: str) -> Iterator[str]:
-        """What names go on with behind ``prefix`` up to the next slash, with ``prefix`` and slash."""
+        """Distinct prefixes of names: ``prefix`` and the next component, with its slash."""
         for page in self._pages("list_objects_v2", Prefix=prefix, Delimiter="/"):
             yield from (entry["Prefix"] for entry in page.get("CommonPrefixes", ()))
 
     def begin_upload(self, name: str, write_id: str, *, checksums: bool) -> str:
-        """Begin a multipart upload; gives its id. ``checksums``: its parts will come with ours."""
+        """Begin a multipart upload. Returns its id. ``checksums``: whether its parts will have our checksums."""
         extra = {"ChecksumAlgorithm": "CRC32"} if checksums else {}
         response = self._s3.create_multipart_upload(
             Bucket=self._bucket, Key=name, Metadata={WRITE_ID: write_id}, **extra
@@ -204,7 +204,7 @@ class S3Client:
     def copy_part(
         self, name: str, upload: str, number: int, source: str, etag: str, start: int, length: int
     ) -> UploadedPart:
-        """Make a part of bytes of another object, if its etag is still this one."""
+        """Make a part from bytes of another object, if its etag is still this one."""
         response = self._s3.upload_part_copy(
             Bucket=self._bucket,
             Key=name,
@@ -217,7 +217,7 @@ class S3Client:
         return UploadedPart(number, response["CopyPartResult"]["ETag"], None)
 
     def complete(self, name: str, upload: str, parts: Sequence[UploadedPart], mode: PutMode) -> str:
-        """Make the object of its parts; gives its etag."""
+        """Make the object from its parts. Returns its etag."""
         listed = [
             {"PartNumber": part.number, "ETag": part.etag}
             | ({} if part.checksum is None else {"ChecksumCRC32": part.checksum})
@@ -233,13 +233,13 @@ class S3Client:
         return str(response["ETag"])
 
     def abort(self, name: str, upload: str) -> None:
-        """Give an upload up, and its parts."""
+        """Abort an upload and discard its parts."""
         self._s3.abort_multipart_upload(Bucket=self._bucket, Key=name, UploadId=upload)
 
     def uploads(self, prefix: str) -> Iterator[Unfinished]:
         """All uploads to names that begin with ``prefix``."""
         for page in self._pages("list_multipart_uploads", Prefix=prefix):
-            # by the server's clock, which has also written down when each began
+            # by the server's clock, as the time at which each began
             now = parsedate_to_datetime(page["ResponseMetadata"]["HTTPHeaders"]["date"])
             for entry in page.get("Uploads", ()):
                 age = now - entry["Initiated"]
@@ -259,7 +259,7 @@ def _config(settings: S3Settings, s3: dict[str, object]) -> Config:
         read_timeout=settings.read_timeout_s,
         max_pool_connections=_CONNECTIONS,
         tcp_keepalive=True,
-        # we compute checksums ourselves, where there is something to protect
+        # we compute checksums ourselves, where they protect something
         request_checksum_calculation="when_required",
         response_checksum_validation="when_required",
     )

@@ -1,4 +1,4 @@
-"""Errors of an S3 server, and of the way to it: what they mean to a caller."""
+"""Translation of errors of an S3 server and of the connection to it."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from weighbridge.errors import (
 )
 
 S3_ERRORS = (BotoCoreError, ClientError, ResponseParserError)
-"""Whatever boto3 raises for a request."""
+"""All errors that boto3 raises for a request."""
 
-# Credentials that run out are fetched anew before each attempt, so failing at it may have come after an attempt.
+# Expired credentials are fetched anew before each attempt, so a failure to fetch them may come after an earlier attempt.
 _NO_ANSWER = (
     HTTPClientError,
     NoConnection,
@@ -61,7 +61,7 @@ _LONGEST_REASON = 200
 
 
 def status_of(error: Exception) -> int:
-    """HTTP status that the server gave; 0 if there was no answer."""
+    """HTTP status of the server's response; 0 if there was none."""
     if not isinstance(error, ClientError):
         return 0
     status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
@@ -69,34 +69,34 @@ def status_of(error: Exception) -> int:
 
 
 def code_of(error: Exception) -> str:
-    """S3's name for an error, e.g. ``NoSuchKey``; for a HEAD, whose answer has no body, the status; may be empty."""
+    """S3's name for an error, e.g. ``NoSuchKey``; for a HEAD, whose response has no body, the status; may be empty."""
     return str(error.response.get("Error", {}).get("Code", "")) if isinstance(error, ClientError) else ""
 
 
 def was_retried(error: Exception) -> bool:
-    """Whether an answer was not to the first attempt, which may have been carried out without our hearing of it."""
+    """Whether the response is not to the first attempt: an earlier one may have been carried out with its response lost."""
     if not isinstance(error, ClientError):
         return False
     return bool(error.response.get("ResponseMetadata", {}).get("RetryAttempts", 0))
 
 
 def is_missing(error: Exception) -> bool:
-    """Whether the server says that the object is not there (and does not speak of its bucket or of an upload)."""
+    """Whether the error means that the object does not exist (and not its bucket or an upload)."""
     return status_of(error) == 404 and code_of(error) not in ("NoSuchBucket", "NoSuchUpload")
 
 
 def is_unanswered(error: Exception) -> bool:
-    """Whether it is open if the server carries the request out: no answer, none that can be read, or a failure of its own."""
+    """Whether the server may still carry the request out: it sent no response, an unreadable one, or one of its own failure."""
     status = status_of(error)
     return isinstance(error, _NO_ANSWER) or status >= 500 or status in (408, 429) or code_of(error) in _LATER
 
 
 def s3_error(error: Exception, what: str) -> WeighbridgeError:
-    """What an error of boto3 means to a caller.
+    """The error to raise to a caller for an error of boto3.
 
     Args:
         error: one of `S3_ERRORS`.
-        what: what was being done, e.g. ``writing models/acme/smol/head.json``.
+        what: the operation, e.g. ``writing models/acme/smol/head.json``.
 
     Returns:
         An error of our own that holds no credentials, to be raised from ``error``.
@@ -136,7 +136,7 @@ def s3_error(error: Exception, what: str) -> WeighbridgeError:
 
 @contextmanager
 def translated(what: str) -> Iterator[None]:
-    """Errors of boto3 become ours; what the caller's stream raises passes through."""
+    """Translate errors of boto3; errors of the caller's stream pass through."""
     try:
         yield
     except S3_ERRORS as error:
@@ -144,7 +144,7 @@ def translated(what: str) -> Iterator[None]:
 
 
 def _reason(error: Exception) -> str:
-    """The cause in some words that nobody has put a secret into."""
+    """Cause of an error in a few words that cannot contain a secret."""
     if isinstance(error, ClientError):
         text = f"{code_of(error)} ({status_of(error)}): {error.response.get('Error', {}).get('Message', '')}"
     elif isinstance(error, HTTPClientError | NoConnection | NoCredentialsError | PartialCredentialsError):

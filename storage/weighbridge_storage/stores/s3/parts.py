@@ -1,4 +1,4 @@
-"""Parts of an object: how it is cut, and how they travel side by side within a bound on memory."""
+"""Parts of an object: their sizes, and their concurrent transfer within a bound on memory."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from weighbridge_storage.stores.s3.settings import LARGEST_PART, MOST_PARTS
 T = TypeVar("T")
 
 _GROWTH = 1500
-"""A stream's part holds at least this fraction of what went before. 10,000 parts that begin with 16 MiB then hold 6.6 TiB,
-more than S3's largest object. Up to 23 GiB all parts have one size, which is the only way that some servers take."""
+"""A stream's part holds at least this fraction of the bytes before it. 10,000 parts that begin with 16 MiB then hold 6.6 TiB,
+more than S3's largest object. Up to 23 GiB all parts have one size, which some servers require."""
 
 
 def size_of(data: object) -> int | None:
@@ -40,7 +40,7 @@ def part_size(sent: int, total: int | None, smallest: int) -> int:
 
 
 class PartsBudget:
-    """A number of bytes that threads share: who wants more than is left waits, and more than all of it waits to be alone."""
+    """A number of bytes that threads share: a request for more than is left waits, and one for more than the total waits to be alone."""
 
     def __init__(self, nbytes: int) -> None:
         self._nbytes = nbytes
@@ -54,7 +54,7 @@ class PartsBudget:
             self._taken += nbytes
 
     def give_back(self, nbytes: int) -> None:
-        """Leave room to others."""
+        """Return room to other threads."""
         with self._changed:
             self._taken -= nbytes
             self._changed.notify_all()
@@ -64,8 +64,8 @@ class HeldPart:
     """Bytes that count against a budget until they are released.
 
     Attributes:
-        body: the bytes; none behind the last part.
-        is_last: whether nothing comes behind it for certain.
+        body: the bytes; empty after the last part.
+        is_last: whether it is certain that no part follows.
     """
 
     def __init__(self, body: bytearray, is_last: bool, room: int, budget: PartsBudget) -> None:
@@ -75,7 +75,7 @@ class HeldPart:
         self._budget = budget
 
     def release(self) -> None:
-        """Let go of the bytes, and give their room back. Doing it again does nothing."""
+        """Drop the bytes, and return their room. Repeating it does nothing."""
         self.body = bytearray()
         room, self._room = self._room, 0
         if room:
@@ -83,12 +83,12 @@ class HeldPart:
 
 
 class PartReader:
-    """Copies pieces together to parts: what a stream hands out is only sure to stay until the next piece is asked for.
+    """Assembles parts by copying pieces: a stream's piece is only valid until the next one is taken.
 
     Args:
         data: as `ObjectStore.put` takes it.
         smallest: size in bytes of the first part.
-        budget: what parts are taken out of.
+        budget: the budget of the parts.
     """
 
     def __init__(self, data: Buffer | Iterable[Buffer], smallest: int, budget: PartsBudget) -> None:
@@ -104,7 +104,7 @@ class PartReader:
 
         Raises:
             InvalidArgument: a piece is not contiguous memory.
-            Exception: whatever the stream raises.
+            Exception: any error of the stream.
         """
         room = part_size(self._sent, self._total, self._smallest)
         if self._total is not None:
@@ -131,7 +131,7 @@ class PartReader:
 
 
 class Sending(Generic[T]):
-    """Tasks of one call in a pool that many calls share; a context that ends with none of them running."""
+    """Tasks of one call in a pool that many calls share; no task runs any more when the context ends."""
 
     def __init__(self, pool: Executor) -> None:
         self._pool = pool
@@ -139,10 +139,10 @@ class Sending(Generic[T]):
         self._failed = threading.Event()
 
     def submit(self, task: Callable[[], T], ended: Callable[[], None] = lambda: None) -> None:
-        """Run a task when its turn comes, and ``ended`` after it, whatever becomes of it.
+        """Run a task in the pool, and ``ended`` after it, even if it fails or is cancelled.
 
         Raises:
-            Exception: what an earlier task has raised; this one is not run.
+            Exception: the error of an earlier task; this one is not run.
         """
         if self._failed.is_set():
             self.results()
@@ -157,10 +157,10 @@ class Sending(Generic[T]):
         future.add_done_callback(note)
 
     def results(self) -> list[T]:
-        """What the tasks returned, in the order of their submission.
+        """Results of the tasks, in the order of their submission.
 
         Raises:
-            Exception: what the first of them has raised.
+            Exception: the error of a task that failed.
         """
         done, _ = wait(self._tasks, return_when=FIRST_EXCEPTION)
         for task in done:

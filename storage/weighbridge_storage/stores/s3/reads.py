@@ -1,7 +1,7 @@
-"""Reads from S3, of which all bytes are those that were asked for, and of one object.
+"""Reads from S3, verified to return all requested bytes, of one object.
 
-botocore tries a request again, but not the body of a response: one that ends too soon, or does not agree with the server's
-checksum, is asked for again here.
+botocore retries a request, but not the body of a response: a body that is cut short, or does not match the server's checksum, is
+requested again here.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ class _Changed(Exception):
 
 
 class _Damaged(Exception):
-    """The body is not what was asked for."""
+    """The body is not the requested one."""
 
 
 class Reads:
-    """Reads objects by their full names; ``what`` says what is being done, for messages. Safe to use from many threads.
+    """Reads of objects by their full names; ``what`` is the operation, for messages. Safe to use from many threads.
 
     Args:
         client: makes the requests.
-        settings: sizes and bounds.
+        settings: sizes and limits.
         pool: fetches ranges.
     """
 
@@ -70,7 +70,7 @@ class Reads:
         """Bytes of an object.
 
         Raises:
-            InvalidArgument: they do not lie within it.
+            InvalidArgument: the range does not lie within the object.
         """
         if start < 0 or length <= 0:  # HTTP has no such ranges
             size = self.head(name, what).size
@@ -84,7 +84,7 @@ class Reads:
             raise _outside(start, length, self.head(name, what).size, what) from error
 
     def stream(self, name: str, what: str) -> Iterator[bytes]:
-        """The whole object, piece by piece, with some pieces behind the one in hand on their way."""
+        """The whole object, piece by piece; some pieces after the current one are prefetched."""
         found = self.head(name, what)
         return self._pieces(name, found, what)
 
@@ -116,7 +116,7 @@ class Reads:
 
 
 def _tried(request: Callable[[], Mapping[str, Any]], take: Callable[[Mapping[str, Any]], T], what: str) -> T:
-    """What ``take`` gets out of the response, asking some times if its body is damaged."""
+    """Result of ``take`` for the response; retries a few times if the body is damaged."""
     failure: Exception
     for attempt in range(_ATTEMPTS):
         try:

@@ -1,4 +1,4 @@
-"""Settings of an S3 store, and how its location is written. Imports nothing of boto3."""
+"""Settings of an S3 store, and the syntax of its location. Imports nothing of boto3."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SCHEME = "s3://"
 SMALLEST_PART = 5 << 20
 """S3's limit, in bytes; only an object's last part may be smaller."""
 LARGEST_PART = 5 << 30
-"""S3's limit, in bytes; also the limit of what one CopyObject copies."""
+"""S3's limit, in bytes; also the limit of one CopyObject."""
 MOST_PARTS = 10_000
 """S3's limit on the parts of one object."""
 
@@ -26,28 +26,28 @@ _EXAMPLE = "s3://bucket/prefix?endpoint=http://127.0.0.1:8333&region=us-east-1&a
 
 @dataclass(frozen=True, slots=True)
 class S3Settings:
-    """Where a store lies on S3, and how it is spoken to.
+    """Location of a store on S3, and settings of its requests.
 
     Attributes:
         bucket: the bucket's name; it must exist.
-        prefix: what all keys in the bucket begin with; empty, or ends with a slash.
-        endpoint: URL of the server; None for AWS, or what ``AWS_ENDPOINT_URL`` says.
-        region: to sign for; None for what the environment says.
+        prefix: prefix of all keys in the bucket; empty, or ends with a slash.
+        endpoint: URL of the server; None for AWS, or the value of ``AWS_ENDPOINT_URL``.
+        region: region to sign for; None for that of the environment.
         addressing: the bucket as a part of the path or of the host name; ``auto`` is a path on a custom endpoint.
-        public_endpoint: URL under which others reach the server, for the URLs that are given to them; None for the same.
+        public_endpoint: URL under which clients reach the server, for presigned URLs; None for the same.
         part_bytes: size of a part of an upload, in bytes; larger where that would make more than `MOST_PARTS`.
         memory_bytes: most bytes of parts that are held for uploads at a time, by all threads together. One part may be
             larger.
         single_copy_bytes: objects of more bytes are copied in parts.
-        page: most names that are asked for in one request of a listing.
-        parallel: most parts of uploads and pieces of streams that travel at a time, of all calls together.
-        attempts: how often a request is tried.
-        connect_timeout_s: seconds to wait for a connection, and for the server to take more bytes of a request: to urllib3
-            the two are one.
+        page: most names that one request of a listing asks for.
+        parallel: most parts of uploads and pieces of streams in transfer at a time, of all calls together.
+        attempts: most attempts of a request.
+        connect_timeout_s: seconds to wait for a connection, and for the server to take more bytes of a request: urllib3 has
+            one timeout for both.
         read_timeout_s: seconds to wait for the next bytes of a response.
 
     Raises:
-        InvalidArgument: something of it cannot be.
+        InvalidArgument: a value is malformed or out of bounds.
     """
 
     bucket: str
@@ -95,12 +95,12 @@ def is_s3(location: object) -> bool:
 
 
 def parse_location(location: str) -> S3Settings:
-    """The settings that a location such as ``s3://bucket/prefix?endpoint=http://127.0.0.1:8333`` stands for.
+    """The settings in a location such as ``s3://bucket/prefix?endpoint=http://127.0.0.1:8333``.
 
     Options are ``endpoint``, ``region``, ``addressing`` and ``public_endpoint``; values may be percent-encoded.
 
     Raises:
-        InvalidArgument: it is malformed, or has credentials in it, which belong in the environment. They are not repeated.
+        InvalidArgument: it is malformed, or contains credentials, which belong in the environment. The message does not repeat them.
     """
     try:
         parts = urlsplit(location)

@@ -1,8 +1,8 @@
 """Object store in a bucket, or in a part of one.
 
-An object's name in the bucket is its key behind the store's prefix. Conditions are the server's: If-None-Match and If-Match,
-on PutObject and on the request that completes a multipart upload. The server must keep them, which `probe` finds out; AWS,
-SeaweedFS, MinIO, Ceph and R2 say that they do.
+An object's name in the bucket is the store's prefix and its key. Conditions are the server's: If-None-Match and If-Match, on
+PutObject and on the request that completes a multipart upload. The server must honour them, which `probe` tests; AWS,
+SeaweedFS, MinIO, Ceph and R2 document that they do.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from weighbridge_storage.stores.s3.settings import S3Settings
 from weighbridge_storage.stores.s3.uploads import Uploads
 
 _HASTY_ATTEMPTS = 3
-"""How often a request is tried under a time limit: a connection that is refused is said to be within three seconds."""
+"""Attempts of a request under a time limit: a refused connection is reported within three seconds."""
 
 
 class S3Store(ObjectStore):
-    """An object store on an S3 server. Nothing is asked of the server before the first call.
+    """An object store on an S3 server. Makes no request before the first call.
 
     Args:
-        settings: which bucket, where, and within which bounds.
+        settings: the bucket, the server and the limits.
         like: a store whose credentials this one shares.
 
     Raises:
-        Unavailable: boto3 cannot be configured, e.g. because a profile is not there.
+        Unavailable: boto3 cannot be configured, e.g. because a profile is missing.
     """
 
     def __init__(self, settings: S3Settings, like: S3Store | None = None) -> None:
@@ -56,19 +56,19 @@ class S3Store(ObjectStore):
         self._reads = Reads(self._client, settings, self._pool)
 
     def with_time_limit(self, seconds: float) -> S3Store:
-        """See `ObjectStore.with_time_limit`: a store with connections of its own, which is closed by itself."""
+        """See `ObjectStore.with_time_limit`: a store with connections of its own, to be closed separately."""
         limits = replace(
             self._settings, connect_timeout_s=seconds, read_timeout_s=seconds, attempts=_HASTY_ATTEMPTS
         )
         return S3Store(limits, self)
 
     def close(self) -> None:
-        """See `ObjectStore.close`. Waits for requests that are under way."""
+        """See `ObjectStore.close`. Waits for requests in flight."""
         self._pool.shutdown()
         self._client.close()
 
     def get(self, key: str) -> tuple[bytes, str]:
-        """See `ObjectStore.get`. Compares the content with the server's checksum, where it keeps one for the whole."""
+        """See `ObjectStore.get`. Compares the content with the server's checksum, if it has one for the whole object."""
         return self._reads.get(self._name(key), f"reading {key}")
 
     def put(self, key: str, data: Buffer | Iterable[Buffer], *, mode: PutMode) -> str:
@@ -105,12 +105,12 @@ class S3Store(ObjectStore):
         return self._folders(check_folder_prefix(prefix))
 
     def delete(self, key: str) -> None:
-        """See `ObjectStore.delete`. In a bucket that keeps versions, the server goes on holding the bytes."""
+        """See `ObjectStore.delete`. In a bucket with versioning, the server keeps the bytes."""
         with translated(f"deleting {key}"):
             self._client.delete(self._name(key))
 
     def copy(self, source: str, target: str) -> None:
-        """See `ObjectStore.copy`. The server does it; no bytes come here."""
+        """See `ObjectStore.copy`. The server copies; no bytes are transferred to this process."""
         self._uploads.copy(self._name(source), self._name(target), f"copying {source} to {target}")
 
     def discard_unfinished(
@@ -118,7 +118,7 @@ class S3Store(ObjectStore):
     ) -> int:
         """See `ObjectStore.discard_unfinished`: aborts multipart uploads. Their parts cost money until then.
 
-        Ages are by the server's clock. Some servers (MinIO) list uploads for whole keys only, and find none here.
+        Ages are by the server's clock. Some servers (MinIO) list uploads for whole keys only, so none are found there.
         """
 
         def chosen(name: str) -> bool:

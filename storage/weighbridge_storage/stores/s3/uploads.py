@@ -1,8 +1,8 @@
 """Uploads to S3, in one request or in parts, which leave nothing behind when they fail.
 
-What one part can hold goes in one request. Everything else is a multipart upload: the caller's thread fills parts, a pool
-sends them, and one last request makes the object, which is where the condition goes. An upload that fails is aborted; what
-can be left is that of a process that died, and that of which nobody knows whether its last request is still carried out.
+Data that fits into one part goes in one request. All other data is a multipart upload: the caller's thread fills parts, a pool
+sends them, and a last request, which carries the condition, makes the object. A failed upload is aborted; uploads remain only of
+processes that died, and where the last request may still be carried out.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from weighbridge_storage.stores.s3.settings import S3Settings
 log = logging.getLogger(__name__)
 
 _ATTEMPTS = 5
-"""How often a write is begun that meets another one under way, or a copy whose source changes under it."""
+"""Attempts of a write that meets a concurrent one, or of a copy whose source changes."""
 _COPIED_PART = 256 << 20
 
 
@@ -59,7 +59,7 @@ class Uploads:
 
     Args:
         client: makes the requests.
-        settings: sizes and bounds.
+        settings: sizes and limits.
         pool: sends parts.
     """
 
@@ -70,13 +70,13 @@ class Uploads:
         self._budget = PartsBudget(settings.memory_bytes)
 
     def put(self, name: str, data: Buffer | Iterable[Buffer], mode: PutMode, what: str) -> str:
-        """Write an object; gives its etag.
+        """Write an object. Returns its etag.
 
         Args:
-            name: of the object.
+            name: name of the object.
             data: as `ObjectStore.put` takes it.
             mode: the condition.
-            what: what is being done, for messages.
+            what: the operation, for messages.
 
         Raises:
             WeighbridgeError: as `ObjectStore.put`.
@@ -84,7 +84,7 @@ class Uploads:
         size = size_of(data)
         budget = self._budget
         if size is not None and size <= self._settings.part_bytes:
-            # A small write, on which others may wait, does not queue behind the parts of large ones.
+            # A small write, which other replicas may wait for, does not queue behind the parts of large ones.
             budget = PartsBudget(size)
         reader = PartReader(data, self._settings.part_bytes, budget)
         first = reader.next()
@@ -96,7 +96,7 @@ class Uploads:
             first.release()
 
     def copy(self, source: str, target: str, what: str) -> None:
-        """Copy an object on the server, as `ObjectStore.copy`; ``what`` is being done, for messages."""
+        """Copy an object on the server, as `ObjectStore.copy`; ``what`` is the operation, for messages."""
         for attempt in range(_ATTEMPTS):
             with translated(what):
                 found = self._client.head(source)
@@ -148,7 +148,7 @@ class Uploads:
         self._made(target, write_id, "overwrite", what, partial(self._client.copy, source, target, write_id))
 
     def _copy_parts(self, source: str, etag: str, size: int, target: str, what: str) -> bool:
-        """Whether it is copied; if not, the source has changed."""
+        """Copy an object in parts. Returns whether it is copied; if not, the source has changed."""
         step = part_size(0, size, min(_COPIED_PART, self._settings.single_copy_bytes))
         with self._begun(target, what, checksums=False) as upload:
             try:
@@ -171,14 +171,14 @@ class Uploads:
 
     @contextmanager
     def _begun(self, name: str, what: str, *, checksums: bool) -> Iterator[_Upload]:
-        """An upload, aborted if the block fails, unless its last request may still be under way."""
+        """Begin an upload, and abort it if the block fails, unless its last request may still be carried out."""
         write_id = uuid.uuid4().hex
         with translated(what):
             upload = _Upload(name, self._client.begin_upload(name, write_id, checksums=checksums), write_id)
         try:
             yield upload
         except DeadlineExceeded:
-            # Some servers take the parts from under the object if both requests meet.
+            # Some servers delete the parts of the finished object if both requests meet.
             log.warning("%s: its upload is left, as it may still be completed", what)
             raise
         except BaseException:
@@ -198,19 +198,19 @@ class Uploads:
         send: Callable[[], str],
         attempts: int = _ATTEMPTS,
     ) -> str:
-        """The etag of an object that a request makes, whatever becomes of its response.
+        """The etag of an object that a request makes, even if its response is lost.
 
         Args:
-            name: of the object.
-            write_id: that it will have.
+            name: name of the object.
+            write_id: id of the write.
             mode: the condition.
-            what: what is being done, for messages.
-            send: sends the request; gives the etag.
-            attempts: how often, while another write is under way.
+            what: the operation, for messages.
+            send: sends the request; returns the etag.
+            attempts: most attempts while a concurrent write is in progress.
 
         Raises:
             Conflict: the condition does not hold; nothing was written.
-            DeadlineExceeded: whether it was written could not be found out.
+            DeadlineExceeded: it is unknown whether it was written.
             WeighbridgeError: as `s3_error`; nothing was written.
         """
         for attempt in range(attempts):
@@ -254,13 +254,14 @@ def decide(
     """Outcome of a write that ended in an error of boto3, by the rule of `outcome`.
 
     Args:
-        error: what was raised.
-        found: the object as it was found after that; None if there was none.
-        write_id: of the write.
+        error: the error.
+        found: the object as read after that; None if there was none.
+        write_id: id of the write.
         mode: its condition.
 
     Returns:
-        As `outcome`, where ``nothing`` says that another write was under way; or ``failed``: nothing was written, and the error says why.
+        As `outcome`, where ``nothing`` means that a concurrent write was in progress; or ``failed``: nothing was written, and the error is
+        the reason.
     """
     # AWS answers 404 to If-Match where there is no object, others 412
     refusal = status_of(error) in (409, 412) or (is_missing(error) and isinstance(mode, IfMatch))
