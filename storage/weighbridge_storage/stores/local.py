@@ -222,7 +222,9 @@ class LocalStore(ObjectStore):
         check_key(target)
         what = f"copying {source} to {target}"
         temp = uuid.uuid4().hex
-        self.size(source)  # refuses anything that is no object: a link to a symbolic link would be one as well
+        self.size(
+            source
+        )  # refuses anything that is no object: a link to a symbolic link would be one as well
         try:
             own = self._writing().temp
             with self._folder_of(source) as (folder, name):
