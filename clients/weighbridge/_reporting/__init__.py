@@ -1,7 +1,7 @@
-"""Reports of engines to the service, and what an agent so knows of its own.
+"""Reports of engines to the service, and what the service answers about them.
 
 May import: `_clients`, `_core`.
 
-- `reporter`: the thread that reports, and where the engine is.
-- `said`: what is to be reported, and how that has gone; pure.
+- `reporter`: the reporting thread, and the engine's address.
+- `said`: state of an engine and of its reports; pure.
 """

@@ -1,4 +1,4 @@
-"""Reporter of an engine: tells the service what the engine serves, from a thread of its own that no update waits for."""
+"""Reporter of an engine: reports to the service what the engine serves, from a thread of its own that no update waits for."""
 
 from __future__ import annotations
 
@@ -27,30 +27,30 @@ __all__ = ["EngineReporter"]
 log = logging.getLogger(__name__)
 
 _AGAIN_SECONDS = 1.0
-"""Between two tries of a service that cannot be reached: it is back as soon as the engine is to be seen."""
+"""Pause between attempts to reach the service, so that the engine is listed again soon after the service is back."""
 _REFUSED_SECONDS = 30.0
-"""Between two reports to a service that takes none."""
+"""Pause between reports to a service that refuses them."""
 _LAST_SECONDS = 2.0
-"""How long the end of an agent waits for its last report."""
+"""Seconds for which a closing agent waits for its last report."""
 _LONGEST_ERROR = 1000
 _HERE = {"127.0.0.1", "localhost", "::1", "0.0.0.0", "::"}  # noqa: S104  # no address to listen at
 
 
 class EngineReporter:
-    """Reports how an engine stands: at once when something has changed, and every few seconds. Thread-safe.
+    """Reports an engine's state: at once when it has changed, and every few seconds. Thread-safe.
 
-    A change costs a lock and waits for nothing; a service that cannot be reached is told when it is back. The service lists the engine
-    (`Client.engines`), and keeps the versions that it serves. Any identity that may pull the model may report.
+    A change takes a lock and waits for nothing; a service that cannot be reached gets the report when it is back. The service lists the
+    engine (`Client.engines`), and keeps the versions that it serves. Any identity that may pull the model may report.
 
     Args:
-        client: of the service; its address and credentials are used by a connection of the reporter's own.
+        client: client of the service; the reporter makes its own connection with its address and credentials.
         model: ``namespace/name``.
-        kind: what the engine is, such as ``vllm``.
-        address: where it is reached.
-        ref: that it follows; empty if it follows none.
-        version: that it serves; 0 if none.
-        listener: gets the engine's status, in the reporter's thread: before and after each report, and so at once.
-        delay: seconds before the first report; if it ends before, nothing is reported.
+        kind: kind of the engine, such as ``vllm``.
+        address: URL of the engine.
+        ref: ref that it follows; empty if it follows none.
+        version: number of the version that it serves; 0 if none.
+        listener: called with the engine's status, in the reporter's thread: before and after each report, and so at once.
+        delay: seconds before the first report; if the reporter is stopped before, nothing is reported.
     """
 
     def __init__(
@@ -96,10 +96,10 @@ class EngineReporter:
         return f"<EngineReporter of {facts.model}: {facts.state} {facts.version or 'no version'}>"
 
     def say(self, *, updated_s: float | None = None, **changes: Any) -> None:
-        """Say what has changed.
+        """Record changes of the engine's state, and report them.
 
         Args:
-            updated_s: when the update that the changes tell of has ended, by `time.monotonic`; by default now.
+            updated_s: when the update in the changes ended, by `time.monotonic`; by default now.
             changes: fields of the engine by name: ``version``, ``target``, ``state``, ``error``, and ``update_version`` with others of an update.
         """
         for text in changes.keys() & {"error", "proof_error"}:
@@ -110,13 +110,13 @@ class EngineReporter:
 
     @property
     def status(self) -> AgentStatus:
-        """How the engine stands, as far as is known here."""
+        """Status of the engine, as far as known here."""
         with self._lock:
             said, contact = self._said, self._contact
         return status_of(said, contact, time.monotonic(), round(time.time() * 1000))
 
     def stop(self) -> None:
-        """Report once more, that the agent ends, and then no more. Waits for nothing."""
+        """Report once more, that the agent ends, and then stop. Does not wait."""
         if not self._ending.is_set():
             self.say(state=ENGINE_ENDED, target=0)
             self._ending.set()
@@ -143,7 +143,7 @@ class EngineReporter:
                 self._listener(self.status)
                 pause = self._report()
                 self._listener(self.status)
-            except Exception:  # the engine goes on, and so do its reports
+            except Exception:  # a failed report must not stop the engine or later reports
                 log.exception("reporting what the engine serves failed")
                 pause = _REFUSED_SECONDS
             if last:
@@ -151,7 +151,7 @@ class EngineReporter:
             self._wake.wait(pause * DICE.uniform(0.9, 1.0))
 
     def _report(self) -> float:
-        """Report once; seconds until that is to be done again."""
+        """Send one report. Returns the seconds until the next one."""
         now_s = time.monotonic()
         self._beat += 1
         with self._lock:
@@ -179,7 +179,7 @@ class EngineReporter:
         return reported.report_seconds
 
     def _note_refusal(self, error: WeighbridgeError) -> None:
-        """A service that takes no reports is no reason to update nothing. It is told once."""
+        """Record and log, once, that the service refuses reports; updates go on."""
         with self._lock:
             self._contact = replace(self._contact, lost_s=None, problem=error.message)
         if error.message != self._refused and not self._ending.is_set():
@@ -191,7 +191,7 @@ class EngineReporter:
 
 
 def address_from_elsewhere(url: str, host: str) -> str:
-    """A server's address as others name it: without what may be secret in it, and by this machine's name where it says no more than here."""
+    """A server's URL for other machines: without credentials, path and query, and with this machine's name in place of a local address."""
     parts = urlsplit(url)
     try:
         name, port = parts.hostname or "", parts.port

@@ -1,4 +1,4 @@
-"""Facts that are to be reported of an engine, how reports have gone, and how the engine stands by both. Pure."""
+"""State of an engine to be reported, state of its reports, and the status that follows from both. Pure."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from weighbridge._core.engines.facts import (
 from weighbridge._core.engines.status import AgentStatus
 
 _REPORT_SECONDS = 5.0
-"""Between two reports, before the service has said it."""
+"""Interval between reports, until the service has set it."""
 _MISSED = 3
-"""Reports that may fail before what is known of the ref is stale."""
+"""Number of intervals without contact after which the engine's standing is stale."""
 
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """What is to be reported. Times are seconds of the monotonic clock.
+    """State of an engine to be reported. Times are seconds of the monotonic clock.
 
     Attributes:
-        facts: of the engine.
-        since_s: since when it is in its state.
+        facts: facts of the engine.
+        since_s: when it entered its present state.
         updated_s: when its last update ended.
-        proved_s: when its last proof ended, or else since when one is asked for.
+        proved_s: when its last proof ended, or else when one was first requested.
     """
 
     facts: EngineFacts
@@ -38,12 +38,12 @@ class Said:
     proved_s: float = 0.0
 
     def with_changes(self, changes: dict[str, Any], now_s: float, updated_s: float | None = None) -> Said:
-        """After something has changed.
+        """The state after a change.
 
         Args:
             changes: fields of the engine.
-            now_s: the time.
-            updated_s: when the update that they tell of has ended; by default now.
+            now_s: present time.
+            updated_s: when the update in the changes ended; by default now.
         """
         facts = replace(self.facts, **changes)
         before = self.facts
@@ -60,14 +60,14 @@ class Said:
 
 @dataclass(frozen=True, slots=True)
 class Contact:
-    """How reports have gone. Times are seconds of the monotonic clock; None for never.
+    """State of the reports. Times are seconds of the monotonic clock; None for never.
 
     Attributes:
-        engine: as the service has answered last.
-        heard_s: when that was.
+        engine: the service's last answer.
+        heard_s: when it came.
         report_s: seconds between reports.
-        lost_s: since when the service cannot be reached.
-        problem: why not, or why it takes no reports.
+        lost_s: when the service became unreachable; None if it is reachable.
+        problem: error of the last report: the service is unreachable, or refuses reports.
     """
 
     engine: Engine | None = None
@@ -78,7 +78,7 @@ class Contact:
 
 
 def status_of(said: Said, contact: Contact, now_s: float, now_ms: int) -> AgentStatus:
-    """How an engine stands, by what is reported and how that has gone. Pure."""
+    """Status of an engine, from its state and that of its reports. Pure."""
 
     def time_ms(then_s: float | None) -> int:
         return 0 if then_s is None else now_ms - round((now_s - then_s) * 1000)

@@ -1,4 +1,4 @@
-"""Exporting of spans by OpenTelemetry's SDK, which is of the extra ``tracing`` and imported where spans are exported."""
+"""Export of spans by OpenTelemetry's SDK, which is in the extra ``tracing`` and imported only where spans are exported."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
 
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
-"""Variables that say where spans go; the first that is set counts."""
+"""Environment variables of the collector's address; the first that is set counts."""
 _GRPC, _HTTP = "grpc", "http/protobuf"
 _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
-"""Variables that say how spans go; the first that is set counts."""
+"""Environment variables of the protocol; the first that is set counts."""
 _EXIT_SECONDS = 2.0
-"""How long a process that ends waits for a collector that does not answer."""
+"""Seconds for which an exiting process waits for a collector that does not answer."""
 
 
 def exporting(service: str, endpoint: str) -> TracerProvider:
-    """A provider that sends spans to a collector; that of the application, if it sets one up, is left alone.
+    """A provider that sends spans to a collector; it leaves the application's own provider, if there is one, alone.
 
     Spans are sent by a thread, in batches; those that a collector does not take in time are dropped.
 
     Args:
         service: name of the process, unless the environment has another one.
-        endpoint: the collector's OTLP address; empty for what the environment says.
+        endpoint: the collector's OTLP address; empty for that of the environment.
 
     Raises:
         ImportError: packages of the extra are missing.
@@ -64,7 +64,7 @@ def _exporter(endpoint: str) -> SpanExporter:
     protocol = next((found for name in _PROTOCOLS if (found := os.environ.get(name, "").strip())), _GRPC)
     if protocol not in (_GRPC, _HTTP):
         raise InvalidArgument(
-            f"OTLP goes by {_GRPC} or {_HTTP}, not by {protocol[:40]!r}",
+            f"OTLP is sent over {_GRPC} or {_HTTP}, not over {protocol[:40]!r}",
             fix=f"set {_PROTOCOLS[1]} to one of these",
         )
     if endpoint and (urlsplit(endpoint).scheme not in ("http", "https") or not urlsplit(endpoint).hostname):
@@ -72,7 +72,7 @@ def _exporter(endpoint: str) -> SpanExporter:
             f"{endpoint.rpartition('@')[2][:80]!r} is no URL of a collector",
             fix="as in http://127.0.0.1:4317",
         )
-    # gRPC has no use for one, and OpenTelemetry writes the address into the log
+    # gRPC ignores it, and OpenTelemetry logs the address
     if protocol == _GRPC and "@" in (endpoint or next(filter(None, map(os.environ.get, ENDPOINTS)), "")):
         raise InvalidArgument(
             "the address of the collector has a name or a password in it, which gRPC does not send",

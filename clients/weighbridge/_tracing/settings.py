@@ -1,8 +1,8 @@
 """Settings of tracing: whether it is on in this process, and where its spans are sent.
 
-It is on where the application has set up OpenTelemetry, whose provider is used then; where the environment says to which collector spans go, by
-``OTEL_EXPORTER_OTLP_ENDPOINT``, ``OTEL_EXPORTER_OTLP_TRACES_ENDPOINT`` or ``OTEL_TRACES_EXPORTER``; and after `enable`. OpenTelemetry's other
-variables (samplers, resources, limits, certificates) are read by OpenTelemetry itself.
+It is on where the application has set up OpenTelemetry, whose provider is used then; where the environment names a collector, by
+``OTEL_EXPORTER_OTLP_ENDPOINT``, ``OTEL_EXPORTER_OTLP_TRACES_ENDPOINT`` or ``OTEL_TRACES_EXPORTER``; and after `enable`. OpenTelemetry itself
+reads its other variables (samplers, resources, limits, certificates).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NONE = (trace.ProxyTracerProvider, trace.NoOpTracerProvider)
 
 
 def wanted(environment: Mapping[str, str]) -> bool:
-    """Whether the environment says where spans go."""
+    """Whether the environment enables the export of spans."""
     if environment.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return False
     exporters = environment.get("OTEL_TRACES_EXPORTER", "").strip().lower()
@@ -38,17 +38,17 @@ def wanted(environment: Mapping[str, str]) -> bool:
 def _of_application() -> trace.TracerProvider | None:
     """The provider that the application has set up; None if it has set up none."""
     if "opentelemetry.sdk.trace" not in sys.modules:
-        # asking would load what OTEL_PYTHON_TRACER_PROVIDER names, which may not be installed, for the whole process
+        # get_tracer_provider would load the provider of OTEL_PYTHON_TRACER_PROVIDER, maybe not installed, for the whole process
         return None
     found = trace.get_tracer_provider()
     return None if isinstance(found, _NONE) else found
 
 
 class Settings:
-    """Whether tracing is on in this process. Thread-safe.
+    """State of tracing in this process. Thread-safe.
 
     Args:
-        own: makes spans whatever the application and the environment say.
+        own: provider to use whatever the application and the environment set.
 
     Attributes:
         service: name of this process in traces, unless the environment has another one.
@@ -63,23 +63,23 @@ class Settings:
 
     @property
     def provider(self) -> trace.TracerProvider | None:
-        """Makers of tracers of this process; None where tracing is off."""
+        """Provider of tracers of this process; None where tracing is off."""
         if not self._asked:
             self._ask_environment()
         return self._own or _of_application()
 
     def tracer(self) -> trace.Tracer | None:
-        """Maker of spans; None where tracing is off."""
+        """Tracer of this process; None where tracing is off."""
         provider = self.provider
         if provider is not None and self._tracer is None:
             self._tracer = provider.get_tracer("weighbridge", VERSION)
         return self._tracer
 
     def enable(self, endpoint: str = "") -> None:
-        """Send spans of this process to a collector. Nothing happens if they are sent already.
+        """Send spans of this process to a collector. Does nothing if they are sent already.
 
         Args:
-            endpoint: the collector's OTLP address; empty for what the environment says.
+            endpoint: the collector's OTLP address; empty for that of the environment.
 
         Raises:
             FailedPrecondition: the packages of the extra ``tracing`` are not installed.
@@ -101,7 +101,7 @@ class Settings:
         if _of_application() is None and wanted(os.environ):
             try:
                 self.enable()
-            except Exception as error:  # whichever: no push fails for want of a trace
+            except Exception as error:  # of any kind: tracing must not make a push fail
                 log.warning("there will be no traces: %s", error)
 
 

@@ -1,7 +1,8 @@
-"""Spans of this process, by OpenTelemetry's API. Where tracing is off, each is its `INVALID_SPAN`, which does nothing, and so are those within it.
+"""Spans of this process, by OpenTelemetry's API. Where tracing is off, each is its `INVALID_SPAN`, a no-op, and so are the spans within it.
 
-One rule says where a span belongs: who has a span of its own, say an application's training step, continues that one's trace, and links to what
-led to it; who has none continues the trace of what led to it. Attributes have no secrets, neither tokens nor URLs; names are of few kinds.
+One rule decides the parent of a span: a process with a current span, say an application's training step, continues that trace, and links to
+the span that caused the work; a process without one continues the trace of the cause. Attributes have no secrets, neither tokens nor URLs;
+there are few kinds of names.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from weighbridge._tracing.traceparent import HEADER, canonical, parse
 
 
 def begin(name: str, attributes: Attributes = None, *, origin: str = "") -> Span:
-    """A span that begins now.
+    """Start a span.
 
     Args:
-        name, attributes: as OpenTelemetry has them.
-        origin: the traceparent of what led to it: its parent if this process has no span of its own now, and linked to if it has.
+        name, attributes: as in OpenTelemetry.
+        origin: traceparent of the cause: the parent if there is no current span, otherwise linked to.
     """
     tracer = OF_PROCESS.tracer()
     if tracer is None:
@@ -36,7 +37,7 @@ def begin(name: str, attributes: Attributes = None, *, origin: str = "") -> Span
 def continuing(
     name: str, attributes: Attributes, traceparent: str, kind: SpanKind = SpanKind.INTERNAL
 ) -> Span:
-    """A span under another process's, whatever this thread is at; nothing if that one is not recorded: its trace is that process's to begin."""
+    """Start a span under that of another process, ignoring the current span; a no-op if the other span is not recorded."""
     tracer, parent = OF_PROCESS.tracer(), parse(traceparent)
     if tracer is None or parent is None:
         return INVALID_SPAN
@@ -44,7 +45,7 @@ def continuing(
 
 
 def within(span: Span, name: str, attributes: Attributes = None, *, start_time: int | None = None) -> Span:
-    """A span in another one."""
+    """Start a span in another one."""
     tracer = OF_PROCESS.tracer() if span.get_span_context().is_valid else None
     if tracer is None:
         return INVALID_SPAN
@@ -54,8 +55,8 @@ def within(span: Span, name: str, attributes: Attributes = None, *, start_time: 
 
 
 def moved(span: Span, name: str, attributes: Attributes, traceparent: str) -> Span:
-    """A span that `begin` has begun, once it is known what led to it: if it is a trace of its own, another one takes its place from its beginning
-    on, in the trace of that, and it is never told."""
+    """A span of `begin`, once its cause is known: if it has a trace of its own, a span in the cause's trace replaces it from its start on, and
+    it is never exported."""
     tracer, led, mine = OF_PROCESS.tracer(), parse(traceparent), span.get_span_context()
     if tracer is None or led is None or not mine.is_valid or led.trace_id == mine.trace_id:
         return span
@@ -66,18 +67,18 @@ def moved(span: Span, name: str, attributes: Attributes, traceparent: str) -> Sp
 
 
 def began(span: Span) -> int | None:
-    """When a span has begun, in nanoseconds; None if it is not recorded."""
+    """Start time of a span, in nanoseconds; None if it is not recorded."""
     return getattr(span, "start_time", None)
 
 
 def fail(span: Span, error: BaseException) -> None:
-    """Say of a span that it has failed. Of the error its kind is kept, and not its text, which may have been made of anything."""
+    """Mark a span as failed. Keeps the kind of the error, and not its text, which may contain anything."""
     span.set_attribute("error.type", getattr(error, "reason", type(error).__name__))
     span.set_status(StatusCode.ERROR, type(error).__name__)
 
 
 def running(span: Span) -> AbstractContextManager[Span]:
-    """A span that lasts for as long as the block runs, and to which what the block calls belongs, where that runs in one thread or task."""
+    """Make a span current in the block, in one thread or task, and end it with the block."""
     return nullcontext(span) if span is INVALID_SPAN else _running(span)
 
 
@@ -95,22 +96,22 @@ def _running(span: Span) -> Iterator[Span]:
 
 
 def span(name: str, attributes: Attributes = None, *, origin: str = "") -> AbstractContextManager[Span]:
-    """A span for as long as the block runs. See `begin` and `running`."""
+    """Run the block in a new span. See `begin` and `running`."""
     return running(begin(name, attributes, origin=origin))
 
 
 def child(span: Span, name: str, attributes: Attributes = None) -> AbstractContextManager[Span]:
-    """A span in another one, for as long as the block runs. See `running`."""
+    """Run the block in a span within another one. See `running`."""
     return running(within(span, name, attributes))
 
 
 def traceparent(span: Span) -> str:
-    """The header by which other processes continue a span; empty if it is not recorded."""
+    """Header with which other processes continue a span; empty if it is not recorded."""
     return canonical(span.get_span_context())
 
 
 def headers(span: Span | None = None) -> tuple[tuple[str, str], ...]:
-    """Metadata of calls that belong to a span; without one, to that of this thread or task. None outside of spans."""
+    """Metadata for calls that belong to a span, by default the current one; empty outside of spans."""
     said = traceparent(trace.get_current_span() if span is None else span)
     return ((HEADER, said),) if said else ()
 

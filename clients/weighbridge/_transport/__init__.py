@@ -3,15 +3,15 @@
 May import: `_core`, `weighbridge.errors`, `weighbridge.v1`.
 
 - `addresses`: addresses of a service's replicas, and the one in use.
-- `credentials`: by what a client knows the service, and is known.
+- `credentials`: credentials of the service and of the client.
 - `processes`: the process that connections belong to.
-- `proxies`: the proxy that a connection passes, if it may pass one.
-- `rpc`: channels, deadlines, and errors as they were raised on the other side.
-- `backoff`: pauses between tries.
-- `outages`: what is told of a service that cannot be reached.
+- `proxies`: the proxy of a connection, if it may use one.
+- `rpc`: channels, deadlines, and errors of the service raised as they were there.
+- `backoff`: pauses between retries.
+- `outages`: log messages about a service that cannot be reached.
 - `wire`: the vocabulary as protobuf messages and back.
 - `wire_operations`: messages of the operations in the table.
-- `wire_engines`: engines, likewise.
+- `wire_engines`: engines as protobuf messages and back.
 - `pieces`: messages that carry weights, with one copy.
 - `request_parts`: large requests in several messages.
 - `varints`: protobuf's integers.

@@ -15,13 +15,13 @@ SERVER_VARIABLE = "WEIGHBRIDGE_SERVER"
 
 
 class Addresses:
-    """The addresses at which a service is reached, and the one in use: the one behind the last that failed. Thread-safe.
+    """The addresses of a service and the one in use, which is the next one after each failure. Thread-safe.
 
     Args:
         addresses: ``host:port`` of one replica or more, in the order in which they are tried.
 
     Raises:
-        InvalidArgument: there is none, or one is a URL, or has no port that exists.
+        InvalidArgument: there is none, or one is a URL, or has no valid port.
     """
 
     def __init__(self, addresses: Sequence[str]) -> None:
@@ -40,7 +40,7 @@ class Addresses:
 
     @staticmethod
     def of(server: str | None) -> Addresses:
-        """Those that a client's argument names, separated by commas; by default ``WEIGHBRIDGE_SERVER``, or port 50051 here."""
+        """The addresses in a client's argument, separated by commas; by default ``WEIGHBRIDGE_SERVER``, or port 50051 of this machine."""
         named = server or os.environ.get(SERVER_VARIABLE) or DEFAULT_SERVER
         return Addresses([each for each in (part.strip() for part in named.split(",")) if each])
 
@@ -54,7 +54,7 @@ class Addresses:
 
     @property
     def away(self) -> bool:
-        """Whether nothing has answered since an address could not be reached."""
+        """Whether no address has answered since one could not be reached."""
         return self._away
 
     def answered(self, address: str) -> None:
@@ -66,21 +66,21 @@ class Addresses:
                 self._answered.add(address)
 
     def use(self, address: str) -> None:
-        """Have an address in use, if it is one of these."""
+        """Use an address, if it is one of these."""
         with self._lock:
             if address in self.all:
                 self._current = self.all.index(address)
 
     def failed(self, address: str, error: Unavailable | None = None) -> bool:
-        """Note that an address cannot be reached: the next one is in use from now on.
+        """Note that an address cannot be reached, and use the next one from now on.
 
         Args:
-            address: which one.
-            error: says why. That it may not help to try again is no longer said where it may: the address has answered before, or there is
-                another one.
+            address: the address.
+            error: its error. Its `worth_retrying` is lifted if a retry may help: the address has answered before, or the next one has not
+                failed yet.
 
         Returns:
-            Whether that one has not failed as well since something answered: it is worth trying at once.
+            Whether the next address has not failed too since one answered, so that it is worth a retry at once.
         """
         hopeful = self._fail(address)
         if error is not None and (hopeful or address in self._answered):
@@ -102,7 +102,7 @@ class Addresses:
 
 
 def _check(address: str) -> None:
-    """Refuse what gRPC would take for another address, or only fail to reach after a while."""
+    """Refuse an address that gRPC would misread, or would only fail to reach after a while."""
     scheme, url, rest = address.partition("://")
     if url and "/" not in rest.rstrip("/"):
         raise InvalidArgument(

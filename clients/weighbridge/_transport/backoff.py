@@ -1,6 +1,6 @@
-"""Backoff between tries: growing pauses with jitter, until nothing has come of them for too long.
+"""Backoff between retries: growing pauses with jitter, for a limited time without progress.
 
-It neither sleeps nor reads a clock, so that blocking and asyncio clients decide alike.
+It neither sleeps nor reads a clock, so that blocking and asyncio clients share it.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ _STEADY = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Backoff:
-    """How often something has failed, and for how long.
+    """Failures since the last success, and the limits of retries.
 
     Attributes:
-        seconds: how long to go on without success.
+        seconds: how long to retry without success.
         longest: longest pause, in seconds.
-        tries: how often it has failed since it last succeeded.
-        failing_since: moment of the first of these failures, by a monotonic clock, in seconds.
-        doubtful_since: moment since which each has said that it may not help to try again; infinite if the last one has not.
+        tries: number of failures since the last success.
+        failing_since: time of the first of these failures, by a monotonic clock, in seconds.
+        doubtful_since: start of the present run of errors with a finite `worth_retrying`; infinite if the last error had none.
     """
 
     seconds: float
@@ -34,15 +34,15 @@ class Backoff:
     doubtful_since: float = math.inf
 
     def renewed(self) -> Backoff:
-        """After a success."""
+        """State after a success."""
         return replace(self, tries=0)
 
     def after_failure(self, now: float, jitter: float, *, at_least: float = 0.0) -> Retry | None:
-        """The next try; None if there should be none.
+        """The next retry; None if there should be none.
 
         Args:
-            now: the moment of the failure, by a monotonic clock, in seconds.
-            jitter: a random number from 0 to 1, so that many clients do not come back at one moment.
+            now: time of the failure, by a monotonic clock, in seconds.
+            jitter: a random number from 0 to 1, so that many clients do not retry at the same time.
             at_least: shortest pause, in seconds.
         """
         since = self.failing_since if self.tries else now
@@ -53,9 +53,9 @@ class Backoff:
         return Retry(pause, replace(self, tries=self.tries + 1, failing_since=since))
 
     def after_error(self, error: WeighbridgeError, now: float, jitter: float) -> Retry | None:
-        """The next try of a stream or a call that has failed so; None if there should be none.
+        """The next retry after an error of a stream or a call; None if there should be none.
 
-        What broke on its way is tried again, and what had no room if the service has said when: not before that.
+        Broken transfers are retried, and so are ResourceExhausted errors with a `retry_after`, not before that time.
         """
         if isinstance(error, ResourceExhausted) and error.retry_after is not None:
             return self.after_failure(now, jitter, at_least=error.retry_after)
@@ -69,17 +69,17 @@ class Backoff:
         return replace(retry, backoff=replace(retry.backoff, doubtful_since=since))
 
     def left(self, now: float) -> float:
-        """Seconds for which it is tried again, `now` by the clock of the failures."""
+        """Seconds for which retries go on; ``now`` is by the clock of the failures."""
         return max(self.failing_since + self.seconds - now, 0.0) if self.tries else self.seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """A further try.
+    """A further attempt.
 
     Attributes:
-        pause: seconds until then.
-        backoff: the state in which it is made.
+        pause: seconds until it.
+        backoff: the state after the failure.
     """
 
     pause: float

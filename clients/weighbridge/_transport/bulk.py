@@ -1,6 +1,6 @@
-"""Streams of weights over connections of their own, several for a large one, each resumed where it broke.
+"""Streams of weights over connections of their own, several for a large stream, each resumed where it broke.
 
-Calls that carry no weights have another connection (`rpc.open_channel`), so they never queue behind a megabyte.
+Calls without weights use another connection (`rpc.open_channel`), so they never queue behind a megabyte.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 _MOST_BROKEN = 3
 _AHEAD = 4
-"""Messages of one call that wait to be put in order."""
+"""Most messages of one call that wait to be put in order."""
 
 P = TypeVar("P", checkpoint_service_pb2.RestoreResponse, weight_service_pb2.PullResponse)
 OpenStream = Callable[["Way", Striping, int], Iterable[Carried[P]]]
@@ -45,9 +45,9 @@ class Way:
     """A connection for one stream.
 
     Attributes:
-        server: the service's address, at which its other calls are taken.
+        server: the service's address for its other calls.
         channel: the connection.
-        metadata: of the call.
+        metadata: metadata of the call.
     """
 
     server: str
@@ -56,15 +56,16 @@ class Way:
 
 
 class Connections:
-    """Connections of one client to the service: those that carry nothing but weights, and one for all other calls. Each is made when first used; thread-safe.
+    """Connections of one client to the service: some for weights only, and one for all other calls. Each is made when first used.
+    Thread-safe.
 
     Args:
         addresses: the service's; connections go to the one in use.
-        most: how many there may be to one of them; 1 to 16.
-        credentials: of all connections.
+        most: most connections for weights to one address; 1 to 16.
+        credentials: credentials of all connections.
 
     Raises:
-        InvalidArgument: there cannot be so many.
+        InvalidArgument: ``most`` is out of range.
     """
 
     def __init__(self, addresses: Addresses, most: int, credentials: Credentials = NONE) -> None:
@@ -82,14 +83,14 @@ class Connections:
         self._channels: dict[tuple[str, int | None, tuple[int, ...]], grpc.Channel] = {}
 
     def control(self, server: str) -> grpc.Channel:
-        """A channel for calls that carry no weights, to one of the addresses. Clients of one process may share its connection."""
+        """A channel for calls without weights, to one of the addresses. Clients of one process may share its connection."""
         return self._channel(server, None)
 
     def way(self, index: int) -> Way:
-        """The connection with this number, from 0; no two are the same.
+        """The connection with this number, from 0; each number has its own.
 
         Raises:
-            WeighbridgeError: the service does not say where weights go.
+            WeighbridgeError: the service does not answer which port takes weights.
         """
         self._process.check()
         with self._asking:
@@ -103,7 +104,7 @@ class Connections:
         return Way(entry.server, self._channel(entry.address, index), entry.metadata)
 
     def _channel(self, address: str, index: int | None) -> grpc.Channel:
-        """The connection with this number to an address; the one without a number is for calls that carry no weights."""
+        """The connection with this number to an address; the one without a number is for calls without weights."""
         self._process.check()
         with self._lock:
             if self.closed:
@@ -130,19 +131,19 @@ class Connections:
                 server = self.addresses.current
 
     def renew(self) -> None:
-        """A stream has broken: the service is asked again where weights go, before the next one.
+        """Note that a stream has broken: before the next one, the service is asked again which port takes weights.
 
-        If several break in a row, they go over its known port: who answers at the other may be somebody else, as behind a proxy.
+        If several break in a row, streams use the known port: behind a proxy, another server may answer at the port for weights.
         """
         self._broken += 1
         self._entry = None
 
     def proved(self) -> None:
-        """A stream has begun, or was taken."""
+        """Note that a stream has begun, or was received."""
         self._broken = 0
 
     def close(self) -> None:
-        """Close them all; what is on its way fails, and no further one is made."""
+        """Close all connections: calls in flight fail, and no further connection is made."""
         with self._lock:
             self.closed = True
             for channel in self._channels.values():
@@ -150,16 +151,16 @@ class Connections:
 
 
 class StreamReceiver:
-    """A stream from the service, in order and checked; what breaks is opened again where it did.
+    """A stream from the service, in order and verified; a part that breaks is resumed there.
 
     Iterate over it once, to get pieces of 1 MiB at most.
 
     Args:
         open_at: opens a part of the stream at a byte offset.
-        connections: which to use; a small stream uses one.
-        nbytes: length of the stream, as far as is known before it comes.
-        on_header: is called with the header of each (re)opened part, before its first piece; of parts other than the first
-            from other threads, and only after it was called for the first.
+        connections: connections to use; a small stream uses one.
+        nbytes: length of the stream in bytes, as far as known in advance.
+        on_header: called with the header of each (re)opened part, before its first piece; for parts other than the first,
+            from other threads, and only after the call for the first.
         retry_seconds: how long a part may make no progress before its error is raised.
     """
 
@@ -188,7 +189,7 @@ class StreamReceiver:
             self.stop()
 
     def stop(self) -> None:
-        """End all calls. May be called from any thread: the one that iterates gets `Unavailable`, unless it is at the end."""
+        """End all calls. May be called from any thread: the iterating one gets `Unavailable`, unless it is at the end."""
         for part in self._parts:
             part.stop()
 
@@ -201,7 +202,7 @@ class StreamReceiver:
         if parts[0].wait_begun():
             for part in parts[1:]:
                 part.start()
-        else:  # there are too few places for streams: all comes over the first connection
+        else:  # the service has too few slots for streams: everything comes over the first connection
             parts = parts[:1]
         position, index = 0, 0
         while (data := parts[index].take()) is not None:
@@ -211,11 +212,11 @@ class StreamReceiver:
 
 
 class _Stopped(Exception):
-    """Nobody wants the rest."""
+    """The consumer has stopped the stream."""
 
 
 class _Part:
-    """What one call of several brings. It is received in a thread of its own, a few messages ahead of who takes them."""
+    """Part of a stream that one of several calls receives, in a thread of its own, a few messages ahead of the consumer."""
 
     def __init__(
         self,
@@ -239,10 +240,10 @@ class _Part:
         self._call: Any = None
 
     def pieces(self) -> Iterator[memoryview]:
-        """The pieces of this part, in order and checked; the call is made again where it breaks.
+        """The pieces of this part, in order and verified; the call is retried where it breaks.
 
         Raises:
-            WeighbridgeError: no progress was made for too long, or the service refuses.
+            WeighbridgeError: there was no progress for too long, or the service refuses.
         """
         position, total = self._asked.after(0), -1
         backoff = Backoff(self._retry_seconds)
@@ -266,7 +267,7 @@ class _Part:
             except (
                 WeighbridgeError,
                 ValueError,
-            ) as error:  # the latter is grpc's word for a channel that was closed
+            ) as error:  # grpc raises ValueError for a closed channel
                 if self._stopped:
                     raise _Stopped from None
                 if self._connections.closed:
@@ -297,7 +298,7 @@ class _Part:
 
     def _begin(self, header: checkpoint_service_pb2.StreamHeader) -> int:
         if header.striped_over != self._asked.count:
-            # once it has begun, others bring the rest of what was asked for
+            # once this part has begun, other calls bring the rest of the stream
             if self._asked.index or (self._begun and self._striping is self._asked):
                 raise DataLoss(f"the service has not spread the stream over {self._asked.count} calls")
             self._striping = WHOLE
@@ -313,13 +314,13 @@ class _Part:
         threading.Thread(target=self._run, name="receive", daemon=True).start()
 
     def wait_begun(self) -> bool:
-        """Wait until the stream has begun or cannot; whether it is spread over calls as was asked for."""
+        """Wait until the stream has begun or cannot. Returns whether it is spread over calls as requested."""
         with self._changed:
             self._changed.wait_for(lambda: self._begun or self._ended)
             return self._begun and self._striping is self._asked
 
     def take(self) -> memoryview | None:
-        """The next piece; None behind the last one. Raises as `pieces` does, once all that came before is taken."""
+        """The next piece; None after the last one. Raises as `pieces`, once all earlier pieces are taken."""
         with self._changed:
             self._changed.wait_for(lambda: self._received or self._ended)
             if self._received:
@@ -332,7 +333,7 @@ class _Part:
             return None
 
     def stop(self) -> None:
-        """Nothing more is wanted."""
+        """Stop receiving, and drop the pieces that wait."""
         with self._changed:
             self._stopped = True
             self._received.clear()
@@ -350,7 +351,7 @@ class _Part:
                         return
                     self._received.append(data)
                     self._changed.notify_all()
-        except BaseException as raised:  # goes to whoever takes
+        except BaseException as raised:  # raised to the consumer by `take`
             error = raised
         finally:
             with self._changed:
@@ -365,20 +366,20 @@ def send(
     nbytes: int,
     most: int,
 ) -> None:
-    """Send a stream to a method that takes its pieces in any order; returns when all of it was answered.
+    """Send a stream to a method that takes its pieces in any order. Returns when all parts were answered.
 
     Args:
-        path: of the method, whose response says nothing more.
-        messages: gives the serialised messages of a part of the stream; is called for each part, and they are read from
+        path: path of the method, whose response is ignored.
+        messages: returns the serialised messages of a part of the stream; called for each part, and the iterators are read in
             several threads.
-        connections: which to use; a small stream uses one.
-        nbytes: how many are to be sent.
-        most: over how many connections, of those.
+        connections: connections to use; a small stream uses one.
+        nbytes: number of bytes to send.
+        most: most connections to use.
 
     Raises:
-        grpc.RpcError: a part broke; the others were broken off.
-        WeighbridgeError: the service does not say where weights go.
-        Exception: as ``messages`` raised it.
+        grpc.RpcError: a part broke; the others were cancelled.
+        WeighbridgeError: the service does not answer which port takes weights.
+        Exception: any error that ``messages`` raises.
     """
     count, headers = calls_for(nbytes, most), spans.headers()
     calls: list[Any] = []
@@ -404,10 +405,10 @@ def send(
 
 
 class _Messages:
-    """Messages of a part of a stream, and why there are no more: gRPC only says that there was an exception.
+    """Messages of a part of a stream. Keeps the error that ended them: gRPC only reports that there was an exception.
 
     Attributes:
-        failure: what was raised instead of the next message.
+        failure: the error that was raised instead of the next message.
     """
 
     def __init__(self, messages: Iterator[bytes]) -> None:

@@ -1,4 +1,4 @@
-"""Entry for streams of weights: the port at which a service takes them, and the ticket without which it refuses them there."""
+"""Entry for streams of weights: the service's port for them, and the ticket that it requires there."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ TICKET = "weighbridge-ticket"
 _ASK_SECONDS = 10.0
 _CONNECT_SECONDS = 2.0
 _RENEW_AT = 0.75
-"""Of the time for which a ticket is valid."""
+"""Part of a ticket's lifetime after which it is renewed."""
 
 Metadata = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class BulkEntry:
-    """Where streams go.
+    """Address and ticket for streams.
 
     Attributes:
-        server: the service's address, as it was asked.
-        address: ``host:port``.
-        metadata: of their calls.
-        until: when to ask anew, in seconds of the monotonic clock.
+        server: the service's address that was asked.
+        address: ``host:port`` for streams.
+        metadata: metadata of their calls.
+        until: when to ask again, in seconds of the monotonic clock.
     """
 
     server: str
@@ -43,12 +43,12 @@ class BulkEntry:
 
 
 def ask(control: grpc.Channel, server: str, credentials: Credentials = NONE) -> BulkEntry:
-    """The entry that a service names; its known port if it names none, or one that cannot be reached from here.
+    """Ask a service for the entry; the service's known port if it names none, or one that cannot be reached from here.
 
     Args:
         control: a channel to the service.
         server: its address.
-        credentials: those of the channel.
+        credentials: credentials of the channel.
 
     Raises:
         WeighbridgeError: it cannot be reached.
@@ -58,7 +58,7 @@ def ask(control: grpc.Channel, server: str, credentials: Credentials = NONE) -> 
         found = stub.GetTicket(bulk_service_pb2.GetTicketRequest(), timeout=_ASK_SECONDS)
     until = time.monotonic() + found.valid_seconds * _RENEW_AT
     host, colon, _ = server.rpartition(":")
-    # another port is another question to a proxy, and cannot be tried from here
+    # through a proxy, another port is another request, which a connection from here cannot test
     if not found.port or not colon or proxies.proxy_of(server, tls=credentials.ca is not None):
         return BulkEntry(server, server, (), until)
     address = f"{host}:{found.port}"

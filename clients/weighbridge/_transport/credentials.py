@@ -1,4 +1,4 @@
-"""Credentials of a client: by what it knows the service, and by what the service knows it.
+"""Credentials of a client: how it verifies the service, and how it authenticates to it.
 
 They become part of a channel when it is made, so that no call is made without them.
 """
@@ -29,19 +29,19 @@ INSECURE_VARIABLE = "WEIGHBRIDGE_INSECURE"
 AUTHORIZATION = "authorization"
 """Key of the token in a call's metadata: ``Bearer TOKEN``."""
 SYSTEM = "system"
-"""Instead of a file of authorities: those that the machine trusts."""
+"""Value in place of a file of authorities: the authorities that the machine trusts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """Credentials of a client. Files are read when a connection is made; the token's whenever a call is.
+    """Credentials of a client. Files are read when a connection is made; the token's file on every call.
 
     Attributes:
-        ca: file of certificate authorities (PEM), one of which has issued the service's certificate; ``system`` for those that this machine trusts.
-            None speaks to the service without TLS.
-        certificate: file of this client's certificate and what leads to its authority (PEM), for services that ask for one.
+        ca: file of certificate authorities (PEM), one of which has issued the service's certificate; ``system`` for those that this
+            machine trusts. None connects to the service without TLS.
+        certificate: file of this client's certificate and its chain (PEM), for services that require one.
         key: file of its private key (PEM).
-        token: what the service knows this client by.
+        token: bearer token by which the service identifies this client, or a function that returns it.
         token_file: file that has the token, which may be replaced at any time; as Kubernetes mounts tokens of service accounts.
         insecure: whether the token may be sent to other machines without TLS.
     """
@@ -69,7 +69,7 @@ class Credentials:
 
     @staticmethod
     def from_environment(environment: Mapping[str, str] | None = None) -> Credentials:
-        """What environment variables say: ``WEIGHBRIDGE_CA``, ``_CERT``, ``_KEY``, ``_TOKEN``, ``_TOKEN_FILE``, ``_INSECURE``."""
+        """Credentials from environment variables: ``WEIGHBRIDGE_CA``, ``_CERT``, ``_KEY``, ``_TOKEN``, ``_TOKEN_FILE``, ``_INSECURE``."""
         found = os.environ if environment is None else environment
 
         def of(name: str) -> str | None:
@@ -86,11 +86,11 @@ class Credentials:
 
     @property
     def has_token(self) -> bool:
-        """Whether calls show a token."""
+        """Whether calls carry a token."""
         return self.token is not None or self.token_file is not None
 
     def bearer(self) -> tuple[str, str]:
-        """The metadata that shows the token. Raises InvalidArgument if it cannot be read or sent."""
+        """The metadata with the token. Raises InvalidArgument if the token cannot be read or sent."""
         if self.token_file is not None:
             token = _read(self.token_file, "the token").decode("utf-8", "replace").strip()
         else:
@@ -104,11 +104,11 @@ class Credentials:
         return AUTHORIZATION, f"Bearer {token}"
 
     def stamp(self) -> tuple[int, ...]:
-        """Changes when one of the files of TLS does: connections made before go on with what they had."""
+        """Value that changes with the TLS files: earlier connections keep what they read."""
         return tuple(_changed(each) for each in (self.ca, self.certificate, self.key) if each is not None)
 
     def check_address(self, server: str) -> None:
-        """Raise InvalidArgument if the token would go over the network for everybody to read."""
+        """Raise InvalidArgument if the token would be sent over the network unencrypted."""
         if not self.has_token or self.ca is not None or self.insecure or stays_here(server):
             return
         raise InvalidArgument(
@@ -117,7 +117,7 @@ class Credentials:
         )
 
     def tls(self) -> grpc.ChannelCredentials | None:
-        """What a channel needs for TLS; None without.
+        """Credentials of a channel with TLS; None without.
 
         Raises:
             InvalidArgument: a file cannot be read.
@@ -132,7 +132,7 @@ class Credentials:
         )
 
     def for_https(self) -> ssl.SSLContext:
-        """What a connection to the service's HTTP face needs for TLS.
+        """TLS context of a connection to the service's HTTP API.
 
         Raises:
             InvalidArgument: a file cannot be used.
@@ -149,16 +149,16 @@ class Credentials:
 
 
 NONE = Credentials()
-"""Those of a client that shows nothing, and speaks without TLS."""
+"""Credentials of a client without a token and without TLS."""
 
 
 def with_token(channel: grpc.Channel, credentials: Credentials) -> grpc.Channel:
-    """A channel whose calls show the token."""
+    """A channel whose calls carry the token."""
     return grpc.intercept_channel(channel, _Bearer(credentials)) if credentials.has_token else channel
 
 
 def async_token(credentials: Credentials) -> list[grpc.aio.ClientInterceptor]:
-    """Interceptors of a channel for asyncio whose calls show the token."""
+    """Interceptors that add the token to the calls of a channel for asyncio."""
     if not credentials.has_token:
         return []
     kinds: tuple[Any, ...] = (_AsyncUnary, _AsyncUnaryStream, _AsyncStreamUnary)
@@ -183,7 +183,7 @@ def _changed(path: str) -> int:
 
 
 def stays_here(server: str) -> bool:
-    """Whether an address is one of this machine alone."""
+    """Whether an address is a loopback address of this machine."""
     if server.startswith("unix:"):
         return True
     host = server.rpartition(":")[0].rpartition("/")[2].strip("[]")

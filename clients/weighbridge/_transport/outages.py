@@ -1,4 +1,4 @@
-"""Outage of the service, told to whoever waits for it: since when, why, and for how long it is tried again; and that it is over."""
+"""Log messages about an outage of the service: its start, its cause, the time left for retries, and its end."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from weighbridge.errors import WeighbridgeError
 log = logging.getLogger(__name__)
 
 _FIRST_SECONDS = 2.0
-"""After which it is told first: a service that is started again is back by then, or nearly."""
+"""Seconds until the first message: a service that is restarted is back by then, or nearly."""
 
 
 class Outage:
-    """What is told of one service, at level WARNING: after a while, and then every `REMIND_SECONDS` until it is back. Thread-safe.
+    """Outage of one service, logged at level WARNING: after a while, and then every `REMIND_SECONDS` until it is back. Thread-safe.
 
     Args:
         server: its address.
-        kind: what it is, if it is another server than the service.
+        kind: kind of the server, if it is another than the service.
     """
 
     def __init__(self, server: str, kind: str = "service") -> None:
@@ -33,11 +33,11 @@ class Outage:
         self._told = False
 
     def failed(self, error: WeighbridgeError, left: float | None = None) -> None:
-        """It could not be reached, had no room, or the connection broke.
+        """Note that the service could not be reached or had no room, or that the connection broke.
 
         Args:
-            error: says so.
-            left: for how many seconds it is tried again; None if for ever.
+            error: the error.
+            left: seconds for which retries go on; None if without limit.
         """
         with self._lock:
             if self._reminder is None:
@@ -65,8 +65,8 @@ class Outage:
             )
 
     def over(self) -> None:
-        """There was news, or an answer."""
-        if self._reminder is None:  # as a rule, and then it costs nothing
+        """Note progress or an answer, which ends the outage."""
+        if self._reminder is None:  # the usual case, without taking the lock
             return
         with self._lock:
             told, self._reminder, self._told = self._told, None, False

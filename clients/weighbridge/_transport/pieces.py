@@ -1,8 +1,8 @@
-"""Messages that carry weights, put on the wire and taken off it with one copy of the weights instead of three.
+"""Encoding and decoding of messages that carry weights, with one copy of the weights instead of three.
 
 On the wire they are the protobuf messages of the contract, with their field ``data`` last: any protobuf library reads and
 writes them. Python's own would copy the data into a message, out of it again, and once more into its serialised form.
-Here the other fields go through protobuf, and the data next to it. (Encoding:
+Here the other fields go through protobuf, and the data beside it. (Encoding:
 https://protobuf.dev/programming-guides/encoding/)
 """
 
@@ -22,7 +22,7 @@ _DATA_FIELD = 3
 _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
 _DATA_TAG = bytes([_DATA_FIELD << 3 | _LENGTH])
 _MOST_FIELDS = 64
-"""Fields of a message: those of the contract are four, and later releases may add some. Each takes a microsecond to find."""
+"""Most fields of a message: the contract's have four, and later releases may add some. Each takes a microsecond to find."""
 
 
 M = TypeVar("M", bound=Message)
@@ -33,8 +33,8 @@ class Carried(Generic[M]):
     """A message and the data it carries.
 
     Attributes:
-        message: its other fields; its own ``data`` is empty.
-        data: the data, a view of what came over the wire.
+        message: the other fields; its own ``data`` is empty.
+        data: the data, a view of the received bytes.
     """
 
     message: M
@@ -42,14 +42,14 @@ class Carried(Generic[M]):
 
 
 def encode(message: Message, data: Buffer) -> bytes:
-    """The serialised form of a message whose ``data``, field 3, is still to be set to this."""
+    """The serialised form of a message with ``data`` as its field 3, which is not set yet."""
     return b"".join((message.SerializeToString(), _DATA_TAG, write_varint(len(data)), data))
 
 
 def decoder(kind: type[M]) -> Callable[[bytes], Carried[M]]:
     """A deserialiser for messages of this type whose field 3 is ``bytes data``.
 
-    It raises DecodeError, as protobuf does, on what is no such message, and on one of more fields than any has.
+    It raises DecodeError, as protobuf does, for bytes that are no such message, and for too many fields.
     """
 
     def decode(raw: bytes) -> Carried[M]:

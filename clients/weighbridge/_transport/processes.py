@@ -1,4 +1,4 @@
-"""Process that connections belong to: gRPC's do not work in a process that was forked after they were made, where calls get no answer."""
+"""Process that connections belong to: those of gRPC do not work in a process that was forked after they were made; calls get no answer there."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from weighbridge.errors import FailedPrecondition
 
 
 class OwnProcess:
-    """The process that used a client first."""
+    """The first process that used a client."""
 
     def __init__(self) -> None:
         self._id = 0
 
     def check(self) -> None:
-        """Take this process for the client's own if it is the first; to be called before any lock is taken, which another thread may have held at the fork.
+        """Record this process if it is the first. Call it before any lock is taken: another thread may have held the lock at the fork.
 
         Raises:
-            FailedPrecondition: another process used it before, from which this one was forked.
+            FailedPrecondition: this process was forked from the first one.
         """
         here = os.getpid()
         if self._id not in (0, here):

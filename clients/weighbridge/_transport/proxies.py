@@ -1,9 +1,8 @@
-"""Proxies on the way to a service: which one a connection passes, and whether it passes one at all.
+"""Proxies between a client and a service: whether a connection uses one, and which.
 
-A CONNECT proxy reads what passes it, unless that is encrypted. gRPC and Python's HTTP client send every connection through the proxy that the
-environment names for others, ``http_proxy``, those to this machine and those without TLS included, so that it reads tokens and weights. Here a
-connection without TLS passes only the proxy that is named for it, in ``WEIGHBRIDGE_PROXY``; one with TLS passes what the environment names,
-as those of other programs do; and one to this machine passes none.
+A CONNECT proxy can read connections that are not encrypted. gRPC and Python's HTTP client use the proxy of ``http_proxy`` for every
+connection, to this machine and without TLS too, so that it could read tokens and weights. Here a connection without TLS uses only the
+proxy in ``WEIGHBRIDGE_PROXY``; one with TLS uses the environment's, as other programs do; and one to this machine uses none.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
 PROXY_VARIABLE = "WEIGHBRIDGE_PROXY"
 _OF_GRPC = ("grpc_proxy", "https_proxy", "http_proxy")
-"""The environment variables that gRPC reads, in its order."""
+"""Environment variables that gRPC reads, in its order."""
 
 
 def channel_options(
@@ -31,8 +30,8 @@ def channel_options(
 
     Args:
         server: address of the service.
-        tls: whether the channel speaks TLS.
-        environment: of this process by default.
+        tls: whether the channel uses TLS.
+        environment: environment variables; by default those of this process.
 
     Raises:
         InvalidArgument: `WEIGHBRIDGE_PROXY` is no URL of a proxy.
@@ -48,7 +47,7 @@ def channel_options(
 
 
 def proxy_of(server: str, *, tls: bool, environment: Mapping[str, str] | None = None) -> str:
-    """``host:port`` of the proxy that a channel passes, for messages; empty if it passes none. Arguments are those of `channel_options`."""
+    """``host:port`` of the proxy of a channel, for messages; empty if it uses none. Arguments are those of `channel_options`."""
     found = os.environ if environment is None else environment
     host = server.rpartition(":")[0].strip("[]").lower()
     excepted = (found.get("no_grpc_proxy") or found.get("no_proxy") or "").lower().split(",")
@@ -56,15 +55,15 @@ def proxy_of(server: str, *, tls: bool, environment: Mapping[str, str] | None = 
         return ""
     names = (PROXY_VARIABLE, *(_OF_GRPC if tls else ()))
     url = next((url for name in names if (url := found.get(name))), "")
-    return urlsplit(url).netloc.rpartition("@")[2]  # what stands before it may be a password
+    return urlsplit(url).netloc.rpartition("@")[2]  # the part before it may be a password
 
 
 def opener(url: str, *handlers: urllib.request.BaseHandler) -> urllib.request.OpenerDirector:
-    """An opener of HTTP URLs; by a proxy of the environment only where that can read nothing.
+    """An opener of HTTP URLs, which uses a proxy of the environment only for encrypted connections.
 
     Args:
-        url: which one.
-        handlers: further ones.
+        url: the URL.
+        handlers: further handlers.
     """
     import urllib.request  # most programs never need it
 
@@ -74,7 +73,7 @@ def opener(url: str, *handlers: urllib.request.BaseHandler) -> urllib.request.Op
 
 
 def passes_proxy(url: str) -> bool:
-    """Whether `opener` sends requests for a URL through a proxy: then nothing need take connections from here at the URL's own host."""
+    """Whether `opener` sends requests for a URL through a proxy: then the URL's host need not accept connections from here."""
     import urllib.request
 
     host = urlsplit(url).hostname or ""

@@ -1,8 +1,8 @@
 """Parts of a large request: messages of the same type that a service merges into one again.
 
-Protobuf merges messages that are encoded one behind the other: what is repeated is joined, and messages within messages are merged
+Protobuf merges concatenated messages: repeated fields are joined, and nested messages are merged
 (https://protobuf.dev/programming-guides/encoding/#last-one-wins). So an encoded request can be cut between its fields, and within a field
-that is a message. A model's file alone is cut within its bytes: the contract says that it goes on in a further file of the same name.
+that is a message. Only a model's file is cut within its bytes: by the contract, it goes on in a further file of the same name.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from weighbridge.errors import InvalidArgument
 from weighbridge.v1 import resources_pb2
 
 PART_BYTES = 1 << 20
-"""Length of a part, but for the names of what it is a part of."""
+"""Length of a part in bytes, without the tags and lengths of the fields around it."""
 MAX_REQUEST_BYTES = 64 << 20
-"""Most that the parts of a request may have together."""
+"""Most bytes of all parts of a request together."""
 
 M = TypeVar("M", bound=Message)
 
@@ -31,11 +31,11 @@ def encoded_parts(request: Message, most: int = PART_BYTES) -> tuple[bytes, ...]
     """A request, encoded in parts.
 
     Args:
-        request: may be of any length.
-        most: bytes of a part.
+        request: a request of any length.
+        most: most bytes of a part.
 
     Raises:
-        InvalidArgument: it is longer than a request may be, or has a field that cannot be cut, or that is not known.
+        InvalidArgument: it is longer than a request may be, or has a long field that is unknown or cannot be cut.
     """
     raw = request.SerializeToString()
     if len(raw) > MAX_REQUEST_BYTES:
@@ -57,7 +57,7 @@ def parts(request: M) -> Iterator[M]:
 
 
 def _cut(raw: memoryview, kind: Any, most: int) -> Iterator[bytes | memoryview]:
-    """An encoded message, in encoded messages of the same type of at most so many bytes, but for what names their fields."""
+    """An encoded message as encoded messages of the same type, each of at most so many bytes without the tags and lengths around it."""
     begin = position = 0
     while position < len(raw):
         start = position
@@ -92,7 +92,7 @@ def _cut(raw: memoryview, kind: Any, most: int) -> Iterator[bytes | memoryview]:
 
 
 def _cut_field(raw: memoryview, field: Any, most: int) -> Iterator[bytes]:
-    """A field's content, in contents of the same field that are merged into it."""
+    """A field's content as contents of the same field, which merge into it."""
     message = field.message_type
     if message is _FILE:
         file = resources_pb2.ModelFile.FromString(bytes(raw))

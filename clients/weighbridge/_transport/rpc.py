@@ -1,4 +1,4 @@
-"""Channels to the service, deadlines, and errors as they were raised on the other side."""
+"""Channels to the service, deadlines, and errors of the service raised as they were there."""
 
 from __future__ import annotations
 
@@ -44,55 +44,55 @@ from weighbridge.errors import (
 from weighbridge.v1 import checkpoint_service_pb2, replica_service_pb2, weight_service_pb2
 
 MESSAGE_BYTES = STRIPE_BYTES
-"""Payload of one message, and the most that there may be: with Python's protobuf, larger messages are slower."""
+"""Payload of one message, and its maximum: with Python's protobuf, larger messages are slower."""
 MAX_MESSAGE_BYTES = 64 << 20
 """Largest message that a client accepts: the plan of some 500,000 slices, or a model's files."""
 WINDOW_BYTES = 4 << 20
-"""What a sender may have on its way in one stream that its receiver has not asked for yet.
+"""Most bytes of one stream in flight that its receiver has not requested yet.
 
 One stream moves at most this much in a round trip: 4 GB/s where one takes a millisecond, 0.2 GB/s where it takes 20."""
 CALL_SECONDS = 60.0
 """Deadline of calls that carry no weights."""
 
 ACCEPTED = "weighbridge-accepted"
-"""Key of the initial metadata that a service sends once it has accepted a stream to which it may have nothing to send for long."""
+"""Key of the initial metadata that a service sends when it has accepted a stream that may stay without messages for long."""
 
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    # by itself gRPC widens the windows of busy streams to some 50 MB each, outside of every budget; within a data centre that is no faster
+    # by default gRPC widens the windows of busy streams to some 50 MB each, outside of every budget; within a data centre that is no faster
     ("grpc.http2.bdp_probe", 0),
     ("grpc.http2.lookahead_bytes", WINDOW_BYTES),
-    # a message of weights in one frame: put together from frames of 16 KiB, a pull takes a tenth more processor time (docs/benchmarks.md)
+    # a message of weights in one frame: assembled from frames of 16 KiB, a pull takes a tenth more processor time (docs/benchmarks.md)
     ("grpc.http2.max_frame_size", 2 * MESSAGE_BYTES),
     # notice a peer that vanished without closing
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 20_000),
     ("grpc.http2.max_pings_without_data", 0),
-    # clients resume calls themselves; and with gRPC's own retries, a call whose connection breaks while it ends may never end (1.76)
+    # clients resume calls themselves; with gRPC's own retries, a call whose connection breaks while it ends may never end (1.76)
     ("grpc.enable_retries", 0),
     # a service that is restarted is back within seconds
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
-    # a connection that is not there by then is tried anew: gRPC's own 20 s are as long as clients try at all
+    # a connection attempt is given up after this time and repeated: gRPC's default of 20 s is as long as clients retry at all
     ("grpc.min_reconnect_backoff_ms", 5_000),
 )
 
 _HTTP1 = ("http1.x server", "Failed parsing HTTP/2")
-"""What gRPC says of a port that answers in HTTP/1."""
+"""gRPC's messages about a port that answers in HTTP/1."""
 _CONNECTING = re.compile(
     r"^failed to connect to all addresses; last error: \w+: (?:(?:ipv4|ipv6|unix):\S+ )?(?:Failed to connect to remote host: )?(?:connect: )?"
 )
-"""What gRPC says before the reason why it cannot connect."""
+"""gRPC's words before the reason why it cannot connect."""
 _TLS = (("handshake failed",), ("failed to connect", "Socket closed"))
-"""What gRPC says where one side speaks TLS and the other does not, or one does not trust the other."""
+"""gRPC's messages where only one side uses TLS, or one does not trust the other."""
 _TLS_SECONDS = 3.0
-"""For how long it is tried again then: a proxy whose service is being started looks the same."""
+"""Seconds of retries after such an error: a proxy whose service is being started looks the same."""
 _REFUSED_BY_PROXY = "HTTP proxy"
-"""gRPC's message where a proxy does not connect."""
+"""gRPC's message when a proxy refuses to connect."""
 _PROXY_FORBIDS = re.compile(r"HTTP proxy returned response code 4\d\d")
 _PROXY_SECONDS = 3.0
-"""For how long it is tried again where a proxy forbids it. Other answers, 502 or 503, pass once the service is back."""
+"""Seconds of retries when a proxy forbids the connection. Other answers, 502 or 503, pass once the service is back."""
 _HEALTH = "/grpc.health.v1.Health/Check"
 
 T = TypeVar("T")
@@ -111,11 +111,11 @@ def open_channel(server: str, credentials: Credentials = NONE, *, shared: bool =
 
     Args:
         server: its address.
-        credentials: what the service is known by, and what its calls show.
+        credentials: credentials that verify the service and authenticate its calls.
         shared: whether it may share a connection with other channels to this address.
 
     Raises:
-        InvalidArgument: the credentials cannot be read, or must not be shown there.
+        InvalidArgument: the credentials cannot be read, or must not be sent there.
     """
     credentials.check_address(server)
     tls = credentials.tls()
@@ -130,7 +130,7 @@ def open_channel(server: str, credentials: Credentials = NONE, *, shared: bool =
 
 
 def open_async_channel(server: str, credentials: Credentials = NONE) -> grpc.aio.Channel:
-    """The same for asyncio; belongs to the event loop that runs now."""
+    """A channel as by `open_channel`, for asyncio; belongs to the running event loop."""
     credentials.check_address(server)
     tls, interceptors = credentials.tls(), async_token(credentials)
     options = _options(server, credentials)
@@ -144,10 +144,10 @@ def _options(server: str, credentials: Credentials) -> tuple[tuple[str, int | st
 
 
 def in_parts(channel: Any, path: str) -> Callable[..., Any]:
-    """A method that takes an encoded request in parts, and gives the encoded response; of a channel of either kind."""
+    """A method that takes an encoded request in parts, and returns the encoded response; for a channel of either kind."""
 
     def call(parts: Sequence[bytes], **options: Any) -> Any:
-        if len(parts) == 1:  # on the wire it is the same, and costs less
+        if len(parts) == 1:  # the same on the wire, and cheaper
             return channel.unary_unary(path, None, None)(parts[0], **options)
         return channel.stream_unary(path, None, None)(iter(parts), **options)
 
@@ -170,27 +170,27 @@ def streamed(
 
 
 def is_accepted(metadata: Iterable[tuple[str, str | bytes]] | None) -> bool:
-    """Whether a stream's initial metadata says that the service has accepted it: those of a call that fails are empty."""
+    """Whether a stream's initial metadata has the sign that the service has accepted it; that of a failed call is empty."""
     return any(key == ACCEPTED for key, _ in metadata or ())
 
 
 @contextmanager
 def translated_errors(server: str, credentials: Credentials = NONE) -> Iterator[None]:
-    """Raise the service's errors as it raised them, instead of ``grpc.RpcError``.
+    """Raise the service's errors as they were raised there, instead of ``grpc.RpcError``.
 
     Args:
         server: address that was called.
-        credentials: those of its channel.
+        credentials: credentials of its channel.
     """
     try:
         yield
     except grpc.RpcError as error:
         proxy = proxies.proxy_of(server, tls=credentials.ca is not None)
-        raise _translate(error, server, proxy) from None  # it says all that this one does
+        raise _translate(error, server, proxy) from None  # it has all the information of the gRPC error
 
 
 LASTING = "lasting"
-"""Key of an error's metadata: it will not help to try again."""
+"""Key of an error's metadata: a retry will not help."""
 
 
 def _translate(error: Any, server: str, proxy: str) -> WeighbridgeError:
@@ -258,25 +258,25 @@ def _not_by_proxy(server: str, proxy: str, text: str) -> Unavailable:
 
 
 class Patience:
-    """Pauses between tries in a thread that may sleep.
+    """Pauses between retries in a thread that may sleep.
 
     Args:
-        seconds: how long to go on without success.
+        seconds: how long to retry without success.
     """
 
     def __init__(self, seconds: float) -> None:
         self._backoff = Backoff(seconds)
 
     def renew(self) -> None:
-        """A try has got on."""
+        """Note progress."""
         self._backoff = self._backoff.renewed()
 
     def wait(self) -> bool:
-        """Sleep until the next try; False, at once, if there should be none."""
+        """Sleep until the next retry; returns False, at once, if there should be none."""
         return self._sleep(self._backoff.after_failure(time.monotonic(), DICE.random()))
 
     def wait_after(self, error: WeighbridgeError) -> bool:
-        """Sleep until a stream that has failed so is tried again; False, at once, if it should not be."""
+        """Sleep until the retry after an error of a stream; returns False, at once, if there should be none."""
         return self._sleep(self._backoff.after_error(error, time.monotonic(), DICE.random()))
 
     def _sleep(self, retry: Retry | None) -> bool:
@@ -288,7 +288,7 @@ class Patience:
 
 
 def connect_within(channel: grpc.Channel, seconds: float) -> None:
-    """A pause in which a channel may connect: it does so only while somebody polls it, and calls that fail at once poll for too short a time."""
+    """Pause in which a channel may connect: it only does so while a thread polls it, and calls that fail at once poll too briefly."""
     until = time.monotonic() + seconds
     with suppress(grpc.RpcError, ValueError):  # the latter if the channel has been closed
         channel.unary_unary(_HEALTH, None, None)(b"", timeout=seconds, wait_for_ready=True)
@@ -296,15 +296,15 @@ def connect_within(channel: grpc.Channel, seconds: float) -> None:
 
 
 def checksum(data: bytes | memoryview) -> int:
-    """The checksum that travels with every piece: XXH3, 64 bits."""
+    """The checksum of a piece: XXH3, 64 bits."""
     return xxhash.xxh3_64_intdigest(data)
 
 
 def checked(piece: Carried[P], expected_offset: int) -> memoryview:
-    """The data of a piece, after checking that it is the one expected and arrived whole.
+    """The data of a piece, after checking its offset and its checksum.
 
     Raises:
-        DataLoss: it did not.
+        DataLoss: one of them is wrong.
     """
     fields, data = piece.message, piece.data
     if fields.offset != expected_offset:

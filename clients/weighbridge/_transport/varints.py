@@ -6,7 +6,7 @@ from google.protobuf.message import DecodeError
 
 
 def write_varint(value: int) -> bytes:
-    """The encoding of a number that is not negative."""
+    """The encoding of a non-negative number."""
     out = bytearray()
     while value > 0x7F:
         out.append(value & 0x7F | 0x80)
@@ -16,7 +16,7 @@ def write_varint(value: int) -> bytes:
 
 
 def read_varint(raw: bytes | memoryview, position: int) -> tuple[int, int]:
-    """The number at a position, and the position behind it. Raises DecodeError if there is none."""
+    """The number at a position, and the position after it. Raises DecodeError if there is none."""
     value = shift = 0
     while True:
         if position >= len(raw) or shift > 63:

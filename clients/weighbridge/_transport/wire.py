@@ -1,4 +1,4 @@
-"""Conversion between the vocabulary and protobuf messages. What comes from the wire is validated here."""
+"""Conversion between the vocabulary and protobuf messages. Received messages are validated here."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def specs_from_proto(messages: Sequence[resources_pb2.TensorSpec]) -> list[Tenso
     """The tensors of a model or of a layout.
 
     Raises:
-        InvalidArgument: there are more than any model has, or a dtype is none.
+        InvalidArgument: there are more than any model has, or a dtype is unknown.
         LayoutError: a name, a shape or a number of axes is out of bounds.
     """
     if len(messages) > MAX_TENSORS:
@@ -71,7 +71,7 @@ def specs_from_proto(messages: Sequence[resources_pb2.TensorSpec]) -> list[Tenso
 
 
 def space_from_proto(number: int) -> TensorSpace:
-    """The tensor space that the contract has under a number. Raises InvalidArgument."""
+    """The tensor space of a number in the contract. Raises InvalidArgument."""
     space = _SPACES_BACK.get(number)
     if space is None:
         raise InvalidArgument("the layout does not say which tensor space its names belong to")
@@ -79,7 +79,7 @@ def space_from_proto(number: int) -> TensorSpace:
 
 
 def space_to_proto(space: TensorSpace) -> resources_pb2.TensorSpace.ValueType:
-    """A tensor space as the contract has it."""
+    """The contract's number of a tensor space."""
     return _SPACES[space]
 
 
@@ -120,7 +120,7 @@ def layout_from_proto(message: resources_pb2.Layout) -> Layout:
 def links_to_proto(
     links: Iterable[Link], sources: Iterable[str], targets: Iterable[str]
 ) -> list[checkpoint_service_pb2.TensorLink]:
-    """Links as messages, with the numbers of their tensors among these."""
+    """Links as messages, which name tensors by their indexes in ``sources`` and ``targets``."""
     numbers = {name: number for number, name in enumerate(sources)}
     target_numbers = {name: number for number, name in enumerate(targets)}
     return [
@@ -140,7 +140,7 @@ def links_to_proto(
 def links_from_proto(
     messages: Iterable[checkpoint_service_pb2.TensorLink], sources: Sequence[str], targets: Sequence[str]
 ) -> list[Link]:
-    """Messages as links of these tensors. Raises LayoutError if one names a tensor that is none of them."""
+    """Messages as links of these tensors. Raises LayoutError if an index is out of range."""
     links = []
     for each in messages:
         if each.source >= len(sources) or each.target >= len(targets):
@@ -153,7 +153,7 @@ def links_from_proto(
 
 
 def request_to_proto(request: LayoutRequest) -> weight_service_pb2.LayoutRequest:
-    """What an engine asks for, as a message.
+    """An engine's request as a message.
 
     Raises:
         InvalidArgument: it fits no model.
@@ -205,7 +205,7 @@ def _parallel_from_proto(message: weight_service_pb2.TensorParallel) -> TensorPa
 
 
 def request_from_proto(message: weight_service_pb2.LayoutRequest) -> LayoutRequest:
-    """A message as what an engine asks for. No layout at all means all tensors, whole."""
+    """A message as an engine's request. A message without a layout means all tensors, whole."""
     kind = message.WhichOneof("layout")
     if kind == "tensor_parallel":
         return _parallel_from_proto(message.tensor_parallel)
@@ -215,7 +215,7 @@ def request_from_proto(message: weight_service_pb2.LayoutRequest) -> LayoutReque
 
 
 def striping_to_proto(striping: Striping) -> checkpoint_service_pb2.Striping | None:
-    """The part of a stream that a call brings; None for all of it."""
+    """The part of a stream that a call transfers; None for all of it."""
     if striping == WHOLE:
         return None
     return checkpoint_service_pb2.Striping(count=striping.count, index=striping.index)
@@ -266,7 +266,7 @@ def version_to_proto(version: Version) -> resources_pb2.Version:
 
 
 def fields_of(value: JsonValue) -> dict[str, Any]:
-    """A value's fields as those of its message."""
+    """A value's fields as the fields of its message."""
     kind: Any = type(value)
     found = {name: written(getattr(value, name)) for name in names_of(kind)}
     if isinstance(value, Version):
@@ -275,7 +275,7 @@ def fields_of(value: JsonValue) -> dict[str, Any]:
 
 
 def written(value: Any) -> Any:
-    """Field of a message for a field of a value, with the values in it written, too."""
+    """Field of a message for a field of a value; nested values are converted too."""
     match value:
         case JsonValue():
             return fields_of(value)
@@ -289,7 +289,7 @@ def version_from_proto(message: resources_pb2.Version) -> Version:
 
     Raises:
         FailedPrecondition: it is in a state that this release does not know.
-        InvalidArgument: its metadata is none that is kept.
+        InvalidArgument: its metadata is invalid.
     """
     return read(Version, message)
 
@@ -314,7 +314,7 @@ def metadata_from_proto(messages: Mapping[str, resources_pb2.MetadataValue]) -> 
     """Messages as metadata.
 
     Raises:
-        InvalidArgument: a key or a value is none that is kept, or there is too much.
+        InvalidArgument: a key or a value is invalid, or there is too much.
     """
     return checked_metadata({key: _value_from_proto(message) for key, message in messages.items()})
 
@@ -330,7 +330,7 @@ def write(kind: Callable[..., R], value: JsonValue) -> R:
 
 
 def read(kind: Callable[..., R], message: Any) -> R:
-    """A message as the dataclass whose fields have the same names. Raises what that raises of values out of bounds."""
+    """A message as the dataclass with the same field names. Raises the dataclass's errors for values out of bounds."""
     return kind(
         *[
             getattr(message, name) if convert is None else convert(getattr(message, name))
@@ -341,7 +341,7 @@ def read(kind: Callable[..., R], message: Any) -> R:
 
 @functools.cache
 def _readers(kind: Any) -> list[tuple[str, Callable[[Any], Any] | None]]:
-    """How each field of a dataclass is read from that of a message; None where it is the same."""
+    """The converter of each field of a dataclass from a message's field; None where they are equal."""
     found: list[tuple[str, Callable[[Any], Any] | None]] = []
     hints = typing.get_type_hints(kind)
     for name in names_of(kind):

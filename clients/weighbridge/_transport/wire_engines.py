@@ -1,4 +1,4 @@
-"""Engines as protobuf messages and back. Texts and numbers are taken as they come: the service checks what it is told."""
+"""Engines as protobuf messages and back. Texts and numbers are not checked here: the service checks reports."""
 
 from __future__ import annotations
 

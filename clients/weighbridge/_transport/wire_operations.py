@@ -23,10 +23,10 @@ class Messages(Generic[Answer]):
     """Messages of one operation.
 
     Args:
-        operation: one of which the table says what it takes and gives.
+        operation: an operation with its arguments and its result in the table.
 
     Attributes:
-        path: of its calls.
+        path: path of its calls.
     """
 
     def __init__(self, operation: Operation[Answer]) -> None:
@@ -42,13 +42,13 @@ class Messages(Generic[Answer]):
         return message
 
     def arguments(self, request: Any) -> dict[str, Any]:
-        """The arguments in a request. Raises what a dataclass raises of values out of bounds."""
+        """The arguments in a request. Raises the dataclasses' errors for values out of bounds."""
         return {
             each.name: _argument(each.kind, getattr(request, each.name)) for each in self._operation.takes
         }
 
     def response(self, answer: Any, next_page: str = "") -> Message:
-        """The response that gives an answer; of a list, with where the next page begins."""
+        """The response for an answer; for a list, with the token of the next page."""
         found, within = wire.written(answer), self._operation.within
         fields: dict[str, Any] = {within: found} if within else found
         if self._operation.pages:
@@ -61,7 +61,7 @@ class Messages(Generic[Answer]):
         return self._response.FromString(raw)
 
     def answer(self, response: Any) -> Any:
-        """The answer that a response gives: a value, or a list of values."""
+        """The answer in a response: a value, or a list of values."""
         gives, within = self._operation.gives, self._operation.within
         found = getattr(response, within) if within else response
         return (

@@ -6,6 +6,6 @@ and each version a folder where engines run.
 #
 # - `outgoing`: folders that become versions.
 # - `incoming`: versions that become folders.
-# - `places`: folders that appear complete, and of which some are kept.
-# - `steps`: names of step folders, and what marks one as complete.
+# - `places`: folders that appear complete; the newest are kept.
+# - `steps`: names of step folders, and their markers of completeness.
 # - `relayed`: outcome of one step.

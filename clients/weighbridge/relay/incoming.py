@@ -1,4 +1,4 @@
-"""Versions that become folders: each version that a ref comes to name is placed under the name of its step."""
+"""Versions that become folders: each version that a ref names is written as a folder with the name of its step."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class Incoming:
     """Places the versions of one ref as folders.
 
     Attributes:
-        client: of the service.
+        client: client of the service.
         model: ``namespace/name``.
-        places: where.
-        ref: which ref to follow. Versions that it named in passing, while another one was being written, are passed by.
-        retry_seconds: pause before a version is tried again, twice as long each time.
+        places: target of the folders.
+        ref: ref to follow. Versions that it named only while another one was being written are skipped.
+        retry_seconds: pause before a version is retried, twice as long each time.
     """
 
     client: EngineClient
@@ -35,11 +35,12 @@ class Incoming:
     retry_seconds: float = 2.0
 
     def run(self) -> Iterator[Relayed]:
-        """Relay for ever. Gives the step that is there at the start, if it is the ref's, and then each that was placed, and each failure.
+        """Relay until the process ends. Yields the step that is there at the start, if it is the ref's, then each that was placed, and each
+        failure.
 
         Raises:
             FailedPrecondition: another process places folders there.
-            NotFound: the model was deleted. One that is not registered yet is waited for.
+            NotFound: the model was deleted. A model that is not registered yet is waited for.
         """
         with self.places.held():
             for version in self.client.watch(self.model, self.ref):
@@ -53,7 +54,7 @@ class Incoming:
                 return
 
     def take(self, version: Version) -> Relayed:
-        """Place one version, unless it is there."""
+        """Place one version, unless it is there already."""
         folder = str(self.places.names.path(self.places.root, version.step))
         label = f"{self.model}@{version.number}"
 

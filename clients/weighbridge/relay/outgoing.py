@@ -1,4 +1,4 @@
-"""Folders that become versions: the newest complete step of a trainer is pushed, whenever it is another one than before."""
+"""Folders that become versions: the newest complete step of a trainer is pushed whenever it changes."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from weighbridge.relay.steps import STEPS, StepNames, contents
 log = logging.getLogger(__name__)
 
 CONTENTS = "weighbridge/folder"
-"""The key under which a version's metadata has the digest of the folder that it was read from."""
+"""Key in a version's metadata of the digest of the folder that it was read from."""
 _NEWEST = 32
-"""Among how many of the newest versions a folder is looked for that may have been pushed before."""
+"""Number of the newest versions that are searched for the last one that was read from a folder."""
 _PAUSES = (1.0, 30.0)
-"""Seconds before a step that failed is tried again, at first and at the most."""
+"""First and longest pause before a failed step is retried, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """A complete step, as it lies there."""
+    """A complete step, as found on disk."""
 
     step: int
     folder: Path
@@ -53,18 +53,19 @@ class _Pushed:
 class Outgoing:
     """Pushes the steps of one folder as versions of one model.
 
-    The newest complete step counts. Steps that are no longer the newest when their turn comes are passed by; the newest one is pushed again if
-    its files or its marker are written again, and an older one if those after it are deleted, as by a trainer that goes back. What was pushed
-    last, the service knows, so that a new process goes on where another one has ended.
+    Only the newest complete step is pushed. Steps that are superseded before their turn are skipped. The newest one is pushed again if
+    its files or its marker are rewritten, and an older one if the later ones are deleted, as by a trainer that goes back. The last pushed
+    step is read from the service, so that a new process continues after another one.
 
     Attributes:
-        client: of the service.
+        client: client of the service.
         model: ``namespace/name``.
         root: the folder of all steps.
-        names: of the folders in it.
-        hf_dir: ``config.json`` and tokenizer, from which the model is registered by the tensors of the first step, if it is not.
+        names: names of the folders in it.
+        hf_dir: folder of ``config.json`` and the tokenizer, to register the model with the tensors of the first step if it is not
+            registered.
         cast: as for `TrainerClient.push_folder`.
-        poll_seconds: between two looks.
+        poll_seconds: interval between checks of the folder.
     """
 
     client: TrainerClient
@@ -80,8 +81,8 @@ class Outgoing:
     _refused: str = field(default="", init=False)
 
     def run(self) -> Iterator[Relayed]:
-        """Relay for ever. Gives each step that was pushed, and each failure; a step that is refused is not tried again until it is another one.
-        What cannot be read is told once, and looked at again.
+        """Relay until the process ends. Yields each step that was pushed, and each failure; a refused step is not retried until it changes.
+        An unreadable folder is reported once, and read again.
         """
         pause, longest = _PAUSES
         told: Relayed | None = None
@@ -111,7 +112,7 @@ class Outgoing:
                 yield Relayed(self.model, found.step, folder, version.number, version.tensor_bytes, seconds)
 
     def _due(self) -> _Found | Relayed | None:
-        """The step that is to be pushed, or that it cannot be read; None if there is none."""
+        """The step to be pushed, or a report that it cannot be read; None if there is none."""
         step: int | None = None
         last, folder = self._last, self.root
         try:
@@ -124,13 +125,13 @@ class Outgoing:
             found = _Found(step, folder, marker, contents(folder, marker))
         except OSError as error:
             if isinstance(error, FileNotFoundError) and not os.path.islink(error.filename):
-                return None  # it is being removed; a link to nowhere stays
+                return None  # it is being removed; only a dangling link is an error
             return Relayed(self.model, step, str(folder), error=_unreadable(error))
         known = (self._refused, "" if last is None else last.contents)
         return None if found.contents in known else found
 
     def _relay(self, found: _Found) -> Version | None:
-        """Push a step; None if it was pushed before. The version becomes visible only if the folder is still as it was when it was found."""
+        """Push a step; None if it was pushed before. The version becomes visible only if the folder has not changed since it was found."""
         self._register(found)
         if not self._asked:
             self._last, self._asked = self._pushed_before(), True
@@ -150,10 +151,10 @@ class Outgoing:
             handle.seal()
             version = handle.wait(VersionState.READY)
         except BaseException as error:
-            # also if the process is told to end: the client's closing waits for the transfer, and the service for the seal
+            # also if the process is to exit: closing the client waits for the transfer, and the service for the seal
             failed = isinstance(error, WeighbridgeError | OSError)
             if handle is not None:
-                with suppress(WeighbridgeError):  # it has failed already, or will by itself
+                with suppress(WeighbridgeError):  # it has failed already, or will fail without this
                     reason = str(error) if failed else "the relay was ended"
                     self.client.abort(self.model, handle.number, reason)
             if failed:
@@ -163,7 +164,7 @@ class Outgoing:
         return version
 
     def _register(self, found: _Found) -> None:
-        """Register the model, if a folder was given and it is not registered."""
+        """Register the model if it is not registered and ``hf_dir`` is set."""
         if self.hf_dir is None:
             return
         try:
@@ -189,7 +190,7 @@ class Outgoing:
         return None
 
     def _check_stored(self) -> None:
-        """Have the last step pushed again if its version was lost before it was in the store."""
+        """Let the last step be pushed again if its version was lost before it was stored."""
         last = self._last
         if last is None or last.stored:
             return
@@ -212,7 +213,7 @@ def _unreadable(error: OSError) -> str:
 
 
 def _check_same(found: _Found) -> None:
-    """Raise FailedPrecondition unless a step's folder is as it was when it was found; OSError if it cannot be read."""
+    """Raise FailedPrecondition if a step's folder has changed since it was found; OSError if it cannot be read."""
     try:
         now = contents(found.folder, found.marker)
     except FileNotFoundError as error:

@@ -1,4 +1,4 @@
-"""Places of step folders: each appears complete, is marked last, and goes as a whole; whatever ends the process between."""
+"""Places of step folders: each appears complete, is marked last, and is removed as a whole, even if the process is killed in between."""
 
 from __future__ import annotations
 
@@ -15,22 +15,23 @@ from weighbridge.errors import FailedPrecondition, InvalidArgument
 from weighbridge.relay.steps import STEPS, StepNames
 
 _LABEL = ".weighbridge"
-"""File in each folder that is placed here: what its weights are. It is there before the folder has its name, so one without it is not ours."""
+"""File in each folder that is placed here: the label of its weights. It is written before the folder gets its name, so a folder without
+it is not ours."""
 _SCRATCH = ".weighbridge-"
 _LOCK = ".weighbridge.lock"
 
 
 @dataclass(frozen=True)
 class StepPlaces:
-    """A folder of step folders that one process fills. Others may lie in it; they are left alone.
+    """A folder of step folders that one process fills. Folders of other programs in it are left alone.
 
     Attributes:
         root: the folder; it need not exist.
-        names: of the folders in it.
-        keep: how many of those that were placed here stay.
+        names: names of the folders in it.
+        keep: number of placed folders that are kept.
 
     Raises:
-        InvalidArgument: none would stay.
+        InvalidArgument: ``keep`` is below 1.
     """
 
     root: Path
@@ -43,7 +44,7 @@ class StepPlaces:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Hold the root, and clear away what a process that was killed has left in it.
+        """Lock the root, and remove what a killed process has left in it.
 
         Raises:
             FailedPrecondition: another process holds it.
@@ -62,7 +63,7 @@ class StepPlaces:
             yield
 
     def label(self, step: int) -> str | None:
-        """What was placed as a step; None if nothing was, or it is not complete."""
+        """Label of the weights that were placed as a step; None if there are none, or the step is not complete."""
         if not self.names.marker_of(self.root, step).exists():
             return None
         with suppress(FileNotFoundError):
@@ -70,20 +71,20 @@ class StepPlaces:
         return None
 
     def put(self, step: int, label: str, write: Callable[[Path], None]) -> None:
-        """Place a step: its files are on the disk before its folder has its name, and its folder before it is marked.
+        """Place a step: its files are on disk before its folder gets its name, and its folder before it is marked.
 
-        Folders of later steps that were placed before are of what the trainer has gone back from, and are removed; so is what goes beyond
-        those that stay. Each loses its marker first.
+        Placed folders of later steps are removed, as the trainer has gone back; so are the oldest beyond `keep`. Each loses its marker
+        first.
 
         Args:
             step: the training step.
-            label: what its weights are.
+            label: label of its weights.
             write: fills a folder that does not exist yet.
 
         Raises:
-            FailedPrecondition: there is a folder that was not placed here and is not empty, or is marked.
+            FailedPrecondition: a folder that was not placed here is in the way, and is not empty or is marked.
             OSError: the file system refuses.
-            Whatever ``write`` raises; what was there is left as it was.
+            Exception: any error of ``write``; the present folders are left as they are.
         """
         target, marker = self.names.path(self.root, step), self.names.marker_of(self.root, step)
         self._check_free(step)
@@ -99,7 +100,7 @@ class StepPlaces:
                 if placed >= step:
                     self._withdraw(placed, scratch)
             target.parent.mkdir(parents=True, exist_ok=True)
-            new.rename(target)  # which the system refuses if there is a folder that is not empty
+            new.rename(target)  # fails if there is a folder that is not empty
             _flush(target.parent)
             _flush(self.root)
             marker.touch()
@@ -111,7 +112,7 @@ class StepPlaces:
             shutil.rmtree(scratch, ignore_errors=True)
 
     def _check_free(self, step: int) -> None:
-        """Raise FailedPrecondition if someone else has files where a step is to be placed."""
+        """Raise FailedPrecondition if another program has files where a step is to be placed."""
         target, marker = self.names.path(self.root, step), self.names.marker_of(self.root, step)
         if not self._placed(step) and (marker.exists() or (target.exists() and any(target.iterdir()))):
             raise FailedPrecondition(
@@ -126,19 +127,19 @@ class StepPlaces:
         return [step for step in self.names.steps(self.root) if self._placed(step)]
 
     def _withdraw(self, step: int, scratch: Path) -> None:
-        """Take away the folder of a step that was placed here, the marker first; whoever has files of it open keeps them."""
+        """Remove the folder of a step that was placed here, the marker first; processes that have its files open can still read them."""
         target, marker = self.names.path(self.root, step), self.names.marker_of(self.root, step)
         if marker.exists():
             marker.unlink()
             _flush(marker.parent)
         target.rename(scratch / f"old-{step}")
         if target.parent != self.root:
-            with suppress(OSError):  # it may hold what is not ours
+            with suppress(OSError):  # it may hold files that are not ours
                 target.parent.rmdir()
 
 
 def _flush(path: Path) -> None:
-    """Bring a file, or the names in a folder, to the disk."""
+    """Flush a file, or the names in a folder, to disk."""
     number = os.open(path, os.O_RDONLY)
     try:
         os.fsync(number)

@@ -14,10 +14,10 @@ class Relayed(JsonValue):
     Attributes:
         model: ``namespace/name``.
         step: the training step; None if the folder of all steps cannot be read.
-        folder: where it lies.
-        version: its number at the service; None if it has none.
+        folder: its folder.
+        version: number of its version at the service; None if it has none.
         nbytes: bytes of its tensors; 0 if nothing had to be moved.
-        seconds: how long it took.
+        seconds: duration of the attempt.
         error: why it failed; empty if it did not.
     """
 

@@ -1,4 +1,4 @@
-"""Names of step folders, as trainers write them, and the marker that says that one is complete."""
+"""Names of step folders, as trainers write them, and the marker of a complete one."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _NAME = re.compile(r"([^{}]*)\{step(?::0[1-9]d)?\}([^{}]*)")
 
 @dataclass(frozen=True, slots=True)
 class StepNames:
-    """How a trainer calls its folders.
+    """Naming scheme of a trainer's folders.
 
     Attributes:
-        folder: of a step, relative to the folder of all: ``{step}``, or ``{step:07d}`` with leading zeros, once in its first part; further
-            parts lead from there to the weights, as in ``step_{step}/weight``.
+        folder: folder of a step, relative to the folder of all: ``{step}``, or ``{step:07d}`` with leading zeros, once in its first part;
+            further parts lead from there to the weights, as in ``step_{step}/weight``.
         marker: the file that is written last, relative to the weights, as in ``STABLE`` or ``../STABLE``.
 
     Raises:
@@ -59,8 +59,8 @@ class StepNames:
         return Path(os.path.normpath(self.path(root, step) / self.marker))
 
     def steps(self, root: Path) -> list[int]:
-        """The steps that have a folder, complete or not, the newest first; none if there is no root yet. Names with other leading zeros are
-        passed over.
+        """The steps that have a folder, complete or not, the newest first; empty if there is no root yet. Names with other leading zeros are
+        skipped.
 
         Raises:
             OSError: the file system refuses.
@@ -75,7 +75,7 @@ class StepNames:
         return sorted((step for step in found if self.path(root, step).is_dir()), reverse=True)
 
     def newest_complete(self, root: Path) -> int | None:
-        """The newest step that is complete; None if there is none.
+        """The newest complete step; None if there is none.
 
         Raises:
             OSError: the file system refuses.
@@ -85,14 +85,14 @@ class StepNames:
 
 
 STEPS = StepNames()
-"""As prime-rl calls its broadcasts."""
+"""Names of prime-rl's broadcasts."""
 
 
 def contents(folder: Path, marker: Path) -> str:
-    """Digest of the names, sizes and times of a step's weights and of its marker: another one once any of them is written again.
+    """Digest of the names, sizes and times of a step's weights and of its marker, which changes when any of them is rewritten.
 
     Raises:
-        FileNotFoundError: the folder, or a file of it, is gone, or is a link to what is not there.
+        FileNotFoundError: the folder, or a file of it, is gone, or is a dangling link.
         OSError: the file system refuses.
     """
     files = [each for each in folder.iterdir() if each.suffix == ".safetensors" or each.name == INDEX_FILE]
