@@ -15,17 +15,17 @@
 #define HEADER_WORDS 4
 #define WORDS_PER_AXIS 3
 #define CHUNK ((int64_t)256 << 10)
-/* Bytes that a thread takes at a time: one that loses its processor for a while takes fewer. */
+/* Bytes that a thread takes at a time: a thread that is preempted takes fewer. */
 #define LEAST_PER_THREAD ((int64_t)512 << 10)
 /* Calling a helper takes as long as copying a tenth of this. */
 #define LEAST_STREAMED ((int64_t)4 << 20)
-/* Bytes of a call from which on the target is written past the caches, which would not hold it until it is read. */
+/* Bytes of a call from which on the target is written past the caches, which would evict it before it is read. */
 #define LINE LINE_BYTES
 #define LEAST_STREAMED_ROW (4 * LINE)
 #define LEAST_FETCHED 1024
 #define MOST_FETCHED (16 << 10)
-/* Bytes of a row that is prefetched if it lies apart from the one before: processors foresee only what follows in a page. Shorter
- * rows that lie apart are not streamed either: both measured slower. */
+/* Bytes of a row that is prefetched if it is not adjacent to the previous row: processors prefetch only within a page. Shorter rows
+ * that are not adjacent are not streamed either: both measured slower. */
 #define MOST_SCREENED_HERE 4096
 #define NARROWING 2
 /* Bytes of float32 for each of bfloat16. */

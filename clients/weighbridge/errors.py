@@ -5,21 +5,21 @@
     WeighbridgeError
     |-- InvalidArgument         the request itself is wrong: change it
     |   `-- LayoutError         a layout contradicts the model or itself; names tensors and boxes
-    |-- Unauthenticated         nobody knows who asks: show a token or a certificate that is known
-    |-- PermissionDenied        whoever asks may not do this
+    |-- Unauthenticated         the caller is not identified: use a token or a certificate that is known
+    |-- PermissionDenied        the caller may not do this
     |-- NotFound                no such model, version, ref, file or job
-    |-- AlreadyExists           someone else has that name, rank or number
+    |-- AlreadyExists           the name, rank or number is taken
     |-- FailedPrecondition      right request, wrong state (sealed, failed, not yet ready)
-    |   `-- VersionFailed       the version failed; says why
+    |   `-- VersionFailed       the version failed; the message says why
     |-- Conflict                another writer was faster: read again and retry
     |-- ResourceExhausted       over a limit, or no room left: wait, or raise the limit
-    |-- DataLoss                bytes arrived or lie other than they were sent or written
-    |-- DeadlineExceeded        not in time; says what was being waited for
-    `-- Unavailable             the service cannot be reached or is going down: try again
+    |-- DataLoss                bytes differ from those that were sent or written
+    |-- DeadlineExceeded        not in time; the message says what was being waited for
+    `-- Unavailable             the service cannot be reached or is shutting down: try again
 
-Each error has a sentence that says what is wrong, a `fix` that says what to do, and where tensors are concerned their
-names and boxes in `details`. The same tree is used on both sides of the wire: handlers translate it into
-``google.rpc`` status details and RFC 9457 problem documents, and the client translates it back.
+Each error has a message that says what is wrong, a `fix` that says what to do, and for errors about tensors their names and boxes in
+`details`. Both sides of the wire use the same tree: handlers translate it into ``google.rpc`` status details and RFC 9457 problem
+documents, and the client translates it back.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class WeighbridgeError(Exception):
     Attributes:
         message: what is wrong, in one sentence.
         fix: what the caller can do about it; may be empty.
-        details: one line for each tensor or thing concerned, the first few of possibly many.
+        details: one line for each tensor or object concerned, the first few of possibly many.
     """
 
     reason: ClassVar[str] = "INTERNAL"
@@ -75,7 +75,7 @@ class WeighbridgeError(Exception):
         return text
 
     def anew(self) -> Self:
-        """The same error without its traceback, which leads to all that was in use when it was raised, for another thread to raise."""
+        """A copy of the error for another thread to raise, without the traceback, which references everything in use when it was raised."""
         return copy.copy(self)
 
 
@@ -94,7 +94,7 @@ class LayoutError(InvalidArgument):
 
 
 class Unauthenticated(WeighbridgeError):
-    """Who asks has shown nothing that says who it is, or something that is not known or has expired."""
+    """The caller has not authenticated, or its token or certificate is unknown or has expired."""
 
     reason = "UNAUTHENTICATED"
     grpc_code = "UNAUTHENTICATED"
@@ -102,7 +102,7 @@ class Unauthenticated(WeighbridgeError):
 
 
 class PermissionDenied(WeighbridgeError):
-    """Who asks may not do this. The message names the scope that is missing."""
+    """The caller may not do this. The message names the missing scope."""
 
     reason = "PERMISSION_DENIED"
     grpc_code = "PERMISSION_DENIED"
@@ -118,7 +118,7 @@ class NotFound(WeighbridgeError):
 
 
 class AlreadyExists(WeighbridgeError):
-    """Someone else holds that name, rank or number."""
+    """Another object or writer has this name, rank or number."""
 
     reason = "ALREADY_EXISTS"
     grpc_code = "ALREADY_EXISTS"
@@ -126,7 +126,7 @@ class AlreadyExists(WeighbridgeError):
 
 
 class FailedPrecondition(WeighbridgeError):
-    """The request is right, the state is not."""
+    """The request is valid, but not in the present state."""
 
     reason = "FAILED_PRECONDITION"
     grpc_code = "FAILED_PRECONDITION"
@@ -136,14 +136,14 @@ class FailedPrecondition(WeighbridgeError):
 class VersionFailed(FailedPrecondition):
     """The version failed. `details` lists what was missing.
 
-    One that could not be completed was never visible; one that could not be made durable was, while it was `live`.
+    A version that could not be completed was never visible; one that could not be made durable was visible while it was `live`.
     """
 
     reason = "VERSION_FAILED"
 
 
 class Conflict(WeighbridgeError):
-    """Another writer changed the same thing first."""
+    """Another writer changed the same object first."""
 
     reason = "CONFLICT"
     grpc_code = "ABORTED"
@@ -151,11 +151,11 @@ class Conflict(WeighbridgeError):
 
 
 class ResourceExhausted(WeighbridgeError):
-    """Over a limit, or no memory or disk left for it.
+    """A limit is exceeded, or there is no memory or disk left.
 
     Attributes:
-        retry_after: seconds after which there may be room, if that is a matter of time; None if it is not. The client tries
-            streams again by itself, not before that.
+        retry_after: seconds after which there may be room; None if waiting does not help. The client retries streams itself, not
+            before that time.
     """
 
     reason = "RESOURCE_EXHAUSTED"
@@ -170,10 +170,10 @@ class ResourceExhausted(WeighbridgeError):
 
 
 class DataLoss(WeighbridgeError):
-    """A checksum or a length does not agree with the bytes.
+    """Bytes do not match their checksum or length.
 
     Attributes:
-        worth_retrying: for how many seconds it may help to try again: not at all where what is stored is damaged.
+        worth_retrying: seconds for which retries may help; 0 where stored bytes are damaged.
     """
 
     reason = "DATA_LOSS"
@@ -188,7 +188,7 @@ class DataLoss(WeighbridgeError):
 
 
 class DeadlineExceeded(WeighbridgeError):
-    """It did not happen in time."""
+    """The operation did not end in time."""
 
     reason = "DEADLINE_EXCEEDED"
     grpc_code = "DEADLINE_EXCEEDED"
@@ -196,10 +196,10 @@ class DeadlineExceeded(WeighbridgeError):
 
 
 class Unavailable(WeighbridgeError):
-    """The service cannot be reached, or is going down.
+    """The service cannot be reached, or is shutting down.
 
     Attributes:
-        worth_retrying: for how many seconds it may help to try again: not at all where what answers is another service.
+        worth_retrying: seconds for which retries may help; 0 where another service answers.
     """
 
     reason = "UNAVAILABLE"

@@ -1,4 +1,4 @@
-"""Comparison of two sides, piece by piece: what it takes of memory does not grow with them."""
+"""Comparison of two sides, piece by piece, in memory that does not grow with their size."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from weighbridge._core.boxes import row_major_boxes
 from weighbridge._core.layouts import Shard, TensorSpec
 
 PIECE_BYTES = 32 << 20
-"""Bytes of a tensor that are compared at a time, at most: of each side, one such piece is in memory, and the next one arrives."""
+"""Most bytes of a tensor that are compared at a time: of each side, one such piece is in memory, and the next one arrives."""
 
 
 def compare(
@@ -27,7 +27,7 @@ def compare(
     Args:
         before, after: the sides.
         piece_bytes: see `PIECE_BYTES`.
-        on_progress: is called with bytes of a side compared so far, and in all.
+        on_progress: called with the bytes of a side that are compared so far, and with their total.
     """
     matching = Matching.of(before.specs, after.specs)
     known = known_equal(matching.same, before.digests, after.digests)

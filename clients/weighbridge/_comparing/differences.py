@@ -18,13 +18,13 @@ _NUMBER = re.compile(r"(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class Difference(JsonValue):
-    """How elements of one side differ from those of the other.
+    """Difference between elements of two sides.
 
     Attributes:
-        elements: that were compared, or are known to be equal.
-        changed: of them, those whose bits differ.
-        nonfinite: of these, those that are NaN or infinite on either side; they have no step.
-        step: the largest step of the others, ``max |a - b|``.
+        elements: number of elements that were compared, or are known to be equal.
+        changed: number of these whose bits differ.
+        nonfinite: number of changed elements that are NaN or infinite on either side; they have no step.
+        step: the largest step of the other changed elements, ``max |a - b|``.
     """
 
     elements: int
@@ -34,11 +34,11 @@ class Difference(JsonValue):
 
     @property
     def fraction(self) -> float:
-        """Of the elements, how many have changed: 0 to 1."""
+        """Fraction of the elements that have changed, 0 to 1."""
         return self.changed / self.elements if self.elements else 0.0
 
     def plus(self, other: Difference) -> Difference:
-        """Of the elements of both."""
+        """Difference between the elements of both."""
         return Difference(
             self.elements + other.elements,
             self.changed + other.changed,
@@ -47,17 +47,17 @@ class Difference(JsonValue):
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Its fields, and the fraction."""
+        """Its fields and the fraction."""
         return {**JsonValue.to_json(self), "fraction": self.fraction}
 
 
 @dataclass(frozen=True, slots=True)
 class TensorDifference(JsonValue):
-    """How a tensor that both sides have differs.
+    """Difference between two sides of a tensor that both have.
 
     Attributes:
-        spec: what it is on both.
-        found: of its elements.
+        spec: its spec, the same on both sides.
+        found: the difference of its elements.
     """
 
     spec: TensorSpec
@@ -65,14 +65,14 @@ class TensorDifference(JsonValue):
 
     @property
     def in_sums(self) -> Difference:
-        """As it counts in sums. The steps of integers do not: they are codes or counters, not weights."""
+        """The difference as it counts in sums, without steps of integers: these are codes or counters, not weights."""
         found = self.found
         if encoding_of(self.spec.dtype) is not None:
             return found
         return Difference(found.elements, found.changed, found.nonfinite)
 
     def to_json(self) -> dict[str, Any]:
-        """Name, dtype and shape, and what was found."""
+        """Name, dtype and shape, and the difference."""
         spec = self.spec
         return {
             "name": spec.name,
@@ -84,12 +84,12 @@ class TensorDifference(JsonValue):
 
 @dataclass(frozen=True, slots=True)
 class LayerDifference(JsonValue):
-    """How the tensors of a layer differ that both sides have.
+    """Difference between two sides of the tensors of a layer that both have.
 
     Attributes:
-        name: of the layer; see `layer_of`.
-        tensors: how many there are.
-        found: of their elements.
+        name: name of the layer; see `layer_of`.
+        tensors: number of the tensors.
+        found: the difference of their elements.
     """
 
     name: str
@@ -97,19 +97,19 @@ class LayerDifference(JsonValue):
     found: Difference
 
     def to_json(self) -> dict[str, Any]:
-        """Name and number of tensors, and what was found."""
+        """Name and number of tensors, and the difference."""
         return {"name": self.name, "tensors": self.tensors, **self.found.to_json()}
 
 
 @dataclass(frozen=True, slots=True)
 class OtherSpec(JsonValue):
-    """A tensor that is another one on the other side: of another dtype or shape."""
+    """A tensor that has another dtype or shape on the other side."""
 
     before: TensorSpec
     after: TensorSpec
 
     def to_json(self) -> dict[str, Any]:
-        """Its name, and dtype and shape on both sides."""
+        """Its name, with dtype and shape on both sides."""
         sides = {"before": self.before, "after": self.after}
         said = {key: {"dtype": spec.dtype.name, "shape": list(spec.shape)} for key, spec in sides.items()}
         return {"name": self.before.name, **said}
@@ -117,15 +117,15 @@ class OtherSpec(JsonValue):
 
 @dataclass(frozen=True, slots=True)
 class Comparison(JsonValue):
-    """What comparing two sides has found.
+    """Result of the comparison of two sides.
 
     Attributes:
-        before, after: what was compared, such as ``acme/smol@16``.
-        tensors: those that both have, with the same dtype and shape.
-        only_before, only_after: names of those that only one has.
-        others: those that have another dtype or shape; they were not compared.
-        bytes_read: of each side.
-        bytes_known: of each side, that were not read, as their digests are equal.
+        before, after: titles of the sides, such as ``acme/smol@16``.
+        tensors: tensors that both sides have, with the same dtype and shape.
+        only_before, only_after: names of tensors that only one side has.
+        others: tensors whose dtype or shape differs; they were not compared.
+        bytes_read: bytes of each side that were read.
+        bytes_known: bytes of each side that were not read, as their digests are equal.
     """
 
     before: str
@@ -139,12 +139,12 @@ class Comparison(JsonValue):
 
     @property
     def total(self) -> Difference:
-        """Of all tensors."""
+        """Difference of all tensors."""
         return _sum(self.tensors)
 
     @property
     def layers(self) -> list[LayerDifference]:
-        """By layer, in the order of their numbers."""
+        """Differences by layer, in the order of the layers' numbers."""
         found: dict[str, list[TensorDifference]] = {}
         for tensor in self.tensors:
             found.setdefault(layer_of(tensor.spec.name), []).append(tensor)
@@ -153,13 +153,13 @@ class Comparison(JsonValue):
         ]
 
     def most_changed(self, most: int | None = None) -> list[TensorDifference]:
-        """The tensors that have changed: those first of which the largest fraction has, and of these the ones with larger steps."""
+        """The changed tensors, by descending fraction of changed elements, then by descending step."""
         changed = [each for each in self.tensors if each.found.changed]
         changed.sort(key=lambda each: (-each.found.fraction, -each.found.step, _natural(each.spec.name)))
         return changed[:most]
 
     def to_json(self) -> dict[str, Any]:
-        """All of it, with the sums."""
+        """All fields, with the sums."""
         return {
             **JsonValue.to_json(self),
             "total": self.total.to_json(),
@@ -168,7 +168,7 @@ class Comparison(JsonValue):
 
 
 def layer_of(tensor: str) -> str:
-    """The layer that a tensor belongs to, by its name: up to the first number in it, as in ``model.layers.3``; without one, up to its last part."""
+    """The layer of a tensor, by its name: up to the first number in it, as in ``model.layers.3``; without one, up to its last part."""
     parts = tensor.split(".")
     for index, part in enumerate(parts):
         if part.isdecimal():
@@ -178,10 +178,10 @@ def layer_of(tensor: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Matching:
-    """Which tensors of two sides can be compared.
+    """Tensors of two sides, matched by name.
 
     Attributes:
-        same: those that both have, with the same dtype and shape, in the order of the first side.
+        same: tensors that both sides have, with the same dtype and shape, in the order of the first side.
         only_before, only_after, others: as in `Comparison`.
     """
 
@@ -222,5 +222,5 @@ def _sum(tensors: Sequence[TensorDifference]) -> Difference:
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """Orders names by the numbers in them: layer 2 before layer 10."""
+    """Sort key that orders names by the numbers in them: layer 2 before layer 10."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in _NUMBER.split(name)]

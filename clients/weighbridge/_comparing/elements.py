@@ -1,8 +1,8 @@
-"""Changed elements of two runs of bytes of one dtype, and the largest step between them, exactly as the dtype has its numbers.
+"""Changed elements of two runs of bytes of one dtype, and the largest step between them, exact for the dtype.
 
-An element has changed if its bits have: that is what a transfer of changed elements would carry. So zero and minus zero differ by a step
-of 0, and a NaN that stays the same NaN has not changed. A step is defined between finite numbers; changed elements of which one is NaN or
-infinite are counted apart.
+An element has changed if its bits have: a transfer of changed elements would carry it. So zero and minus zero differ by a step
+of 0, and a NaN with the same bits has not changed. A step is defined between finite numbers; changed elements with a NaN or an infinity
+on either side are counted separately.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ from weighbridge._core.nonfinite import encoding_of
 Bytes: TypeAlias = NDArray[np.uint8]
 Bits: TypeAlias = NDArray[np.unsignedinteger[Any]]
 _WINDOW = 1 << 20
-"""Bytes that are compared at a time: they stay in a core's cache, and bound what is made of them meanwhile."""
+"""Bytes that are compared at a time: they stay in a core's cache, and bound the temporary arrays."""
 
 
 def difference(dtype: DType, before: Bytes, after: Bytes) -> Difference:
-    """What has changed between two runs of elements of one dtype.
+    """Difference between two runs of elements of one dtype.
 
     Args:
-        dtype: of the elements; little-endian.
+        dtype: dtype of the elements; little-endian.
         before, after: contiguous, of the same whole number of elements.
 
     Returns:
-        Its step is a float64, correctly rounded; of integers, an integer. A step beyond the range of float64 is its largest number.
+        The difference. Its step is a float64, correctly rounded; for integers, an integer. A step beyond the range of float64 is its
+        largest number.
     """
     found = Difference(len(before) // dtype.itemsize)
     for start in range(0, len(before), _WINDOW):
@@ -44,7 +45,7 @@ def difference(dtype: DType, before: Bytes, after: Bytes) -> Difference:
 
 
 def _changed(dtype: DType, before: Bits, after: Bits) -> Difference:
-    """The part of a difference that elements add which have all changed; those are counted already."""
+    """Difference of elements that have all changed, with 0 as the number of elements: these are counted already."""
     if encoding_of(dtype) is None:
         return Difference(0, len(before), step=_integer_step(dtype, before, after))
     values = _VALUES[dtype.name]
@@ -60,7 +61,7 @@ def _changed(dtype: DType, before: Bits, after: Bits) -> Difference:
 def _integer_step(dtype: DType, before: Bits, after: Bits) -> int:
     kind = f"<i{dtype.itemsize}" if dtype.name.startswith("I") else f"<u{dtype.itemsize}"
     rises = after.view(kind) > before.view(kind)
-    # modulo 2 to the number of bits, as which a difference of two's complements is exact
+    # modulo 2 to the number of bits, in which differences of two's complement are exact
     return int(np.where(rises, after - before, before - after).max())
 
 

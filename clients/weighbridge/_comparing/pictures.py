@@ -1,4 +1,4 @@
-"""Picture of a comparison: for each layer, which fraction of its elements has changed, and the largest step."""
+"""Picture of a comparison: for each layer, the fraction of its elements that has changed, and the largest step."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from weighbridge.errors import InvalidArgument
 
 FORMATS = (".png", ".svg", ".pdf")
 _INCHES = 0.22
-"""Height of a layer's bar with the space around it."""
+"""Height of a layer's bar with the space around it, in inches."""
 _MOST_INCHES = 160.0
 """Tallest picture: at 120 dots an inch below the 65,536 dots that matplotlib can draw."""
 _WIDE = 100
-"""From which ratio of the largest step to the smallest on their scale is logarithmic."""
+"""Ratio of the largest step to the smallest above which their scale is logarithmic."""
 
 
 def check_picture(path: Path) -> None:
-    """Refuse a picture that could not be drawn in the end, before anything is compared.
+    """Refuse a picture that cannot be drawn, before the comparison starts.
 
     Raises:
         InvalidArgument: no such format.
@@ -54,7 +54,7 @@ def draw_layers(comparison: Comparison, path: Path) -> None:
     right.set(xlabel="largest step")
     positive = [step for step in steps if step]
     if positive and max(positive) > _WIDE * min(positive):
-        right.set_xscale("log")  # which leaves out layers that have not changed
+        right.set_xscale("log")  # omits layers that have not changed
     else:
         right.set_xlim(0, None)
     for axes in (left, right):

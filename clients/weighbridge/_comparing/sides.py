@@ -1,4 +1,4 @@
-"""Sides of a comparison: versions that a service has, and folders on this machine."""
+"""Sides of a comparison: versions of a service, and folders on this machine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Side(Protocol):
     """A set of tensors that is compared with another.
 
     Attributes:
-        title: what people call it.
+        title: its name, for people.
         specs: its tensors, by name.
         digests: XXH3-128 of tensors by name, as far as they are known.
     """
@@ -36,12 +36,12 @@ class Side(Protocol):
     def digests(self) -> Mapping[str, str]: ...
 
     def read(self, shards: Sequence[Shard]) -> Iterator[NDArray[np.uint8]]:
-        """The bytes of some boxes, in this order, one box at a time. A box is a run of its tensor's elements in row-major order."""
+        """The bytes of some boxes, in their order, one box at a time. A box is a run of its tensor's elements in row-major order."""
 
 
 @dataclass(frozen=True)
 class VersionSide:
-    """A version: its tensors come by the local lane, or by gRPC, as to any engine."""
+    """A version, whose tensors are pulled over the local lane or gRPC, as by an engine."""
 
     title: str
     specs: Mapping[str, TensorSpec] = field(repr=False)
@@ -90,14 +90,14 @@ class FolderSide:
 
     @staticmethod
     def map(folder: Path) -> FolderSide:
-        """The tensors of a folder.
+        """Open the tensors of a folder.
 
         Raises:
             NotFound: there is no safetensors file in it.
             DataLoss: a file is damaged, or lacks a tensor that the index lists.
             InvalidArgument: the files are not those of one model.
         """
-        # by their paths, so that an error names the side
+        # by path, so that an error names the side
         found = safetensors_files.read_folder(folder, by_path=True)
         placements = {placement.shard.tensor: placement for placement in found.layout.placements}
         return FolderSide(str(folder), found.layout.tensors, found.buffers, placements)
@@ -111,5 +111,5 @@ class FolderSide:
 
 
 def _position(shape: Sequence[int], offset: Sequence[int]) -> int:
-    """How many elements lie before one, in row-major order."""
+    """Number of elements before an offset, in row-major order."""
     return sum(at * math.prod(shape[axis + 1 :]) for axis, at in enumerate(offset))

@@ -3,7 +3,7 @@
 May import: `_core`, `weighbridge.errors`.
 
 - `mappings`: a mapping of the service's memory, and its registration with CUDA.
-- `passing_writes`: copies of tensors that are there for a moment only.
+- `passing_writes`: copies of tensors that exist only for a moment.
 - `paging`: huge pages of a mapping.
 - `strided`: strided copies as values, and on bytes.
 - `file_reads`: strided reads of a file.
@@ -12,8 +12,8 @@ May import: `_core`, `weighbridge.errors`.
 - `native_copies`: copies and counts by the C extension `_native`.
 - `tensor_counts`: counts of non-finite elements by torch, on any device.
 - `cuda_copies`: copies by a GPU's copy engines.
-- `copy_steps`: what these are asked for.
-- `byte_rows`: the same for many shards in one call.
-- `word_sums`: sums by which a copy of a tensor is compared with what it was copied from.
+- `copy_steps`: steps of a copy for these.
+- `byte_rows`: rows of many shards, copied in one call.
+- `word_sums`: sums that compare a copy of a tensor with its source.
 - `sampling`: parts of a stream that are compared again.
 """

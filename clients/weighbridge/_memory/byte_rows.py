@@ -1,4 +1,4 @@
-"""Rows of bytes that are copied, many of them in one call without the interpreter's lock: within host memory, or by a GPU's copy engines."""
+"""Copies of rows of bytes, many in one call without the interpreter's lock: within host memory, or by a GPU's copy engines."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from weighbridge._memory.native_copies import Region, copy_natively
 from weighbridge._memory.strided import ShardCopies
 
 Rows: TypeAlias = NDArray[np.int64]
-"""Copies of rows that lie equally far apart, shape [n, 6]: address of the target's first row, distance of its rows, address and distance of the
-source's, bytes of a row, number of rows. The order is that of the arguments of ``cudaMemcpy2DAsync``."""
+"""Copies of equally spaced rows, shape [n, 6]: address of the target's first row, pitch of its rows, address and pitch of the source's,
+bytes of a row, number of rows. The order is that of the arguments of ``cudaMemcpy2DAsync``."""
 TARGET, TARGET_PITCH, SOURCE, SOURCE_PITCH, WIDTH, COUNT = range(6)
 
 _ALL_MEMORY = Region(0, 1 << 62)
@@ -24,12 +24,12 @@ def rows_of(copies: Sequence[ByteCopy[int]], shard: int, memories: Sequence[int]
     """Rows that fill a shard from memory.
 
     Args:
-        copies: of the shard.
-        shard: its address.
-        memories: addresses of the memories that these name by number.
+        copies: copies of the shard.
+        shard: address of the shard.
+        memories: addresses of the memories, by the copies' numbers.
 
     Returns:
-        None if copy engines cannot do it, or would be slow.
+        The rows; None if copy engines cannot copy them, or would be slow.
     """
     planned = ShardCopies.of(copies)
     if planned.steps is None:
@@ -48,10 +48,10 @@ def copy_rows(rows: Rows, threads: int) -> bool:
 
     Args:
         rows: no two of them write to the same bytes.
-        threads: at most so many share the work.
+        threads: most threads that share the work.
 
     Returns:
-        False if there is no C extension, and nothing was done.
+        Whether the rows were copied; False if there is no C extension.
     """
     n = len(rows)
     plan = np.zeros(

@@ -1,7 +1,7 @@
 """Copies of tensors to mapped memory in another floating-point dtype.
 
-Elements are cast in rows that are contiguous, never one by one: torch gives a NaN other bits then, and what a push samples of its
-tensors is compared with what was written.
+Elements are cast in contiguous rows, never one by one: torch would give a NaN other bits then, and a push compares samples of its tensors
+with the written bytes.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ def write_cast(
     encodings: Sequence[Encoding | None] = (),
     held_bytes: int = _HELD_BYTES,
 ) -> WrittenCounts:
-    """Cast shards into memory: those in host memory on their way, others where they are, before they are copied.
+    """Cast shards into memory: shards in host memory while they are copied, others on their device before they are copied.
 
-    The extension narrows float32 to bfloat16, and knows of what it has narrowed that it is finite. What torch casts on its way is not
-    counted there: that would read all of it once more, and whoever waits for the cast need not wait for that.
+    The extension narrows float32 to bfloat16, and knows whether what it has narrowed is finite. Shards that torch casts while copying are
+    not counted here: that would read all of them once more, and a caller that waits for the cast need not wait for the count.
 
     Args:
-        shards: tensors on any device; the dtype that they are cast to; and where the bytes of the cast go.
+        shards: tensors on any device; the dtype that they are cast to; and the copies of the cast's bytes.
         memories: mapped for writing.
-        encodings: of the casts; those without one, or all if none is given, are not counted.
+        encodings: encodings of the casts; casts without one, or all if none is given, are not counted.
         held_bytes: most bytes of casts that are held at a time, unless one alone is larger.
 
     Returns:
@@ -83,7 +83,7 @@ def _narrow(
     shards: Sequence[tuple[torch.Tensor, torch.dtype, Sequence[ByteCopy[int]]]],
     memories: Sequence[MappedMemory],
 ) -> set[int]:
-    """Narrow the shards of float32 in host memory that become bfloat16 and stay finite, by the extension; gives their indexes."""
+    """Narrow shards of float32 in host memory to bfloat16, by the extension. Returns the indexes of those done, whose casts are all finite."""
     import torch
 
     chosen = [
@@ -100,7 +100,7 @@ def _narrow(
         )
         for index in chosen
     ]
-    arrays = [memory.bytes for memory in memories]  # they keep the mappings, too
+    arrays = [memory.bytes for memory in memories]  # they also keep the mappings alive
     regions = [region_of(array, written=True) for array in arrays]
     found = _narrowed(plans, regions, torch.get_num_threads())
     if found is None:
@@ -119,7 +119,7 @@ def _narrowed(
 
 @functools.cache
 def _narrows_as_torch() -> bool:
-    """Whether there is an extension, and it narrows as torch does here, to the bit: what a push samples of its tensors torch has cast."""
+    """Whether the extension exists and narrows as torch does, bit for bit: samples of a push are cast by torch."""
     import torch
 
     lows = np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)
@@ -137,7 +137,7 @@ def _narrows_as_torch() -> bool:
 def _cast_on_the_way(
     shard: torch.Tensor, dtype: torch.dtype, copies: Sequence[ByteCopy[int]], memories: Sequence[MappedMemory]
 ) -> bool:
-    """Cast a shard in one pass; False if it has to be cast first, and nothing was done."""
+    """Cast a shard in one pass. Returns False, with nothing done, if it has to be cast first."""
     if not has_bytes(shard) or any(_is_column(copy, dtype.itemsize) for copy in copies):
         return False
     flat = shard.detach().view(-1)
@@ -150,5 +150,5 @@ def _cast_on_the_way(
 
 
 def _is_column(copy: ByteCopy[int], size: int) -> bool:
-    """Whether the elements of a copy lie apart."""
+    """Whether a copy's elements are not adjacent."""
     return len(copy.extent) > 1 and copy.extent[-1] == size

@@ -1,4 +1,4 @@
-"""Steps of a strided copy: what a GPU's copy engine is asked to move, by ``cudaMemcpy2DAsync``."""
+"""Steps of a strided copy for a GPU's copy engine, by ``cudaMemcpy2DAsync``."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ _LARGEST_PITCH = (1 << 31) - 1
 _NARROWEST_ROW = 64
 """Bytes of a row below which the copy engines are slower than a kernel that gathers the elements."""
 _MOST_STEPS = 4096
-"""Steps of one copy: each takes some microseconds to ask for."""
+"""Most steps of one copy: each takes some microseconds to submit."""
 
 
 class CopyStep(NamedTuple):
-    """Rows that the copy engine moves in one go; all in bytes.
+    """Rows that the copy engine moves in one step; all in bytes.
 
     Attributes:
-        shard_offset: of the first row in the shard.
+        shard_offset: offset of the first row in the shard.
         shard_pitch: distance of two rows there.
-        memory_offset: of the first row in the memory.
+        memory_offset: offset of the first row in the memory.
         memory_pitch: distance of two rows there.
-        width: of a row.
-        rows: how many.
+        width: bytes of a row.
+        rows: number of rows.
     """
 
     shard_offset: int
@@ -36,7 +36,7 @@ class CopyStep(NamedTuple):
 
 
 def steps_of(copy: ByteCopy[int]) -> Sequence[CopyStep] | None:
-    """What the copy engine has to do for a strided copy; None if that would be slow, or it cannot."""
+    """Steps of the copy engine for a strided copy; None if that would be slow, or impossible."""
     width = copy.extent[-1]
     rows, shard_pitch, memory_pitch = 1, width, width
     outer = copy.extent[:-1]

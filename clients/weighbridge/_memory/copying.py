@@ -1,4 +1,4 @@
-"""Copies of tensors on any device to memory that is mapped, and from it."""
+"""Copies between tensors on any device and mapped memory."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ T = TypeVar("T")
 OnWritten: TypeAlias = "Callable[[Sequence[int]], None]"
 
 _GROUP_BYTES = 64 << 20
-"""Of shards that are reported together."""
+"""Bytes of shards that are reported together."""
 _AHEAD_BYTES = 64 << 20
-"""What a GPU is given to copy behind the shard that is waited for: some milliseconds."""
+"""Bytes submitted to a GPU after the shard that is waited for: some milliseconds."""
 _LEAST_BYTES = 256 << 10
-"""What a copy engine moves in the time that it takes to ask for a shard, however small."""
+"""Bytes that a copy engine moves in the time that it takes to submit a shard, however small."""
 
 
 def write_tensors(
@@ -43,14 +43,14 @@ def write_tensors(
     """Copy shards to memory: from host memory by as many threads as torch has, from GPUs by their copy engines.
 
     Args:
-        shards: tensors on any device, their elements in row-major order of their axes, not necessarily contiguous; and where
-            their bytes go.
+        shards: tensors on any device, their elements in row-major order of their axes, not necessarily contiguous; and the copies of
+            their bytes.
         memories: mapped for writing.
-        encodings: of the shards' elements; those without one, or all if none is given, are not counted.
-        on_written: is called with the numbers, in their order, of shards that have just been copied, each once: for some 64 MB at a time.
+        encodings: encodings of the shards' elements; shards without one, or all if none is given, are not counted.
+        on_written: called with the indexes, in order, of shards that have just been copied, each once: for some 64 MB at a time.
 
     Returns:
-        For each shard how many of the elements that were copied are non-finite, an element that goes to two places twice.
+        For each shard the number of copied elements that are non-finite; an element that goes to two places counts twice.
     """
     counts = TensorCounts()
     by_engine: list[_Copied] = []
@@ -66,7 +66,7 @@ def write_tensors(
             groups = _WrittenByGpus(queue, on_written) if on_written else None
             for each in by_engine:
                 flat = each.shard.detach().contiguous().view(-1)
-                # to wait for the current stream takes as long as to ask for a copy
+                # waiting for the current stream takes as long as submitting a copy
                 made = flat.data_ptr() != each.shard.data_ptr()
                 if not queue.write(flat, each.copies, after_stream=made):
                     rest.append(each)
@@ -74,10 +74,10 @@ def write_tensors(
                 counts.add(each.number, flat, each.copies, each.encoding)
                 if groups is not None:
                     groups.add(each.number, flat.nbytes)
-        # GPUs copy and count meanwhile
+        # GPUs copy and count during this
         counts.begin()
         copied = _copy_tensors(rest, memories, into_memory=True, on_written=on_written)
-        if groups is not None:  # first: counts come to the host behind all copies
+        if groups is not None:  # first: counts come to the host after all copies
             groups.wait()
         on_gpus = counts.take()
     for index, count in (*zip((each.number for each in rest), copied, strict=True), *on_gpus.items()):
@@ -86,11 +86,11 @@ def write_tensors(
 
 
 class _WrittenByGpus:
-    """Shards that GPUs were asked to copy, in groups, until they have.
+    """Shards whose copies were submitted to GPUs, in groups, until they are done.
 
     Args:
-        queue: of the copies.
-        on_written: is called with the numbers of each group that is copied.
+        queue: queue of the copies.
+        on_written: called with the indexes of each group that is copied.
     """
 
     def __init__(self, queue: cuda_copies.CopyQueue, on_written: OnWritten) -> None:
@@ -101,7 +101,7 @@ class _WrittenByGpus:
         self._asked: deque[tuple[cuda_copies.Reached, list[int]]] = deque()
 
     def add(self, index: int, nbytes: int) -> None:
-        """A further shard was given to the queue."""
+        """Add a shard that was given to the queue."""
         self._group.append(index)
         self._nbytes += nbytes
         if self._nbytes >= _GROUP_BYTES:
@@ -110,7 +110,7 @@ class _WrittenByGpus:
                 self._on_written(self._asked.popleft()[1])
 
     def wait(self) -> None:
-        """Wait for all of them, group after group."""
+        """Wait for all groups, in order."""
         self._close_group()
         for reached, group in self._asked:
             reached.wait()
@@ -122,13 +122,13 @@ class _WrittenByGpus:
 
 
 class _Copied(NamedTuple):
-    """A shard that is copied.
+    """A shard to be copied.
 
     Attributes:
-        number: which one of those that are given.
+        number: its index among the given shards.
         shard: the tensor.
-        copies: where its bytes lie in memory.
-        encoding: of its elements, if they are counted.
+        copies: copies between its bytes and memory.
+        encoding: encoding of its elements, if they are counted.
     """
 
     number: int
@@ -140,13 +140,13 @@ class _Copied(NamedTuple):
 def read_tensors(
     shards: Iterable[tuple[torch.Tensor, Sequence[ByteCopy[int]]]], memories: Sequence[MappedMemory]
 ) -> Generator[torch.Tensor, None, None]:
-    """Fill shards, on any device, from memory, one after the other; each is complete when it is given.
+    """Fill shards, on any device, from memory, one after the other; each is complete when it is yielded.
 
-    Copy engines of GPUs are kept busy: `_AHEAD_BYTES` behind a shard are asked for before anybody waits for it. So shards are taken
-    ahead of those that are given, but none that shares memory with one that has not been given.
+    Copy engines of GPUs are kept busy: `_AHEAD_BYTES` after a shard are submitted before the shard is waited for. So shards are taken
+    ahead of those that are yielded, but none that shares memory with a shard that was not yielded yet.
 
     Args:
-        shards: what is filled, and where its elements lie; bytes that no copy brings become zeros.
+        shards: shards to fill, and the copies of their elements; bytes without a copy become zeros.
         memories: mapped for reading.
     """
     ahead = _Ahead()
@@ -171,7 +171,7 @@ def read_tensors(
                     _copy_tensors([_Copied(0, target, copies, None)], memories, into_memory=False)
                 ahead.append(_Asked(shard, target, filled))
                 yield from ahead.given(leave=_AHEAD_BYTES if filled else 0)
-        except Exception:  # what was asked for before is given first
+        except Exception:  # yield earlier shards first
             yield from ahead.given(leave=0)
             raise
         yield from ahead.given(leave=0)
@@ -182,12 +182,12 @@ def fill_tensors(
     memories: Sequence[MappedMemory],
     queue: cuda_copies.CopyQueue | None = None,
 ) -> None:
-    """Fill shards, on any device, from memory; all are complete when it returns. Unlike `read_tensors` it waits once, for all of them.
+    """Fill shards, on any device, from memory; all are complete on return. Unlike `read_tensors`, this waits once, for all of them.
 
     Args:
-        shards: what is filled, of which no two share memory, and where its elements lie; bytes that no copy brings become zeros.
+        shards: shards to fill, no two of which share memory, and the copies of their elements; bytes without a copy become zeros.
         memories: mapped for reading.
-        queue: of copies to GPUs, over these memories. Those that it takes are complete when it says so, and not waited for here.
+        queue: queue of copies to GPUs from these memories. Copies in it are not waited for here; the queue tells when they are done.
     """
     rest: list[_Copied] = []
     replaced: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -207,7 +207,7 @@ def fill_tensors(
                 if queue.fill(target, copies, after_stream=zeroed):
                     continue
             rest.append(_Copied(0, target, copies, None))
-        # GPUs copy meanwhile
+        # GPUs copy during this
         _copy_tensors(rest, memories, into_memory=False)
     for shard, target in replaced:
         shard.detach().copy_(target)
@@ -215,12 +215,12 @@ def fill_tensors(
 
 
 class _Asked(NamedTuple):
-    """A shard that has been asked for.
+    """A shard whose copy was submitted.
 
     Attributes:
-        shard: as the caller has it.
-        target: what is filled: the shard, or a contiguous tensor in its place.
-        filled: happens when it is filled; None if it is.
+        shard: the caller's tensor.
+        target: tensor that is filled: the shard, or a contiguous tensor in its place.
+        filled: event of the completed copy; None if it is complete.
     """
 
     shard: torch.Tensor
@@ -229,7 +229,7 @@ class _Asked(NamedTuple):
 
     @property
     def weight(self) -> int:
-        """Bytes that the copy engine moves in the time that this takes."""
+        """Bytes that the copy engine could move in the time of this shard."""
         return max(self.target.nbytes, _LEAST_BYTES)
 
     def finish(self) -> torch.Tensor:
@@ -242,26 +242,26 @@ class _Asked(NamedTuple):
 
 
 class _Ahead:
-    """Shards that have been asked for and not been given yet, in order."""
+    """Shards that were submitted and not yielded yet, in order."""
 
     def __init__(self) -> None:
         self._asked: deque[_Asked] = deque()
         self._weight = 0
 
     def append(self, asked: _Asked) -> None:
-        """Take one more."""
+        """Add a shard."""
         self._asked.append(asked)
         self._weight += asked.weight
 
     def given(self, *, leave: int) -> Iterator[torch.Tensor]:
-        """Give shards as they are filled, in order, as long as so many bytes are asked for behind the first one."""
+        """Yield shards as they are filled, in order, as long as at least ``leave`` bytes are submitted after the first one."""
         while self._asked and self._weight - self._asked[0].weight >= leave:
             first = self._asked.popleft()
             self._weight -= first.weight
             yield first.finish()
 
     def shares_memory_with(self, shard: torch.Tensor) -> bool:
-        """Whether one of them has bytes in common with a shard."""
+        """Whether one of them shares bytes with a shard."""
         if not self._asked:
             return False
         begin, end = _bounds(shard)
@@ -270,7 +270,7 @@ class _Ahead:
 
 
 def _bounds(shard: torch.Tensor) -> tuple[int, int]:
-    """Addresses of the first byte of a tensor's elements, and of one past the last."""
+    """Address of the first byte of a tensor's elements, and the address after the last."""
     if not shard.numel():
         return 0, 0
     last = sum((n - 1) * stride for n, stride in zip(shard.shape, shard.stride(), strict=True))
@@ -278,7 +278,7 @@ def _bounds(shard: torch.Tensor) -> tuple[int, int]:
 
 
 def _contiguous(shard: torch.Tensor) -> torch.Tensor:
-    """The shard without its history, or a new contiguous tensor like it."""
+    """The shard without its autograd history, or a new contiguous tensor like it."""
     import torch
 
     if shard.is_contiguous():
@@ -293,16 +293,16 @@ def _copy_tensors(
     into_memory: bool,
     on_written: OnWritten | None = None,
 ) -> list[int]:
-    """Copy shards to memory or from it: by the extension those in host memory, by torch all others. Gives the count of each."""
+    """Copy shards to memory or from it: shards in host memory by the extension, all others by torch. Returns the count of each."""
     import torch
 
-    arrays = [memory.bytes for memory in memories]  # they keep the mappings, too
+    arrays = [memory.bytes for memory in memories]  # they also keep the mappings alive
     regions = [region_of(array, written=into_memory) for array in arrays]
     together: list[_Copied] = []
     others: list[_Copied] = []
     for each in shards:
         (together if has_bytes(each.shard) else others).append(each)
-    # others become contiguous one at a time: all of them would need room for as much again
+    # made contiguous one at a time: all together would need as much memory again
     made = ([each._replace(shard=each.shard.detach().contiguous())] for each in others)
     found: dict[int, int] = {}
     batches = [together] if on_written is None else groups_of(together, _nbytes_of, _GROUP_BYTES)
@@ -332,7 +332,7 @@ def _copy_tensors(
 
 
 def groups_of(items: Iterable[T], nbytes_of: Callable[[T], int], least: int) -> Iterator[list[T]]:
-    """Items in order, in groups of at least so many bytes; the last one has what is left."""
+    """Items in order, in groups of at least so many bytes; the last group has the rest."""
     group: list[T] = []
     nbytes = 0
     for item in items:
@@ -352,7 +352,7 @@ def _nbytes_of(copied: _Copied) -> int:
 def _copy_by_torch(
     copied: _Copied, flat: torch.Tensor, memories: Sequence[MappedMemory], *, into_memory: bool
 ) -> int:
-    """Copy a shard whose elements are these; how many are non-finite."""
+    """Copy a shard with these elements. Returns the number of non-finite ones."""
     for copy in copied.copies:
         ours, theirs = _views(copy, flat, memories[copy.file].tensor)
         target, source = (theirs, ours) if into_memory else (ours, theirs)
@@ -363,15 +363,15 @@ def _copy_by_torch(
 
 
 def has_bytes(shard: torch.Tensor) -> bool:
-    """Whether the elements lie in host memory at the tensor's address, as they are."""
+    """Whether the elements lie in host memory at the tensor's address, in their final form."""
     import torch
 
-    known = type(shard) in (torch.Tensor, torch.nn.Parameter)  # other classes may hold no memory themselves
+    known = type(shard) in (torch.Tensor, torch.nn.Parameter)  # other classes may have no memory of their own
     return known and shard.is_cpu and shard.is_contiguous() and not (shard.is_neg() or shard.is_conj())
 
 
 def is_pinned(copies: Iterable[ByteCopy[int]], memories: Sequence[MappedMemory]) -> bool:
-    """Whether GPUs can copy to and from what these copies need."""
+    """Whether GPUs can access all memories of these copies."""
     return all(memories[copy.file].pinned or _try_to_pin(memories[copy.file]) for copy in copies)
 
 
@@ -389,7 +389,7 @@ def _try_to_pin(memory: MappedMemory) -> bool:
 def _views(
     copy: ByteCopy[int], flat: torch.Tensor, memory: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The two sides of a copy: in the shard's own elements if it consists of whole ones, in bytes otherwise."""
+    """The two sides of a copy: as elements of the shard's dtype if it consists of whole ones, as bytes otherwise."""
     import torch
 
     whole = typed_views(copy, flat, memory, flat.dtype) if flat.element_size() > 1 else None
@@ -399,13 +399,13 @@ def _views(
 def typed_views(
     copy: ByteCopy[int], flat: torch.Tensor, memory: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The two sides of a copy: the shard's own elements, and those of a dtype in memory; None if the copy or its places cut such elements.
+    """The two sides of a copy: the shard's own elements, and those of a dtype in memory; None if the copy or an offset splits an element.
 
     Args:
-        copy: in bytes of the dtype on both sides.
+        copy: copy in bytes of the dtype on both sides.
         flat: the shard, in one dimension.
-        memory: its bytes.
-        dtype: of the elements in memory.
+        memory: bytes of the memory.
+        dtype: dtype of the elements in memory.
     """
     size = dtype.itemsize
     offsets = (copy.stream_offset, copy.file_offset + memory.data_ptr())
@@ -420,7 +420,7 @@ def _strided_views(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     size = dtype.itemsize
     extent = (*copy.extent[:-1], copy.extent[-1] // size)
-    # an offset that is given to as_strided counts from the beginning of the storage, of which this may be a part
+    # as_strided counts a given offset from the beginning of the storage, and the tensor may be only a part of it
     ours = flat[copy.stream_offset // size :].as_strided(extent, _in_elements(copy.stream_strides, size))
     base = memory[copy.file_offset : copy.file_end].view(dtype)
     return ours, base.as_strided(extent, _in_elements(copy.file_strides, size))

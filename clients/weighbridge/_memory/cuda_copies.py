@@ -1,8 +1,8 @@
-"""Copies between GPUs and memory that is shared with the service, made by the GPUs' own copy engines.
+"""Copies between GPUs and memory that is shared with the service, by the GPUs' copy engines.
 
-Such memory has to be registered with CUDA once in each process. Rows that lie apart are copied as fast as those that lie together,
-by ``cudaMemcpy2DAsync``, which torch does not use: its own strided copies go through kernels and pageable buffers. Torch and the runtime
-are loaded only where a tensor is on a GPU. (https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__MEMORY.html)
+Such memory has to be registered with CUDA once in each process. ``cudaMemcpy2DAsync`` copies spaced rows as fast as adjacent ones; torch
+does not use it: its own strided copies go through kernels and pageable buffers. Torch and the runtime are loaded only if a tensor is on a
+GPU. (https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__MEMORY.html)
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ if TYPE_CHECKING:
 _HOST_TO_DEVICE, _DEVICE_TO_HOST = 1, 2
 _REGISTER_DEFAULT, _REGISTER_READ_ONLY = 0, 8
 _UNKNOWN = 0
-"""Kind of memory that is not CUDA's: neither a GPU's, nor managed, nor pinned."""
+"""Kind of memory that CUDA does not know: neither a GPU's, nor managed, nor pinned."""
 
 
 class _Attributes(ctypes.Structure):
-    """The runtime's ``cudaPointerAttributes``, with room for what releases add."""
+    """The runtime's ``cudaPointerAttributes``, with room for fields of later releases."""
 
     _fields_ = (("kind", ctypes.c_int), ("rest", ctypes.c_byte * 252))
 
 
 def register(address: int, nbytes: int, *, read_only: bool) -> Callable[[], None]:
-    """Let GPUs copy from and to memory; gives what ends that, which is to be called before the memory is unmapped.
+    """Register memory, so that GPUs can copy from and to it. Returns the function that ends this, to be called before the memory is unmapped.
 
     Args:
-        address: of its first byte.
+        address: address of its first byte.
         nbytes: its size; about 30 GB/s are registered.
         read_only: whether it is mapped only for reading.
 
     Raises:
         FailedPrecondition: torch has no CUDA runtime that can be used.
-        ResourceExhausted: CUDA refuses it.
+        ResourceExhausted: CUDA refuses to register it.
     """
     runtime = _runtime()
     flags = _REGISTER_READ_ONLY if read_only else _REGISTER_DEFAULT
@@ -53,9 +53,9 @@ def register(address: int, nbytes: int, *, read_only: bool) -> Callable[[], None
 
 
 def is_mapped(address: int) -> bool:
-    """Whether CUDA knows of memory at an address. An allocator may have given it back and kept the addresses.
+    """Whether CUDA knows memory at an address. An allocator may have freed it and kept the addresses.
 
-    True as well where torch has no CUDA runtime that can be asked.
+    Also True where torch has no usable CUDA runtime.
     """
     attributes = _Attributes()
     try:
@@ -67,7 +67,7 @@ def is_mapped(address: int) -> bool:
 
 
 def wait_for_streams(tensors: Iterable[torch.Tensor]) -> None:
-    """Wait for the work of the current streams of those GPUs on which some of the tensors lie."""
+    """Wait for the work in the current streams of the tensors' GPUs."""
     import torch
 
     for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
@@ -75,10 +75,10 @@ def wait_for_streams(tensors: Iterable[torch.Tensor]) -> None:
 
 
 class Reached:
-    """A point in the queues of GPUs: everything given to them before it.
+    """A point in the queues of GPUs, after all work submitted so far.
 
     Args:
-        events: one for each of them.
+        events: one event for each queue.
     """
 
     def __init__(self, events: Sequence[torch.cuda.Event]) -> None:
@@ -86,23 +86,22 @@ class Reached:
 
     @property
     def happened(self) -> bool:
-        """Whether all of it is done."""
+        """Whether all of this work is done."""
         return all(event.query() for event in self._events)  # type: ignore[no-untyped-call]  # torch's own
 
     def wait(self) -> None:
-        """Return when all of it is done."""
+        """Wait until all of this work is done."""
         for event in self._events:
             event.synchronize()
 
 
 class CopyQueue:
-    """Copies that are asked for one after the other and are all done when the context ends, on any number of GPUs.
+    """Copies that are submitted one after the other, on any number of GPUs, and are all done when the context ends.
 
-    They wait for what the current streams have been given to do so far; later work of these streams waits for nothing but what
-    `precede` says.
+    They wait for the work that the current streams have so far; later work of these streams waits for them only after `precede`.
 
     Args:
-        addresses: of each memory's first byte; those that are used must be registered.
+        addresses: address of each memory's first byte; memories that are used must be registered.
     """
 
     def __init__(self, addresses: Sequence[int]) -> None:
@@ -113,24 +112,24 @@ class CopyQueue:
     def write(
         self, flat: torch.Tensor, copies: Sequence[ByteCopy[int]], *, after_stream: bool = True
     ) -> bool:
-        """Copy a shard from its GPU to memory; False if it cannot be done in this way, and nothing was done.
+        """Copy a shard from its GPU to memory. Returns False, with nothing done, if the copy engine cannot.
 
         Args:
-            flat: is copied; contiguous.
-            copies: where its bytes go.
-            after_stream: whether to wait for what the current stream has been given since the first copy from this device.
+            flat: the shard; contiguous.
+            copies: copies of its bytes.
+            after_stream: whether to wait for work that the current stream got since the first copy from this device.
         """
-        self._kept.append(flat)  # it may be a copy of our own, which must not be freed before it was read
+        self._kept.append(flat)  # it may be a temporary copy, which must not be freed before it was read
         copied = self._copy(flat, copies, _DEVICE_TO_HOST, after_stream=after_stream)
         if not copied:
             self._kept.pop()
         return copied
 
     def read(self, shard: torch.Tensor, copies: Sequence[ByteCopy[int]]) -> torch.cuda.Event | None:
-        """Fill a contiguous shard on a GPU from memory; it stays the caller's to keep until then.
+        """Fill a contiguous shard on a GPU from memory; the caller keeps it alive until then.
 
         Returns:
-            What happens when the shard is filled; None if it cannot be done in this way, and nothing was done.
+            Event of the filled shard; None, with nothing done, if the copy engine cannot.
         """
         if not self._copy(shard.detach().view(-1), copies, _HOST_TO_DEVICE):
             return None
@@ -138,23 +137,23 @@ class CopyQueue:
         return filled
 
     def fill(self, shard: torch.Tensor, copies: Sequence[ByteCopy[int]], *, after_stream: bool) -> bool:
-        """Fill a contiguous shard on a GPU from memory by the end of the context; it stays the caller's to keep until then.
+        """Fill a contiguous shard on a GPU from memory by the end of the context; the caller keeps it alive until then.
 
         Args:
-            shard: is filled.
-            copies: where its elements lie.
-            after_stream: whether to wait for what the current stream has been given since the first copy to this device.
+            shard: the shard.
+            copies: copies of its elements.
+            after_stream: whether to wait for work that the current stream got since the first copy to this device.
 
         Returns:
-            False if it cannot be done in this way, and nothing was done.
+            Whether it is being filled; False, with nothing done, if the copy engine cannot.
         """
         return self._copy(shard.detach().view(-1), copies, _HOST_TO_DEVICE, after_stream=after_stream)
 
     def move(self, rows: Rows, device: torch.device) -> None:
-        """Copy rows from memory to a GPU by the end of the context; the targets stay the caller's to keep until then.
+        """Copy rows from memory to a GPU by the end of the context; the caller keeps the targets alive until then.
 
         Args:
-            rows: from the memories of this queue.
+            rows: rows in the memories of this queue.
             device: the GPU.
         """
         import torch
@@ -166,11 +165,11 @@ class CopyQueue:
         _check(code, "copying from memory to a GPU")
 
     def reached(self) -> Reached:
-        """The point behind the copies so far."""
+        """The point after the copies so far."""
         return Reached([stream.record_event() for stream in self._streams.values()])
 
     def precede(self, device: torch.device) -> None:
-        """Let what the device's current stream is given from now on wait for the copies so far: shards may then be overwritten or freed there."""
+        """Let later work of the device's current stream wait for the copies so far, so that shards may be overwritten or freed there."""
         import torch
 
         torch.cuda.current_stream(device).wait_stream(self._streams[device])
@@ -184,7 +183,9 @@ class CopyQueue:
 
     def close(self) -> None:
         """Wait for all copies."""
-        with ExitStack() as all_of_them:  # also if one fails: nobody may think that the others are done
+        with (
+            ExitStack() as all_of_them
+        ):  # even if one fails: callers must not assume that the others are done
             for stream in self._streams.values():
                 all_of_them.callback(stream.synchronize)
         self._kept.clear()
@@ -204,7 +205,7 @@ class CopyQueue:
             return False
         device = flat.device
         runtime, stream = _runtime(), self._stream(device, after_stream=after_stream)
-        # to enter a device takes longer than to ask for a copy
+        # entering a device takes longer than submitting a copy
         is_current = device.index == torch.cuda.current_device()
         with nullcontext() if is_current else torch.cuda.device(device):
             for copy, steps in zip(planned, planned.steps, strict=True):
@@ -233,7 +234,7 @@ class CopyQueue:
 def _check(code: int, what: str) -> None:
     if code:
         runtime = _runtime()
-        runtime.cudaGetLastError()  # or the next call of anybody would report it
+        runtime.cudaGetLastError()  # or the next CUDA call of the process would report it
         raise ResourceExhausted(f"{what} failed: {runtime.cudaGetErrorString(code).decode()}")
 
 

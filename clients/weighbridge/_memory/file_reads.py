@@ -1,7 +1,7 @@
-"""Reads of a file by pread: of strided bytes into memory, and of files that must stay as they are meanwhile.
+"""Reads of a file by pread: of strided bytes into memory, and of files that must not change while they are read.
 
-A page of a mapping that cannot be read ends the process with SIGBUS: the disk reports an error, or the file is cut short. A read that
-fails is an error of the call that has asked for the bytes.
+Where a page of a mapping cannot be read, because the disk reports an error or the file is truncated, SIGBUS ends the process. A failed
+pread raises an error in the call that requested the bytes.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from weighbridge.errors import DataLoss, FailedPrecondition
 
 Bytes = NDArray[np.uint8]
 Took = Callable[[int, Bytes], None]
-"""Is told of each run of the file that was read: its first byte in the file, and its bytes."""
+"""Called with each run of the file that was read: its offset in the file, and its bytes."""
 
 STEP_BYTES = 4 << 20
-"""Bytes of one call: few enough to be in the processor's cache when they are looked at next."""
+"""Bytes of one call: few enough to stay in the processor's cache for their next use."""
 _MOST_READ = 4
-"""A strided part of a file is read as one run, and picked out in memory, if that run has at most so many times its bytes;"""
+"""A strided part of a file is read as one run, and its bytes are picked out in memory, if the run has at most so many times its bytes;"""
 _SHORT_GAP = 32 << 10
-"""or if its gaps are no longer than this: one more call takes as long as to read so much, as slices of columns need one for each row."""
+"""or if its gaps are no longer than this: a further call takes as long as reading so much, and slices of columns need one for each row."""
 
 
 def _nothing(_offset: int, _run: Bytes) -> None:
-    """Nobody looks at the runs."""
+    """Ignore the runs."""
 
 
 def read_into(
@@ -39,11 +39,11 @@ def read_into(
     """Fill an array with bytes of a file.
 
     Args:
-        descriptor: of the file.
-        target: where to, of any shape and strides of its own; one stride for each of its axes is given.
-        offset: of the first byte in the file.
-        strides: distances in the file; not negative.
-        took: is told of each run that was read.
+        descriptor: descriptor of the file.
+        target: array to fill, of any shape and strides.
+        offset: offset of the first byte in the file.
+        strides: distances in the file, one for each axis of ``target``; not negative.
+        took: called with each run that was read.
 
     Raises:
         EOFError: the file ends before these bytes do.
@@ -74,11 +74,11 @@ def read_into(
 
 
 class OpenFile:
-    """A file that is open for reading, as an array of bytes: what is cut out of it is read.
+    """A file that is open for reading, as an array of bytes: slices are read from the file.
 
     Args:
-        path: of the file, for errors.
-        descriptor: of the regular file, open for reading; it is closed with this.
+        path: path of the file, for errors.
+        descriptor: descriptor of the regular file, open for reading; it is closed with this object.
     """
 
     def __init__(self, path: Path, descriptor: int) -> None:
@@ -99,14 +99,14 @@ class OpenFile:
 
     @property
     def data(self) -> OpenFile:
-        """Itself, where that of an array is meant."""
+        """The file itself, in place of an array's ``data``."""
         return self
 
     def read_into(self, target: Bytes, offset: int, strides: tuple[int, ...]) -> None:
         """Fill an array with bytes of the file; see the function of this name.
 
         Raises:
-            FailedPrecondition: the file was written or cut short since it was opened.
+            FailedPrecondition: the file was written or truncated since it was opened.
             DataLoss: the bytes cannot be read.
         """
         try:
@@ -121,7 +121,7 @@ class OpenFile:
 
     def _changed(self) -> FailedPrecondition:
         return FailedPrecondition(
-            f"{self._path} changed while it was read", fix="read it again once whoever writes it has finished"
+            f"{self._path} changed while it was read", fix="read it again once its writer has finished"
         )
 
 
@@ -138,7 +138,7 @@ def _read_run(descriptor: int, target: Bytes, offset: int, took: Took) -> None:
 
 
 def _is_read_as_one(shape: tuple[int, ...], strides: tuple[int, ...], span: int) -> bool:
-    """Whether bytes with gaps between them are to be read together with these."""
+    """Whether to read the gaps between the bytes too, and all in one run."""
     size = math.prod(shape)
     run = 1
     for extent, stride in zip(reversed(shape), reversed(strides), strict=True):

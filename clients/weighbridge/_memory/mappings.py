@@ -1,4 +1,4 @@
-"""Shared memory of the service as this process maps it."""
+"""The service's shared memory, mapped into this process."""
 
 from __future__ import annotations
 
@@ -23,33 +23,33 @@ if TYPE_CHECKING:
     import torch
 
 _MAP_NORESERVE = 0x4000
-"""Linux's; a private mapping of a file larger than memory would be refused otherwise."""
+"""Linux's flag; without it, a private mapping of a file larger than memory would be refused."""
 
 
 _mapping = threading.Lock()
 _pinning = threading.Lock()
-"""A process is not forked between a mapping and the advice not to give it to children."""
+"""Keeps the process from being forked between a mapping and the advice to exclude it from children."""
 
 
 class Use(Enum):
-    """What memory is mapped for."""
+    """Purpose of a mapping."""
 
     WRITE = (mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
-    """What is written is meant for the service."""
+    """The service reads what is written."""
     READ = (mmap.MAP_SHARED, mmap.PROT_READ)
-    """It is only copied from."""
+    """The memory is only copied from."""
     VIEW = (mmap.MAP_PRIVATE | _MAP_NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE)
-    """It is handed out. Who writes to it changes a copy of his own of the page, and nobody else sees that."""
+    """Arrays over the memory are handed out. A write to one changes a private copy of the page, which no other process sees."""
 
 
 class MappedMemory:
-    """A mapping of memory that was lent.
+    """A mapping of memory that the service has granted.
 
     Args:
-        descriptor: of the memory; stays the caller's.
+        descriptor: descriptor of the memory; the caller closes it.
         key: the memory's name.
         nbytes: its size.
-        use: what for. GPUs are given no access to a view: CUDA would make a copy of every page of it.
+        use: purpose of the mapping. GPUs are given no access to a view: CUDA would make a copy of every page of it.
 
     Raises:
         ResourceExhausted: it cannot be mapped.
@@ -76,24 +76,24 @@ class MappedMemory:
 
     @cached_property
     def bytes(self) -> NDArray[np.uint8]:
-        """All of it."""
+        """All of its bytes."""
         return np.frombuffer(self._map, np.uint8, self.nbytes, self._offset)
 
     @cached_property
     def tensor(self) -> torch.Tensor:
-        """All of it. Of memory that is mapped for reading it must not be written to."""
+        """All of its bytes, as a tensor. Must not be written to if the memory is mapped for reading."""
         import torch
 
         if not self.bytes.flags.writeable:
-            # torch would warn of an array that is not writable, and only that can be told it
+            # torch would warn about a read-only array, and only a ctypes buffer hides that from it
             view: Any = (ctypes.c_ubyte * self.nbytes).from_address(self.bytes.ctypes.data)
-            view.mapping = self.bytes  # which keeps it from being undone
+            view.mapping = self.bytes  # keeps the mapping alive
             return torch.frombuffer(view, dtype=torch.uint8)
         return torch.from_numpy(self.bytes)
 
     @property
     def address(self) -> int:
-        """Of its first byte in this process."""
+        """Address of its first byte in this process."""
         return int(self.bytes.ctypes.data)
 
     @property
@@ -102,10 +102,10 @@ class MappedMemory:
         return self._unpin is not None
 
     def pin(self) -> None:
-        """Let GPUs copy from and to it directly, from now on until it is unmapped.
+        """Let GPUs copy from and to it directly until it is unmapped.
 
         Raises:
-            FailedPrecondition, ResourceExhausted: that cannot be; says why.
+            FailedPrecondition, ResourceExhausted: that is not possible; the message says why.
         """
         if not self._pinnable:
             raise FailedPrecondition("memory that is only borrowed for one pull is not registered with CUDA")
@@ -115,20 +115,20 @@ class MappedMemory:
             from weighbridge._memory import cuda_copies
 
             unregister = cuda_copies.register(self.address, self.nbytes, read_only=self._use is Use.READ)
-            # runs before the mapping goes, also if nobody closes it
+            # runs before the mapping is undone, also if `close` is never called
             self._unpin = weakref.finalize(self, unregister)
 
     def exported(self) -> Any:
-        """An object that gives access to the mapping, and keeps it as long as anything refers to that object."""
+        """An object over the mapping, which keeps the mapping alive as long as there is a reference to the object."""
         return (ctypes.c_ubyte * self.nbytes).from_buffer(self._map, self._offset)
 
     def populate(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Enter pages into this process's page table before they are needed.
 
-        Reading does it for several pages at a time, and those of shared memory can be written to after that.
+        A read access enters several pages at a time, and pages of shared memory can be written to after that.
 
         Args:
-            ranges: first byte and one past the last of each.
+            ranges: first byte of each range, and the byte after its last.
         """
         start_of_all = self.address
         for start, end in ranges:
@@ -136,21 +136,21 @@ class MappedMemory:
             try:
                 advise(start_of_all + first, end - first, POPULATE_READ)
             except OSError:
-                return  # they are entered when they are touched
+                return  # they are entered when they are accessed
 
     def abandon(self) -> None:
-        """Let go of the mapping in a process that was forked: CUDA's registration belongs to its parent."""
+        """Release the mapping in a forked process: CUDA's registration belongs to its parent."""
         if self._unpin is not None:
             self._unpin.detach()
             self._unpin = None
         if self._use is Use.WRITE:
-            # it is not there: undoing it, at the end of the process at the latest, would undo whatever lies there by then
+            # it does not exist here: undoing it, by the end of the process at the latest, would undo a later mapping at the same address
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.__dict__.pop("_map")))
         else:
             self.close()
 
     def close(self) -> None:
-        """Undo the mapping: now if no array, tensor or exported object is left of it, and with the last of them otherwise."""
+        """Undo the mapping: now if no array, tensor or exported object over it is left, otherwise with the last of them."""
         if self._unpin is not None:
             self._unpin()
         self.__dict__.pop("bytes", None)
@@ -161,7 +161,7 @@ class MappedMemory:
 
 
 def merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Ranges in order, those that are at most a page apart as one."""
+    """Ranges in order; those that are at most a page apart are merged."""
     found: list[tuple[int, int]] = []
     for start, end in sorted(ranges):
         if found and start <= found[-1][1] + mmap.PAGESIZE:
@@ -175,7 +175,7 @@ _for_writing: weakref.WeakSet[MappedMemory] = weakref.WeakSet()
 
 
 def _let_go_in_child() -> None:
-    """A process that was forked has no part in what its parent writes, and nothing of it is mapped there."""
+    """Release mappings for writing in a forked process: they do not exist there, and its parent goes on writing."""
     _mapping.release()
     for memory in list(_for_writing):
         with contextlib.suppress(AttributeError):

@@ -1,7 +1,7 @@
 """Strided copies within host memory by the C extension, a whole plan in one call without the interpreter's lock.
 
-torch takes some microseconds for each copy, and reads the target's lines before it writes them; the extension streams past the caches.
-It counts non-finite elements while they are in registers on their way. Without it, torch and numpy do the same.
+torch takes some microseconds for each copy, and reads the target's cache lines before it writes them; the extension writes past the
+caches. It counts non-finite elements while they are in registers. Without it, torch and numpy do the same.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ the stride in memory and the stride in the shard."""
 
 
 class Region(NamedTuple):
-    """Bytes that the caller keeps where they are."""
+    """Bytes at an address, which the caller keeps alive."""
 
     address: int
     nbytes: int
 
 
 def region_of(array: NDArray[np.uint8], *, written: bool) -> Region:
-    """Where the bytes of an array lie.
+    """Region of an array's bytes.
 
     Raises:
-        ValueError: they lie apart, or are to be written and may not be.
+        ValueError: the array is not contiguous, or is to be written and is read-only.
     """
     if not array.flags.c_contiguous or (written and not array.flags.writeable):
         raise ValueError("the array is not contiguous, or is read-only and would be written to")
@@ -51,25 +51,25 @@ def copy_natively(
     encodings: Sequence[Encoding | None] = (),
     narrowed: bool = False,
 ) -> list[int] | None:
-    """Carry out the plans of some shards; None if there is no extension, and nothing was done.
+    """Carry out the plans of some shards; None, with nothing done, if there is no extension.
 
     Every bound is checked before the first byte is copied. Bytes that several copies write have the value of any of them.
 
     Args:
-        shards: where each lies, and its plan.
-        memories: where each memory lies.
-        into_memory: whether shards are copied to memories, and not the other way.
-        threads: at most so many share the work.
-        encodings: of the shards' elements; those without one, or all if none is given, are not counted.
-        narrowed: whether shards of float32 are rounded to bfloat16, to the nearest, ties to even, on their way into memory. Plans and
-            encodings are for bfloat16.
+        shards: region and plan of each.
+        memories: region of each.
+        into_memory: whether to copy from shards to memories, and not the other way.
+        threads: most threads that share the work.
+        encodings: encodings of the shards' elements; shards without one, or all if none is given, are not counted.
+        narrowed: whether shards of float32 are rounded to bfloat16, to the nearest, ties to even, while they are copied into memory. Plans
+            and encodings are for bfloat16.
 
     Returns:
-        For each shard how many of the elements that were copied are non-finite, an element that goes to two places twice. If narrowed,
-        above 0 for a shard that has elements that are NaN or come out infinite, and must be cast by other means.
+        For each shard the number of copied elements that are non-finite; an element that goes to two places counts twice. If narrowed, above
+        0 for a shard with elements that are NaN or become infinite, which must be cast by other means.
 
     Raises:
-        ValueError: a plan is malformed or goes beyond a region, a copy's two sides overlap, or it cuts an element that is counted.
+        ValueError: a plan is malformed or exceeds a region, a copy's two sides overlap, or it splits an element that is counted.
     """
     native = _extension()
     if native is None:
@@ -83,7 +83,7 @@ def copy_natively(
 
 
 def packed_encodings(encodings: Sequence[Encoding | None]) -> NDArray[np.int64]:
-    """Encodings for the C extension, three words each: zeros of one that is None."""
+    """Encodings for the C extension, three words each; zeros for None."""
     words = [(0, 0, 0) if each is None else (each.itemsize, each.mask, each.width) for each in encodings]
     return np.array(words, np.int64).reshape(-1, 3)
 
@@ -91,12 +91,12 @@ def packed_encodings(encodings: Sequence[Encoding | None]) -> NDArray[np.int64]:
 def count_natively(
     parts: NDArray[np.int64], encodings: NDArray[np.int64], threads: int = 1
 ) -> NDArray[np.int64] | None:
-    """How many elements of parts of host memory are non-finite; None if there is no extension.
+    """Numbers of non-finite elements in parts of host memory; None if there is no extension.
 
     Args:
         parts: address and bytes of each, shape [n, 2].
-        encodings: as `packed_encodings` makes them, one for each part.
-        threads: at most so many share the parts.
+        encodings: one for each part, as by `packed_encodings`.
+        threads: most threads that share the parts.
     """
     native = _extension()
     if native is None:
@@ -107,12 +107,12 @@ def count_natively(
 
 
 def sum_natively(rows: NDArray[np.int64], words: NDArray[np.int64], threads: int = 1) -> NDArray[np.int64]:
-    """Sums of the words of the sources of copies of rows, modulo 2**64.
+    """Sums of the words in the sources of copies of rows, modulo 2**64.
 
     Args:
         rows: see `byte_rows.Rows`.
-        words: bytes of a word, for each: 1, 2, 4 or 8. Words of more than one byte have a sign.
-        threads: at most so many share the work.
+        words: bytes of a word, for each: 1, 2, 4 or 8. Words of more than one byte are signed.
+        threads: most threads that share the work.
 
     Raises:
         RuntimeError: there is no extension.
@@ -124,7 +124,7 @@ def sum_natively(rows: NDArray[np.int64], words: NDArray[np.int64], threads: int
 
 
 def ask_natively(function: int, rows: NDArray[np.int64], direction: int, stream: int) -> int:
-    """Ask a copy engine for copies of rows, until it refuses one; the code of the last call.
+    """Submit copies of rows to a copy engine, until it refuses one. Returns the code of the last call.
 
     Args:
         function: address of ``cudaMemcpy2DAsync``.
@@ -140,7 +140,7 @@ def ask_natively(function: int, rows: NDArray[np.int64], direction: int, stream:
 
 
 def has_extension() -> bool:
-    """Whether the C extension is there."""
+    """Whether the C extension is available."""
     return _extension() is not None
 
 

@@ -1,6 +1,6 @@
-"""Pages of mappings: where a mapping lies, so that it can have huge ones, and how they are made and entered before they are touched.
+"""Pages of mappings: alignment of a mapping for huge pages, and allocation and entry of pages before they are accessed.
 
-One by one, as they are touched, takes far longer.
+Page by page on first access, both take far longer.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import os
 HUGE_PAGE = 2 << 20
 """Bytes of a huge page, on x86-64 and on arm64 with pages of 4 KiB."""
 POPULATE_READ, POPULATE_WRITE = 22, 23
-"""Linux 5.14's advices; Python has no names for them yet. Source: madvise(2)."""
+"""Advices of Linux 5.14; Python has no names for them yet. Source: madvise(2)."""
 COLLAPSE = 25
-"""Linux 6.1's advice; as above."""
+"""Advice of Linux 6.1; as above."""
 DO_NOT_FORK = mmap.MADV_DONTFORK
-"""Children that are forked do not have the pages: touching them there is a segmentation fault."""
+"""Forked children do not have the pages: an access there is a segmentation fault."""
 
 _MAP_FIXED = 0x10
 _AROUND = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE
@@ -33,16 +33,16 @@ _libc.mmap.argtypes = (
 
 
 def advise(address: int, nbytes: int, advice: int) -> None:
-    """Give the kernel advice on the pages of a part of a mapping; other threads run meanwhile.
+    """Give the kernel advice on the pages of a part of a mapping, without the interpreter's lock.
 
     Args:
-        address: of the first byte; the beginning of a page.
-        nbytes: how many.
-        advice: `POPULATE_WRITE` also makes pages that there are not yet, `POPULATE_READ` only those of a file. `COLLAPSE` makes huge
-            pages of those of which there is at least one small page.
+        address: address of the first byte; the beginning of a page.
+        nbytes: number of bytes.
+        advice: `POPULATE_WRITE` also allocates missing pages, `POPULATE_READ` only enters those of a file. `COLLAPSE` makes huge pages where
+            at least one small page exists.
 
     Raises:
-        OSError: an older kernel, or there is no memory for them.
+        OSError: the kernel is too old, or there is not enough memory.
     """
     if _libc.madvise(address, nbytes, advice) != 0:
         number = ctypes.get_errno()
@@ -50,7 +50,7 @@ def advise(address: int, nbytes: int, advice: int) -> None:
 
 
 def prefer_huge_pages(address: int, nbytes: int) -> None:
-    """Let memory that was not touched yet be made in huge pages, as far as whole ones lie in it: its first touch takes half the time then."""
+    """Let memory that was not accessed yet be allocated in huge pages, where whole ones fit: its first access takes half the time then."""
     first = -(-address // HUGE_PAGE) * HUGE_PAGE
     pages = (address + nbytes - first) // HUGE_PAGE
     if pages > 0:
@@ -59,23 +59,23 @@ def prefer_huge_pages(address: int, nbytes: int) -> None:
 
 
 def map_aligned(descriptor: int, nbytes: int, flags: int, protection: int) -> tuple[mmap.mmap, int]:
-    """A mapping of a file, from its beginning, at a multiple of `HUGE_PAGE`: elsewhere, huge pages are entered as small ones.
+    """Map a file, from its beginning, at a multiple of `HUGE_PAGE`: elsewhere, huge pages are entered as small ones.
 
     Args:
-        descriptor: of the file; stays the caller's.
-        nbytes: how many; whole pages.
+        descriptor: descriptor of the file; the caller closes it.
+        nbytes: number of bytes; whole pages.
         flags: as in mmap(2).
-        protection: likewise.
+        protection: as in mmap(2).
 
     Returns:
-        A larger mapping, in which the file lies, and the offset of the file's first byte there. All of it is unmapped together.
+        A larger mapping that contains the file, and the offset of the file's first byte in it. All of it is unmapped together.
 
     Raises:
         OSError, ValueError: it cannot be mapped.
     """
     try:
         around = mmap.mmap(-1, nbytes + HUGE_PAGE, _AROUND, protection)
-    except OSError:  # where memory is not overcommitted, room for it is asked for, though it is never used
+    except OSError:  # without overcommit, the kernel requires memory for it, though it is never used
         return mmap.mmap(descriptor, nbytes, flags, protection), 0
     start = address_of(around)
     offset = -start % HUGE_PAGE
@@ -87,7 +87,7 @@ def map_aligned(descriptor: int, nbytes: int, flags: int, protection: int) -> tu
 
 
 def address_of(mapping: mmap.mmap) -> int:
-    """Where a mapping begins, be it writable or not."""
+    """Address of a mapping, writable or not."""
     import numpy as np
 
     return int(np.frombuffer(mapping, np.uint8).ctypes.data)

@@ -1,8 +1,8 @@
-"""Copies to mapped memory of tensors that are there for a moment only.
+"""Copies to mapped memory of tensors that exist only for a moment.
 
-A tensor in host memory has been copied when `PassingWriter.write` returns. Of one on a GPU nobody waits for the copy: what the current stream of its
-device is given to do afterwards does, so whoever overwrites or frees the tensor in stream order, as torch does, comes after it. So copy engines
-are kept busy from one tensor to the next.
+A tensor in host memory has been copied when `PassingWriter.write` returns. The copy of a tensor on a GPU is not waited for on the host:
+later work of its device's current stream waits for it, so that the tensor may be overwritten or freed in stream order, as torch does. So
+copy engines stay busy from one tensor to the next.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PassingShard:
-    """A shard, and what is to become of it.
+    """A shard to be copied, and its target.
 
     Attributes:
-        index: names it.
+        index: identifies it.
         tensor: on any device, its elements in row-major order of its axes.
-        dtype: to which they are cast, if it is another one.
-        copies: where the bytes of the cast go.
-        encoding: of the cast's elements; None if they are not counted.
+        dtype: dtype that they are cast to, if it is another one.
+        copies: copies of the cast's bytes.
+        encoding: encoding of the cast's elements; None if they are not counted.
     """
 
     index: int
@@ -46,14 +46,14 @@ class PassingShard:
 
 
 class PassingWriter:
-    """Copies shards to memory, one after another; a context, at whose end all are there.
+    """Copies shards to memory, one after another; all are copied when the context ends.
 
     Args:
         memories: mapped for writing.
 
     Attributes:
-        counts: of non-finite elements, by the shard's index, where there are any; complete at the end.
-        uncounted: what is still to be counted, in memory; likewise.
+        counts: numbers of non-finite elements, by the shard's index, where above 0; complete at the end.
+        uncounted: elements in memory that are still to be counted; complete at the end.
     """
 
     def __init__(self, memories: Sequence[MappedMemory]) -> None:
@@ -78,7 +78,7 @@ class PassingWriter:
             self.counts[shard.index] = self.counts.get(shard.index, 0) + found[0]
 
     def _begin(self, shard: PassingShard) -> bool:
-        """Have a copy engine copy a shard; False if it cannot, and nothing was done."""
+        """Let a copy engine copy a shard. Returns False, with nothing done, if it cannot."""
         if self._queue is None:
             from weighbridge._memory.cuda_copies import CopyQueue
 

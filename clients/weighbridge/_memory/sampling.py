@@ -1,4 +1,4 @@
-"""Sample of a stream: parts of it that stand for all of it."""
+"""Sample of a stream: parts that represent all of it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ PIECE_BYTES = 32 << 10
 def sample_of(
     nbytes: int, left_out: Sequence[tuple[int, int]], choose: random.Random | None = None
 ) -> list[tuple[int, int]]:
-    """Parts of a stream, sorted and disjoint, spread evenly and each somewhere in its own part of it: other ones every time.
+    """Random parts of a stream, sorted and disjoint, one in each of equal sections of it.
 
     Args:
-        nbytes: of the stream.
-        left_out: parts of which nothing is taken, sorted and disjoint.
-        choose: where; by chance.
+        nbytes: length of the stream in bytes.
+        left_out: parts to be left out, sorted and disjoint.
+        choose: source of random numbers; by default a new one.
 
     Returns:
         `PIECES` ranges of `PIECE_BYTES` at most.

@@ -30,7 +30,7 @@ class ShardCopies(tuple[ByteCopy[int], ...]):
 
     @cached_property
     def packed(self) -> Plan:
-        """For the C extension. Made once: a plan serves many pushes."""
+        """The copies for the C extension. Cached: a plan serves many pushes."""
         words: list[int] = []
         for copy in self:
             words += (copy.file, copy.file_offset, copy.stream_offset, len(copy.extent))
@@ -40,23 +40,23 @@ class ShardCopies(tuple[ByteCopy[int], ...]):
 
     @cached_property
     def steps(self) -> Sequence[Sequence[CopyStep]] | None:
-        """For a GPU's copy engine, those of each copy; None if that would be slow for one of them, or it cannot. Made once, too."""
+        """Steps of each copy for a GPU's copy engine; None if that would be slow or impossible for one of them. Cached."""
         found = [steps for copy in self if (steps := steps_of(copy)) is not None]
         return found if len(found) == len(self) else None
 
     @classmethod
     def of(cls, copies: Sequence[ByteCopy[int]]) -> ShardCopies:
-        """These copies; themselves if they are packed already."""
+        """These copies as `ShardCopies`; unchanged if they are already."""
         return copies if isinstance(copies, cls) else cls(copies)
 
 
 def is_dense(copies: Sequence[ByteCopy[int]], nbytes: int) -> bool:
-    """Whether a shard of so many bytes lies in memory in one run."""
+    """Whether a shard of so many bytes lies in memory as one run."""
     return len(copies) == 1 and copies[0].extent == (nbytes,)
 
 
 def view_bytes(data: Bytes, offset: int, extent: tuple[int, ...], strides: tuple[int, ...]) -> Bytes:
-    """Bytes of an array as a strided array."""
+    """Bytes of an array, as a strided array."""
     return np.ndarray(extent, np.uint8, data, offset, strides)
 
 
@@ -70,12 +70,12 @@ def write_bytes(
 
     Args:
         shard: its bytes.
-        copies: where they go.
-        memories: that are written to.
-        encoding: of its elements; None if they are not counted.
+        copies: the copies.
+        memories: memories that are written to.
+        encoding: encoding of its elements; None if they are not counted.
 
     Returns:
-        How many of the elements that were copied are non-finite, an element that goes to two places twice.
+        The number of copied elements that are non-finite; an element that goes to two places counts twice.
     """
     plan = ShardCopies.of(copies).packed
     regions = [region_of(memory, written=True) for memory in memories]
@@ -97,9 +97,9 @@ class Uncounted(NamedTuple):
     """Elements in memory whose non-finite ones are still to be counted.
 
     Attributes:
-        shard: index of the shard that they belong to.
-        copy: which has brought them there.
-        encoding: of the elements.
+        shard: index of their shard.
+        copy: the copy that has written them.
+        encoding: encoding of the elements.
     """
 
     shard: int
@@ -108,11 +108,11 @@ class Uncounted(NamedTuple):
 
 
 class WrittenCounts(NamedTuple):
-    """Counts of the non-finite elements that were written to memory, an element that went to two places twice.
+    """Counts of non-finite elements that were written to memory; an element that went to two places counts twice.
 
     Attributes:
-        counts: for each shard, of what was counted on its way.
-        uncounted: the rest.
+        counts: for each shard, the count of elements that were counted while they were copied.
+        uncounted: elements still to be counted.
     """
 
     counts: list[int]
@@ -120,12 +120,12 @@ class WrittenCounts(NamedTuple):
 
 
 def count_written(written: Sequence[Uncounted], memory: Bytes, threads: int = 1) -> list[int]:
-    """How many of the elements that copies have brought to memory are non-finite. All are counted in one call of the C extension.
+    """Numbers of non-finite elements that copies have written to memory, counted in one call of the C extension.
 
     Args:
-        written: what they have brought, as whole elements.
-        memory: where they have brought it.
-        threads: at most so many share the work.
+        written: the copies' elements, as whole elements.
+        memory: the memory.
+        threads: most threads that share the work.
 
     Returns:
         The count of each copy.
@@ -145,7 +145,7 @@ def count_written(written: Sequence[Uncounted], memory: Bytes, threads: int = 1)
 
 
 def _parts(copy: ByteCopy[int], address: int) -> NDArray[np.int64]:
-    """Address and length of the runs of bytes that a copy has brought to the memory at an address, cut to `_PART`; shape [n, 2]."""
+    """Address and length of the runs of bytes that a copy has written to the memory at an address, cut to `_PART`; shape [n, 2]."""
     *rows, width = copy.extent
     start = address + copy.file_offset
     cuts = [(start + cut, min(width - cut, _PART)) for cut in range(0, width, _PART)]
@@ -157,6 +157,6 @@ def _parts(copy: ByteCopy[int], address: int) -> NDArray[np.int64]:
 
 
 def _dense(copy: ByteCopy[int], memory: Bytes) -> Bytes:
-    """The bytes that a copy has brought to memory, one after another."""
+    """The bytes that a copy has written to memory, contiguous."""
     written = view_bytes(memory, copy.file_offset, copy.extent, copy.file_strides)
     return np.ascontiguousarray(written).reshape(-1)

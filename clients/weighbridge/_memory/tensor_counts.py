@@ -1,7 +1,7 @@
-"""Counts of non-finite elements of tensors where they lie, on any device, by torch.
+"""Counts of non-finite elements of tensors on their own device, by torch.
 
-One reduction of each tensor tells that all of its elements are finite, which is nearly always so; nothing is waited for until the
-counts are asked for, and nothing of a tensor's size is made. Only what that does not clear is counted.
+One reduction of each tensor shows whether all of its elements are finite, which they nearly always are. The host does not wait until the
+counts are requested, and no temporary of a tensor's size is made. Only tensors with non-finite elements are counted.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _FLOATS = {
 
 
 class Screen:
-    """Reductions of tensors that may be gone when it is asked which of them have non-finite elements."""
+    """Reductions of tensors, which may be freed before it is known which of them have non-finite elements."""
 
     def __init__(self) -> None:
         self._screened: list[_Screened] = []
@@ -43,16 +43,16 @@ class Screen:
             self._screened.append(_screened(index, flat, copies, encoding))
 
     def suspects(self) -> list[tuple[int, Sequence[ByteCopy[int]], Encoding]]:
-        """Wait for the reductions; what was added of the tensors that may have non-finite elements."""
+        """Wait for the reductions. Returns the arguments of `add` of the tensors that may have non-finite elements."""
         screened, self._screened = self._screened, []
         return [(each.index, each.copies, each.encoding) for each in _not_cleared(screened)]
 
 
 class TensorCounts:
-    """Counts of the elements that copies take out of tensors. What is added must stay as it is until the counts were taken.
+    """Counts of non-finite elements that copies take out of tensors. Added tensors must not change until `take` returns.
 
     Args:
-        at_once: patterns that are counted at one time.
+        at_once: most patterns that are counted at a time.
     """
 
     def __init__(self, at_once: int = _AT_ONCE) -> None:
@@ -67,9 +67,9 @@ class TensorCounts:
         """Begin to count, on the current stream of the tensor's device.
 
         Args:
-            index: names what is counted.
+            index: identifies the count.
             flat: elements of the encoding's dtype in one dimension, contiguous.
-            copies: which of their bytes count, as often as they are copied; whole elements.
+            copies: copies of the bytes that count, as often as they are copied; whole elements.
             encoding: None if there is nothing to count.
         """
         if encoding is None or not flat.numel():
@@ -80,7 +80,7 @@ class TensorCounts:
             self._added[_screened(index, flat, copies, encoding)] = flat
 
     def begin(self) -> None:
-        """Reduce what was added so far and is reduced many tensors at a time, on the current streams of the tensors' devices."""
+        """Reduce the tensors added so far that can be reduced many at a time, on the current streams of their devices."""
         import torch
 
         alike: dict[object, list[_Added]] = defaultdict(list)
@@ -93,7 +93,7 @@ class TensorCounts:
             self._norms.append((group, torch.stack(norms)))
 
     def take(self) -> dict[int, int]:
-        """Wait for the counts; those above 0, by index."""
+        """Wait for the counts. Returns those above 0, by index."""
         self.begin()
         added, self._added = self._added, {}
         norms, self._norms = self._norms, []
@@ -116,7 +116,8 @@ class _Added(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Screened:
-    """What is counted, and a tensor's smallest and largest element, which are NaN if any element is; of bytes, the largest signed and unsigned one."""
+    """A tensor's extremes, and the arguments to count it. The extremes are the smallest and the largest element, which are NaN if any element is;
+    for bytes, the largest signed and unsigned one."""
 
     index: int
     copies: Sequence[ByteCopy[int]]
@@ -124,7 +125,7 @@ class _Screened:
     extremes: torch.Tensor
 
     def count(self, flat: torch.Tensor, at_once: int) -> int:
-        """Count one element of the tensor after another, so many at one time."""
+        """Count all elements of the tensor, so many at a time."""
         return _count_all(flat, self.copies, self.encoding, at_once)
 
 
@@ -135,7 +136,7 @@ def _count_all(flat: torch.Tensor, copies: Sequence[ByteCopy[int]], encoding: En
 
 @functools.cache
 def _reduces_many(device: torch.device) -> bool:
-    """Whether torch reduces many tensors of a device at a time, which a GPU has done in the time that one takes, and finds NaN and infinities."""
+    """Whether torch can reduce many tensors of a device at a time, which takes a GPU as long as one, and detects NaN and infinities."""
     import torch
 
     if device.type != "cuda":
@@ -143,7 +144,7 @@ def _reduces_many(device: torch.device) -> bool:
     tried = [torch.tensor([1.0, value], device=device) for value in (math.nan, math.inf, 2.0)]
     try:
         found = [float(norm) for norm in torch._foreach_norm(tried, math.inf)]
-    except (AttributeError, RuntimeError):  # torch's own, and not promised
+    except (AttributeError, RuntimeError):  # a private function of torch, which may be missing
         return False
     return [math.isfinite(each) for each in found] == [False, False, True]
 
@@ -159,7 +160,7 @@ def _bits(flat: torch.Tensor) -> torch.Tensor:
 
 
 def _of_dtype(flat: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The elements as those of a floating-point dtype; the tensor itself, if it has it and its bits say its numbers."""
+    """The elements with a floating-point dtype; the tensor itself, if it has the dtype and no pending negation."""
     return flat if flat.dtype == dtype and not flat.is_neg() else _bits(flat).view(dtype)
 
 
@@ -172,7 +173,7 @@ def _extremes(flat: torch.Tensor, encoding: Encoding) -> torch.Tensor:
 
 
 def _not_cleared(screened: Iterable[_Screened]) -> Iterable[_Screened]:
-    """Those that may have non-finite elements; waits once for each device and dtype."""
+    """Tensors that may have non-finite elements; waits once for each device and dtype."""
     import torch
 
     alike: dict[object, list[_Screened]] = defaultdict(list)
@@ -193,7 +194,7 @@ def _cleared(extremes: Sequence[float], encoding: Encoding) -> bool:
 
 
 def _patterns(flat: torch.Tensor, copy: ByteCopy[int], encoding: Encoding) -> torch.Tensor:
-    """What a copy takes of a tensor, as integers of the patterns' size."""
+    """The elements that a copy takes of a tensor, as integers of the patterns' size."""
     import torch
 
     size = encoding.itemsize
@@ -218,6 +219,6 @@ def _count(patterns: torch.Tensor, encoding: Encoding, at_once: int) -> int:
 
 
 def _rows_at_once(patterns: torch.Tensor, encoding: Encoding, at_once: int) -> int:
-    """How many indexes of the first axis are counted at one time, whole elements."""
+    """Number of indexes of the first axis that are counted at a time; whole elements."""
     rows = max(at_once // (patterns.numel() // len(patterns)), 1)
     return max(rows // encoding.width * encoding.width, encoding.width) if patterns.ndim == 1 else rows

@@ -1,7 +1,7 @@
-"""Sums of the words of tensors: whether a copy has the bytes of what it was copied from, wherever the two lie.
+"""Sums of the words of tensors, to compare a copy with its source, on whatever devices the two are.
 
-A sum tells bytes of another version, or half written ones, from the right ones (two in 2**64 agree by chance). It does not tell elements that
-have changed places.
+A sum distinguishes bytes of another version, or half-written ones, from the right ones (two in 2**64 agree by chance). It does not detect
+elements that have changed places.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _LARGEST = 8
 
 
 def words_of(rows: Rows) -> NDArray[np.int64]:
-    """Bytes of the largest words, 1, 2, 4 or 8, of which both sides of each copy of rows consist."""
+    """Bytes of the largest words, 1, 2, 4 or 8, into which both sides of each copy of rows can be divided."""
     words: NDArray[np.int64] = np.gcd.reduce(rows[:, :COUNT], axis=1, initial=_LARGEST)
     return words
 
@@ -29,7 +29,7 @@ def as_words(tensor: torch.Tensor, word: int) -> torch.Tensor:
     """The words of a contiguous tensor, in one dimension; ``words.sum(dtype=torch.int64)`` is their sum modulo 2**64.
 
     Args:
-        tensor: its elements follow each other in memory.
+        tensor: contiguous.
         word: bytes of each word; divides the tensor's bytes and its address.
     """
     import torch

@@ -1,4 +1,4 @@
-"""Asyncio client: control calls on the event loop, copies and waits in threads. Decisions are those of the blocking client."""
+"""Asyncio client: control calls on the event loop, copies and waits in threads. Shares its decisions with the blocking client."""
 
 # May import: `_clients` and folders below it.
 #
@@ -6,7 +6,7 @@
 # - `operation_methods`: its methods that the table of operations gives.
 # - `connection`: control calls with retries and failover.
 # - `pulls`: a pull, ended when its task is cancelled.
-# - `threads`: threads for what would hold up the loop.
+# - `threads`: threads for work that would block the loop.
 
 from weighbridge.aio.client import AsyncEngineClient
 from weighbridge.aio.pulls import AsyncPull

@@ -32,16 +32,18 @@ __all__ = ["AsyncEngineClient"]
 
 
 class AsyncEngineClient(AsyncOperationMethods):
-    """Client of an engine rank for asyncio: what an agent needs of `weighbridge.EngineClient`; one for each rank. Belongs to the event loop that it is first used on.
+    """Client of an engine rank for asyncio, one for each rank, with the methods of `weighbridge.EngineClient` that an agent needs.
+
+    It belongs to the event loop that it is first used on.
 
     Every method may be cancelled, so ``asyncio.timeout`` sets a deadline for any of them. Errors are those of `weighbridge.errors`.
 
     Args:
-        server: ``host:port`` of the gRPC face, or several, as for `weighbridge.Client`.
+        server: ``host:port`` of the service's gRPC port, or several, as for `weighbridge.Client`.
         options: as for `weighbridge.Client`.
 
     Raises:
-        InvalidArgument: there is no such lane, or there cannot be so many connections.
+        InvalidArgument: there is no such lane, or the number of connections is out of range.
     """
 
     def __init__(self, server: str | None = None, **options: Unpack[ConnectionOptions]) -> None:
@@ -63,11 +65,11 @@ class AsyncEngineClient(AsyncOperationMethods):
 
     @property
     def retry_seconds(self) -> float:
-        """How long to keep trying when the service cannot be reached, or has no room."""
+        """Seconds for which calls are retried when the service cannot be reached, or has no room."""
         return self._connection.retry_seconds
 
     async def close(self) -> None:
-        """Close all connections: what is under way fails. Tensors that are views of a version stay valid until they are gone."""
+        """Close all connections: calls in flight fail. Tensors that are views of a version stay valid until they are gone."""
         if self._connection.closed:
             return
         self._connection.stop()
@@ -85,7 +87,7 @@ class AsyncEngineClient(AsyncOperationMethods):
         return await self._connection.run(ask(table.GET_MODEL, model=model))
 
     async def model_files(self, model: str, version: str | int | None = None) -> dict[str, bytes]:
-        """The files besides the weights that belong to a version, or as registered now if no version is named.
+        """The files of a version other than its weights; those registered now if no version is named.
 
         Raises:
             NotFound: no such model or version.
@@ -129,11 +131,11 @@ class AsyncEngineClient(AsyncOperationMethods):
     async def approve(
         self, model: str, version: str | int | None = None, *, note: str = "", by: str = ""
     ) -> Version:
-        """Hold a version no longer; as `Client.approve`."""
+        """Approve a version, so that it is no longer held; as `Client.approve`."""
         return await self._connection.run(version_calls.approve(model, version, by=by, note=note))
 
     async def watch(self, model: str, ref: str | None = None) -> AsyncGenerator[Version, None]:
-        """The version a ref names now, then each one it moves to, for ever; as `Client.watch`."""
+        """The version that a ref names now, then each one that it moves to, without end; as `Client.watch`."""
         meant = Reference.of(model, ref, REF_LIVE)
         async with aclosing(self.watch_refs([(meant.model, meant.version)])) as found:
             async for _, version in found:
@@ -171,7 +173,7 @@ class AsyncEngineClient(AsyncOperationMethods):
         *,
         dtype: str | torch.dtype | None = None,
     ) -> AsyncPull:
-        """Pull slices of a version; only their bytes come over the wire. Nothing happens before something of it is awaited.
+        """Pull slices of a version; only their bytes are transferred. Nothing happens before the result is awaited or iterated over.
 
         Args:
             model: ``namespace/name``.

@@ -35,9 +35,9 @@ class AsyncConnection:
 
     Args:
         addresses: the service's.
-        credentials: of all connections.
-        retry_seconds: how long to keep trying when the service cannot be reached, or has no room.
-        threads: for arithmetic that would hold up the loop.
+        credentials: credentials of all connections.
+        retry_seconds: how long calls are retried when the service cannot be reached, or has no room.
+        threads: for computations that would block the loop.
     """
 
     def __init__(
@@ -53,14 +53,14 @@ class AsyncConnection:
         self._calls: set[Any] = set()
 
     async def run(self, steps: Steps[T], *, retry_seconds: float | None = None) -> T:
-        """Take the steps of a control call; their result.
+        """Run the steps of a control call. Returns their result.
 
         Args:
-            steps: what is to be done.
-            retry_seconds: overrides the connection's; 0 for one try of each call.
+            steps: the steps.
+            retry_seconds: overrides the connection's; 0 for one attempt of each call.
 
         Raises:
-            WeighbridgeError: what the service answered, or why it could not be asked.
+            WeighbridgeError: the service's error, or why the service could not be reached.
         """
         seconds = self.retry_seconds if retry_seconds is None else retry_seconds
         try:
@@ -79,11 +79,11 @@ class AsyncConnection:
     async def responses(
         self, path: str, request: bytes, decode: Callable[[bytes], T]
     ) -> AsyncGenerator[T | None, None]:
-        """Responses of a stream that carries no weights; before them None, if the service says that it has accepted the call. The call ends with
+        """Responses of a stream without weights; before them None, if the service reports that it has accepted the call. The call ends with
         the iteration.
 
         Raises:
-            WeighbridgeError: what the service answered; Unavailable if the connection broke, and the next call goes to the next address.
+            WeighbridgeError: the service's error; Unavailable if the connection broke, and the next call goes to the next address.
         """
         address = self.addresses.current
         try:
@@ -101,7 +101,7 @@ class AsyncConnection:
 
     @asynccontextmanager
     async def reminding(self, missing: Callable[[], Sequence[tuple[str, str]]]) -> AsyncIterator[None]:
-        """Log what refs wait for while the block runs, as `Connection.reminding`."""
+        """Log what the refs wait for while the block runs, as `Connection.reminding`."""
         task = asyncio.create_task(self._remind(missing))
         try:
             yield
@@ -112,15 +112,15 @@ class AsyncConnection:
     async def _remind(self, missing: Callable[[], Sequence[tuple[str, str]]]) -> None:
         await asyncio.sleep(waits.REMIND_SECONDS)
         while not self.closed and (refs := missing()):
-            with suppress(WeighbridgeError):  # that the service is away is logged besides
+            with suppress(WeighbridgeError):  # an outage of the service is logged elsewhere
                 for sentence in await self.run(absences(refs), retry_seconds=0.0):
                     log.warning("%s", sentence)
             await asyncio.sleep(waits.REMIND_SECONDS)
 
     def stop(self) -> None:
-        """End all calls: whoever waits for one gets `Unavailable`."""
+        """End all calls: tasks that wait for one get `Unavailable`."""
         self.closed = True
-        for call in list(self._calls):  # the channel does not see to those that are being read
+        for call in list(self._calls):  # closing the channel does not end calls that are being read
             call.cancel()
 
     async def close(self) -> None:
@@ -132,7 +132,7 @@ class AsyncConnection:
         self._process.check()
         if self.closed:
             raise Unavailable("the client has been closed")
-        # made when first used: it belongs to the event loop that runs then
+        # made when first used: it belongs to the event loop that runs at that time
         key = address, self._credentials.stamp()
         channel = self._channels.get(key)
         if channel is None:
@@ -176,7 +176,7 @@ class AsyncConnection:
     def _begun(
         self, address: str, method: Callable[..., Any], request: Any, seconds: float | None = None
     ) -> Iterator[Any]:
-        """A call, cancelled in the end; raises the service's errors as it raised them."""
+        """Start a call, and cancel it at the end; raises the service's errors as they were raised there."""
         call = method(request, timeout=seconds, metadata=spans.headers() or None)
         self._calls.add(call)
         try:
@@ -186,7 +186,7 @@ class AsyncConnection:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
-            raise Unavailable("the client has been closed") from None  # which cancels its calls
+            raise Unavailable("the client has been closed") from None  # closing cancels the client's calls
         finally:
             self._calls.discard(call)
             call.cancel()

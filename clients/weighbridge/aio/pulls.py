@@ -30,7 +30,7 @@ __all__ = ["AsyncPull"]
 
 
 class Carrier:
-    """What carries out the pulls of one client.
+    """Threads and transport for the pulls of one client.
 
     Args:
         transport: carries the weights.
@@ -61,14 +61,14 @@ class Carrier:
 
 
 class AsyncPull:
-    """A pull that is about to begin: ``async for name, tensor in pull`` gives each tensor as soon as it is complete.
+    """A pull that has not begun: ``async for name, tensor in pull`` gives each tensor as soon as it is complete.
 
     The tensors are those of `weighbridge.Pull`. Iterating again pulls the same version again. If the task is cancelled, or the
-    iteration is closed, calls under way are cancelled, what was borrowed goes back, and nothing is written to any tensor any more.
+    iteration is closed, calls in flight are cancelled, borrowed memory is released, and no tensor is written to any more.
 
     Attributes:
-        lane: how they came, ``local`` or ``grpc``; empty before they do.
-        lane_reason: why they did not come by ``local``, if that was wanted.
+        lane: lane of the tensors, ``local`` or ``grpc``; empty before it is chosen.
+        lane_reason: why they did not come by ``local``, if that was requested.
     """
 
     def __init__(
@@ -90,15 +90,15 @@ class AsyncPull:
         return f"<AsyncPull of {self._plan.version}: {described(self._plan)}{lane}>"
 
     async def plan(self) -> PullPlan:
-        """Which version comes, wherever the ref moves from now on, and which slices; all else does this first.
+        """Resolve the version and its slices; it stays the same if the ref moves later. All other methods do this first.
 
         Raises:
             NotFound: no such model, version, ref or tensor.
-            InvalidArgument: the layout does not fit the model, or a tensor cannot be cast; names the tensor.
+            InvalidArgument: the layout does not fit the model, or a tensor cannot be cast; the message names the tensor.
             FailedPrecondition: the version is not ready.
         """
         plan = await self._connection.run(self._planning()) if self._plan is None else self._plan
-        self._plan = self._plan or plan  # one that another task has made meanwhile
+        self._plan = self._plan or plan  # another task may have made one in the meantime
         return self._plan
 
     async def __aiter__(self) -> AsyncIterator[tuple[str, torch.Tensor]]:
@@ -109,10 +109,10 @@ class AsyncPull:
     async def filled(
         self, tensor_for: Callable[[int], torch.Tensor]
     ) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
-        """Pull into tensors that the caller makes, as the result is iterated over; as `weighbridge.Pull.filled`.
+        """Pull into tensors that the caller provides, as the result is iterated over; as `weighbridge.Pull.filled`.
 
         Args:
-            tensor_for: gives the tensor for a placement of the plan's layout, by index; any device. Is called from other threads,
+            tensor_for: returns the tensor for a placement of the plan's layout, by index; on any device. Called from other threads,
                 one call at a time.
         """
         async with self._transfer() as transfer:
@@ -129,7 +129,7 @@ class AsyncPull:
         strict: bool = True,
         adapter_name: str = "default",
     ) -> Filled:
-        """Fill a model in place, as `weighbridge.Pull.into` does: nothing of it is changed unless all of it fits."""
+        """Fill a model in place, as `weighbridge.Pull.into` does: no tensor is changed unless all of them fit."""
         plan = await self.plan()
         adapter = await self._connection.run(adapter_target(plan, target, adapter_name))
         found = await self._carrier.threads.run(
@@ -142,10 +142,10 @@ class AsyncPull:
         return found.report
 
     async def fill(self, tensor_for: Callable[[int], torch.Tensor]) -> None:
-        """Pull into tensors that the caller makes.
+        """Pull into tensors that the caller provides.
 
         Args:
-            tensor_for: gives the tensor for a placement of the plan's layout, by index; any device. Is called from other threads,
+            tensor_for: returns the tensor for a placement of the plan's layout, by index; on any device. Called from other threads,
                 one call at a time.
         """
         await self._fill(await self.plan(), lambda filled: filled(tensor_for))
@@ -159,12 +159,12 @@ class AsyncPull:
             await self._carrier.threads.run(lambda: deque(fill(filled), maxlen=0), transfer.stop)
 
     async def bring(self, buffer: torch.Tensor | None = None, *, pin: bool = False) -> Slices:
-        """Bring all slices to this machine, and read them later, in any order.
+        """Transfer all slices to this machine, to be read later in any order.
 
-        On the service's machine they are there: the service holds the version as long as the result is.
+        On the service's machine nothing is copied: the service holds the version as long as the result exists.
 
         Args:
-            buffer: of a `HostSlices` that this gave before, to be used again: what it holds is lost.
+            buffer: buffer of an earlier `HostSlices`, to be reused: its content is lost.
             pin: whether GPUs will copy from them.
         """
         async with self._transfer() as transfer:
@@ -173,7 +173,7 @@ class AsyncPull:
     async def _taken(
         self, transfer: PullRun, begin: Callable[[], Iterator[PullStep]]
     ) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
-        """What a run's steps give, each taken in a thread."""
+        """Tensors of a run's steps, each step run in a thread."""
         with closing(_filled(begin)) as steps:
             while filled := await self._carrier.threads.run(partial(next, steps, ()), transfer.stop):
                 for each in filled:
@@ -182,7 +182,7 @@ class AsyncPull:
     @asynccontextmanager
     async def _transfer(self, plan: PullPlan | None = None) -> AsyncIterator[PullRun]:
         with self._carrier.transfer(plan or await self.plan()) as transfer:
-            # what is borrowed when the task is gone goes back at once
+            # if the task is cancelled by then, borrowed memory is released at once
             await self._carrier.threads.run_or_leave(partial(copy_context().run, transfer.borrow))
             self.lane, self.lane_reason = transfer.lane, transfer.lane_reason
             yield transfer
@@ -191,7 +191,7 @@ class AsyncPull:
 def _filled(
     begin: Callable[[], Iterator[PullStep]],
 ) -> Generator[list[tuple[str, torch.Tensor]], None, None]:
-    """What each step gives, if anything; the first step imports torch."""
+    """Tensors of each step that has any; the first step imports torch."""
     for step in begin():
         if filled := list(step):
             yield filled

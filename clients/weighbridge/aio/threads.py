@@ -1,7 +1,7 @@
-"""Threads of one asyncio client, for work that would hold up its event loop: copies, checksums, and sockets that block.
+"""Threads of one asyncio client, for work that would block its event loop: copies, checksums, and blocking sockets.
 
-Pieces could be received on the loop itself at the same rate, but hold it up two to three times as often (``make bench-asyncio``); a copy
-to a GPU, or a slice that is gathered from shared memory, would hold it up for as long as it takes.
+Pieces could be received on the loop itself at the same rate, but would block it two to three times as often (``make bench-asyncio``); a copy
+to a GPU, or a slice that is gathered from shared memory, would block it for its whole duration.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from weighbridge.errors import Unavailable
 T = TypeVar("T")
 
 _MOST_THREADS = 32
-"""Steps at one time; what is more waits for one to end, which takes no longer than bytes take to come."""
+"""Most concurrent steps; further ones wait for one to end, which takes no longer than the arrival of its bytes."""
 
 
 class Threads:
@@ -26,10 +26,10 @@ class Threads:
         self._pool = ThreadPoolExecutor(_MOST_THREADS, thread_name_prefix="weighbridge-aio")
 
     async def run(self, work: Callable[[], T], stop: Callable[[], None]) -> T:
-        """Do work in a thread. If the task is cancelled, the work has ended before this returns.
+        """Run work in a thread. If the task is cancelled, this returns only after the work has ended.
 
         Args:
-            work: what is to be done.
+            work: the work.
             stop: makes the work end soon; called on the event loop if the task is cancelled.
 
         Raises:
@@ -46,18 +46,18 @@ class Threads:
             raise
 
     async def run_or_leave(self, work: Callable[[], T]) -> T:
-        """Do work in a thread. If the task is cancelled, the work goes on without it, and its result is dropped."""
+        """Run work in a thread. If the task is cancelled, the work goes on without it, and its result is dropped."""
         _, result = self._submit(work)
         return await asyncio.shield(result)
 
     def close(self) -> None:
-        """Take no more work; the threads go when they are done."""
+        """Refuse further work; the threads end with their present work."""
         self._pool.shutdown(wait=False)
 
     def _submit(self, work: Callable[[], T]) -> tuple[Future[T], asyncio.Future[T]]:
         try:
             submitted = self._pool.submit(work)
-        except RuntimeError as error:  # the pool's word for having been shut down
+        except RuntimeError as error:  # raised by a pool that was shut down
             raise Unavailable("the client has been closed") from error
         result = asyncio.wrap_future(submitted)
         result.add_done_callback(_look_at)
@@ -65,7 +65,7 @@ class Threads:
 
 
 async def _ended(result: asyncio.Future[T]) -> None:
-    """Return when work has ended, however often the task is cancelled meanwhile: it will be told that anyway."""
+    """Wait until work has ended, even if the task is cancelled again: the caller raises CancelledError after that anyway."""
     while not result.done():
         try:
             await asyncio.wait([result])
@@ -74,6 +74,6 @@ async def _ended(result: asyncio.Future[T]) -> None:
 
 
 def _look_at(result: asyncio.Future[T]) -> None:
-    """Keep asyncio from reporting an error that nobody waits for any more."""
+    """Retrieve an error, so that asyncio does not report it when no task waits for it any more."""
     if not result.cancelled():
         result.exception()
